@@ -1,0 +1,20 @@
+"""critic: the value model."""
+
+from pydantic import Field
+
+from rolemesh.config.actor import LossAggMode
+from rolemesh.config.base import Config
+from rolemesh.config.model import CriticOptimConfig, ModelConfig
+
+
+class CriticConfig(Config):
+    model: ModelConfig = Field(ModelConfig(), description="a causal LM or a reward model; empty: the actor's")
+    optim: CriticOptimConfig = CriticOptimConfig()
+    ppo_mini_batch_size: int | None = Field(None, gt=0, description="null: the actor's")
+    ppo_micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward and backward pass")
+    ppo_epochs: int = Field(1, gt=0, description="passes over each batch")
+    shuffle: bool = Field(False, description="a new order of rows in every pass")
+    cliprange_value: float = Field(0.5, gt=0, description="how far a value may move from the old one")
+    loss_agg_mode: LossAggMode = "token-mean"
+    grad_clip: float = Field(1.0, gt=0, description="largest gradient norm")
+    seed: int = Field(42, description="of the value head and the shuffle")

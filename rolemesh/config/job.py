@@ -1,0 +1,125 @@
+"""The job file as a whole, and what its sections must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from rolemesh.config.actor import ActorConfig, ReferenceConfig
+from rolemesh.config.algorithm import AlgorithmConfig
+from rolemesh.config.base import Config, explain, merge, parse_overrides, read_yaml
+from rolemesh.config.critic import CriticConfig
+from rolemesh.config.data import DataConfig
+from rolemesh.config.model import ModelConfig
+from rolemesh.config.reward import RewardConfig
+from rolemesh.config.rollout import RolloutConfig
+from rolemesh.config.trainer import PlacementConfig, TrainerConfig
+
+
+class JobConfig(Config):
+    """One job: what the YAML file, the command line's overrides and the chart's `job:` value say."""
+
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    data: DataConfig = DataConfig()
+    actor: ActorConfig = ActorConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig = CriticConfig()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    placement: PlacementConfig = Field(PlacementConfig(), description="how the roles share devices")
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> JobConfig:
+        rows = self.data.train_batch_size * self.rollout.n
+        trained = {"actor": (self.actor.ppo_mini_batch_size, self.actor.ppo_micro_batch_size_per_gpu)}
+        if self.uses_critic:
+            trained["critic"] = (self.critic_mini_batch_size, self.critic.ppo_micro_batch_size_per_gpu)
+        for role, (prompts, micro) in trained.items():
+            mini = prompts * self.rollout.n
+            if rows % mini:
+                raise ValueError(
+                    f"data.train_batch_size {self.data.train_batch_size} does not divide into mini-batches "
+                    f"of {role}.ppo_mini_batch_size {prompts}"
+                )
+            if mini % micro:
+                raise ValueError(
+                    f"{role}: a mini-batch of {mini} rows ({prompts} prompts times rollout.n {self.rollout.n}) does "
+                    f"not divide into micro-batches of ppo_micro_batch_size_per_gpu {micro}"
+                )
+        if self.algorithm.adv_estimator == "grpo" and self.rollout.n == 1:
+            raise ValueError(
+                "algorithm.adv_estimator grpo compares the responses to one prompt, and rollout.n is 1; "
+                "set rollout.n to 2 or more"
+            )
+        if self.trainer.resume_mode == "resume_path" and not self.trainer.resume_from_path:
+            raise ValueError("trainer.resume_mode is resume_path and trainer.resume_from_path is not set")
+        return self
+
+    # ------------------------------------------------------- what roles the job has
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def uses_reference(self) -> bool:
+        """A job that weighs no KL has no reference policy: nothing is loaded, computed or sent."""
+        return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of this job, in the order in which they are started."""
+        wanted = {"reference": self.uses_reference, "critic": self.uses_critic}
+        return tuple(r for r in ("actor", "rollout", "reference", "critic", "reward") if wanted.get(r, True))
+
+    # --------------------------------------------------------------- derived values
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.trainer.default_local_dir or f"outputs/{self.trainer.experiment_name}").absolute()
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        return self._model(self.reference.model)
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        return self._model(self.critic.model)
+
+    @property
+    def critic_mini_batch_size(self) -> int:
+        """In prompts."""
+        return self.critic.ppo_mini_batch_size or self.actor.ppo_mini_batch_size
+
+    def _model(self, model: ModelConfig) -> ModelConfig:
+        return model if model.path else model.model_copy(update={"path": self.actor.model.path})
+
+    def to_yaml(self) -> str:
+        """The resolved job file: every key with its value."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """Reads a job file and lays dotted overrides on it.
+
+    Args:
+        path: a YAML file.
+        overrides: `section.key=value`, the value in YAML.
+
+    Raises:
+        InvalidConfig: with every wrong key, where it is, and the nearest right one.
+    """
+    return make_job(merge(read_yaml(Path(path)), parse_overrides(overrides)), where=str(path))
+
+
+def make_job(data: dict[str, Any], where: str = "job") -> JobConfig:
+    """A job from sections; `where` begins the error's text."""
+    try:
+        return JobConfig.model_validate(data)
+    except ValidationError as error:
+        raise explain(error, JobConfig, where) from error

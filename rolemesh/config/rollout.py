@@ -1,0 +1,41 @@
+"""rollout: generation."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rolemesh.config.base import Config
+from rolemesh.config.model import Precision
+
+
+class SamplingConfig(Config):
+    """How tokens are drawn. top_k is applied before top_p, both on logits / temperature."""
+
+    temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    top_k: int = Field(-1, ge=-1, description="draw from the k likeliest tokens; -1: from all")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the smallest set with this mass")
+    do_sample: bool = Field(True, description="false: greedy")
+    n: int = Field(1, gt=0, description="responses per prompt")
+
+    @model_validator(mode="after")
+    def _top_k_is_not_zero(self) -> "SamplingConfig":
+        if self.top_k == 0:
+            raise ValueError("top_k is 0, which leaves no token; -1 takes all")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        return not self.do_sample or self.temperature == 0
+
+
+class ValSamplingConfig(SamplingConfig):
+    do_sample: bool = Field(False, description="false: greedy")
+
+
+class RolloutConfig(SamplingConfig):
+    name: Literal["hf"] = Field("hf", description="the engine")
+    ignore_eos: bool = Field(False, description="always use the whole response length")
+    dtype: Precision = Field("float32", description="what the engine computes in")
+    max_num_seqs: int = Field(256, ge=4, description="rows decoded at once")
+    seed: int = Field(42, description="of the rows' random streams")
+    val_kwargs: ValSamplingConfig = ValSamplingConfig()

@@ -1,0 +1,47 @@
+"""trainer: the loop around the steps, and placement: where the roles run."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rolemesh.config.base import Config
+
+Logger = Literal["console", "file", "tensorboard", "wandb", "mlflow"]
+
+
+class TrainerConfig(Config):
+    project_name: str = "rolemesh"
+    experiment_name: str = "run"
+    default_local_dir: str | None = Field(
+        None, description="the run directory; null: outputs/<experiment_name>"
+    )
+    total_epochs: int = Field(1, gt=0, description="passes over the prompts")
+    total_training_steps: int | None = Field(None, gt=0, description="null: as many as the epochs hold")
+    critic_warmup: int = Field(0, ge=0, description="first steps in which the critic alone is trained")
+    val_before_train: bool = True
+    val_only: bool = False
+    test_freq: int = Field(-1, ge=-1, description="validate every so many steps and at the end; -1: never")
+    save_freq: int = Field(-1, ge=-1, description="checkpoint every so many steps and at the end; -1: never")
+    max_actor_ckpt_to_keep: int | None = Field(None, gt=0, description="older ones are deleted; null: keep all")
+    resume_mode: Literal["auto", "disable", "resume_path"] = Field(
+        "auto", description="auto: from the run directory's latest checkpoint if there is one"
+    )
+    resume_from_path: str | None = Field(None, description="a global_step_<n> directory, for resume_path")
+    logger: list[Logger] = Field(["console", "file"], description="where step metrics go")
+    rollout_data_dir: str | None = Field(None, description="one JSONL of responses per training step")
+    validation_data_dir: str | None = Field(None, description="one JSONL of responses per validation")
+    log_val_generations: int = Field(3, ge=0, description="validation answers shown at the end")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    rpc_timeout_s: float = Field(1800.0, gt=0, description="seconds; deadline of every call to a role")
+    ready_timeout_s: float = Field(600.0, gt=0, description="seconds until every role must be ready")
+
+
+class ReplicasConfig(Config):
+    rollout: int = Field(1, gt=0)
+    reference: int = Field(1, gt=0)
+    reward: int = Field(1, gt=0)
+
+
+class PlacementConfig(Config):
+    strategy: Literal["standalone"] = Field("standalone", description="one process for each role")
+    replicas: ReplicasConfig = Field(ReplicasConfig(), description="processes of each stateless role")

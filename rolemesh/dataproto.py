@@ -1,0 +1,407 @@
+"""DataProto: one batch. Named tensors that share axis 0, non-tensor columns of the same length, and meta.
+
+The operations have the names and meanings of verl's class of the same name. A batch is never changed by
+an operation, except by `pop` and by assignment to a column; tensors are shared, not copied, where torch
+can share them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rolemesh.errors import InvalidBatch
+
+Column = NDArray[Any]
+Index = int | slice | Sequence[int] | Sequence[bool] | Tensor | NDArray[Any]
+
+
+@dataclass(eq=False)
+class DataProto:
+    """A batch of B rows.
+
+    Args:
+        tensors: name to tensor [B, ...].
+        non_tensors: name to numpy array [B]; of dtype object where the cells are strings, lists or dicts.
+        meta_info: JSON-like data about the batch as a whole.
+
+    Raises:
+        InvalidBatch: the columns differ in length, or a name is both a tensor and a non-tensor column.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    non_tensors: dict[str, Column] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, tensor in self.tensors.items():
+            if tensor.dim() == 0:
+                raise InvalidBatch(f"column {name!r} has no axis; every tensor needs axis 0, the rows")
+        lengths = {name: len(tensor) for name, tensor in self.tensors.items()}
+        lengths |= {name: len(column) for name, column in self.non_tensors.items()}
+        if len(set(lengths.values())) > 1:
+            raise InvalidBatch(f"columns of one batch have the same number of rows; got {lengths}")
+        if both := self.tensors.keys() & self.non_tensors.keys():
+            raise InvalidBatch(f"{sorted(both)} are both tensors and non-tensor columns")
+
+    # ------------------------------------------------------------------ making
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> DataProto:
+        """A batch of these columns; non-tensor columns may be lists."""
+        return cls(
+            dict(tensors or {}),
+            {name: as_column(values) for name, values in (non_tensors or {}).items()},
+            dict(meta_info or {}),
+        )
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+        """A batch of mixed columns: torch tensors become tensors, everything else non-tensor columns."""
+        tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in data.items() if not isinstance(value, Tensor)}
+        return cls.from_dict(tensors, others, meta_info)
+
+    # ----------------------------------------------------------------- reading
+
+    def __len__(self) -> int:
+        columns: list[Tensor | Column] = [*self.tensors.values(), *self.non_tensors.values()]
+        return len(columns[0]) if columns else 0
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of all columns, tensors first."""
+        return [*self.tensors, *self.non_tensors]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors or name in self.non_tensors
+
+    def __getitem__(self, key: str | Index) -> Any:
+        """`batch["values"]` is a column; an int, slice, list, mask or index array gives rows."""
+        if isinstance(key, str):
+            if key in self.tensors:
+                return self.tensors[key]
+            if key in self.non_tensors:
+                return self.non_tensors[key]
+            raise InvalidBatch(f"no column {key!r}; the batch has {sorted(self.columns)}")
+        return self._rows(key)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Puts a column in place of any of that name."""
+        rest = self._without(name)
+        column = value if isinstance(value, Tensor) else as_column(value)
+        if rest.columns and len(column) != len(rest):
+            raise InvalidBatch(f"column {name!r} has {len(column)} rows, the batch has {len(rest)}")
+        if isinstance(column, Tensor):
+            self.non_tensors.pop(name, None)
+            self.tensors[name] = column
+        else:
+            self.tensors.pop(name, None)
+            self.non_tensors[name] = column
+
+    def _without(self, name: str) -> DataProto:
+        return DataProto(
+            {n: t for n, t in self.tensors.items() if n != name},
+            {n: c for n, c in self.non_tensors.items() if n != name},
+        )
+
+    def _rows(self, index: Index) -> DataProto:
+        if isinstance(index, slice):
+            return self._map(lambda tensor: tensor[index], lambda column: column[index])
+        if isinstance(index, int | np.integer):
+            at = int(index)
+            if not -len(self) <= at < len(self):
+                raise IndexError(f"row {at} of a batch of {len(self)}")
+            at %= len(self)
+            return self._map(lambda tensor: tensor[at : at + 1], lambda column: column[at : at + 1])
+        return self.select_idxs(index)
+
+    def _map(self, tensor_fn: Any, column_fn: Any) -> DataProto:
+        return DataProto(
+            {name: tensor_fn(tensor) for name, tensor in self.tensors.items()},
+            {name: column_fn(column) for name, column in self.non_tensors.items()},
+            dict(self.meta_info),
+        )
+
+    # --------------------------------------------------------------- selecting
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """The named columns; None takes all of a kind.
+
+        Raises:
+            InvalidBatch: a name is not there.
+        """
+        picked = DataProto(
+            _pick("tensor", self.tensors, batch_keys),
+            _pick("non-tensor column", self.non_tensors, non_tensor_batch_keys),
+            _pick("meta_info key", self.meta_info, meta_info_keys),
+        )
+        if not deepcopy:
+            return picked
+        copied = picked._map(lambda tensor: tensor.clone(), lambda column: column.copy())
+        copied.meta_info = json.loads(json.dumps(picked.meta_info))
+        return copied
+
+    def select_columns(self, names: Sequence[str]) -> DataProto:
+        """The named columns of either kind, with all meta. Raises InvalidBatch on a name not there."""
+        if missing := [name for name in names if name not in self]:
+            raise InvalidBatch(f"needs columns {missing}; the batch has {sorted(self.columns)}")
+        return DataProto(
+            {name: self.tensors[name] for name in names if name in self.tensors},
+            {name: self.non_tensors[name] for name in names if name in self.non_tensors},
+            dict(self.meta_info),
+        )
+
+    def select_idxs(self, idxs: Index) -> DataProto:
+        """Rows by a list or array of positions, or by a mask of B bools."""
+        index = torch.as_tensor(idxs)
+        if index.dtype == torch.bool:
+            if index.shape != (len(self),):
+                raise InvalidBatch(f"a mask of shape {list(index.shape)} cannot choose of {len(self)} rows")
+            index = index.nonzero().flatten()
+        index = index.to(torch.int64).cpu()
+        at = index.numpy()
+        return self._map(lambda tensor: tensor[index.to(tensor.device)], lambda column: column[at])
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] = (),
+        non_tensor_batch_keys: Sequence[str] = (),
+        meta_info_keys: Sequence[str] = (),
+    ) -> DataProto:
+        """Takes the named columns out of this batch and returns them as another."""
+        taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        for name in batch_keys:
+            del self.tensors[name]
+        for name in non_tensor_batch_keys:
+            del self.non_tensors[name]
+        for name in meta_info_keys:
+            del self.meta_info[name]
+        return taken
+
+    def rename(
+        self,
+        old_keys: str | Sequence[str] | None = None,
+        new_keys: str | Sequence[str] | None = None,
+        **names: str,
+    ) -> DataProto:
+        """Columns under other names: `rename("a", "b")`, `rename(["a"], ["b"])` or `rename(a="b")`."""
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys or ())
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys or ())
+        if len(old) != len(new):
+            raise InvalidBatch(f"rename of {len(old)} columns to {len(new)} names")
+        names = {**dict(zip(old, new, strict=True)), **names}
+        if missing := [name for name in names if name not in self]:
+            raise InvalidBatch(f"rename of {missing}; the batch has {sorted(self.columns)}")
+        renamed = [names.get(name, name) for name in self.columns]
+        if len(set(renamed)) < len(renamed):
+            raise InvalidBatch(f"rename {names} would give two columns one name: {sorted(renamed)}")
+        return DataProto(
+            {names.get(name, name): tensor for name, tensor in self.tensors.items()},
+            {names.get(name, name): column for name, column in self.non_tensors.items()},
+            dict(self.meta_info),
+        )
+
+    # ----------------------------------------------------------------- joining
+
+    def union(self, *others: DataProto) -> DataProto:
+        """All columns of all batches, row by row. Equal duplicates merge.
+
+        Raises:
+            InvalidBatch: a column or a meta value differs between two batches, or the lengths do.
+        """
+        tensors, columns, meta = dict(self.tensors), dict(self.non_tensors), dict(self.meta_info)
+        for other in others:
+            for name, tensor in other.tensors.items():
+                if name in tensors and not _same_tensor(tensors[name], tensor):
+                    raise InvalidBatch(f"union: column {name!r} is in both batches with different values")
+                tensors[name] = tensor
+            for name, column in other.non_tensors.items():
+                if name in columns and not _same_column(columns[name], column):
+                    raise InvalidBatch(f"union: column {name!r} is in both batches with different values")
+                columns[name] = column
+            for key, value in other.meta_info.items():
+                if key in meta and meta[key] != value:
+                    raise InvalidBatch(f"union: meta_info[{key!r}] is {meta[key]!r} here, {value!r} there")
+                meta[key] = value
+        return DataProto(tensors, columns, meta)
+
+    @staticmethod
+    def concat(data: Sequence[DataProto]) -> DataProto:
+        """The rows of all batches, one after the other. All must have the same columns and trailing shapes;
+        meta is the first one's, and a key on which two batches disagree is an error."""
+        if not data:
+            raise InvalidBatch("concat of no batches")
+        first = data[0]
+        for other in data[1:]:
+            if set(other.columns) != set(first.columns):
+                raise InvalidBatch(
+                    f"concat: one batch has {sorted(first.columns)}, another {sorted(other.columns)}"
+                )
+            for name, tensor in first.tensors.items():
+                if name not in other.tensors or other.tensors[name].shape[1:] != tensor.shape[1:]:
+                    raise InvalidBatch(f"concat: column {name!r} differs in kind or trailing shape")
+        meta: dict[str, Any] = {}
+        for part in data:
+            for key, value in part.meta_info.items():
+                if meta.setdefault(key, value) != value:
+                    raise InvalidBatch(f"concat: meta_info[{key!r}] is {meta[key]!r} here, {value!r} there")
+        return DataProto(
+            {name: torch.cat([part.tensors[name] for part in data]) for name in first.tensors},
+            {name: np.concatenate([part.non_tensors[name] for part in data]) for name in first.non_tensors},
+            meta,
+        )
+
+    # --------------------------------------------------------------- splitting
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Exactly `chunks` parts of equal length.
+
+        Raises:
+            InvalidBatch: the rows do not divide; `pad_dataproto_to_divisor` makes them.
+        """
+        if chunks < 1 or len(self) % chunks:
+            raise InvalidBatch(f"{len(self)} rows do not divide into {chunks} equal chunks")
+        return self.split(max(1, len(self) // chunks)) if len(self) else [self] * chunks
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Parts of `split_size` rows; the last may be shorter."""
+        if split_size < 1:
+            raise InvalidBatch(f"split into parts of {split_size} rows")
+        return [self._rows(slice(start, start + split_size)) for start in range(0, len(self), split_size)]
+
+    def make_iterator(self, mini_batch_size: int, epochs: int, seed: int | None = None) -> Iterator[DataProto]:
+        """`epochs` passes in mini-batches; with a seed each pass is shuffled, the same way every time.
+
+        Raises:
+            InvalidBatch: the rows do not divide into mini-batches.
+        """
+        if len(self) % mini_batch_size:
+            raise InvalidBatch(f"{len(self)} rows do not divide into mini-batches of {mini_batch_size}")
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        for _ in range(epochs):
+            order = None if generator is None else torch.randperm(len(self), generator=generator)
+            yield from (self if order is None else self.select_idxs(order)).split(mini_batch_size)
+
+    # -------------------------------------------------------------- rearranging
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Every row `repeat_times` times: a a b b when interleaved, else a b a b."""
+        index = torch.arange(len(self))
+        return self.select_idxs(
+            index.repeat_interleave(repeat_times) if interleave else index.repeat(repeat_times)
+        )
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor) -> DataProto:
+        """Row b `repeat_times[b]` times, interleaved."""
+        times = torch.as_tensor(repeat_times)
+        if times.shape != (len(self),):
+            raise InvalidBatch(f"{len(times)} repeat counts for {len(self)} rows")
+        return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
+
+    def reorder(self, indices: Index) -> None:
+        """Puts the rows into another order, in place: row i becomes what row indices[i] was."""
+        order = torch.as_tensor(indices)
+        if sorted(order.tolist()) != list(range(len(self))):
+            raise InvalidBatch(f"reorder needs a permutation of {len(self)} rows")
+        other = self.select_idxs(order)
+        self.tensors, self.non_tensors = other.tensors, other.non_tensors
+
+    def to(self, device: torch.device | str) -> DataProto:
+        """The batch with its tensors on a device."""
+        return self._map(lambda tensor: tensor.to(device), lambda column: column)
+
+    # -------------------------------------------------------------------- disk
+
+    def save_to_disk(self, filepath: str | Path) -> None:
+        """Writes the batch as one file in the wire's own format (no pickle)."""
+        from rolemesh.rpc.codec import dump
+
+        Path(filepath).write_bytes(dump(self))
+
+    @staticmethod
+    def load_from_disk(filepath: str | Path) -> DataProto:
+        """Reads what `save_to_disk` wrote.
+
+        Raises:
+            InvalidBatch: the file is truncated or not a batch.
+        """
+        from rolemesh.rpc.codec import load
+
+        return load(Path(filepath).read_bytes())
+
+    def __repr__(self) -> str:
+        tensors = ", ".join(f"{n}: {list(t.shape)} {t.dtype}" for n, t in self.tensors.items())
+        return f"DataProto({len(self)} rows; {tensors}; {', '.join(self.non_tensors)}; meta {self.meta_info})"
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Repeats rows from the start until the length divides. Returns the batch and the number added."""
+    if not len(data):
+        raise InvalidBatch("a batch without rows cannot be padded")
+    pad_size = -len(data) % size_divisor
+    index = torch.arange(len(data) + pad_size) % len(data)
+    return (data.select_idxs(index) if pad_size else data), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Takes the last `pad_size` rows off again."""
+    return data[: len(data) - pad_size] if pad_size else data
+
+
+def as_column(values: Any) -> Column:
+    """A one-axis numpy array of these cells. Numbers keep their dtype; strings, lists, dicts and None become
+    objects."""
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "biufO":
+        return values
+    cells = list(values)
+    if cells and all(type(cell) in (bool, int, float) for cell in cells) and len(set(map(type, cells))) == 1:
+        return np.array(cells)
+    column = np.empty(len(cells), dtype=object)
+    for i, cell in enumerate(cells):
+        column[i] = cell
+    return column
+
+
+def _pick(kind: str, source: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+    if names is None:
+        return dict(source)
+    if missing := [name for name in names if name not in source]:
+        raise InvalidBatch(f"no {kind} {missing}; there are {sorted(source)}")
+    return {name: source[name] for name in names}
+
+
+def _same_tensor(left: Tensor, right: Tensor) -> bool:
+    """Bit for bit, so that NaN equals itself."""
+    if left is right:
+        return True
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(_bits(left), _bits(right.to(left.device)))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _same_column(left: Column, right: Column) -> bool:
+    return left is right or (left.shape == right.shape and left.tolist() == right.tolist())

@@ -1,0 +1,45 @@
+"""What can go wrong, by meaning. rolemesh/rpc/errors.py maps each to a gRPC status and back."""
+
+
+class RolemeshError(Exception):
+    """Any error that Rolemesh raises on purpose."""
+
+
+class InvalidBatch(RolemeshError, ValueError):
+    """A batch is not what a method takes: a missing column, a wrong shape, an unequal duplicate."""
+
+
+class InvalidConfig(RolemeshError, ValueError):
+    """A job file or an override is wrong. The message names the key, the value and the way out."""
+
+
+class InvalidData(RolemeshError, ValueError):
+    """A data file or a row of it is not usable. The message names file and row."""
+
+
+class ModelNotFound(RolemeshError, FileNotFoundError):
+    """A model directory is absent, or lacks configuration, weights or tokenizer."""
+
+
+class RewardFailed(RolemeshError, RuntimeError):
+    """A reward function raised. The message names the row's uid and the function."""
+
+
+class CheckpointFailed(RolemeshError, RuntimeError):
+    """A checkpoint could not be written or read. The last good one is untouched."""
+
+
+class WeightsUnavailable(RolemeshError, LookupError):
+    """A version of the weights is not held, or what came is not what the manifest says."""
+
+
+class Unsupported(RolemeshError, RuntimeError):
+    """The role as it was started cannot do this, e.g. an update of the reference policy."""
+
+
+class RoleUnavailable(RolemeshError, ConnectionError):
+    """No replica of a role answered. The message names role, addresses, method and step."""
+
+
+class RoleTimeout(RoleUnavailable, TimeoutError):
+    """A role did not answer within its deadline."""

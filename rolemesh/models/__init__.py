@@ -1,0 +1,1 @@
+"""Models: loading any Hugging Face directory, heads, forward passes, optimizer, checkpoints."""

@@ -1,0 +1,224 @@
+"""START HERE: what the roles are.
+
+A role is a Protocol with two implementations: a worker does the work in this process, a client asks a
+service for it over gRPC. A page (services/controller/ppo.py) takes `Roles` and cannot tell which it has.
+
+`METHODS` declares, for every method that takes a batch, the columns that it reads and writes. Clients send
+the columns read and no others; a page run once with recording roles (rolemesh/graph.py) is checked against
+the table before any model loads.
+
+Axes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), S = P + T. P and T are
+data.max_prompt_length and data.max_response_length in every batch: a fixed width keeps a row's bits
+independent of its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from rolemesh.config import JobConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch
+from rolemesh.weights.source import WeightSource
+
+Metrics = dict[str, float]
+
+
+# ------------------------------------------------------------------------------------- columns
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column that has one meaning everywhere."""
+
+    axes: str
+    dtype: torch.dtype | None
+    meaning: str
+
+
+COLUMNS: dict[str, Column] = {
+    # from the data set
+    "prompts": Column("BP", torch.int64, "prompt token ids, left-padded"),
+    "prompt_mask": Column("BP", torch.bool, "True on prompt tokens"),
+    "uid": Column("B", None, "str: the prompt, the same for all its responses"),
+    "seeds": Column("B", torch.int64, "the row's own random stream"),
+    "data_source": Column("B", None, "str: picks the reward function"),
+    "reward_model": Column("B", None, "dict: style and ground_truth"),
+    "extra_info": Column("B", None, "dict: whatever the data set says besides"),
+    # from the rollout
+    "row": Column("B", torch.int64, "which row of the request this is"),
+    "responses": Column("BT", torch.int64, "response token ids, right-padded, with the end token"),
+    "response_mask": Column("BT", torch.bool, "True on tokens that the policy sampled"),
+    "rollout_log_probs": Column("BT", torch.float32, "the engine's, of the distribution it sampled from"),
+    # prompts and responses together
+    "input_ids": Column("BS", torch.int64, "prompts and responses"),
+    "attention_mask": Column("BS", torch.int64, "1 on prompt and response tokens"),
+    "position_ids": Column("BS", torch.int64, "0 at the first prompt token"),
+    # experience
+    "old_log_probs": Column("BT", torch.float32, "the actor's, before the update"),
+    "entropys": Column("BT", torch.float32, "of the actor's distribution, in nats"),
+    "ref_log_probs": Column("BT", torch.float32, "the reference policy's"),
+    "values": Column("BT", torch.float32, "the critic's value before token t is sampled"),
+    "token_level_scores": Column("BT", torch.float32, "the reward, as a rule on the last response token"),
+    "acc": Column("B", torch.float32, "1 where the answer is right (the score itself where none says)"),
+    # made by the controller
+    "token_level_rewards": Column("BT", torch.float32, "scores less the KL penalty"),
+    "advantages": Column("BT", torch.float32, ""),
+    "returns": Column("BT", torch.float32, ""),
+}
+
+SEQUENCE = ("input_ids", "attention_mask", "position_ids", "response_mask")
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method of a role reads and writes.
+
+    Args:
+        role: the role's name.
+        name: the method's name in Protocol and worker.
+        rpc: the method's name in the .proto.
+        reads: columns that must be there.
+        optional: columns that are sent along where the batch has them.
+        writes: columns of the answer; empty where the answer is metrics.
+    """
+
+    role: str
+    name: str
+    rpc: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+    def prune(self, batch: DataProto) -> DataProto:
+        """The columns that this method reads, and no others.
+
+        Raises:
+            InvalidBatch: one that must be there is not.
+        """
+        if missing := [name for name in self.reads if name not in batch]:
+            raise InvalidBatch(f"{self.role}.{self.name} needs columns {missing}; got {sorted(batch.columns)}")
+        return batch.select_columns([*self.reads, *(name for name in self.optional if name in batch)])
+
+
+def methods(job: JobConfig) -> dict[str, Method]:
+    """`"actor.update"` and so on: what each method of this job reads and writes."""
+    kl_loss = ("ref_log_probs",) if job.actor.use_kl_loss else ()
+    table = [
+        Method("rollout", "generate", "Generate", ("prompts", "prompt_mask", "seeds"),
+               ("row", "responses", "response_mask", "rollout_log_probs")),
+        Method("actor", "compute_log_probs", "ComputeLogProbs", SEQUENCE, ("old_log_probs", "entropys")),
+        Method("actor", "update", "Update", (*SEQUENCE, "old_log_probs", "advantages", *kl_loss)),
+        Method("reference", "compute_log_probs", "ComputeLogProbs", SEQUENCE, ("ref_log_probs",)),
+        Method("critic", "compute_values", "ComputeValues", SEQUENCE, ("values",)),
+        Method("critic", "update", "Update", (*SEQUENCE, "values", "returns")),
+        Method("reward", "compute_scores", "ComputeScores",
+               ("prompts", "prompt_mask", "responses", "response_mask", "data_source", "reward_model", "uid"),
+               ("token_level_scores", "acc"), optional=("extra_info",)),
+    ]  # fmt: skip
+    return {f"{method.role}.{method.name}": method for method in table}
+
+
+# --------------------------------------------------------------------------------------- roles
+
+
+class Actor(Protocol):
+    """The policy under training."""
+
+    async def compute_log_probs(self, batch: DataProto) -> DataProto:
+        """Log-probabilities [B, T] of the responses and entropies [B, T], 0 where response_mask is False."""
+        ...
+
+    async def update(self, batch: DataProto) -> Metrics:
+        """Trains on the batch: ppo_epochs passes, an optimizer step for each mini-batch."""
+        ...
+
+    async def publish_weights(self, version: int) -> WeightSource:
+        """Holds the current weights under a version, for rollouts to pull."""
+        ...
+
+    async def save_checkpoint(self, directory: Path) -> None:
+        """Writes model, optimizer and random state. Raises CheckpointFailed."""
+        ...
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        """Takes up what save_checkpoint wrote, bit for bit. Raises CheckpointFailed."""
+        ...
+
+
+class Reference(Protocol):
+    """The policy that the actor is held close to. It never changes."""
+
+    async def compute_log_probs(self, batch: DataProto) -> DataProto:
+        """Log-probabilities [B, T] of the responses, 0 where response_mask is False."""
+        ...
+
+
+class Rollout(Protocol):
+    """Generation."""
+
+    def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
+        """One response for each row, in batches of finished rows; column `row` says which they are.
+
+        meta_info["sampling"] is "train" (rollout.*) or "validation" (rollout.val_kwargs.*).
+        """
+        ...
+
+    async def update_weights(self, source: WeightSource) -> None:
+        """Swaps in a version of the actor's weights. Raises WeightsUnavailable; the old ones then stay."""
+        ...
+
+
+class Critic(Protocol):
+    """The value model."""
+
+    async def compute_values(self, batch: DataProto) -> DataProto:
+        """Values [B, T]: before response token t is sampled."""
+        ...
+
+    async def update(self, batch: DataProto) -> Metrics:
+        """Trains on the batch."""
+        ...
+
+    async def save_checkpoint(self, directory: Path) -> None:
+        """Writes model, optimizer and random state. Raises CheckpointFailed."""
+        ...
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        """Takes up what save_checkpoint wrote, bit for bit. Raises CheckpointFailed."""
+        ...
+
+
+class Reward(Protocol):
+    """What a response is worth."""
+
+    async def compute_scores(self, batch: DataProto) -> DataProto:
+        """Scores [B, T] and acc [B]. Raises RewardFailed with the row's uid."""
+        ...
+
+
+class NoReference:
+    """The reference of a job that weighs no KL: it adds no column."""
+
+    async def compute_log_probs(self, batch: DataProto) -> DataProto:
+        return DataProto()
+
+
+@dataclass
+class Roles:
+    """The roles of one job, workers or clients."""
+
+    actor: Actor
+    rollout: Rollout
+    reward: Reward
+    critic: Critic | None = None
+    reference: Reference = field(default_factory=NoReference)
+
+    async def sync_weights(self, version: int) -> None:
+        """The rollouts take up the actor's weights, under a version that grows with each step."""
+        await self.rollout.update_weights(await self.actor.publish_weights(version))

@@ -1,0 +1,21 @@
+from rolemesh.v1 import data_pb2 as _data_pb2
+from rolemesh.v1 import frame_pb2 as _frame_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("source", "version")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    version: int
+    def __init__(self, source: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...

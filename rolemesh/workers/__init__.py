@@ -1,0 +1,1 @@
+"""How a worker's methods run: in this process on one thread (local.py)."""
