@@ -1,6 +1,48 @@
-PYTHON ?= python3
+# Two commands matter: `make run` (the demo) and `make test`. Each sets up what it needs.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+PROTOS := $(sort $(wildcard proto/rolemesh/v1/*.proto))
+RUN ?= outputs/tiny
 
-.PHONY: proto
-proto: ## regenerate rolemesh/v1 from proto/
-	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(sort $(wildcard proto/rolemesh/v1/*.proto))
+.DEFAULT_GOAL := help
+.PHONY: help run test setup lint proto bench lock clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
+
+run: setup ## train the demo: five roles and a controller on this machine's CPU, about ten minutes
+	$(BIN)/rolemesh demo $(RUN)
+	$(BIN)/rolemesh run configs/tiny.yaml trainer.default_local_dir=$(RUN) $(ARGS)
+
+test: setup ## every test that needs no GPU and no cluster
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not cluster" $(ARGS)
+
+setup: .venv/.installed ## .venv with everything in requirements.lock
+
+.venv/.installed: requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "rolemesh needs Python 3.11 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(BIN)/python || sh scripts/make-venv $(PYTHON) .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check uv
+	$(BIN)/uv pip install -q --python $(BIN)/python --require-hashes -r requirements.lock
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+lint: setup ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+proto: setup ## generate rolemesh/v1 from proto/
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+bench: setup ## ratios against raw TCP, pickle and plain protobuf, and of gRPC against one process
+	$(BIN)/python -m benchmarks.transport
+	$(BIN)/python -m benchmarks.steps
+
+lock: ## resolve requirements.lock anew
+	uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 \
+		--generate-hashes --no-emit-index-url --no-header -o requirements.lock
+
+clean: ## remove .venv and caches; outputs/ stays
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -1,0 +1,209 @@
+"""The command line: `rolemesh run|serve|control|graph|data|demo|model`.
+
+Each command loads what it needs when it is called, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="RLHF in which every role is a gRPC service of its own.",
+    epilog="Begin with: rolemesh demo outputs/tiny && rolemesh run configs/tiny.yaml",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Write Parquet in the layout that the data section reads.")
+app.add_typer(data_app, name="data")
+
+
+class Role(str, Enum):
+    """What `serve` can be."""
+
+    ACTOR = "actor"
+    REFERENCE = "reference"
+    CRITIC = "critic"
+    REWARD = "reward"
+    ROLLOUT = "rollout"
+
+
+class GraphFormat(str, Enum):
+    """How `graph` prints."""
+
+    TEXT = "text"
+    MERMAID = "mermaid"
+
+
+class Architecture(str, Enum):
+    """What `model` makes."""
+
+    QWEN2 = "qwen2"
+    QWEN3 = "qwen3"
+    LLAMA = "llama"
+
+
+ConfigArgument = Annotated[Path, typer.Argument(help="The job file (YAML).", metavar="CONFIG")]
+ConfigOption = Annotated[Path, typer.Option("--config", help="The job file (YAML).", metavar="FILE")]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP007, UP045  (typer reads this annotation at run time)
+    typer.Argument(help="Keys laid on the job file, e.g. trainer.save_freq=5", metavar="[KEY=VALUE]..."),
+]
+Addresses = Annotated[str, typer.Option(help="host:port, several separated by commas", metavar="ADDRESSES")]
+OptionalAddresses = Annotated[
+    str, typer.Option(help="host:port, several separated by commas; empty: none", metavar="ADDRESSES")
+]
+
+
+@app.command(epilog="Example: rolemesh run configs/tiny.yaml trainer.total_training_steps=5")
+def run(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Train: start every role as a process of this machine, make the steps, and stop them all."""
+    from rolemesh.config import load_job
+    from services.launch import launch
+
+    asyncio.run(launch(load_job(config, overrides or ())))
+
+
+@app.command(epilog="Example: rolemesh serve reward --config job.yaml --listen 127.0.0.1:50051")
+def serve(
+    role: Annotated[Role, typer.Argument(help="Which role this process is.")],
+    config: ConfigOption,
+    listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = "127.0.0.1:0",
+    metrics_listen: Annotated[
+        str, typer.Option(help="host:port of /metrics; empty: none; port 0 takes a free one.")
+    ] = "",
+    address_file: Annotated[
+        Optional[Path],  # noqa: UP007, UP045
+        typer.Option(help="Write the bound addresses here, as JSON."),
+    ] = None,
+    exit_with_parent: Annotated[
+        bool, typer.Option(help="End when standard input closes, so that a killed launcher leaves nothing.")
+    ] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Serve one role over gRPC until SIGTERM."""
+    from rolemesh.config import load_job
+    from services.serve import serve as serve_role
+
+    asyncio.run(
+        serve_role(
+            role.value,
+            load_job(config, overrides or ()),
+            listen,
+            metrics_listen=metrics_listen or None,
+            address_file=address_file,
+            exit_with_parent=exit_with_parent,
+        )
+    )
+
+
+@app.command(
+    epilog="Example: rolemesh control --config job.yaml --actor host1:50051 --rollout host2:50051,host3:50051 "
+    "--reward host4:50051 --critic host5:50051"
+)
+def control(
+    config: ConfigOption,
+    actor: Addresses,
+    rollout: Addresses,
+    reward: Addresses,
+    critic: OptionalAddresses = "",
+    reference: OptionalAddresses = "",
+    listen: Annotated[str, typer.Option(help="host:port of the controller's own service.")] = "127.0.0.1:0",
+    metrics_listen: Annotated[str, typer.Option(help="host:port of /metrics; empty: none.")] = "",
+    overrides: Overrides = None,
+) -> None:
+    """Train with roles that are already being served."""
+    from rolemesh.config import load_job
+    from services.control import control as control_run
+
+    given = {"actor": actor, "rollout": rollout, "reward": reward, "critic": critic, "reference": reference}
+    addresses = {role: value.split(",") for role, value in given.items() if value}
+    job = load_job(config, overrides or ())
+    asyncio.run(control_run(job, addresses, listen=listen, metrics_listen=metrics_listen or None))
+
+
+@app.command(epilog="Example: rolemesh graph configs/ppo.yaml --format mermaid")
+def graph(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    format: Annotated[GraphFormat, typer.Option(help="How to print it.")] = GraphFormat.TEXT,
+) -> None:
+    """Print the step: which method runs after which, and the columns that each reads and writes."""
+    from rolemesh.config import load_job
+    from services.controller.pages import record_step
+
+    step = record_step(load_job(config, overrides or ()))
+    typer.echo(step.to_mermaid() if format is GraphFormat.MERMAID else step.to_text())
+
+
+@data_app.command("gsm8k", epilog="Example: rolemesh data gsm8k path/to/grade-school-math data/gsm8k")
+def data_gsm8k(
+    src: Annotated[Path, typer.Argument(help="A folder with train.jsonl and test.jsonl, or one JSONL file.")],
+    out: Annotated[Path, typer.Argument(help="The folder for the Parquet files.")],
+) -> None:
+    """GSM8K's own JSONL to Parquet."""
+    from rolemesh.data.gsm8k import write_gsm8k
+
+    for path in write_gsm8k(src, out):
+        typer.echo(path)
+
+
+@data_app.command("arithmetic", epilog="Example: rolemesh data arithmetic data/arithmetic")
+def data_arithmetic(
+    out: Annotated[Path, typer.Argument(help="The folder for train.parquet and val.parquet.")],
+    seed: Annotated[int, typer.Option(help="Of the split into training and held-out problems.")] = 0,
+) -> None:
+    """Two-digit additions, training and held-out ones."""
+    from rolemesh.data.arithmetic import write_arithmetic
+
+    for path in write_arithmetic(out, seed=seed):
+        typer.echo(path)
+
+
+@app.command(epilog="Example: rolemesh model outputs/gsm8k/model --hidden-size 64 --num-layers 2")
+def model(
+    out: Annotated[Path, typer.Argument(help="The folder for the model; a Hugging Face directory.")],
+    architecture: Annotated[Architecture, typer.Option(help="Whose shape it has.")] = Architecture.QWEN2,
+    hidden_size: Annotated[int, typer.Option(help="Model width.")] = 64,
+    num_layers: Annotated[int, typer.Option(help="Transformer blocks.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """Make a small randomly initialised model with a byte-level tokenizer."""
+    from rolemesh.models.tiny import make_tiny_model
+
+    typer.echo(make_tiny_model(out, architecture.value, hidden_size=hidden_size, num_layers=num_layers, seed=seed))
+
+
+@app.command(epilog="Example: rolemesh demo outputs/tiny && rolemesh run configs/tiny.yaml")
+def demo(
+    out: Annotated[Path, typer.Argument(help="The run directory of configs/tiny.yaml.")] = Path("outputs/tiny"),
+    seed: Annotated[int, typer.Option(help="Of the model, the demonstrations and the problems.")] = 1,
+) -> None:
+    """Make the demo's model, warm-started on flawed additions, and its data. What is there is kept."""
+    from services.demo import prepare_demo
+
+    prepare_demo(out, seed=seed)
+
+
+def main() -> None:
+    """The entry point: an error that we raise on purpose is one line, not a traceback."""
+    from rolemesh.errors import InvalidConfig, RolemeshError
+
+    try:
+        app()
+    except RolemeshError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(2 if isinstance(error, InvalidConfig) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
