@@ -1,0 +1,168 @@
+"""Role processes of this machine: started, watched, and ended together.
+
+A role process holds the reading end of a pipe whose writing end the launcher holds. The launcher's end,
+even by kill -9, closes the pipe, and the role ends itself: no process stays behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolemesh.config import JobConfig
+from rolemesh.errors import RoleUnavailable
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+STATELESS = ("rollout", "reference", "reward")  # a replica of these may die while another lives
+
+
+@dataclass
+class RoleProcess:
+    """One replica of one role."""
+
+    role: str
+    name: str
+    process: asyncio.subprocess.Process
+    log_file: Path
+    address_file: Path
+
+    def fate(self) -> str:
+        """Name, how it ended, and the last words of its log."""
+        code = self.process.returncode
+        ended = "still runs"
+        if code is not None:
+            ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        who = f"{self.name} (pid {self.process.pid})"
+        return f"{who} {ended}; the end of {self.log_file}:\n{self._last_lines()}"
+
+    def _last_lines(self, count: int = 15) -> str:
+        text = self.log_file.read_bytes()[-16_384:].decode(errors="replace")
+        return "\n".join(f"  | {line}" for line in text.splitlines()[-count:]) or "  | (empty)"
+
+
+class RoleProcesses:
+    """All role processes of one job, in a directory for their addresses and logs."""
+
+    def __init__(self, members: list[RoleProcess]) -> None:
+        self.members = members
+
+    async def addresses(self, timeout_s: float) -> dict[str, list[str]]:
+        """Each role's addresses, once every process has bound its port.
+
+        Raises:
+            RoleUnavailable: a process ended before, or did not bind in time.
+        """
+        found: dict[str, list[str]] = {}
+        try:
+            async with asyncio.timeout(timeout_s):
+                for member in self.members:
+                    bound = await self._bound(member)
+                    found.setdefault(member.role, []).append(bound["address"])
+        except TimeoutError:
+            waiting = [m for m in self.members if not m.address_file.exists()]
+            raise RoleUnavailable(
+                f"did not begin to serve within {timeout_s:.0f} s: " + "\n".join(m.fate() for m in waiting)
+            ) from None
+        return found
+
+    async def _bound(self, member: RoleProcess) -> Mapping[str, str]:
+        while not member.address_file.exists():
+            if member.process.returncode is not None:
+                raise RoleUnavailable(f"before it was ready, {member.fate()}")
+            await asyncio.sleep(0.02)
+        bound: dict[str, str] = json.loads(member.address_file.read_text())
+        return bound
+
+    async def watch(self) -> None:
+        """Returns never: raises when a role has lost its last replica.
+
+        Raises:
+            RoleUnavailable: which process, how it ended and its last log lines.
+        """
+        waits = {asyncio.ensure_future(m.process.wait()): m for m in self.members}
+        try:
+            while waits:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for wait in done:
+                    member = waits.pop(wait)
+                    others = [m for m in waits.values() if m.role == member.role]
+                    if member.role not in STATELESS or not others:
+                        raise RoleUnavailable(member.fate())
+                    log.warning("%s; %d of its role go on", member.fate(), len(others))
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def end(self) -> None:
+        """SIGTERM to all, SIGKILL to those that have not drained after the grace. Returns when all are gone."""
+        for member in self.members:
+            if member.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    member.process.terminate()
+        waits = [asyncio.ensure_future(member.process.wait()) for member in self.members]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=GRACE_S)
+            for member, wait in zip(self.members, waits, strict=True):
+                if wait in late:
+                    log.warning("%s did not drain within %.0f s and is killed", member.name, GRACE_S)
+                    with contextlib.suppress(ProcessLookupError):
+                        member.process.kill()
+            await asyncio.gather(*waits)
+
+
+@contextlib.asynccontextmanager
+async def role_processes(job: JobConfig) -> AsyncIterator[RoleProcesses]:
+    """Starts every role of a job, as many replicas as placement.replicas says, and ends them all on the
+    way out. Logs are in `<run directory>/logs/<role>-<index>.log`."""
+    directory = job.run_dir / "logs"
+    directory.mkdir(parents=True, exist_ok=True)
+    config = directory / "job.yaml"
+    config.write_text(job.to_yaml(), encoding="utf-8")
+    processes = RoleProcesses([])
+    try:
+        for role in job.roles:
+            for index in range(getattr(job.placement.replicas, role, 1)):
+                processes.members.append(await _start(role, f"{role}-{index}", directory, config))
+        yield processes
+    finally:
+        await asyncio.shield(processes.end())
+
+
+async def _start(role: str, name: str, directory: Path, config: Path) -> RoleProcess:
+    log_file, address_file = directory / f"{name}.log", directory / f"{name}.address.json"
+    address_file.unlink(missing_ok=True)
+    command = [
+        *(sys.executable, "-P", "-m", "services", "serve", role, "--config", str(config), "--exit-with-parent"),
+        *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--address-file", str(address_file)),
+    ]
+    with log_file.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,  # never written to: its end tells the role that we are gone
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            env=role_environment(),
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which drains the roles
+        )
+    return RoleProcess(role, name, process, log_file, address_file)
+
+
+def role_environment() -> dict[str, str]:
+    """The environment of a role process. Threads that spin at barriers ruin several processes on few cores."""
+    return {
+        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        **os.environ,
+    }
