@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -25,7 +25,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Write Parquet in the layout t
 app.add_typer(data_app, name="data")
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What `serve` can be."""
 
     ACTOR = "actor"
@@ -35,14 +35,14 @@ class Role(str, Enum):
     ROLLOUT = "rollout"
 
 
-class GraphFormat(str, Enum):
+class GraphFormat(StrEnum):
     """How `graph` prints."""
 
     TEXT = "text"
     MERMAID = "mermaid"
 
 
-class Architecture(str, Enum):
+class Architecture(StrEnum):
     """What `model` makes."""
 
     QWEN2 = "qwen2"
@@ -53,7 +53,7 @@ class Architecture(str, Enum):
 ConfigArgument = Annotated[Path, typer.Argument(help="The job file (YAML).", metavar="CONFIG")]
 ConfigOption = Annotated[Path, typer.Option("--config", help="The job file (YAML).", metavar="FILE")]
 Overrides = Annotated[
-    Optional[list[str]],  # noqa: UP007, UP045  (typer reads this annotation at run time)
+    list[str] | None,
     typer.Argument(help="Keys laid on the job file, e.g. trainer.save_freq=5", metavar="[KEY=VALUE]..."),
 ]
 Addresses = Annotated[str, typer.Option(help="host:port, several separated by commas", metavar="ADDRESSES")]
@@ -80,7 +80,7 @@ def serve(
         str, typer.Option(help="host:port of /metrics; empty: none; port 0 takes a free one.")
     ] = "",
     address_file: Annotated[
-        Optional[Path],  # noqa: UP007, UP045
+        Path | None,
         typer.Option(help="Write the bound addresses here, as JSON."),
     ] = None,
     exit_with_parent: Annotated[
@@ -178,7 +178,9 @@ def model(
     """Make a small randomly initialised model with a byte-level tokenizer."""
     from rolemesh.models.tiny import make_tiny_model
 
-    typer.echo(make_tiny_model(out, architecture.value, hidden_size=hidden_size, num_layers=num_layers, seed=seed))
+    typer.echo(
+        make_tiny_model(out, architecture.value, hidden_size=hidden_size, num_layers=num_layers, seed=seed)
+    )
 
 
 @app.command(epilog="Example: rolemesh demo outputs/tiny && rolemesh run configs/tiny.yaml")

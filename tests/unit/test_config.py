@@ -1,0 +1,141 @@
+"""The job file: what it refuses, and with which words."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rolemesh.config import load_job, parse_overrides
+from rolemesh.config.base import leaves
+from rolemesh.config.job import JobConfig, make_job
+from rolemesh.errors import InvalidConfig
+
+SMALL = {"data": {"train_batch_size": 8}, "actor": {"ppo_mini_batch_size": 8}}
+
+
+@pytest.mark.parametrize(
+    ("section", "hint"),
+    [
+        ({"actor": {"clip_ration": 0.2}}, "did you mean 'actor.clip_ratio'"),
+        ({"actor": {"optim": {"learning_rate": 1}}}, "known here: lr,"),
+        ({"trainer": {"lr": 1}}, "did you mean 'actor.optim.lr'"),
+        ({"algoritm": {}}, "did you mean 'algorithm'"),
+        ({"actor_rollout_ref": {"actor": {}}}, "top-level sections actor, rollout and reference"),
+        ({"rollout": {"val_kwargs": {"temprature": 1}}}, "did you mean 'rollout.val_kwargs.temperature'"),
+    ],
+)
+def test_an_unknown_key_is_an_error_that_names_the_nearest(section: dict, hint: str) -> None:
+    with pytest.raises(InvalidConfig, match="unknown key") as error:
+        make_job(section)
+    assert hint in str(error.value)
+
+
+def test_every_misspelt_leaf_is_refused_and_led_back() -> None:
+    for key in leaves(JobConfig):
+        wrong = parse_overrides([f"{key}x=1"])
+        with pytest.raises(InvalidConfig, match="unknown key") as error:
+            make_job(wrong)
+        assert f"{key}x" in str(error.value)
+        assert f"did you mean {key!r}" in str(error.value)
+
+
+def test_a_wrong_type_names_key_value_and_expectation() -> None:
+    with pytest.raises(InvalidConfig, match=r"'data.train_batch_size' is 'many'.*valid integer"):
+        make_job({"data": {"train_batch_size": "many"}})
+
+
+def test_all_errors_of_a_file_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("actor: {clip_ratio: 7}\ndata: {seeed: 1}\n")
+    with pytest.raises(InvalidConfig) as error:
+        load_job(path)
+    assert all(word in str(error.value) for word in (str(path), "actor.clip_ratio", "data.seeed", "data.seed"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("[1, 2]", "holds a list"), ("a: [", "not YAML"), ("actor: 3", "'actor' is 3")],
+)
+def test_a_file_that_is_no_job_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(content)
+    with pytest.raises(InvalidConfig, match="job.yaml") as error:
+        load_job(path)
+    assert words in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"no such job file: .*absent.yaml"):
+        load_job(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.train_batch_size=10", "actor.ppo_mini_batch_size=4"], "10 does not divide into mini-batches"),
+        (["actor.ppo_micro_batch_size_per_gpu=3"], "does not divide into micro-batches"),
+        (["critic.ppo_micro_batch_size_per_gpu=3"], "critic: a mini-batch of 8 rows"),
+        (["algorithm.adv_estimator=grpo"], "rollout.n is 1"),
+        (["trainer.resume_mode=resume_path"], "resume_from_path is not set"),
+        (["rollout.top_k=0"], "-1 takes all"),
+    ],
+)
+def test_sections_that_disagree_are_refused_at_start(tmp_path: Path, overrides: list[str], words: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    with pytest.raises(InvalidConfig) as error:
+        load_job(path, overrides)
+    assert words in str(error.value)
+
+
+def test_a_critic_free_job_does_not_check_the_critic() -> None:
+    job = make_job(
+        {
+            **SMALL,
+            "algorithm": {"adv_estimator": "grpo"},
+            "rollout": {"n": 2},
+            "critic": {"ppo_micro_batch_size_per_gpu": 3},
+        }
+    )
+    assert job.roles == ("actor", "rollout", "reward")
+
+
+def test_roles_follow_from_the_algorithm() -> None:
+    assert make_job(SMALL).roles == ("actor", "rollout", "critic", "reward")
+    with_kl = make_job({**SMALL, "algorithm": {"use_kl_in_reward": True}})
+    assert with_kl.roles == ("actor", "rollout", "reference", "critic", "reward")
+
+
+def test_overrides_are_yaml_and_nest() -> None:
+    tree = parse_overrides(["actor.optim.lr=1e-5", "data.train_files=[a, b]", "trainer.val_only=true"])
+    assert tree == {
+        "actor": {"optim": {"lr": 1e-5}},
+        "data": {"train_files": ["a", "b"]},
+        "trainer": {"val_only": True},
+    }
+
+
+@pytest.mark.parametrize("override", ["trainer.save_freq", "=3", "a b=3", "a.=3", "x=[1"])
+def test_an_override_that_is_not_key_value_is_refused(override: str) -> None:
+    with pytest.raises(InvalidConfig, match="override"):
+        parse_overrides([override])
+
+
+def test_an_override_wins_over_the_file_and_leaves_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, "trainer": {"save_freq": 2, "test_freq": 3}}))
+    job = load_job(path, ["trainer.save_freq=5"])
+    assert (job.trainer.save_freq, job.trainer.test_freq) == (5, 3)
+
+
+def test_the_resolved_file_loads_to_the_same_job(tmp_path: Path) -> None:
+    job = make_job({**SMALL, "actor": {"ppo_mini_batch_size": 8, "optim": {"lr": 3e-4}}})
+    path = tmp_path / "resolved.yaml"
+    path.write_text(job.to_yaml())
+    assert load_job(path) == job
+
+
+def test_one_train_file_may_be_written_without_a_list() -> None:
+    assert make_job(
+        {**SMALL, "data": {"train_batch_size": 8, "train_files": "a.parquet"}}
+    ).data.train_files == ["a.parquet"]
