@@ -23,7 +23,7 @@ import torch
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch
+from rolemesh.errors import InvalidBatch, Unsupported
 from rolemesh.weights.source import WeightSource
 
 Metrics = dict[str, float]
@@ -209,6 +209,22 @@ class NoReference:
         return DataProto()
 
 
+class NoCritic:
+    """The critic of a job whose algorithm has none: nothing to save, and an error where a page asks it."""
+
+    async def compute_values(self, batch: DataProto) -> DataProto:
+        raise Unsupported("this job has no critic; algorithm.adv_estimator gae is the one that uses it")
+
+    async def update(self, batch: DataProto) -> Metrics:
+        raise Unsupported("this job has no critic; algorithm.adv_estimator gae is the one that uses it")
+
+    async def save_checkpoint(self, directory: Path) -> None:
+        return None
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        return None
+
+
 @dataclass
 class Roles:
     """The roles of one job, workers or clients."""
@@ -216,7 +232,7 @@ class Roles:
     actor: Actor
     rollout: Rollout
     reward: Reward
-    critic: Critic | None = None
+    critic: Critic = field(default_factory=NoCritic)
     reference: Reference = field(default_factory=NoReference)
 
     async def sync_weights(self, version: int) -> None:
