@@ -1,0 +1,38 @@
+"""The critic's loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rolemesh.algos.aggregation import Aggregation
+
+
+def clipped_value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    *,
+    cliprange_value: float,
+    aggregate: Aggregation,
+) -> tuple[Tensor, Tensor]:
+    """½·agg max((v − R)², (clip(v, v_old ± cliprange_value) − R)²).
+
+    A value may gain nothing by moving further than cliprange_value from the old one, as a ratio may not in
+    the policy's loss.
+
+    Args:
+        values: [B, T], of the critic under training, with gradient.
+        old_values: [B, T], before the update.
+        returns: [B, T].
+        response_mask: [B, T] bool.
+        aggregate: of the mini-batch that these rows are part of.
+
+    Returns:
+        The rows' share of the loss; 1 where the clipped term was the larger one, else 0: [B, T].
+    """
+    near = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    free, clipped = (values - returns).square(), (near - returns).square()
+    loss = 0.5 * aggregate(torch.maximum(free, clipped), response_mask)
+    return loss, (clipped > free).to(values.dtype).detach()
