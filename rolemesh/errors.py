@@ -43,3 +43,7 @@ class RoleUnavailable(RolemeshError, ConnectionError):
 
 class RoleTimeout(RoleUnavailable, TimeoutError):
     """A role did not answer within its deadline."""
+
+
+class RoleFailed(RolemeshError, RuntimeError):
+    """A role broke in a way that nobody foresaw. The message names the error, the role's log its traceback."""

@@ -1,0 +1,45 @@
+"""Every Prometheus name of the project. All begin with `rolemesh_`; seconds and bytes are base units."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+# A forward pass of a tiny model takes milliseconds, the update of a large one many minutes.
+SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+# ---------------------------------------------------------------- a role's server (rolemesh/rpc/guard.py)
+SERVER_REQUESTS = Counter(
+    "rolemesh_rpc_server_requests", "Calls that have ended, by status code", ["role", "method", "code"]
+)
+SERVER_SECONDS = Histogram(
+    "rolemesh_rpc_server_seconds", "From a call's first byte to its last", ["role", "method"], buckets=SECONDS
+)
+SERVER_BYTES = Counter(
+    "rolemesh_rpc_server_bytes", "Message bytes, direction in or out", ["role", "method", "direction"]
+)
+SERVER_IN_FLIGHT = Gauge("rolemesh_rpc_server_in_flight", "Calls that have not ended", ["role", "method"])
+ROLE_READY = Gauge("rolemesh_role_ready", "1 when the role serves, 0 while it loads or drains", ["role"])
+ROLE_LOAD_SECONDS = Gauge("rolemesh_role_load_seconds", "How long the role took to load", ["role"])
+WEIGHTS_VERSION = Gauge("rolemesh_weights_version", "The version held (actor) or in use (rollout)", ["role"])
+
+# --------------------------------------------------------------- the controller's client (rolemesh/rpc/dispatch.py)
+CLIENT_REQUESTS = Counter(
+    "rolemesh_rpc_client_requests", "Calls to one replica that have ended", ["role", "method", "code"]
+)
+CLIENT_RETRIES = Counter(
+    "rolemesh_rpc_client_retries", "Pure calls asked again because a replica went away", ["role", "method"]
+)
+CLIENT_OUTSTANDING_ROWS = Gauge(
+    "rolemesh_rpc_client_outstanding_rows",
+    "Rows a replica has been sent and has not answered",
+    ["role", "address"],
+)
+REPLICAS_LIVE = Gauge("rolemesh_replicas_live", "Replicas that are not known to be gone", ["role"])
+
+# ------------------------------------------------------------------ the controller's loop (services/controller)
+TRAINING_STEP = Gauge("rolemesh_training_step", "Steps that have ended")
+TRAINING_STEPS_PLANNED = Gauge("rolemesh_training_steps_planned", "Steps that the job will make")
+STEP_SECONDS = Histogram("rolemesh_step_seconds", "One training step", buckets=SECONDS)
+STEP_METRIC = Gauge(
+    "rolemesh_step_metric", "The latest step's metrics, under their names in metrics.jsonl", ["name"]
+)

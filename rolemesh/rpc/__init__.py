@@ -1,0 +1,8 @@
+"""Roles over gRPC: one codec, one server, one client for all of them.
+
+contract.py   what the .proto says about a method, read from the descriptors
+codec.py      DataProto to bytes and back; streams.py and carrier.py carry them
+server.py     binds, loads, serves, drains; guard.py is what surrounds every call
+clients.py    the roles as a controller sees them; dispatch.py spreads a call over the replicas in pool.py
+errors.py     the one table from error to gRPC status and back
+"""

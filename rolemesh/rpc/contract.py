@@ -1,0 +1,77 @@
+"""What the .proto says about a method, read from the descriptors: server and client need no table of methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor_pb2 import MethodOptions
+
+from rolemesh.v1 import actor_pb2, critic_pb2, data_pb2, frame_pb2, reward_pb2, rollout_pb2, weights_pb2
+
+ACTOR = actor_pb2.DESCRIPTOR.services_by_name["ActorService"]
+CRITIC = critic_pb2.DESCRIPTOR.services_by_name["CriticService"]
+REWARD = reward_pb2.DESCRIPTOR.services_by_name["RewardService"]
+ROLLOUT = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
+WEIGHTS = weights_pb2.DESCRIPTOR.services_by_name["WeightsService"]
+
+
+@dataclass(frozen=True)
+class Rpc:
+    """One method of a service.
+
+    Args:
+        service: full name, e.g. rolemesh.v1.RewardService.
+        name: e.g. ComputeScores.
+        dispatch: how a call spreads over replicas, a value of rolemesh.v1.Dispatch.
+        pure: a failed call may be tried again, also elsewhere (idempotency_level).
+        streams: (request, response) is a stream.
+        request, response: the message types.
+    """
+
+    service: str
+    name: str
+    dispatch: int
+    pure: bool
+    streams: tuple[bool, bool]
+    request: Descriptor
+    response: Descriptor
+
+    @property
+    def path(self) -> str:
+        return f"/{self.service}/{self.name}"
+
+
+def rpcs(service: ServiceDescriptor) -> list[Rpc]:
+    """The methods of a service."""
+    return [_rpc(service, method) for method in service.methods]
+
+
+def _rpc(service: ServiceDescriptor, method: MethodDescriptor) -> Rpc:
+    options: Any = method.GetOptions()
+    return Rpc(
+        service=service.full_name,
+        name=method.name,
+        dispatch=options.Extensions[data_pb2.dispatch] or data_pb2.DISPATCH_RANK_ZERO,
+        pure=options.idempotency_level != MethodOptions.IDEMPOTENCY_UNKNOWN,
+        streams=(method.client_streaming, method.server_streaming),
+        request=method.input_type,
+        response=method.output_type,
+    )
+
+
+def serializer(message: Descriptor) -> Callable[[Any], bytes] | None:
+    """How a message becomes bytes; None for Frame, which the codec writes itself, free of copies."""
+    if message is frame_pb2.Frame.DESCRIPTOR:
+        return None
+    return message_factory.GetMessageClass(message).SerializeToString
+
+
+def deserializer(message: Descriptor) -> Callable[[bytes], Any] | None:
+    """How bytes become a message; None for Frame, which the codec reads itself."""
+    if message is frame_pb2.Frame.DESCRIPTOR:
+        return None
+    return message_factory.GetMessageClass(message).FromString

@@ -1,0 +1,72 @@
+"""Domain error to gRPC status and back: one table (docs/errors.md shows it to people).
+
+The status says what kind of failure it was, to any gRPC client. The trailing metadata `rolemesh-error` names
+the class, so that our own client raises the same one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from rolemesh import errors
+from rolemesh.errors import RolemeshError
+
+ERROR_KEY = "rolemesh-error"
+# HTTP/2 headers are limited (8 KiB by default) and gRPC percent-encodes what is not ASCII, times three.
+MAX_DETAIL_BYTES = 2000
+
+STATUS: dict[type[RolemeshError], grpc.StatusCode] = {
+    errors.InvalidBatch: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidConfig: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.InvalidData: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.ModelNotFound: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.RewardFailed: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CheckpointFailed: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Unsupported: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.WeightsUnavailable: grpc.StatusCode.NOT_FOUND,
+    errors.RoleTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.RoleUnavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.RoleFailed: grpc.StatusCode.INTERNAL,
+}
+BY_NAME = {cls.__name__: cls for cls in STATUS}
+
+# A status that comes without a class: from gRPC itself, or from a server that is not ours.
+BARE: dict[grpc.StatusCode, type[RolemeshError]] = {
+    grpc.StatusCode.UNAVAILABLE: errors.RoleUnavailable,
+    grpc.StatusCode.CANCELLED: errors.RoleUnavailable,  # the server ended before the call did
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.RoleTimeout,
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidBatch,
+    grpc.StatusCode.UNIMPLEMENTED: errors.Unsupported,
+}
+
+
+def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """Code, details and trailing metadata that a server ends a call with."""
+    for cls in type(error).__mro__:
+        if cls in STATUS:
+            return STATUS[cls], _shortened(str(error)), ((ERROR_KEY, cls.__name__),)
+    details = _shortened(f"{type(error).__name__}: {error}")
+    return grpc.StatusCode.INTERNAL, details, ((ERROR_KEY, errors.RoleFailed.__name__),)
+
+
+def from_status(error: grpc.aio.AioRpcError, where: str) -> RolemeshError:
+    """What a client raises.
+
+    Args:
+        error: how the call ended.
+        where: role, method, address and step; the message begins with it.
+    """
+    trailing: Any = error.trailing_metadata() or ()
+    named = {key: value for key, value in trailing if key == ERROR_KEY}
+    cls = BY_NAME.get(named.get(ERROR_KEY)) or BARE.get(error.code(), errors.RoleFailed)
+    details = error.details() or error.code().name
+    return cls(f"{where}: {details}")
+
+
+def _shortened(text: str) -> str:
+    encoded = text.encode()
+    if len(encoded) <= MAX_DETAIL_BYTES:
+        return text
+    return encoded[:MAX_DETAIL_BYTES].decode(errors="ignore") + " … (the role's log has the rest)"

@@ -1,0 +1,158 @@
+"""A role's gRPC server: it answers probes from the moment it is bound, calls from the moment it is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection
+
+from rolemesh import metrics
+from rolemesh.errors import InvalidConfig
+from rolemesh.rpc.carrier import CHANNEL_OPTIONS
+from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
+from rolemesh.rpc.guard import Context, Guard
+
+log = logging.getLogger(__name__)
+
+SERVER_OPTIONS = [
+    *CHANNEL_OPTIONS,
+    ("grpc.so_reuseport", 0),  # two servers on one port are a mistake, not a way to balance
+    # Clients ping while a model computes and no data flows; the default allows one ping in five minutes.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+HANDLERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+class RoleServer(grpc.GenericRpcHandler):
+    """Services of one role on one port, with health and reflection.
+
+    loading: health NOT_SERVING, calls get UNAVAILABLE. ready(): SERVING. drain(): NOT_SERVING, what runs may
+    end, new calls get UNAVAILABLE.
+    """
+
+    def __init__(self, role: str, services: Sequence[ServiceDescriptor]) -> None:
+        self._role = role
+        self._services = services
+        self._rpcs = {rpc.path: rpc for service in services for rpc in rpcs(service)}
+        self._servicers: dict[str, Any] = {}
+        self._refusal = "is still loading"
+        self._guard = Guard(role)
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((self,))
+        add_HealthServicer_to_server(self._health, self._server)
+        names = [service.full_name for service in services]
+        reflection.enable_server_reflection(
+            [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+        )
+
+    async def start(self, listen: str) -> str:
+        """Binds and answers probes.
+
+        Args:
+            listen: host:port; port 0 takes a free one.
+
+        Returns:
+            host:port as bound.
+
+        Raises:
+            InvalidConfig: not an address, or one that cannot be had.
+        """
+        host, port = split_address(listen)
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise InvalidConfig(f"{self._role} cannot listen on {listen}: {_why(host, port)}") from error
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.start()
+        return f"{host}:{bound}"
+
+    async def ready(self, servicers: Mapping[ServiceDescriptor, Any]) -> None:
+        """Begins to answer calls."""
+        self._servicers = {service.full_name: servicer for service, servicer in servicers.items()}
+        self._refusal = ""
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new calls, lets running ones end, and stops.
+
+        Args:
+            grace_s: seconds after which running calls are cancelled.
+        """
+        self._refusal = "is draining"
+        metrics.ROLE_READY.labels(self._role).set(0)
+        await self._health.enter_graceful_shutdown()
+        try:
+            # Not left to Server.stop(grace), which would also wait for those who watch our health for ever.
+            await asyncio.wait_for(self._guard.idle.wait(), grace_s)
+        except TimeoutError:
+            log.warning("calls still run after a grace of %.0f s and are cancelled", grace_s)
+        await self._server.stop(0.2)
+
+    async def _set_health(self, status: Any) -> None:
+        metrics.ROLE_READY.labels(self._role).set(int(status == health_pb2.HealthCheckResponse.SERVING))
+        for name in ("", *(service.full_name for service in self._services)):
+            await self._health.set(name, status)
+
+    # ------------------------------------------------------------ grpc.GenericRpcHandler
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler of a call, as gRPC asks for it."""
+        rpc = self._rpcs.get(handler_call_details.method)
+        if rpc is None:
+            return None
+        behaviour = (
+            self._guard.wrap(rpc, getattr(self._servicers[rpc.service], rpc.name))
+            if not self._refusal
+            else self._refuse
+        )
+        make: Any = HANDLERS[rpc.streams]
+        handler: grpc.RpcMethodHandler[Any, Any] = make(
+            behaviour,
+            request_deserializer=deserializer(rpc.request),
+            response_serializer=serializer(rpc.response),
+        )
+        return handler
+
+    async def _refuse(self, request: Any, context: Context) -> None:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._role} {self._refusal}")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port`.
+
+    Raises:
+        InvalidConfig: it is not; a host is demanded, so that nothing listens to the world by an oversight.
+    """
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 65536) or (":" in host and host[:1] != "["):
+        raise InvalidConfig(f"{address!r} is not an address; write host:port, e.g. 127.0.0.1:50051")
+    return host, int(port)
+
+
+def _why(host: str, port: int) -> str:
+    """gRPC does not say why it could not bind; the same attempt with a bare socket does."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "it cannot be bound"
