@@ -1,0 +1,40 @@
+"""What a step's batch says about the run, under the names that people have on their boards."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rolemesh.algos.aggregation import masked_mean
+from rolemesh.dataproto import DataProto
+from rolemesh.roles import Metrics
+
+
+def batch_metrics(batch: DataProto) -> Metrics:
+    """Scores, rewards, advantages, returns, values where there are some, and lengths."""
+    mask = batch["response_mask"]  # [B, T]
+    lengths = mask.sum(dim=1).float()  # [B]
+    scores = batch["token_level_scores"].sum(dim=1)  # [B]
+    rewards = batch["token_level_rewards"].sum(dim=1)
+    metrics = {
+        **_spread("critic/score", scores),
+        **_spread("critic/rewards", rewards),
+        "critic/advantages/mean": masked_mean(batch["advantages"], mask).item(),
+        "critic/returns/mean": masked_mean(batch["returns"], mask).item(),
+        **_spread("response_length", lengths),
+        "response_length/clip_ratio": (lengths >= mask.shape[1]).float().mean().item(),
+        "prompt_length/mean": batch["prompt_mask"].sum(dim=1).float().mean().item(),
+        "perf/total_num_tokens": float(batch["attention_mask"].sum()),
+    }
+    if "values" in batch:
+        metrics["critic/values/mean"] = masked_mean(batch["values"], mask).item()
+    if "entropys" in batch:
+        metrics["actor/entropy"] = masked_mean(batch["entropys"], mask).item()
+    return metrics
+
+
+def _spread(name: str, values: Tensor) -> Metrics:
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }

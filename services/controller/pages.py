@@ -1,0 +1,40 @@
+"""The pages by the name that a job gives them, and a page's step graph."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rolemesh.algos.kl import KLController
+from rolemesh.config import JobConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.graph import StepGraph, record
+from rolemesh.roles import Roles
+from services.controller.grpo import grpo_step
+from services.controller.ppo import ppo_step
+from services.controller.step import Page, Step
+
+PAGES: dict[str, Page] = {"gae": ppo_step, "grpo": grpo_step}
+
+
+def page_of(job: JobConfig) -> Page:
+    """The page that `algorithm.adv_estimator` names."""
+    return PAGES[job.algorithm.adv_estimator]
+
+
+async def check_step(job: JobConfig) -> StepGraph:
+    """Runs the job's page on a few empty rows with roles that only record.
+
+    Raises:
+        InvalidBatch: a method reads a column that nothing wrote before it.
+    """
+    page = page_of(job)
+
+    async def recorded(prompts: DataProto, roles: Roles) -> None:
+        await page(prompts, roles, Step(1, job, KLController(job.algorithm.kl_ctrl)))
+
+    return await record(recorded, job, f"{page.__module__.rpartition('.')[2]}.py, one step")  # type: ignore[attr-defined]
+
+
+def record_step(job: JobConfig) -> StepGraph:
+    """`check_step` where no event loop runs."""
+    return asyncio.run(check_step(job))

@@ -1,0 +1,35 @@
+"""PPO with a critic (Schulman et al. 2017, arXiv:1707.06347), as used for RLHF.
+
+Axes: B rows (prompts times rollout.n), P prompt tokens, T response tokens, S = P + T.
+"""
+
+from __future__ import annotations
+
+from rolemesh.dataproto import DataProto
+from rolemesh.roles import Metrics, Roles
+from services.controller.advantages import apply_kl_penalty, compute_advantages
+from services.controller.experience import collect, fan_out, gather
+from services.controller.step import Step
+
+
+async def ppo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
+    """One step: answer the prompts, judge the answers, learn from them, hand the new weights to the rollouts."""
+
+    async def experience(rows: DataProto) -> DataProto:  # on each finished chunk, while others still generate
+        old, ref, values, scores = await gather(
+            roles.actor.compute_log_probs(rows),  # old_log_probs, entropys [B, T]
+            roles.reference.compute_log_probs(rows),  # ref_log_probs [B, T], where the job weighs KL
+            roles.critic.compute_values(rows),  # values [B, T]
+            roles.reward.compute_scores(rows),  # token_level_scores [B, T], acc [B]
+        )
+        return rows.union(old, ref, values, scores)
+
+    rows = fan_out(prompts, step.job.rollout.n, step.job.rollout.seed, step.number)  # prompts [B, P], seeds [B]
+    batch = await collect(roles.rollout.generate(rows), rows, experience)  # responses [B, T], input_ids [B, S]
+
+    batch, kl_metrics = apply_kl_penalty(batch, step.job, step.kl.value)  # token_level_rewards [B, T]
+    batch = compute_advantages(batch, step.job)  # advantages, returns [B, T]
+
+    critic_metrics, actor_metrics = await gather(roles.critic.update(batch), roles.actor.update(batch))
+    await roles.sync_weights(step.number)
+    return step.report(batch, kl_metrics, critic_metrics, actor_metrics)

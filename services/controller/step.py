@@ -1,0 +1,40 @@
+"""What a page is given besides prompts and roles, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rolemesh.algos.kl import KLController
+from rolemesh.config import JobConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.roles import Metrics, Roles
+from services.controller.metrics import batch_metrics
+
+
+@dataclass
+class Step:
+    """One step of a job.
+
+    Args:
+        number: counted from 1.
+        job: the hyperparameters.
+        kl: the KL penalty's coefficient. The loop moves it, after the step.
+        batch: what the step was made of, for dumps; set by `report`.
+    """
+
+    number: int
+    job: JobConfig
+    kl: KLController
+    batch: DataProto | None = None
+
+    def report(self, batch: DataProto, *parts: Metrics) -> Metrics:
+        """The step's metrics: those of the batch and those that the roles returned."""
+        self.batch = batch
+        metrics = batch_metrics(batch)
+        for part in parts:
+            metrics |= part
+        return metrics
+
+
+Page = Callable[[DataProto, Roles, Step], Awaitable[Metrics]]
