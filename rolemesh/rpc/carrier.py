@@ -1,0 +1,97 @@
+"""How a header and a region get from one process to another.
+
+A carrier turns them into messages on a gRPC call's stream and back. `FrameCarrier`, the one there is, puts all
+bytes into those messages. A faster one (shared memory, RDMA) sends in them only where the region is to be
+fetched; header and region, and so codec, servicers and clients, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Protocol
+
+from rolemesh.errors import InvalidBatch
+from rolemesh.rpc.allocator import Region
+from rolemesh.rpc.codec import Encoded, region_bytes_of
+from rolemesh.rpc.frame import join_frame, split_frame
+
+FRAME_BYTES = 1 << 20  # the fastest size for gRPC in Python: docs/wire.md
+MAX_MESSAGE_BYTES = 64 << 20
+
+# Of every channel and server.
+CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+
+
+class Carrier(Protocol):
+    """Moves batches over the messages of one direction of a call."""
+
+    def send(self, batch: Encoded) -> Iterator[bytes]:
+        """The messages to write, in order."""
+        ...
+
+    def receive(
+        self, messages: AsyncIterator[bytes], max_bytes: int
+    ) -> AsyncIterator[tuple[bytes, memoryview]]:
+        """Header and region of each batch. Memory for a region is taken as its bytes arrive.
+
+        Raises:
+            InvalidBatch: the messages are not what `send` makes, end within a batch, or announce a region
+                of more than `max_bytes`.
+        """
+        ...
+
+
+class FrameCarrier:
+    """Frames of about 1 MiB: the region's bytes within the gRPC messages themselves."""
+
+    def send(self, batch: Encoded) -> Iterator[bytes]:
+        header: bytes | None = batch.header
+        for pieces, num_bytes in _pieces(batch.buffers, FRAME_BYTES):
+            yield join_frame(header, pieces, num_bytes)
+            header = None
+        if header is not None:
+            yield join_frame(header, (), 0)
+
+    async def receive(
+        self, messages: AsyncIterator[bytes], max_bytes: int
+    ) -> AsyncIterator[tuple[bytes, memoryview]]:
+        header: bytes = b""
+        region: Region | None = None
+        async for message in messages:
+            first, payload = split_frame(message)
+            if (first is None) != (region is not None):
+                raise InvalidBatch(
+                    "a batch begins before the last one ended" if first else "a frame of no batch"
+                )
+            if first is not None:
+                header, region = first, Region(region_bytes_of(first), max_bytes)
+            elif not payload.nbytes:
+                raise InvalidBatch("an empty frame")
+            assert region is not None
+            region.write(payload)
+            if region.is_whole:
+                yield header, region.whole()
+                region = None
+        if region is not None:
+            region.whole()
+
+
+def _pieces(buffers: Sequence[memoryview], size: int) -> Iterator[tuple[list[memoryview], int]]:
+    """The buffers' bytes in order, in lists of slices of `size` bytes together; the last may be shorter."""
+    pieces: list[memoryview] = []
+    held = 0
+    for buffer in buffers:
+        at = 0
+        while at < buffer.nbytes:
+            piece = buffer[at : at + size - held]
+            pieces.append(piece)
+            at += piece.nbytes
+            held += piece.nbytes
+            if held == size:
+                yield pieces, held
+                pieces, held = [], 0
+    if held:
+        yield pieces, held
