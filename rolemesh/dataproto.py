@@ -7,7 +7,8 @@ can share them.
 
 from __future__ import annotations
 
-import json
+import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ class DataProto:
     Args:
         tensors: name to tensor [B, ...].
         non_tensors: name to numpy array [B]; of dtype object where the cells are strings, lists or dicts.
+            Other sequences of B cells are taken too and become such arrays.
         meta_info: JSON-like data about the batch as a whole.
 
     Raises:
@@ -45,6 +47,7 @@ class DataProto:
         for name, tensor in self.tensors.items():
             if tensor.dim() == 0:
                 raise InvalidBatch(f"column {name!r} has no axis; every tensor needs axis 0, the rows")
+        self.non_tensors = {name: as_column(values) for name, values in self.non_tensors.items()}
         lengths = {name: len(tensor) for name, tensor in self.tensors.items()}
         lengths |= {name: len(column) for name, column in self.non_tensors.items()}
         if len(set(lengths.values())) > 1:
@@ -62,11 +65,7 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
     ) -> DataProto:
         """A batch of these columns; non-tensor columns may be lists."""
-        return cls(
-            dict(tensors or {}),
-            {name: as_column(values) for name, values in (non_tensors or {}).items()},
-            dict(meta_info or {}),
-        )
+        return cls(dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {}))
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
@@ -101,22 +100,14 @@ class DataProto:
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Puts a column in place of any of that name."""
-        rest = self._without(name)
-        column = value if isinstance(value, Tensor) else as_column(value)
-        if rest.columns and len(column) != len(rest):
-            raise InvalidBatch(f"column {name!r} has {len(column)} rows, the batch has {len(rest)}")
-        if isinstance(column, Tensor):
-            self.non_tensors.pop(name, None)
-            self.tensors[name] = column
+        tensors = {other: tensor for other, tensor in self.tensors.items() if other != name}
+        columns = {other: column for other, column in self.non_tensors.items() if other != name}
+        if isinstance(value, Tensor):
+            tensors = {**self.tensors, name: value}
         else:
-            self.tensors.pop(name, None)
-            self.non_tensors[name] = column
-
-    def _without(self, name: str) -> DataProto:
-        return DataProto(
-            {n: t for n, t in self.tensors.items() if n != name},
-            {n: c for n, c in self.non_tensors.items() if n != name},
-        )
+            columns = {**self.non_tensors, name: value}
+        checked = DataProto(tensors, columns)
+        self.tensors, self.non_tensors = checked.tensors, checked.non_tensors
 
     def _rows(self, index: Index) -> DataProto:
         if isinstance(index, slice):
@@ -157,8 +148,8 @@ class DataProto:
         )
         if not deepcopy:
             return picked
-        copied = picked._map(lambda tensor: tensor.clone(), lambda column: column.copy())
-        copied.meta_info = json.loads(json.dumps(picked.meta_info))
+        copied = picked._map(lambda tensor: tensor.clone(), copy.deepcopy)
+        copied.meta_info = copy.deepcopy(picked.meta_info)
         return copied
 
     def select_columns(self, names: Sequence[str]) -> DataProto:
@@ -178,6 +169,10 @@ class DataProto:
             if index.shape != (len(self),):
                 raise InvalidBatch(f"a mask of shape {list(index.shape)} cannot choose of {len(self)} rows")
             index = index.nonzero().flatten()
+        if index.dim() != 1 or (len(index) and index.is_floating_point()):
+            raise InvalidBatch(
+                f"rows are chosen by a list of positions, not by {index.dtype} {list(index.shape)}"
+            )
         index = index.to(torch.int64).cpu()
         at = index.numpy()
         return self._map(lambda tensor: tensor[index.to(tensor.device)], lambda column: column[at])
@@ -247,8 +242,12 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """The rows of all batches, one after the other. All must have the same columns and trailing shapes;
-        meta is the first one's, and a key on which two batches disagree is an error."""
+        """The rows of all batches, one after the other, with the meta of all.
+
+        Raises:
+            InvalidBatch: no batches, or two that differ in columns, element types or trailing shapes, or
+                disagree on a meta value.
+        """
         if not data:
             raise InvalidBatch("concat of no batches")
         first = data[0]
@@ -258,8 +257,9 @@ class DataProto:
                     f"concat: one batch has {sorted(first.columns)}, another {sorted(other.columns)}"
                 )
             for name, tensor in first.tensors.items():
-                if name not in other.tensors or other.tensors[name].shape[1:] != tensor.shape[1:]:
-                    raise InvalidBatch(f"concat: column {name!r} differs in kind or trailing shape")
+                there = other.tensors.get(name)
+                if there is None or there.shape[1:] != tensor.shape[1:] or there.dtype != tensor.dtype:
+                    raise InvalidBatch(f"concat: column {name!r} differs in kind, dtype or trailing shape")
         meta: dict[str, Any] = {}
         for part in data:
             for key, value in part.meta_info.items():
@@ -267,7 +267,7 @@ class DataProto:
                     raise InvalidBatch(f"concat: meta_info[{key!r}] is {meta[key]!r} here, {value!r} there")
         return DataProto(
             {name: torch.cat([part.tensors[name] for part in data]) for name in first.tensors},
-            {name: np.concatenate([part.non_tensors[name] for part in data]) for name in first.non_tensors},
+            {name: _joined([part.non_tensors[name] for part in data]) for name in first.non_tensors},
             meta,
         )
 
@@ -333,10 +333,13 @@ class DataProto:
     # -------------------------------------------------------------------- disk
 
     def save_to_disk(self, filepath: str | Path) -> None:
-        """Writes the batch as one file in the wire's own format (no pickle)."""
+        """Writes the batch as one file in the wire's own format (no pickle). A file that was there stays as
+        it was until the new one is whole."""
         from rolemesh.rpc.codec import dump
 
-        Path(filepath).write_bytes(dump(self))
+        partial = Path(f"{filepath}.partial")
+        partial.write_bytes(dump(self))
+        os.replace(partial, filepath)
 
     @staticmethod
     def load_from_disk(filepath: str | Path) -> DataProto:
@@ -371,15 +374,17 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 def as_column(values: Any) -> Column:
     """A one-axis numpy array of these cells. Numbers keep their dtype; strings, lists, dicts and None become
     objects."""
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "biufO":
-        return values
-    cells = list(values)
-    if cells and all(type(cell) in (bool, int, float) for cell in cells) and len(set(map(type, cells))) == 1:
-        return np.array(cells)
-    column = np.empty(len(cells), dtype=object)
-    for i, cell in enumerate(cells):
-        column[i] = cell
-    return column
+    if isinstance(values, np.ndarray):
+        if values.ndim == 1 and values.dtype.kind in "biufO":
+            return values
+        if values.ndim == 0:
+            raise InvalidBatch(f"a column needs a cell for each row; got {values!r}")
+    cells = values.tolist() if isinstance(values, np.ndarray) else list(values)
+    kinds = set(map(type, cells))
+    for kind, dtype in ((bool, np.bool_), (int, np.int64), (float, np.float64)):
+        if kinds == {kind} and (kind is not int or all(-(2**63) <= cell < 2**63 for cell in cells)):
+            return np.array(cells, dtype=dtype)
+    return np.fromiter(cells, dtype=object, count=len(cells))
 
 
 def _pick(kind: str, source: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
@@ -404,4 +409,15 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _same_column(left: Column, right: Column) -> bool:
-    return left is right or (left.shape == right.shape and left.tolist() == right.tolist())
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.dtype == object:
+        return left is right or bool(left.tolist() == right.tolist())
+    return left.tobytes() == right.tobytes()
+
+
+def _joined(columns: Sequence[Column]) -> Column:
+    """One column of all cells. Arrays of different types become cells: no number is rounded to fit."""
+    if len({column.dtype for column in columns}) > 1:
+        columns = [column.astype(object) for column in columns]
+    return np.concatenate(columns)

@@ -28,7 +28,8 @@ def tune() -> bool:
     # The numbers are malloc.h's; -1 for the trim threshold is the largest size_t: never trim.
     m_trim_threshold, m_top_pad, m_mmap_max, m_arena_max = -1, -2, -4, -8
     settings = {m_arena_max: 1, m_mmap_max: 0, m_trim_threshold: -1, m_top_pad: 64 << 20}
-    return sum(libc.mallopt(parameter, value) for parameter, value in settings.items()) == len(settings)
+    accepted = [bool(libc.mallopt(parameter, value)) for parameter, value in settings.items()]
+    return all(accepted)
 
 
 class Region:

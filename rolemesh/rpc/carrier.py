@@ -63,9 +63,7 @@ class FrameCarrier:
         async for message in messages:
             first, payload = split_frame(message)
             if (first is None) != (region is not None):
-                raise InvalidBatch(
-                    "a batch begins before the last one ended" if first else "a frame of no batch"
-                )
+                raise InvalidBatch("a frame of no batch" if first is None else "a batch within a batch")
             if first is not None:
                 header, region = first, Region(region_bytes_of(first), max_bytes)
             elif not payload.nbytes:

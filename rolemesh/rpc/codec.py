@@ -133,7 +133,7 @@ class _Writer:
             self.num_bytes += gap
         offset = self.num_bytes
         for part in parts:
-            view = memoryview(part.reshape(-1).view(np.uint8) if isinstance(part, np.ndarray) else part)
+            view = part.reshape(-1).view(np.uint8).data if isinstance(part, np.ndarray) else part
             self.buffers.append(view)
             self.num_bytes += view.nbytes
         return frame_pb2.Span(offset=offset, num_bytes=self.num_bytes - offset)
@@ -260,7 +260,7 @@ def _packed(spec: frame_pb2.TensorSpec, num_rows: int, reader: _Reader, spans: l
         raise InvalidBatch(f"{what} is bool and filled with {spec.fill!r}")
     if spec.HasField("data") != (spec.layout in _WITH_VALUES):
         raise InvalidBatch(
-            f"{what} of layout {spec.layout} {'with' if spec.HasField('data') else 'without'} data"
+            f"{what}: layout {spec.layout} {'has no' if spec.HasField('data') else 'needs'} data"
         )
     packed = Packed(spec.name, dtype, wire_dtype, shape, spec.layout, fill=spec.fill)
     if spec.layout in _WITH_SPANS:

@@ -14,7 +14,7 @@ from rolemesh.v1 import data_pb2
 
 Array = NDArray[Any]
 
-TO_WIRE: dict[torch.dtype, int] = {
+TO_WIRE: dict[torch.dtype, data_pb2.Dtype] = {
     torch.float64: data_pb2.DTYPE_FLOAT64,
     torch.float32: data_pb2.DTYPE_FLOAT32,
     torch.float16: data_pb2.DTYPE_FLOAT16,
@@ -31,7 +31,7 @@ TO_WIRE: dict[torch.dtype, int] = {
     torch.uint64: data_pb2.DTYPE_UINT64,
     torch.bool: data_pb2.DTYPE_BOOL,
 }
-FROM_WIRE: dict[int, torch.dtype] = {number: dtype for dtype, number in TO_WIRE.items()}
+FROM_WIRE: dict[data_pb2.Dtype, torch.dtype] = {number: dtype for dtype, number in TO_WIRE.items()}
 
 INTEGERS: dict[torch.dtype, np.dtype[Any]] = {
     torch.int64: np.dtype("<i8"),

@@ -80,7 +80,7 @@ class Packed:
     dtype: torch.dtype
     wire_dtype: torch.dtype
     shape: tuple[int, ...]
-    layout: int = data_pb2.LAYOUT_DENSE
+    layout: data_pb2.Layout = data_pb2.LAYOUT_DENSE
     values: Array | None = None
     spans: Spans | None = None
     fill: bytes = b""
