@@ -1,0 +1,173 @@
+"""PromptDataset: rows of Parquet files as batches of tokenised prompts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from rolemesh.config.data import DataConfig
+from rolemesh.data.order import Rows, permutation
+from rolemesh.data.parquet import ParquetRows
+from rolemesh.data.progress import track
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidData
+
+logger = logging.getLogger(__name__)
+
+TOKENISE_AT_ONCE = 512  # prompts; the tokenizer works on a list in parallel
+
+
+class PromptDataset:
+    """The prompts of a set of Parquet files, tokenised at once, so that a bad row is an error at start.
+
+    Args:
+        files: Parquet files in verl's layout; their schemas may differ.
+        config: keys, lengths, truncation, filter, limits.
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        split: "train" or "val": the first part of every uid, and which limit on rows holds.
+
+    Raises:
+        InvalidData: a file or a row is not usable, or no row is left; names file, row and column.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | Path],
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        split: Literal["train", "val"] = "train",
+    ) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise InvalidData(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template for the prompts"
+            )
+        self.config, self.split = config, split
+        self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._source = ParquetRows(files, (config.prompt_key, config.reward_fn_key, "reward_model"))
+        limit = config.train_max_samples if split == "train" else config.val_max_samples
+        positions = _limited(len(self._source), limit, config)
+        self._rows: list[dict[str, Any]] = []
+        self._ids: list[list[int]] = []
+        self._positions: list[int] = []
+        for position, ids in self._tokenised(positions, tokenizer):
+            if (kept := self._within_length(position, ids)) is not None:
+                self._rows.append(self._source[position])
+                self._ids.append(kept)
+                self._positions.append(position)
+        self.num_filtered = len(positions) - len(self._ids)
+        if self.num_filtered:
+            logger.info(
+                "%s: left out %d of %d prompts longer than data.max_prompt_length %d",
+                split, self.num_filtered, len(positions), config.max_prompt_length,
+            )  # fmt: skip
+        if not self._ids:
+            raise InvalidData(
+                f"none of the {len(positions)} prompts of {[str(f) for f in files]} is within "
+                f"data.max_prompt_length {config.max_prompt_length}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def batch(self, indices: Sequence[int] | Rows) -> DataProto:
+        """Prompts as a batch: prompts [B, P] int64 left-padded, prompt_mask [B, P] bool, uid, data_source,
+        reward_model, extra_info. A uid is the split and the row's position in the files: "train-000012"."""
+        width = self.config.max_prompt_length
+        prompts = torch.full((len(indices), width), self.pad_id, dtype=torch.int64)
+        mask = torch.zeros((len(indices), width), dtype=torch.bool)
+        for at, index in enumerate(indices):
+            ids = self._ids[index]
+            prompts[at, width - len(ids) :] = torch.tensor(ids)
+            mask[at, width - len(ids) :] = True
+        rows = [self._rows[index] for index in indices]
+        return DataProto.from_dict(
+            {"prompts": prompts, "prompt_mask": mask},
+            {
+                "uid": [f"{self.split}-{self._positions[index]:06d}" for index in indices],
+                "data_source": [row[self.config.reward_fn_key] for row in rows],
+                "reward_model": [row["reward_model"] for row in rows],
+                "extra_info": [row.get("extra_info") or {} for row in rows],
+            },
+        )
+
+    def batches(self, batch_size: int | None = None) -> Iterator[DataProto]:
+        """All prompts once, in the files' order; the last batch may be shorter. None: all in one."""
+        size = batch_size or len(self)
+        for start in range(0, len(self), size):
+            yield self.batch(range(start, min(start + size, len(self))))
+
+    # ------------------------------------------------------------------------------- at start
+
+    def _tokenised(self, positions: Rows, tokenizer: Any) -> Iterator[tuple[int, list[int]]]:
+        starts = range(0, len(positions), TOKENISE_AT_ONCE)
+        for start in track(starts, f"tokenising {self.split} prompts", len(starts)):
+            some = [int(position) for position in positions[start : start + TOKENISE_AT_ONCE]]
+            texts = [self._render(position, tokenizer) for position in some]
+            # The template writes the special tokens itself.
+            yield from zip(some, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True)
+
+    def _render(self, position: int, tokenizer: Any) -> str:
+        row, key = self._source[position], self.config.prompt_key
+        for column, kind in ((self.config.reward_fn_key, str), ("reward_model", dict)):
+            if not row[column] or not isinstance(row[column], kind):
+                raise InvalidData(
+                    f"{self._source.where(position)}: column {column!r} should hold a {kind.__name__}; "
+                    f"it holds {row[column]!r}"
+                )
+        if not _is_chat(row[key]):
+            raise InvalidData(
+                f"{self._source.where(position)}: column {key!r} should hold a list of "
+                f"{{role, content}}; it holds {row[key]!r:.200}"
+            )
+        # Arrow fills the keys that only other rows' messages have with None; a template may test "is defined".
+        messages = [{k: v for k, v in message.items() if v is not None} for message in row[key]]
+        try:
+            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template may raise anything: it is the model's own code
+            raise InvalidData(
+                f"{self._source.where(position)}: the chat template refuses column {key!r}: {error}"
+            ) from error
+        return text
+
+    def _within_length(self, position: int, ids: list[int]) -> list[int] | None:
+        """The ids cut as data.truncation says; None where filter_overlong_prompts leaves the prompt out."""
+        limit, how = self.config.max_prompt_length, self.config.truncation
+        if len(ids) <= limit:
+            return ids
+        if self.config.filter_overlong_prompts:
+            return None
+        if how == "left":
+            return ids[-limit:]
+        if how == "right":
+            return ids[:limit]
+        if how == "middle":
+            first = limit // 2
+            return ids[:first] + ids[len(ids) - (limit - first) :]
+        raise InvalidData(
+            f"{self._source.where(position)}: column {self.config.prompt_key!r} is {len(ids)} tokens, "
+            f"data.max_prompt_length is {limit}; set data.filter_overlong_prompts or data.truncation"
+        )
+
+
+def _is_chat(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(message, dict) and message.get("role") for message in prompt)
+    )
+
+
+def _limited(num_rows: int, limit: int, config: DataConfig) -> Rows:
+    """Positions of at most `limit` rows (-1: all) in the files' order: the first ones, or with data.shuffle
+    a seeded choice, so that a file sorted by source or difficulty is still seen as a whole."""
+    if limit < 0 or limit >= num_rows:
+        return np.arange(num_rows)
+    if limit == 0:
+        raise InvalidData("data.train_max_samples or data.val_max_samples is 0, which leaves no rows")
+    return np.sort(permutation(num_rows, config.seed, 0)[:limit]) if config.shuffle else np.arange(limit)

@@ -1,0 +1,42 @@
+"""A reward function of the user's, from a Python file (reward.custom_reward_function)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+
+from rolemesh.config.reward import CustomRewardConfig
+from rolemesh.errors import InvalidConfig
+from services.reward.functions import ScoreFunction
+
+
+def load_function(config: CustomRewardConfig) -> ScoreFunction:
+    """The function `config.name` of the file `config.path`, with `config.reward_kwargs` bound.
+
+    Raises:
+        InvalidConfig: no such file, the file cannot be imported, no such function in it.
+    """
+    path = Path(config.path or "")
+    if not path.is_file():
+        raise InvalidConfig(f"reward.custom_reward_function.path: no such file: {path.absolute()}")
+    spec = importlib.util.spec_from_file_location(f"rolemesh_custom_reward_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise InvalidConfig(f"reward.custom_reward_function.path: {path} is not a Python file (.py)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and typing look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InvalidConfig(
+            f"reward.custom_reward_function.path: importing {path} raised {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, config.name, None)
+    if not callable(function):
+        names = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise InvalidConfig(
+            f"reward.custom_reward_function.name: {path} has no function {config.name!r}; it has {names}"
+        )
+    bound: ScoreFunction = functools.partial(function, **config.reward_kwargs)
+    return bound

@@ -1,0 +1,22 @@
+"""The forms in which a data set says what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def right_answers(ground_truth: Any) -> list[str]:
+    """The right answers of text, a number, a list of these, or {"target": one of these}.
+
+    Raises:
+        ValueError: it is none of them, or holds no answer.
+    """
+    if isinstance(ground_truth, Mapping) and "target" in ground_truth:
+        ground_truth = ground_truth["target"]
+    answers = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if not answers or not all(isinstance(answer, str | int | float) for answer in answers):
+        raise ValueError(
+            f"ground_truth should be text, a number, a list of these or {{'target': …}}; it is {ground_truth!r}"
+        )
+    return [str(answer) for answer in answers]

@@ -1,0 +1,241 @@
+"""The reward worker: which function scores a row, where the score goes, and what happens when one fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+from rolemesh.config.job import JobConfig, make_job
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, RewardFailed
+from rolemesh.models.tiny import byte_tokenizer
+from services.reward.worker import RewardWorker, score_and_acc
+
+TOKENIZER = byte_tokenizer()
+P, T = 16, 24
+
+
+def job(model: Path, **reward: Any) -> JobConfig:
+    return make_job({
+        "actor": {"model": {"path": str(model)}},
+        "data": {"max_prompt_length": P, "max_response_length": T},
+        "reward": reward,
+    })  # fmt: skip
+
+
+def batch(*rows: tuple[str, str, Any], style: str = "rule") -> DataProto:
+    """Rows of (data_source, response, ground_truth), each with the end token."""
+    prompts, prompt_mask = padded([TOKENIZER(f"ask {i}")["input_ids"] for i in range(len(rows))], P, left=True)
+    ids = [[*TOKENIZER(response)["input_ids"], TOKENIZER.eos_token_id] for _, response, _ in rows]
+    responses, response_mask = padded(ids, T, left=False)
+    return DataProto.from_dict(
+        {
+            "prompts": prompts,
+            "prompt_mask": prompt_mask,
+            "responses": responses,
+            "response_mask": response_mask,
+        },
+        {
+            "uid": [f"train-{i:06d}" for i in range(len(rows))],
+            "data_source": [source for source, _, _ in rows],
+            "reward_model": [{"style": style, "ground_truth": truth} for _, _, truth in rows],
+            "extra_info": [{"index": i} for i in range(len(rows))],
+        },
+    )
+
+
+def padded(ids: list[list[int]], width: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    tokens = torch.full((len(ids), width), TOKENIZER.pad_token_id)
+    mask = torch.zeros((len(ids), width), dtype=torch.bool)
+    for row, values in enumerate(ids):
+        at = slice(width - len(values), width) if left else slice(0, len(values))
+        tokens[row, at], mask[row, at] = torch.tensor(values), True
+    return tokens, mask
+
+
+def custom(tmp_path: Path, source: str) -> dict[str, Any]:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    return {"custom_reward_function": {"path": str(file)}}
+
+
+# --------------------------------------------------------------------------------------- rules
+
+
+async def test_a_score_lies_on_the_last_response_token(tiny_model: Path) -> None:
+    rows = batch(("openai/gsm8k", "#### 72", "72"), ("math", r"\boxed{3}", "3"), ("math", r"\boxed{4}", "3"))
+    scores = await RewardWorker(job(tiny_model)).compute_scores(rows)
+    expected = torch.zeros(3, T)
+    expected[0, len("#### 72")] = 1.0  # the end token's place
+    expected[1, len(r"\boxed{3}")] = 1.0
+    assert scores["token_level_scores"].dtype == scores["acc"].dtype == torch.float32
+    assert torch.equal(scores["token_level_scores"], expected)
+    assert scores["acc"].tolist() == [1.0, 1.0, 0.0]
+    assert sorted(scores.columns) == ["acc", "token_level_scores"]
+
+
+async def test_format_score_reaches_the_rule(tiny_model: Path) -> None:
+    rows = batch(("openai/gsm8k", "#### 73", "72"))
+    scores = await RewardWorker(job(tiny_model, format_score=0.25)).compute_scores(rows)
+    assert scores["token_level_scores"].sum() == 0.25
+    assert scores["acc"].tolist() == [0.0]
+
+
+async def test_special_tokens_are_not_part_of_the_text(tiny_model: Path, tmp_path: Path) -> None:
+    source = "def compute_score(solution_str, **row):\n    return float(solution_str == 'hi')\n"
+    rows = batch(("any", "hi", None))
+    scores = await RewardWorker(job(tiny_model, **custom(tmp_path, source))).compute_scores(rows)
+    assert scores["acc"].tolist() == [1.0]
+
+
+async def test_an_unknown_data_source_fails_with_the_rows_uid(tiny_model: Path) -> None:
+    rows = batch(("openai/gsm8k", "#### 1", "1"), ("my/set", "1", "1"))
+    with pytest.raises(RewardFailed, match=r"row train-000001.*'my/set'.*custom_reward_function"):
+        await RewardWorker(job(tiny_model)).compute_scores(rows)
+
+
+async def test_a_response_without_a_token_is_an_error(tiny_model: Path) -> None:
+    rows = batch(("math", "", "1"))
+    rows["response_mask"] = torch.zeros(1, T, dtype=torch.bool)
+    with pytest.raises(InvalidBatch, match="train-000000 has no token"):
+        await RewardWorker(job(tiny_model)).compute_scores(rows)
+
+
+# -------------------------------------------------------------------------------------- custom
+
+
+async def test_a_custom_function_sees_the_row_and_may_tell_acc_from_score(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    source = (
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    assert data_source == 'mine' and extra_info['index'] == 0 and ground_truth == {'target': ['a']}\n"
+        "    return {'score': -2.5, 'acc': True}\n"
+    )
+    rows = batch(("mine", "text", {"target": ["a"]}))
+    scores = await RewardWorker(job(tiny_model, **custom(tmp_path, source))).compute_scores(rows)
+    assert scores["token_level_scores"].sum() == -2.5
+    assert scores["acc"].tolist() == [1.0]
+
+
+async def test_a_function_that_raises_fails_the_call_with_uid_function_and_traceback(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    source = "def compute_score(solution_str, **row):\n    return 1 / (len(solution_str) - 3)\n"
+    worker = RewardWorker(job(tiny_model, **custom(tmp_path, source)))
+    with pytest.raises(
+        RewardFailed, match=r"row train-000001: compute_score of .*mine.py raised Zero"
+    ) as raised:
+        await worker.compute_scores(batch(("a", "x", None), ("a", "xyz", None)))
+    cause = raised.value.__cause__
+    assert isinstance(cause, ZeroDivisionError)
+    assert cause.__traceback__ is not None
+
+
+@pytest.mark.parametrize("result", ["float('nan')", "float('inf')", "None", "'1'", "{}", "{'acc': 1}", "[1.0]"])
+async def test_what_is_no_finite_number_is_no_score(tiny_model: Path, tmp_path: Path, result: str) -> None:
+    worker = RewardWorker(
+        job(tiny_model, **custom(tmp_path, f"def compute_score(**row):\n    return {result}\n"))
+    )
+    with pytest.raises(RewardFailed, match="row train-000000: compute_score of"):
+        await worker.compute_scores(batch(("a", "x", None)))
+
+
+def test_numbers_of_every_kind_are_scores() -> None:
+    for value in (1, 1.0, True, np.float32(1), np.int64(1)):
+        assert score_and_acc(value) == (1.0, 1.0)
+    assert score_and_acc({"score": 0.5}) == (0.5, 0.5)
+    assert score_and_acc({"score": 0.5, "acc": 1, "note": "x"}) == (0.5, 1.0)
+
+
+def test_a_custom_file_that_is_not_there_is_an_error_at_start(tiny_model: Path) -> None:
+    with pytest.raises(InvalidConfig, match="no such file"):
+        RewardWorker(job(tiny_model, custom_reward_function={"path": "/no/such/file.py"}))
+
+
+# ------------------------------------------------------------------------------- a reward model
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny classification model with the policy's tokenizer."""
+    return make_reward_model(tmp_path_factory.mktemp("rm"), TOKENIZER)
+
+
+def make_reward_model(path: Path, tokenizer: Any) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = Qwen2ForSequenceClassification(
+            Qwen2Config(
+                vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512, num_labels=1,
+                pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+            )
+        )  # fmt: skip
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def with_model(path: Path, **keys: Any) -> dict[str, Any]:
+    return {"reward_model": {"enable": True, "model": {"path": str(path)}, **keys}}
+
+
+def texts(num_rows: int) -> list[tuple[str, str, Any]]:
+    return [("chat", "answer " + "!" * i, None) for i in range(num_rows)]
+
+
+async def test_rows_of_style_model_are_scored_by_the_model_and_others_by_rule(
+    tiny_model: Path, reward_model: Path
+) -> None:
+    rows = DataProto.concat([batch(("math", r"\boxed{3}", "3")), batch(*texts(1), style="model")])
+    scores = await RewardWorker(job(tiny_model, **with_model(reward_model))).compute_scores(rows)
+    model = Qwen2ForSequenceClassification.from_pretrained(reward_model)
+    ids = torch.cat(
+        [rows["prompts"][1][rows["prompt_mask"][1]], rows["responses"][1][rows["response_mask"][1]]]
+    )
+    with torch.no_grad():
+        expected = model(input_ids=ids[None]).logits[0, 0]
+    torch.testing.assert_close(scores["acc"], torch.stack([torch.tensor(1.0), expected]), atol=1e-5, rtol=1e-5)
+    assert scores["token_level_scores"][1, len("answer ")] == scores["acc"][1]
+
+
+async def test_a_rows_score_has_the_same_bits_whoever_shares_the_call(
+    tiny_model: Path, reward_model: Path
+) -> None:
+    worker = RewardWorker(job(tiny_model, **with_model(reward_model, micro_batch_size_per_gpu=4)))
+    rows = batch(*texts(7), style="model")
+    together = (await worker.compute_scores(rows))["acc"]
+    assert len(set(together.tolist())) == 7
+    for index in ([0], [6], [3, 1], [6, 5, 4, 3, 2, 1, 0]):
+        assert torch.equal((await worker.compute_scores(rows.select_idxs(index)))["acc"], together[index])
+
+
+async def test_a_model_with_another_tokenizer_reads_the_text(tiny_model: Path, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["answer"])
+    path = make_reward_model(tmp_path / "rm", tokenizer)
+    worker = RewardWorker(job(tiny_model, **with_model(path)))
+    rows = batch(*texts(3), style="model")
+    together = (await worker.compute_scores(rows))["acc"]
+    model = Qwen2ForSequenceClassification.from_pretrained(path)
+    with torch.no_grad():
+        ids = tokenizer("ask 2answer !!", return_tensors="pt")["input_ids"]
+        torch.testing.assert_close(together[2], model(input_ids=ids).logits[0, 0], atol=1e-5, rtol=1e-5)
+    assert torch.equal((await worker.compute_scores(rows[2:]))["acc"], together[2:])
+
+
+async def test_a_row_of_style_model_without_a_model_fails(tiny_model: Path) -> None:
+    with pytest.raises(RewardFailed, match=r"train-000000.*reward.reward_model.enable is false"):
+        await RewardWorker(job(tiny_model)).compute_scores(batch(*texts(1), style="model"))
+
+
+def test_a_model_that_is_not_there_is_an_error_at_start(tiny_model: Path) -> None:
+    with pytest.raises(ModelNotFound):
+        RewardWorker(job(tiny_model, **with_model(Path("/no/such/model"))))

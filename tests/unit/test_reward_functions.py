@@ -1,0 +1,213 @@
+"""The rules, by hand-written answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolemesh.config.reward import CustomRewardConfig
+from rolemesh.data.gsm8k import gsm8k_rows
+from rolemesh.errors import InvalidConfig
+from services.reward.functions import UnknownDataSource, default_compute_score, gsm8k, math
+from services.reward.functions.custom import load_function
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "gsm8k" / "train.jsonl"
+
+# -------------------------------------------------------------------------------------- gsm8k
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "right"),
+    [
+        ("48/2 = 24\n#### 72", "72", True),
+        ("#### 73", "72", False),
+        ("#### 1,234,567", "1234567", True),
+        ("#### 1234567", "1,234,567", True),
+        ("#### $18", "18", True),
+        ("#### $ 1,018.50", "1018.5", True),
+        ("#### -$7", "-7", True),
+        ("#### $-7", "-7", True),
+        ("#### -7", "7", False),
+        ("#### 18.", "18", True),
+        ("#### 18.00", "18", True),
+        ("#### 18 apples.", "18", True),
+        ("####18", "18", True),
+        ("#### 5\nNo:\n#### 6", "6", True),
+        ("#### 6\nNo:\n#### 5", "6", False),
+        ("#### 6\n#### done", "6", True),
+        ("#### 72", ["71", "72"], True),
+        ("#### 72", {"target": 72}, True),
+        ("#### 72", {"target": ["1", "72"]}, True),
+    ],
+)
+def test_gsm8k_compares_the_last_marked_number(response: str, truth: Any, right: bool) -> None:
+    assert gsm8k.compute_score(response, truth) == {"score": float(right), "acc": float(right)}
+
+
+@pytest.mark.parametrize(
+    "response", ["", "The answer is 72", "# 72", "#### seventy-two", "####", "#### ,.", "#### ."]
+)
+def test_gsm8k_without_a_marked_number_is_no_answer(response: str) -> None:
+    assert gsm8k.compute_score(response, "72", format_score=0.1) == {"score": 0.0, "acc": 0.0}
+
+
+def test_format_score_is_for_a_well_formed_wrong_answer_and_never_makes_it_right() -> None:
+    assert gsm8k.compute_score("#### 73", "72", format_score=0.1) == {"score": 0.1, "acc": 0.0}
+    assert gsm8k.compute_score("#### 72", "72", format_score=0.1) == {"score": 1.0, "acc": 1.0}
+
+
+def test_a_long_run_of_digits_is_read_in_no_time() -> None:
+    assert gsm8k.compute_score("#### " + "1" * 5000 + "x", "1")["score"] == 0.0
+
+
+def test_gsm8k_needs_a_number_to_compare_with() -> None:
+    with pytest.raises(ValueError, match="is not a number"):
+        gsm8k.compute_score("#### 1", "one")
+
+
+def test_every_solution_of_the_data_set_is_right_by_its_own_rule() -> None:
+    for row in gsm8k_rows(FIXTURE):
+        result = default_compute_score(
+            row["data_source"], row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
+        )
+        assert result == {"score": 1.0, "acc": 1.0}
+
+
+# --------------------------------------------------------------------------------------- math
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} and then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\fbox{7}", "7"),
+        (r"$\boxed 5$ is", "5"),
+        (r"\boxed{never closed", None),
+        ("42", None),
+        (r"\boxed", None),
+    ],
+)
+def test_the_last_box_is_read_with_its_braces_balanced(text: str, content: str | None) -> None:
+    assert math.last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (r"\frac{1}{2}", r"\dfrac{1}{2}"),
+        (r"\frac{1}{2}", r"\tfrac12"),
+        (r"\frac{1}{2}", r"\frac1{2}"),
+        (r"\frac{1}{2}", r"\frac 1 2"),
+        (r"\frac{1}{2}", "1/2"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"\frac{1}{2}", ".5"),
+        (r"-\frac{3}{4}", r"-\frac34"),
+        (r"\frac{\frac{1}{2}}{3}", r"\frac{\frac12}3"),
+        (r"\frac{\pi}{2}", r"\frac\pi2"),
+        (r"\sqrt{3}", r"\sqrt3"),
+        (r"2\sqrt{3}", r"2 \sqrt 3"),
+        (r"\left( 1, 2 \right)", "(1,2)"),
+        (r"90^\circ", "90"),
+        (r"90^{\circ}", "90"),
+        (r"10\%", "10"),
+        (r"\$1000", "1000"),
+        (r"10\text{ cm}", "10"),
+        (r"18\!000", "18000"),
+        ("x = 5", "5"),
+        ("x=5", "5"),
+        ("10 , 20", "10,20"),
+    ],
+)
+def test_spellings_of_one_answer_are_equal(one: str, other: str) -> None:
+    assert math.normalise(one) == math.normalise(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (r"\frac{1}{2}", r"\frac{2}{1}"),
+        ("1/2", "1/3"),
+        (r"\text{Evelyn}", r"\text{Angela}"),
+        ("2x+3=5", "5"),
+        ("-3", "3"),
+        ("(1,2)", "(2,1)"),
+        (r"\sqrt{3}", "3"),
+    ],
+)
+def test_different_answers_stay_different(one: str, other: str) -> None:
+    assert math.normalise(one) != math.normalise(other)
+
+
+def test_an_unfinished_fraction_is_left_as_it_is() -> None:
+    assert math.normalise(r"\frac") == r"\frac"
+    assert math.normalise(r"\frac{1") == r"\frac{1"
+
+
+def test_math_scores_the_box_and_nothing_else() -> None:
+    assert math.compute_score(r"thus \boxed{\dfrac34}", r"\frac{3}{4}") == 1.0
+    assert math.compute_score(r"thus \boxed{\frac{4}{3}}", r"\frac{3}{4}") == 0.0
+    assert math.compute_score(r"thus \frac{3}{4}", r"\frac{3}{4}") == 0.0
+    assert math.compute_score(r"\boxed{B}", ["A", "B"]) == 1.0
+
+
+# ----------------------------------------------------------------------------- by data_source
+
+
+def test_data_source_picks_the_rule() -> None:
+    for source in ("openai/gsm8k", "rolemesh/arithmetic"):
+        assert default_compute_score(source, "#### 85", "85", {}) == {"score": 1.0, "acc": 1.0}
+    for source in ("lighteval/MATH", "HuggingFaceH4/MATH-500", "DigitalLearningGmbH/MATH-lighteval", "math"):
+        assert default_compute_score(source, r"\boxed{85}", "85", {}) == 1.0
+
+
+def test_an_unknown_data_source_is_an_error_that_names_the_known_and_the_way_out() -> None:
+    with pytest.raises(UnknownDataSource, match=r"'my/set'.*openai/gsm8k.*custom_reward_function"):
+        default_compute_score("my/set", "1", "1")
+
+
+@pytest.mark.parametrize("truth", [None, {}, [], {"inputs": []}, [None]])
+def test_a_ground_truth_of_no_known_form_is_an_error(truth: Any) -> None:
+    with pytest.raises(ValueError, match="ground_truth should be"):
+        default_compute_score("math", r"\boxed{1}", truth)
+
+
+# ------------------------------------------------------------------------------------- custom
+
+
+def test_a_function_of_the_users_gets_the_row_and_its_own_keywords(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass\nclass Bonus:\n    value: float\n"
+        "def judge(data_source, solution_str, ground_truth, extra_info, bonus=0):\n"
+        "    return len(solution_str) + Bonus(bonus).value + extra_info['index']\n"
+    )
+    function = load_function(CustomRewardConfig(path=str(file), name="judge", reward_kwargs={"bonus": 0.5}))
+    assert function(data_source="x", solution_str="abc", ground_truth=None, extra_info={"index": 10}) == 13.5
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "no such file"),
+        ("raise KeyError('key')", "raised KeyError: 'key'"),
+        ("import no_such_package", "raised ModuleNotFoundError"),
+        ("def compute_scores(): ...", r"no function 'compute_score'; it has \['compute_scores'\]"),
+        ("compute_score = 1", "no function 'compute_score'"),
+        ("def (", "raised SyntaxError"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_an_error_at_start(
+    tmp_path: Path, source: str | None, message: str
+) -> None:
+    file = tmp_path / "mine.py"
+    if source is not None:
+        file.write_text(source)
+    with pytest.raises(InvalidConfig, match=message) as raised:
+        load_function(CustomRewardConfig(path=str(file)))
+    assert str(file) in str(raised.value)
