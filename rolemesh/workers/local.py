@@ -40,7 +40,7 @@ def on_worker_thread(
     """Makes an ordinary method of a worker an async one that runs on the worker's thread. The ordinary one
     stays at hand as `method.__wrapped__`."""
 
-    async def asynchronous(self: W, *args: P.args, **kwargs: P.kwargs) -> R:
+    async def asynchronous(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return await self.run(method, self, *args, **kwargs)
 
     functools.update_wrapper(asynchronous, method)

@@ -1,0 +1,96 @@
+"""What actor and critic write into a directory, and read from it again.
+
+    config.json, model.safetensors, …   the model, a Hugging Face directory
+    optimizer.safetensors               <parameter>.<moment> of AdamW
+    training_state.json                 num_updates: optimizer steps made, which is also the position in the
+                                        warm-up and all that the shuffle depends on
+
+There is no random state: models run without dropout, and nothing else in a training role draws. That the
+directory appears whole or not at all is the caller's matter: it writes elsewhere and renames.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import nn
+
+from rolemesh.errors import CheckpointFailed, ModelNotFound
+from rolemesh.models.loading import load_state
+from rolemesh.models.optimizer import Optimizer
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "training_state.json"
+
+
+def save_checkpoint(directory: Path, write_model: Callable[[Path], object], optimizer: Optimizer) -> None:
+    """Writes model and optimizer, and waits until the disk has them.
+
+    Args:
+        directory: made if absent; files in it are replaced.
+        write_model: writes the model into a directory.
+
+    Raises:
+        CheckpointFailed: naming path, cause and free space.
+    """
+    directory = Path(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_model(directory)
+        save_file(optimizer.state_tensors(), directory / OPTIMIZER_FILE)
+        state = {"num_updates": optimizer.num_updates}
+        (directory / STATE_FILE).write_text(json.dumps(state) + "\n")
+        for path in (*directory.iterdir(), directory):
+            _flush(path)
+    except Exception as error:  # tokenizers and safetensors have exceptions of their own for a full disk
+        raise CheckpointFailed(
+            f"{optimizer.role}: the checkpoint {directory} could not be written: {error} "
+            f"({_free_bytes(directory)} bytes free)"
+        ) from error
+
+
+def load_checkpoint(
+    directory: Path, model: nn.Module, read_model: Callable[[Path], nn.Module], optimizer: Optimizer
+) -> None:
+    """Takes up what save_checkpoint wrote, bit for bit. Where it fails, model and optimizer stay as they were.
+
+    Args:
+        directory: what save_checkpoint was given.
+        model: is given the weights.
+        read_model: loads a model of the same class from a directory.
+
+    Raises:
+        CheckpointFailed: a file is absent or damaged, or belongs to another model.
+    """
+    directory = Path(directory)
+    try:
+        num_updates = int(json.loads((directory / STATE_FILE).read_text())["num_updates"])
+        moments = load_state(directory / OPTIMIZER_FILE)
+        weights = read_model(directory).state_dict()
+        mine = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        if {name: tensor.shape for name, tensor in weights.items()} != mine:
+            raise ValueError("its weights have other names or shapes than the model's")
+        optimizer.load_state_tensors(moments, num_updates)
+    except (OSError, ValueError, KeyError, TypeError, ModelNotFound) as error:
+        raise CheckpointFailed(
+            f"{optimizer.role}: the checkpoint {directory} cannot be taken up: {error!r}"
+        ) from error
+    model.load_state_dict(weights)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_bytes(directory: Path) -> int:
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free

@@ -1,0 +1,113 @@
+"""From a batch of sequences to a number for each response token.
+
+A row's numbers must not depend on its neighbours, bit for bit. On a CPU they do not, as long as every matrix
+product has at least 4 rows (fewer take another kernel) and the width is the same; `steady_rows` sees to the
+first, the job's fixed P and T to the second.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch
+from rolemesh.models.heads import ScoreModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MIN_MATRIX_ROWS = 4
+
+
+def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
+    """Matrix products in `dtype` (a ModelConfig's); weights stay float32."""
+    return torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32")
+
+
+def steady_rows(*tensors: Tensor, width: int) -> list[Tensor]:
+    """Tensors [b, ...] with their first rows repeated until b·width is at least 4; mostly they are already."""
+    rows = len(tensors[0])
+    wanted = max(rows, -(-MIN_MATRIX_ROWS // width))
+    if wanted == rows:
+        return list(tensors)
+    index = torch.arange(wanted, device=tensors[0].device) % rows
+    return [tensor[index] for tensor in tensors]
+
+
+def check_sequences(batch: DataProto, method: str) -> None:
+    """Raises InvalidBatch where the columns of roles.SEQUENCE do not fit together."""
+    sequences = {name: list(batch[name].shape) for name in ("input_ids", "attention_mask", "position_ids")}
+    mask = batch["response_mask"]
+    width = batch["input_ids"].shape[-1]
+    if len({tuple(shape) for shape in sequences.values()}) > 1 or mask.dim() != 2 or mask.shape[1] >= width:
+        raise InvalidBatch(
+            f"{method}: input_ids, attention_mask and position_ids [B, P + T] and response_mask [B, T] with "
+            f"P > 0 expected; got {sequences | {'response_mask': list(mask.shape)}}"
+        )
+
+
+def token_log_probs(
+    model: Any,
+    rows: DataProto,
+    *,
+    temperature: float,
+    dtype: str = "float32",
+    entropy: bool = True,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of the response tokens under the distribution that they are drawn from.
+
+    Args:
+        model: a transformers causal LM.
+        rows: the columns of roles.SEQUENCE [b, ...], on the model's device.
+        temperature: logits are divided by it; 0 (greedy) counts as 1.
+        dtype: a ModelConfig's.
+        entropy: compute it too.
+        entropy_gradient: whether gradient flows through it.
+
+    Returns:
+        log_probs [b, T] and entropy in nats [b, T] or None; float32 (float64 of a float64 model). Cells where
+        response_mask is False hold the number of whatever token stands there.
+    """
+    num_rows, num_tokens = rows["response_mask"].shape
+    ids, mask, positions = steady_rows(
+        rows["input_ids"], rows["attention_mask"], rows["position_ids"], width=num_tokens
+    )
+    with autocast(ids.device, dtype):
+        logits = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=num_tokens + 1,  # the position before the first response token predicts it
+        ).logits[:num_rows, :-1]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature not in (0, 1):
+        logits = logits / temperature
+    log_softmax = torch.log_softmax(logits, -1)
+    responses = rows["input_ids"][:, -num_tokens:]
+    log_probs = log_softmax.gather(-1, responses[..., None])[..., 0]
+    if not entropy:
+        return log_probs, None
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def token_values(model: ScoreModel, rows: DataProto, *, dtype: str = "float32") -> Tensor:
+    """The critic's value [b, T] before each response token is sampled, float32 (float64 of a float64 model).
+
+    Args:
+        model: body and value head.
+        rows: the columns of roles.SEQUENCE [b, ...], on the model's device.
+        dtype: a ModelConfig's.
+    """
+    num_rows, num_tokens = rows["response_mask"].shape
+    ids, mask, positions = steady_rows(
+        rows["input_ids"], rows["attention_mask"], rows["position_ids"], width=num_tokens
+    )
+    with autocast(ids.device, dtype):
+        hidden = model(ids, mask, positions)
+    values: Tensor = model.score(hidden[:num_rows, -num_tokens - 1 : -1])
+    return values

@@ -1,0 +1,224 @@
+"""The actor and the reference policy on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from rolemesh.algos.aggregation import Aggregation
+from rolemesh.algos.kl import kl_penalty
+from rolemesh.algos.policy_loss import POLICY_LOSSES, Clip
+from rolemesh.config import JobConfig
+from rolemesh.config.actor import ActorConfig
+from rolemesh.config.model import ModelConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import Unsupported
+from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
+from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
+from rolemesh.models.optimizer import Optimizer, num_warmup_steps
+from rolemesh.models.sequence import check_sequences, token_log_probs
+from rolemesh.models.training import Schedule, refuse_float16, train
+from rolemesh.roles import Metrics, methods
+from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.source import WeightSource
+from rolemesh.workers.local import LocalWorker, on_worker_thread
+
+
+class PolicyWorker(LocalWorker):
+    """A policy that tells log-probabilities: what actor and reference have in common.
+
+    Args:
+        job: its rollout.temperature is that of the distribution which responses are drawn from.
+        role: actor or reference.
+        config: the role's model.
+        micro_batch_size: rows per forward pass.
+
+    Raises:
+        ModelNotFound: the model directory is not there or not whole.
+        InvalidConfig: a device that is not there.
+    """
+
+    def __init__(self, job: JobConfig, role: str, config: ModelConfig, micro_batch_size: int) -> None:
+        super().__init__(role)
+        self.job, self.role, self.config = job, role, config
+        self.device = resolve_device(job.trainer.device)
+        self.model = load_causal_lm(config, role).to(self.device)
+        self._micro_batch_size = micro_batch_size
+        self._temperature = 0.0 if job.rollout.greedy else job.rollout.temperature
+
+    @torch.no_grad()
+    def _log_probs(self, batch: DataProto, *, entropy: bool) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies (zeros unless asked for), [B, T], 0 where response_mask is False."""
+        method = methods(self.job)[f"{self.role}.compute_log_probs"]
+        batch = method.prune(batch)
+        check_sequences(batch, f"{self.role}.compute_log_probs")
+        log_probs, entropys = (torch.zeros(batch["response_mask"].shape) for _ in range(2))
+        for start in range(0, len(batch), self._micro_batch_size):
+            at = slice(start, start + self._micro_batch_size)
+            rows = batch[at].to(self.device)
+            chosen, spread = token_log_probs(
+                self.model, rows, temperature=self._temperature, dtype=self.config.dtype, entropy=entropy
+            )
+            mask = rows["response_mask"]
+            log_probs[at] = torch.where(mask, chosen, 0).cpu()
+            if spread is not None:
+                entropys[at] = torch.where(mask, spread, 0).cpu()
+        return log_probs, entropys
+
+
+class ReferenceWorker(PolicyWorker):
+    """Implements rolemesh.roles.Reference, and says of an actor's other methods that it has none."""
+
+    def __init__(self, job: JobConfig) -> None:
+        size = job.reference.log_prob_micro_batch_size_per_gpu
+        super().__init__(job, "reference", job.reference_model, size)
+
+    @on_worker_thread
+    def compute_log_probs(self, batch: DataProto) -> DataProto:
+        """ref_log_probs [B, T], 0 where response_mask is False."""
+        return DataProto({"ref_log_probs": self._log_probs(batch, entropy=False)[0]})
+
+    async def update(self, batch: DataProto) -> Metrics:
+        self._refuse("update")
+
+    async def publish_weights(self, version: int) -> WeightSource:
+        self._refuse("publish_weights")
+
+    async def save_checkpoint(self, directory: Path) -> None:
+        self._refuse("save_checkpoint")
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        self._refuse("load_checkpoint")
+
+    def _refuse(self, method: str) -> NoReturn:
+        raise Unsupported(
+            f"reference.{method}: the reference policy never changes; the role actor has {method}"
+        )
+
+
+class ActorWorker(PolicyWorker):
+    """Implements rolemesh.roles.Actor.
+
+    Raises:
+        ModelNotFound: the model directory is not there, not whole, or has no tokenizer.
+        InvalidConfig: float16, which would need loss scaling; a warm-up ratio of an unknown number of steps.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        actor = job.actor
+        refuse_float16(actor.model, "actor")
+        self.schedule = Schedule(
+            mini_batch_size=actor.ppo_mini_batch_size * job.rollout.n,
+            micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
+            epochs=actor.ppo_epochs,
+            shuffle=actor.shuffle,
+            seed=actor.seed,
+        )
+        warmup_steps = num_warmup_steps(actor.optim, self.schedule.num_steps(job), "actor")
+        self.tokenizer = load_tokenizer(actor.model, "actor")
+        super().__init__(job, "actor", actor.model, actor.ppo_micro_batch_size_per_gpu)
+        if actor.model.enable_gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.optimizer = Optimizer(
+            self.model, actor.optim, grad_clip=actor.grad_clip, warmup_steps=warmup_steps, role="actor"
+        )
+
+    @on_worker_thread
+    def compute_log_probs(self, batch: DataProto) -> DataProto:
+        """old_log_probs and entropys [B, T], 0 where response_mask is False."""
+        log_probs, entropys = self._log_probs(batch, entropy=True)
+        return DataProto({"old_log_probs": log_probs, "entropys": entropys})
+
+    @on_worker_thread
+    def update(self, batch: DataProto) -> Metrics:
+        """Trains on the batch.
+
+        Raises:
+            InvalidBatch: a column is missing, or the rows do not divide into mini-batches.
+            RolemeshError: a gradient is not finite; that step was not taken.
+        """
+        batch = methods(self.job)["actor.update"].prune(batch)
+        check_sequences(batch, "actor.update")
+        self.model.train()
+        try:
+            metrics = train(batch.to(self.device), self.optimizer, self.schedule, self._loss)
+        finally:
+            self.model.eval()
+        if self.job.actor.use_kl_loss:
+            metrics["kl_coef"] = self.job.actor.kl_loss_coef
+        return {f"actor/{name}": value for name, value in metrics.items()}
+
+    def _loss(self, rows: DataProto, mini_batch_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        log_probs, entropys = token_log_probs(
+            self.model,
+            rows,
+            temperature=self._temperature,
+            dtype=self.config.dtype,
+            entropy_gradient=self.job.actor.entropy_coeff != 0,
+        )
+        assert entropys is not None
+        return policy_objective(log_probs, entropys, rows, mini_batch_mask, self.job.actor)
+
+    @on_worker_thread
+    def publish_weights(self, version: int) -> WeightSource:
+        """A copy of the weights as they are now, under a version."""
+        weights = named_weights(self.model)
+        return HeldWeights(version, {name: w.detach().to("cpu", copy=True) for name, w in weights.items()})
+
+    @on_worker_thread
+    def save_checkpoint(self, directory: Path) -> None:
+        """Model, tokenizer and optimizer: rolemesh/models/checkpoint.py. Raises CheckpointFailed."""
+
+        def write_model(into: Path) -> None:
+            self.model.save_pretrained(into)
+            self.tokenizer.save_pretrained(into)
+
+        save_checkpoint(directory, write_model, self.optimizer)
+
+    @on_worker_thread
+    def load_checkpoint(self, directory: Path) -> None:
+        """Takes up what save_checkpoint wrote, bit for bit. Raises CheckpointFailed."""
+
+        def read_model(path: Path) -> torch.nn.Module:
+            model: torch.nn.Module = load_causal_lm(self.config.model_copy(update={"path": str(path)}), "actor")
+            return model
+
+        load_checkpoint(directory, self.model, read_model, self.optimizer)
+
+
+def policy_objective(
+    log_probs: Tensor, entropys: Tensor, rows: DataProto, mini_batch_mask: Tensor, config: ActorConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the actor minimises: policy loss − entropy_coeff·entropy + kl_loss_coef·KL(actor, reference).
+
+    Args:
+        log_probs, entropys: [b, T] of a micro-batch.
+        rows: the micro-batch: response_mask, old_log_probs, advantages, with use_kl_loss ref_log_probs.
+        mini_batch_mask: response_mask [B, T] of the mini-batch that it is part of.
+
+    Returns:
+        The micro-batch's shares of the mini-batch's loss and of what is reported.
+    """
+    mask = rows["response_mask"]
+    aggregate = Aggregation.of(mini_batch_mask, config.loss_agg_mode, config.loss_scale_factor)
+    mean = Aggregation.of(mini_batch_mask, "token-mean")
+    clip = Clip(
+        low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
+        high=config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
+        dual=config.clip_ratio_c,
+    )
+    policy_loss = POLICY_LOSSES[config.policy_loss.loss_mode]
+    tokens = policy_loss(log_probs, rows["old_log_probs"], rows["advantages"], mask, clip)
+    loss = pg_loss = aggregate(tokens.losses, mask)
+    shares = {"pg_loss": pg_loss, "entropy": mean(entropys, mask)}
+    shares |= {name: mean(per_token, mask) for name, per_token in tokens.shares.items()}
+    if config.entropy_coeff:
+        loss = loss - config.entropy_coeff * aggregate(entropys, mask)
+    if config.use_kl_loss:
+        kl_loss = aggregate(kl_penalty(log_probs, rows["ref_log_probs"], config.kl_loss_type), mask)
+        loss = loss + config.kl_loss_coef * kl_loss
+        shares["kl_loss"] = kl_loss
+    return loss, shares

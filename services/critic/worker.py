@@ -1,0 +1,127 @@
+"""The critic on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rolemesh.algos.aggregation import Aggregation
+from rolemesh.algos.value_loss import clipped_value_loss
+from rolemesh.config import JobConfig
+from rolemesh.config.critic import CriticConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
+from rolemesh.models.heads import ScoreModel
+from rolemesh.models.loading import resolve_device
+from rolemesh.models.optimizer import Optimizer, num_warmup_steps
+from rolemesh.models.sequence import check_sequences, token_values
+from rolemesh.models.training import Schedule, refuse_float16, train
+from rolemesh.roles import Metrics, methods
+from rolemesh.workers.local import LocalWorker, on_worker_thread
+
+
+class CriticWorker(LocalWorker):
+    """Implements rolemesh.roles.Critic.
+
+    Raises:
+        ModelNotFound: the model directory is not there or not whole.
+        InvalidConfig: float16, which would need loss scaling; a warm-up ratio of an unknown number of steps.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        super().__init__("critic")
+        critic = job.critic
+        self.job, self.config = job, job.critic_model
+        refuse_float16(self.config, "critic")
+        self.schedule = Schedule(
+            mini_batch_size=job.critic_mini_batch_size * job.rollout.n,
+            micro_batch_size=critic.ppo_micro_batch_size_per_gpu,
+            epochs=critic.ppo_epochs,
+            shuffle=critic.shuffle,
+            seed=critic.seed,
+        )
+        warmup_steps = num_warmup_steps(critic.optim, self.schedule.num_steps(job), "critic")
+        self.device = resolve_device(job.trainer.device)
+        self.model = ScoreModel.load(self.config, "critic", seed=critic.seed).to(self.device)
+        if self.config.enable_gradient_checkpointing:
+            self.model.body.gradient_checkpointing_enable({"use_reentrant": False})
+        self.optimizer = Optimizer(
+            self.model, critic.optim, grad_clip=critic.grad_clip, warmup_steps=warmup_steps, role="critic"
+        )
+
+    @on_worker_thread
+    @torch.no_grad()
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """values [B, T] before each response token is sampled, 0 where response_mask is False."""
+        batch = methods(self.job)["critic.compute_values"].prune(batch)
+        check_sequences(batch, "critic.compute_values")
+        values = torch.zeros(batch["response_mask"].shape)
+        for start in range(0, len(batch), self.schedule.micro_batch_size):
+            at = slice(start, start + self.schedule.micro_batch_size)
+            rows = batch[at].to(self.device)
+            predicted = token_values(self.model, rows, dtype=self.config.dtype)
+            values[at] = torch.where(rows["response_mask"], predicted, 0).cpu()
+        return DataProto({"values": values})
+
+    @on_worker_thread
+    def update(self, batch: DataProto) -> Metrics:
+        """Trains on the batch.
+
+        Raises:
+            InvalidBatch: a column is missing, or the rows do not divide into mini-batches.
+            RolemeshError: a gradient is not finite; that step was not taken.
+        """
+        batch = methods(self.job)["critic.update"].prune(batch)
+        check_sequences(batch, "critic.update")
+        self.model.train()
+        try:
+            metrics = train(batch.to(self.device), self.optimizer, self.schedule, self._loss)
+        finally:
+            self.model.eval()
+        return {f"critic/{name}": value for name, value in metrics.items()}
+
+    def _loss(self, rows: DataProto, mini_batch_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        values = token_values(self.model, rows, dtype=self.config.dtype)
+        return value_objective(values, rows, mini_batch_mask, self.job.critic)
+
+    @on_worker_thread
+    def save_checkpoint(self, directory: Path) -> None:
+        """Model and optimizer: rolemesh/models/checkpoint.py. Raises CheckpointFailed."""
+        save_checkpoint(directory, self.model.save_pretrained, self.optimizer)
+
+    @on_worker_thread
+    def load_checkpoint(self, directory: Path) -> None:
+        """Takes up what save_checkpoint wrote, bit for bit. Raises CheckpointFailed."""
+
+        def read_model(path: Path) -> ScoreModel:
+            return ScoreModel.load(self.config.model_copy(update={"path": str(path)}), "critic")
+
+        load_checkpoint(directory, self.model, read_model, self.optimizer)
+
+
+def value_objective(
+    values: Tensor, rows: DataProto, mini_batch_mask: Tensor, config: CriticConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the critic minimises.
+
+    Args:
+        values: [b, T] of a micro-batch.
+        rows: the micro-batch: response_mask, values (before the update), returns.
+        mini_batch_mask: response_mask [B, T] of the mini-batch that it is part of.
+
+    Returns:
+        The micro-batch's shares of the mini-batch's loss and of what is reported.
+    """
+    mask = rows["response_mask"]
+    loss, clipped = clipped_value_loss(
+        values,
+        rows["values"],
+        rows["returns"],
+        mask,
+        cliprange_value=config.cliprange_value,
+        aggregate=Aggregation.of(mini_batch_mask, config.loss_agg_mode),
+    )
+    mean = Aggregation.of(mini_batch_mask, "token-mean")
+    return loss, {"vf_loss": loss, "vf_clipfrac": mean(clipped, mask), "vpred_mean": mean(values, mask)}

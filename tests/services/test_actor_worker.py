@@ -1,0 +1,268 @@
+"""The actor and the reference policy, on real models."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sequences import sequence_batch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from rolemesh.config import JobConfig
+from rolemesh.config.actor import ActorConfig
+from rolemesh.config.job import make_job
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, RolemeshError, Unsupported
+from rolemesh.models.sequence import token_log_probs
+from services.actor.worker import ActorWorker, ReferenceWorker, policy_objective
+
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def actor_job(model: Path, actor: dict[str, Any] | None = None, **sections: dict[str, Any]) -> JobConfig:
+    base = {
+        "model": {"path": str(model)},
+        "ppo_mini_batch_size": 8,
+        "ppo_micro_batch_size_per_gpu": 4,
+        "optim": {"lr": 1e-3},
+    }
+    return make_job(
+        {
+            "data": {"train_batch_size": 16},
+            "trainer": {"device": "cpu"},
+            "critic": {"ppo_micro_batch_size_per_gpu": 4},
+            "actor": base | (actor or {}),
+            **sections,
+        }
+    )
+
+
+async def test_log_probs_are_those_of_a_plain_forward_without_padding(any_model: Path) -> None:
+    """Row by row, unpadded, through the library's own class."""
+    batch = sequence_batch(5)
+    worker = ActorWorker(actor_job(any_model, rollout={"temperature": 0.7}))
+    answer = await worker.compute_log_probs(batch)
+    model = AutoModelForCausalLM.from_pretrained(any_model, dtype=torch.float32).eval()
+    for row in range(5):
+        seen = batch["attention_mask"][row].bool()
+        ids = batch["input_ids"][row][seen][None]
+        with torch.no_grad():
+            log_softmax = torch.log_softmax(model(ids).logits[0, :-1] / 0.7, -1)
+        chosen = log_softmax.gather(-1, ids[0, 1:, None])[:, 0]
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        length = int(batch["attention_mask"][row, 6:].sum())
+        mask = batch["response_mask"][row]
+        for column, expected in (("old_log_probs", chosen), ("entropys", entropy)):
+            padded = torch.zeros(10)
+            padded[:length] = expected[-length:]
+            assert_close(answer[column][row], padded * mask, rtol=1e-4, atol=1e-5)
+
+
+async def test_greedy_counts_as_temperature_one(tiny_model: Path) -> None:
+    batch = sequence_batch(4)
+    greedy = ActorWorker(actor_job(tiny_model, rollout={"temperature": 0.7, "do_sample": False}))
+    plain = ActorWorker(actor_job(tiny_model))
+    for column in ("old_log_probs", "entropys"):
+        assert torch.equal(
+            (await greedy.compute_log_probs(batch))[column], (await plain.compute_log_probs(batch))[column]
+        )
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(6, 10), (24, 31), (5, 1)])
+async def test_a_rows_log_probs_do_not_depend_on_its_neighbours(
+    any_model: Path, prompt: int, response: int
+) -> None:
+    """Bit for bit, by pieces of any size and by any size of micro-batch."""
+    batch = sequence_batch(64, prompt=prompt, response=response)
+    whole = await ActorWorker(actor_job(any_model)).compute_log_probs(batch)
+    for size in (1, 8):
+        worker = ActorWorker(actor_job(any_model, {"ppo_micro_batch_size_per_gpu": size}))
+        pieces = [batch[at] for at in (slice(0, 1), slice(1, 4), slice(4, 11), slice(11, 64))]
+        parts = DataProto.concat([await worker.compute_log_probs(piece) for piece in pieces])
+        assert torch.equal(whole["old_log_probs"], parts["old_log_probs"])
+        assert torch.equal(whole["entropys"], parts["entropys"])
+
+
+async def test_the_reference_is_the_actor_before_training_and_refuses_to_change(tiny_model: Path) -> None:
+    job = actor_job(tiny_model, {"use_kl_loss": True}, reference={"log_prob_micro_batch_size_per_gpu": 3})
+    batch = sequence_batch(10)
+    reference = ReferenceWorker(job)
+    answer = await reference.compute_log_probs(batch)
+    assert answer.columns == ["ref_log_probs"]
+    assert torch.equal(
+        answer["ref_log_probs"], (await ActorWorker(job).compute_log_probs(batch))["old_log_probs"]
+    )
+    for call in (reference.update(batch), reference.publish_weights(1)):
+        with pytest.raises(Unsupported, match=r"^reference\."):
+            await call
+    for call in (reference.save_checkpoint(tiny_model), reference.load_checkpoint(tiny_model)):
+        with pytest.raises(Unsupported, match=r"^reference\."):
+            await call
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradient_do_not_depend_on_the_micro_batch(tiny_model: Path, mode: str) -> None:
+    config = ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)  # type: ignore[arg-type]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    batch = sequence_batch(8)
+
+    def loss_and_gradient(size: int) -> list[torch.Tensor]:
+        model.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for rows in batch.split(size):
+            log_probs, entropys = token_log_probs(model, rows, temperature=1.0, entropy_gradient=True)
+            assert entropys is not None
+            loss, _ = policy_objective(log_probs, entropys, rows, batch["response_mask"], config)
+            loss.backward()
+            total += loss.detach()
+        return [total, *(parameter.grad.clone() for parameter in model.parameters())]
+
+    whole = loss_and_gradient(8)
+    for size in (1, 2, 3, 4):
+        for mine, theirs in zip(loss_and_gradient(size), whole, strict=True):
+            assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+async def test_an_update_makes_better_than_expected_tokens_likelier(tiny_model: Path) -> None:
+    worker = ActorWorker(actor_job(tiny_model, {"ppo_epochs": 2}))
+    batch = sequence_batch(16)
+    before = (await worker.compute_log_probs(batch))["old_log_probs"]
+    batch["old_log_probs"] = before
+    batch["advantages"] = torch.where(torch.arange(16)[:, None] % 2 == 0, 1.0, -1.0).expand(16, 10).contiguous()
+    metrics = await worker.update(batch)
+    gain = ((await worker.compute_log_probs(batch))["old_log_probs"] - before).sum(-1)
+    assert gain[0::2].mean() > 0 > gain[1::2].mean()
+    assert set(metrics) == {
+        f"actor/{name}"
+        for name in ("pg_loss", "entropy", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower", "grad_norm", "lr")
+    }
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["actor/lr"] == 1e-3
+
+
+async def test_the_first_mini_batch_finds_no_change_of_policy(tiny_model: Path) -> None:
+    """Before any step the ratio is 1: the KL and the clip fractions are 0, and the loss is minus the mean
+    advantage."""
+    worker = ActorWorker(actor_job(tiny_model, {"model": {"path": str(tiny_model)}, "use_kl_loss": True}))
+    batch = sequence_batch(8)
+    batch["old_log_probs"] = (await worker.compute_log_probs(batch))["old_log_probs"]
+    batch["ref_log_probs"] = batch["old_log_probs"]
+    metrics = await worker.update(batch)
+    mask = batch["response_mask"]
+    assert metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert metrics["actor/kl_coef"] == 0.001
+    assert metrics["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac_lower"] == 0
+    assert metrics["actor/pg_loss"] == pytest.approx(-float(batch["advantages"][mask].mean()), rel=1e-4)
+
+
+async def test_gradient_checkpointing_changes_no_bit(tiny_model: Path) -> None:
+    async def weights(checkpointing: bool) -> dict[str, torch.Tensor]:
+        model = {"path": str(tiny_model), "enable_gradient_checkpointing": checkpointing}
+        worker = ActorWorker(actor_job(tiny_model, {"model": model}))
+        await worker.update(sequence_batch(16))
+        return await (await worker.publish_weights(1)).fetch()
+
+    with_it, without = await weights(True), await weights(False)
+    assert all(torch.equal(with_it[name], without[name]) for name in without)
+
+
+async def test_bfloat16_trains_float32_weights(tiny_model: Path) -> None:
+    model = {"path": str(tiny_model), "dtype": "bfloat16"}
+    worker = ActorWorker(actor_job(tiny_model, {"model": model}))
+    batch = sequence_batch(8)
+    exact = await ActorWorker(actor_job(tiny_model)).compute_log_probs(batch)
+    rounded = await worker.compute_log_probs(batch)
+    assert rounded["old_log_probs"].dtype == torch.float32
+    assert not torch.equal(exact["old_log_probs"], rounded["old_log_probs"])
+    assert_close(exact["old_log_probs"], rounded["old_log_probs"], rtol=0.02, atol=0.05)
+    metrics = await worker.update(batch)
+    assert math.isfinite(metrics["actor/grad_norm"])
+    assert {w.dtype for w in (await (await worker.publish_weights(1)).fetch()).values()} == {torch.float32}
+
+
+async def test_padding_and_what_stands_in_it_change_nothing(tiny_model: Path) -> None:
+    """Other ids in the padding, NaN in the masked cells: the same weights, bit for bit."""
+
+    async def weights(batch: DataProto) -> dict[str, torch.Tensor]:
+        worker = ActorWorker(actor_job(tiny_model))
+        await worker.update(batch)
+        return await (await worker.publish_weights(1)).fetch()
+
+    batch, other = sequence_batch(8), sequence_batch(8)
+    other["input_ids"] = torch.where(other["attention_mask"].bool(), other["input_ids"], 7)
+    other["advantages"] = torch.where(other["response_mask"], other["advantages"], float("nan"))
+    mine, theirs = await weights(batch), await weights(other)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+async def test_nan_never_reaches_the_weights(tiny_model: Path) -> None:
+    worker = ActorWorker(actor_job(tiny_model))
+    before = await (await worker.publish_weights(1)).fetch()
+    batch = sequence_batch(8)
+    batch["advantages"][2, 0] = float("nan")
+    batch["response_mask"][2, 0] = True
+    with pytest.raises(RolemeshError, match=r"actor\.update: the gradient's norm is nan at optimizer step 1"):
+        await worker.update(batch)
+    after = await (await worker.publish_weights(2)).fetch()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+async def test_published_weights_are_a_copy_under_hugging_face_names(any_model: Path) -> None:
+    worker = ActorWorker(actor_job(any_model))
+    source = await worker.publish_weights(3)
+    before = await source.fetch()
+    stored = load_file(any_model / "model.safetensors")
+    assert source.version == 3
+    assert before.keys() == stored.keys()  # the directory too has tied weights once
+    assert all(torch.equal(before[name], stored[name]) for name in stored)
+    await worker.update(sequence_batch(8))
+    assert all(torch.equal(before[name], stored[name]) for name in stored)
+    after = await (await worker.publish_weights(4)).fetch()
+    assert not all(torch.equal(before[name], after[name]) for name in stored)
+
+
+async def test_warm_up_rises_linearly_to_the_full_rate(tiny_model: Path) -> None:
+    worker = ActorWorker(actor_job(tiny_model, {"optim": {"lr": 1e-3, "lr_warmup_steps": 4}}))
+    rates = [(await worker.update(sequence_batch(8)))["actor/lr"] for _ in range(6)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
+
+
+def test_a_warm_up_ratio_is_of_all_optimizer_steps(tiny_model: Path) -> None:
+    optim = {"lr": 1e-3, "lr_warmup_steps_ratio": 0.5}
+    with pytest.raises(InvalidConfig, match=r"trainer\.total_training_steps"):
+        ActorWorker(actor_job(tiny_model, {"optim": optim}))
+    job = actor_job(
+        tiny_model,
+        {"optim": optim, "ppo_epochs": 3},
+        trainer={"device": "cpu", "total_training_steps": 10},
+    )
+    assert ActorWorker(job).optimizer.warmup_steps == 30  # 10 steps of 2 mini-batches, 3 passes, half of it
+
+
+async def test_rows_that_do_not_fit_are_refused(tiny_model: Path) -> None:
+    worker = ActorWorker(actor_job(tiny_model))
+    with pytest.raises(InvalidBatch, match="12 rows do not divide into mini-batches of 8"):
+        await worker.update(sequence_batch(12))
+    batch = sequence_batch(8)
+    batch.pop(["advantages"])
+    with pytest.raises(InvalidBatch, match="advantages"):
+        await worker.update(batch)
+    batch["position_ids"] = batch["position_ids"][:, :-1]
+    with pytest.raises(InvalidBatch, match="position_ids"):
+        await worker.compute_log_probs(batch)
+
+
+def test_float16_is_refused_for_training(tiny_model: Path) -> None:
+    with pytest.raises(InvalidConfig, match="bfloat16"):
+        ActorWorker(actor_job(tiny_model, {"model": {"path": str(tiny_model), "dtype": "float16"}}))
+
+
+def test_an_actor_needs_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="no such model directory"):
+        ActorWorker(actor_job(tmp_path / "absent"))
