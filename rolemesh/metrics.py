@@ -22,7 +22,7 @@ ROLE_READY = Gauge("rolemesh_role_ready", "1 when the role serves, 0 while it lo
 ROLE_LOAD_SECONDS = Gauge("rolemesh_role_load_seconds", "How long the role took to load", ["role"])
 WEIGHTS_VERSION = Gauge("rolemesh_weights_version", "The version held (actor) or in use (rollout)", ["role"])
 
-# --------------------------------------------------------------- the controller's client (rolemesh/rpc/dispatch.py)
+# ------------------------------------------------------- the controller's client (rolemesh/rpc/dispatch.py)
 CLIENT_REQUESTS = Counter(
     "rolemesh_rpc_client_requests", "Calls to one replica that have ended", ["role", "method", "code"]
 )

@@ -1,4 +1,4 @@
-"""What the .proto says about a method, read from the descriptors: server and client need no table of methods."""
+"""What the .proto says about a method, read from the descriptors: neither server nor client has a table."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def from_status(error: grpc.aio.AioRpcError, where: str) -> RolemeshError:
     """
     trailing: Any = error.trailing_metadata() or ()
     named = {key: value for key, value in trailing if key == ERROR_KEY}
-    cls = BY_NAME.get(named.get(ERROR_KEY)) or BARE.get(error.code(), errors.RoleFailed)
+    cls = BY_NAME.get(named.get(ERROR_KEY, "")) or BARE.get(error.code(), errors.RoleFailed)
     details = error.details() or error.code().name
     return cls(f"{where}: {details}")
 

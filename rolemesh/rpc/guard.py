@@ -20,7 +20,9 @@ from rolemesh.rpc.errors import to_status
 
 log = logging.getLogger(__name__)
 
+# The metadata of a call: for which job and step it is made, its id, and the weights that it counts on.
 JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
+VERSION_KEY = "rolemesh-weights-version"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Any]
@@ -44,10 +46,12 @@ class Guard:
                 return count("out", await behaviour(_counted(request, rpc.streams[0], count), context))
 
         async def stream(request: Any, context: Context) -> None:
-            async with self._call(rpc, context) as count:
-                async with aclosing(behaviour(_counted(request, rpc.streams[0], count), context)) as responses:
-                    async for response in responses:
-                        await context.write(count("out", response))
+            async with (
+                self._call(rpc, context) as count,
+                aclosing(behaviour(_counted(request, rpc.streams[0], count), context)) as responses,
+            ):
+                async for response in responses:
+                    await context.write(count("out", response))
 
         return stream if rpc.streams[1] else unary
 

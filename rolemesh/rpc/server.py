@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from rolemesh import metrics
 from rolemesh.errors import InvalidConfig
 from rolemesh.rpc.carrier import CHANNEL_OPTIONS
-from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
+from rolemesh.rpc.contract import deserializer, rpcs, serializer
 from rolemesh.rpc.guard import Context, Guard
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ HANDLERS = {
 }
 
 
-class RoleServer(grpc.GenericRpcHandler):
+class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
     """Services of one role on one port, with health and reflection.
 
     loading: health NOT_SERVING, calls get UNAVAILABLE. ready(): SERVING. drain(): NOT_SERVING, what runs may
@@ -52,7 +52,7 @@ class RoleServer(grpc.GenericRpcHandler):
         self._servicers: dict[str, Any] = {}
         self._refusal = "is still loading"
         self._guard = Guard(role)
-        self._health = health.aio.HealthServicer()
+        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self,))
         add_HealthServicer_to_server(self._health, self._server)

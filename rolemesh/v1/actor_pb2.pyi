@@ -14,9 +14,7 @@ class PublishWeightsRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ...) -> None: ...
 
 class PublishWeightsResponse(_message.Message):
-    __slots__ = ("version", "region_bytes")
+    __slots__ = ("version",)
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: int
-    region_bytes: int
-    def __init__(self, version: _Optional[int] = ..., region_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ...) -> None: ...

@@ -26,10 +26,8 @@ class SaveCheckpointRequest(_message.Message):
     def __init__(self, directory: _Optional[str] = ...) -> None: ...
 
 class SaveCheckpointResponse(_message.Message):
-    __slots__ = ("num_bytes",)
-    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    num_bytes: int
-    def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class LoadCheckpointRequest(_message.Message):
     __slots__ = ("directory",)

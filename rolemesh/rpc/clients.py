@@ -1,0 +1,185 @@
+"""The roles over gRPC: each class implements its Protocol of rolemesh/roles.py. A page cannot tell a client
+from a worker.
+
+All are made alike: `RewardClient(addresses, methods(job), timeout_s=job.trainer.rpc_timeout_s)`, used with
+`async with`, or closed with `close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import ClassVar, Self, cast
+
+from google.protobuf.descriptor import ServiceDescriptor
+
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidConfig, WeightsUnavailable
+from rolemesh.roles import Method, Metrics
+from rolemesh.rpc.contract import ACTOR, CRITIC, REWARD, ROLLOUT
+from rolemesh.rpc.dispatch import Dispatcher
+from rolemesh.rpc.guard import VERSION_KEY
+from rolemesh.rpc.pool import Replica, ReplicaPool
+from rolemesh.v1.actor_pb2 import PublishWeightsRequest
+from rolemesh.v1.checkpoint_pb2 import LoadCheckpointRequest, SaveCheckpointRequest
+from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest
+from rolemesh.weights.remote import RemoteWeights
+from rolemesh.weights.source import WeightSource
+
+
+class RoleClient:
+    """What every client is: the replicas of one role, and the methods it prunes batches for.
+
+    Args:
+        addresses: host:port of each replica; exactly one for a role that is trained.
+        methods: rolemesh.roles.methods(job).
+        timeout_s: seconds; the deadline of every call.
+        patience_s: seconds that a call waits while every replica is gone, before it fails.
+
+    Raises:
+        InvalidConfig: no address, or several for a role that has one replica.
+    """
+
+    role: ClassVar[str]
+    service: ClassVar[ServiceDescriptor]
+    has_replicas: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        methods: Mapping[str, Method],
+        *,
+        timeout_s: float = 1800.0,
+        patience_s: float = 10.0,
+    ) -> None:
+        if not addresses or len(set(addresses)) < len(addresses):
+            raise InvalidConfig(f"{self.role} needs the address of each replica, once; got {list(addresses)}")
+        if len(addresses) > 1 and not self.has_replicas:
+            raise InvalidConfig(
+                f"{self.role} has one replica; got {len(addresses)} addresses: {list(addresses)}"
+            )
+        self.addresses = list(addresses)
+        self._methods = methods
+        self._pool = ReplicaPool(self.role, addresses, self.service.full_name, patience_s=patience_s)
+        self._dispatcher = Dispatcher(self._pool, self.service, timeout_s)
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Returns when every replica serves. Raises RoleUnavailable: which one did not, since when, and why."""
+        await self._pool.wait_until_ready(timeout_s)
+
+    async def close(self) -> None:
+        """Closes the channels; calls that run are cancelled."""
+        await self._pool.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def _batch(self, name: str, batch: DataProto) -> DataProto:
+        method = self._methods[f"{self.role}.{name}"]
+        answer: DataProto = await self._dispatcher.call(method.rpc, method.prune(batch))
+        return answer
+
+    async def _update(self, batch: DataProto) -> Metrics:
+        method = self._methods[f"{self.role}.update"]
+        answer = await self._dispatcher.call(method.rpc, method.prune(batch))
+        return dict(answer.metrics)
+
+
+class _Trained(RoleClient):
+    """A role with weights of its own to train and to keep."""
+
+    has_replicas = False
+
+    async def update(self, batch: DataProto) -> Metrics:
+        return await self._update(batch)
+
+    async def save_checkpoint(self, directory: Path) -> None:
+        request = SaveCheckpointRequest(directory=_absolute(directory))
+        await self._dispatcher.call("SaveCheckpoint", request)
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        request = LoadCheckpointRequest(directory=_absolute(directory))
+        await self._dispatcher.call("LoadCheckpoint", request)
+
+
+class ActorClient(_Trained):
+    """Implements rolemesh.roles.Actor."""
+
+    role, service = "actor", ACTOR
+
+    async def compute_log_probs(self, batch: DataProto) -> DataProto:
+        return await self._batch("compute_log_probs", batch)
+
+    async def publish_weights(self, version: int) -> WeightSource:
+        """The weights stay at the actor; the source says where rollouts pull them."""
+        await self._dispatcher.call("PublishWeights", PublishWeightsRequest(version=version))
+        return RemoteWeights(self.addresses[0], version)
+
+
+class ReferenceClient(RoleClient):
+    """Implements rolemesh.roles.Reference."""
+
+    role, service = "reference", ACTOR
+
+    async def compute_log_probs(self, batch: DataProto) -> DataProto:
+        return await self._batch("compute_log_probs", batch)
+
+
+class CriticClient(_Trained):
+    """Implements rolemesh.roles.Critic."""
+
+    role, service = "critic", CRITIC
+
+    async def compute_values(self, batch: DataProto) -> DataProto:
+        return await self._batch("compute_values", batch)
+
+
+class RewardClient(RoleClient):
+    """Implements rolemesh.roles.Reward."""
+
+    role, service = "reward", REWARD
+
+    async def compute_scores(self, batch: DataProto) -> DataProto:
+        return await self._batch("compute_scores", batch)
+
+
+class RolloutClient(RoleClient):
+    """Implements rolemesh.roles.Rollout. Versions never mix: each request names the version that was last
+    given out, a replica that does not hold it refuses, and a replica that comes back gets it before work."""
+
+    role, service = "rollout", ROLLOUT
+
+    async def generate(self, prompts: DataProto) -> AsyncGenerator[DataProto, None]:
+        method = self._methods["rollout.generate"]
+        finished = cast(
+            AsyncGenerator[DataProto, None],
+            self._dispatcher.stream_rows(method.rpc, method.prune(prompts)),
+        )
+        async with aclosing(finished):
+            async for rows in finished:
+                yield rows
+
+    async def update_weights(self, source: WeightSource) -> None:
+        """Raises WeightsUnavailable where a replica could not take the version, naming it; it keeps the old."""
+        if source.address is None:
+            raise WeightsUnavailable(
+                f"weights version {source.version} are held in this process alone; a rollout service pulls "
+                "from an address (publish them from an actor that is served)"
+            )
+        request = UpdateWeightsRequest(source=source.address, version=source.version)
+
+        async def bring_up_to_date(replica: Replica) -> None:
+            await self._dispatcher.tell("UpdateWeights", replica, request)
+
+        self._pool.on_return = bring_up_to_date
+        await self._dispatcher.call("UpdateWeights", request)
+        self._dispatcher.metadata[VERSION_KEY] = str(source.version)
+
+
+def _absolute(directory: Path) -> str:
+    """The role's working directory may be another."""
+    return str(directory.absolute())

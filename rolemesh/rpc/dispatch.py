@@ -1,0 +1,295 @@
+"""One call of a role's method, spread over its replicas as the .proto says.
+
+SHARD_ROWS: the batch is cut by rows into pieces, each piece goes to the replica with the least outstanding
+rows, the answers are joined in row order. BROADCAST: the same request to every replica.
+
+A pure call (idempotency_level) that fails because its replica went away is asked again of another; what is
+not pure is asked once. Nothing is skipped and nothing made up: a call ends with every row or with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import torch
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
+from torch import Tensor
+
+from rolemesh import context as origin
+from rolemesh import metrics
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
+from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
+from rolemesh.rpc.errors import from_status
+from rolemesh.rpc.guard import CALL_KEY, JOB_KEY, STEP_KEY
+from rolemesh.rpc.pool import Replica, ReplicaPool
+from rolemesh.rpc.streams import receive, receive_batches, send
+from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS
+
+# Pieces per replica: with four, a replica that is twice as quick as another gets twice as many, and the
+# slowest one keeps the others waiting for a quarter of its share at most.
+PIECES_PER_REPLICA = 4
+# Below this a piece costs more in overhead than it gains in balance (but every replica gets work).
+MIN_PIECE_ROWS = 8
+ATTEMPTS_PER_REPLICA = 3
+# Finished batches that wait for the consumer before the streams are held up.
+MAX_WAITING_BATCHES = 16
+
+
+class Dispatcher:
+    """The methods of one service over a pool of replicas.
+
+    Args:
+        pool: the replicas.
+        service: whose methods.
+        timeout_s: seconds; deadline of every call, waiting for a replica included.
+    """
+
+    def __init__(self, pool: ReplicaPool, service: ServiceDescriptor, timeout_s: float) -> None:
+        self.pool = pool
+        self.metadata: dict[str, str] = {}
+        self._rpcs = {rpc.name: rpc for rpc in rpcs(service)}
+        self._timeout_s = timeout_s
+
+    # ------------------------------------------------------------------ whole answers
+
+    async def call(self, name: str, request: DataProto | Message) -> Any:
+        """The answer to a request: a DataProto or a message; nothing where it went to every replica.
+
+        Raises:
+            RoleTimeout: the deadline passed.
+            RoleUnavailable: no replica was left to ask.
+            RolemeshError: what the role raised.
+        """
+        rpc, deadline = self._rpcs[name], self._deadline()
+        if isinstance(request, DataProto):
+            return await self._shard_rows(rpc, request, deadline)
+        assert rpc.dispatch == DISPATCH_BROADCAST, f"{name}: the .proto says no dispatch that is made here"
+        return await self._broadcast(rpc, request, deadline)
+
+    async def _shard_rows(self, rpc: Rpc, batch: DataProto, deadline: float) -> Any:
+        assert rpc.dispatch == DISPATCH_SHARD_ROWS, f"{rpc.name}: the .proto says no dispatch that is made here"
+        sizes = piece_sizes(len(batch), len(self.pool.replicas))
+        if len(sizes) == 1:
+            return await self._piece(rpc, batch, deadline)
+        starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        pieces = [batch[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return DataProto.concat(await all_of([self._piece(rpc, piece, deadline) for piece in pieces]))
+
+    async def _piece(self, rpc: Rpc, batch: DataProto, deadline: float) -> Any:
+        for attempts_left in reversed(range(ATTEMPTS_PER_REPLICA * len(self.pool.replicas))):
+            async with self._lease(rpc, len(batch), deadline) as replica:
+                try:
+                    async with self._call(rpc, replica, batch, deadline) as call:
+                        return await (receive(call) if rpc.streams[1] else call)
+                except RoleTimeout:
+                    raise
+                except RoleUnavailable as error:
+                    self.pool.suspect(replica, str(error))
+                    if not rpc.pure or not attempts_left:
+                        raise
+                    metrics.CLIENT_RETRIES.labels(self.pool.role, rpc.name).inc()
+        raise AssertionError("unreachable")
+
+    # ---------------------------------------------------------------- streamed answers
+
+    async def stream_rows(self, name: str, batch: DataProto) -> AsyncIterator[DataProto]:
+        """Batch in, batches of finished rows out, with `row` counted in `batch`. Every row comes once."""
+        rpc, deadline = self._rpcs[name], self._deadline()
+        arrived: asyncio.Queue[DataProto | Exception | None] = asyncio.Queue(MAX_WAITING_BATCHES)
+
+        async def part(rows: Tensor) -> None:
+            try:
+                await self._rows(rpc, batch, rows, arrived, deadline)
+            except Exception as error:
+                await arrived.put(error)
+            else:
+                await arrived.put(None)
+
+        # One part per replica: engines decode many rows at nearly the price of one.
+        parts = torch.arange(len(batch)).tensor_split(min(len(self.pool.replicas), max(1, len(batch))))
+        tasks = [asyncio.create_task(part(rows)) for rows in parts if len(rows)]
+        try:
+            running = len(tasks)
+            while running:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            await cancel_all(tasks)
+
+    async def _rows(
+        self, rpc: Rpc, batch: DataProto, rows: Tensor, arrived: asyncio.Queue[Any], deadline: float
+    ) -> None:
+        attempts_left = ATTEMPTS_PER_REPLICA * len(self.pool.replicas)
+        while len(rows):
+            missing = torch.ones(len(rows), dtype=torch.bool)
+            async with self._lease(rpc, len(rows), deadline) as replica:
+                try:
+                    async with self._call(rpc, replica, batch.select_idxs(rows), deadline) as call:
+                        async for part in receive_batches(call):
+                            self._tick_off(missing, part["row"], self._where(rpc, replica))
+                            part["row"] = rows[part["row"]]
+                            await arrived.put(part)
+                    if missing.any():
+                        lost = rows[missing].tolist()
+                        raise RoleFailed(f"{self._where(rpc, replica)}: the stream ended without rows {lost}")
+                except RoleTimeout:
+                    raise
+                except RoleUnavailable as error:
+                    self.pool.suspect(replica, str(error))
+                    attempts_left -= 1
+                    if not rpc.pure or not attempts_left:
+                        raise
+                    metrics.CLIENT_RETRIES.labels(self.pool.role, rpc.name).inc()
+            rows = rows[missing]
+
+    @staticmethod
+    def _tick_off(missing: Tensor, rows: Tensor, where: str) -> None:
+        wrong = [r for r in rows.tolist() if not 0 <= r < len(missing) or not missing[r]]
+        if wrong or len(set(rows.tolist())) < len(rows):
+            raise RoleFailed(f"{where}: rows {rows.tolist()} came; {wrong} are not asked for, or came before")
+        missing[rows] = False
+
+    # -------------------------------------------------------------------- messages
+
+    async def _broadcast(self, rpc: Rpc, request: Message, deadline: float) -> None:
+        """The same message to every replica. A replica that is gone is left out as long as another one is
+        there (`ReplicaPool.on_return` brings it up to date); any other failure of any replica is raised.
+
+        Raises:
+            RoleUnavailable: every replica is gone.
+            RolemeshError: what a replica raised; the message names it.
+        """
+        for attempts_left in reversed(range(ATTEMPTS_PER_REPLICA)):
+            replicas = [replica for replica in self.pool.replicas if replica.live]
+            lost = await all_of([self._told(rpc, replica, request, deadline) for replica in replicas])
+            if any(error is None for error in lost):
+                return
+            if lost and not attempts_left:
+                raise next(error for error in lost if error)
+            await self.pool.wait_for_live()
+
+    async def _told(
+        self, rpc: Rpc, replica: Replica, request: Message, deadline: float
+    ) -> RoleUnavailable | None:
+        try:
+            await self.tell(rpc.name, replica, request, deadline)
+        except RoleTimeout:
+            raise
+        except RoleUnavailable as error:
+            self.pool.suspect(replica, str(error))
+            return error
+        return None
+
+    async def tell(self, name: str, replica: Replica, request: Message, deadline: float | None = None) -> Any:
+        """One message to one replica."""
+        async with self._call(self._rpcs[name], replica, request, deadline or self._deadline()) as call:
+            return await call
+
+    # ---------------------------------------------------------------------- one call
+
+    @asynccontextmanager
+    async def _call(
+        self, rpc: Rpc, replica: Replica, request: DataProto | Message, deadline: float
+    ) -> AsyncIterator[Any]:
+        """A call in progress; however it fails, the error names role, method, address and step."""
+        make: Any = getattr(replica.channel, _arity(rpc))
+        start = make(rpc.path, serializer(rpc.request), deserializer(rpc.response))
+        broken: list[Exception] = []
+        call = start(
+            _frames(request, broken) if isinstance(request, DataProto) else request,
+            timeout=max(0.0, deadline - time.monotonic()),
+            metadata=self._metadata(),
+        )
+        code = grpc.StatusCode.CANCELLED
+        try:
+            yield call
+            code = grpc.StatusCode.OK
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+            raise self._explained(error, self._where(rpc, replica)) from error
+        except asyncio.CancelledError:
+            if broken:  # gRPC cancels a call whose request cannot be made; the reason is what matters
+                raise broken[0] from None
+            raise
+        finally:
+            call.cancel()
+            metrics.CLIENT_REQUESTS.labels(self.pool.role, rpc.name, code.name).inc()
+
+    def _explained(self, error: grpc.aio.AioRpcError, where: str) -> RolemeshError:
+        explained = from_status(error, where)
+        if isinstance(explained, RoleTimeout):
+            return RoleTimeout(f"{where}: no answer within the deadline of {self._timeout_s:g} s")
+        return explained
+
+    @asynccontextmanager
+    async def _lease(self, rpc: Rpc, rows: int, deadline: float) -> AsyncIterator[Replica]:
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                replica = await self.pool.acquire(rows)
+        except TimeoutError as error:
+            where = f"{self.pool.role}.{rpc.name} at {self.pool.addresses}, step {origin.step.get()}"
+            busy = f"{where}: no replica had room within the deadline of {self._timeout_s:g} s"
+            raise RoleTimeout(busy) from error
+        try:
+            yield replica
+        finally:
+            await self.pool.release(replica, rows)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
+
+    def _where(self, rpc: Rpc, replica: Replica) -> str:
+        return f"{self.pool.role}.{rpc.name} at {replica.address}, step {origin.step.get()}"
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        sent = {JOB_KEY: origin.job.get(), STEP_KEY: str(origin.step.get()), CALL_KEY: uuid.uuid4().hex[:16]}
+        return tuple({**sent, **self.metadata}.items())
+
+
+def piece_sizes(num_rows: int, num_replicas: int) -> list[int]:
+    """How many rows each piece of a batch has: nearly equal, enough for balance, not so many as to be tiny."""
+    wanted = min(PIECES_PER_REPLICA * num_replicas, max(num_replicas, num_rows // MIN_PIECE_ROWS), num_rows)
+    pieces = 1 if num_replicas == 1 else max(1, wanted)
+    return [len(piece) for piece in torch.arange(num_rows).tensor_split(pieces)]
+
+
+async def all_of(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Runs them side by side; the first failure cancels the others and is raised as it is."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel_all(tasks)
+
+
+async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Returns when none of them runs any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _arity(rpc: Rpc) -> str:
+    return "_".join("stream" if is_stream else "unary" for is_stream in rpc.streams)
+
+
+async def _frames(batch: DataProto, broken: list[Exception]) -> AsyncIterator[bytes]:
+    try:
+        async for frame in send(batch):
+            yield frame
+    except Exception as error:
+        broken.append(error)
+        raise

@@ -1,0 +1,224 @@
+"""What `rolemesh serve ROLE` does: binds at once, loads, serves, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from google.protobuf.descriptor import ServiceDescriptor
+from prometheus_client import start_http_server
+
+from rolemesh import context, metrics
+from rolemesh.config import JobConfig
+from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
+from rolemesh.logs import LogFormat, setup_logging
+from rolemesh.rpc.allocator import tune
+from rolemesh.rpc.contract import ACTOR, CRITIC, REWARD, ROLLOUT, WEIGHTS
+from rolemesh.rpc.server import RoleServer, split_address
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 25.0  # for running calls; Kubernetes kills 30 s after SIGTERM
+ORPHAN_DRAIN_S = 1.0  # nobody waits for the answers any more
+LAST_WORDS_S = 4.0  # a thread that computes cannot be stopped: the process ends all the same
+LOG_FORMAT = "ROLEMESH_LOG_FORMAT"  # the deployment's choice, not the job's: text or json
+
+Servicers = Mapping[ServiceDescriptor, Any]
+
+
+# Each imports its role's modules when it is called, so that a reward service does not load an engine.
+
+
+def _actor(job: JobConfig) -> Servicers:
+    from rolemesh.weights.service import WeightsServicer
+    from services.actor.servicer import ActorServicer
+    from services.actor.worker import ActorWorker
+
+    servicer = ActorServicer(ActorWorker(job))
+    return {ACTOR: servicer, WEIGHTS: WeightsServicer(lambda: servicer.held)}
+
+
+def _reference(job: JobConfig) -> Servicers:
+    from services.actor.servicer import ReferenceServicer
+    from services.actor.worker import ReferenceWorker
+
+    return {ACTOR: ReferenceServicer(ReferenceWorker(job))}
+
+
+def _critic(job: JobConfig) -> Servicers:
+    from services.critic.servicer import CriticServicer
+    from services.critic.worker import CriticWorker
+
+    return {CRITIC: CriticServicer(CriticWorker(job))}
+
+
+def _reward(job: JobConfig) -> Servicers:
+    from services.reward.servicer import RewardServicer
+    from services.reward.worker import RewardWorker
+
+    return {REWARD: RewardServicer(RewardWorker(job))}
+
+
+def _rollout(job: JobConfig) -> Servicers:
+    from services.rollout.servicer import RolloutServicer
+    from services.rollout.worker import RolloutWorker
+
+    return {ROLLOUT: RolloutServicer(RolloutWorker(job))}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a role's server serves, and how it is loaded (which blocks until the model is there)."""
+
+    services: tuple[ServiceDescriptor, ...]
+    load: Callable[[JobConfig], Servicers]
+
+
+ROLES: dict[str, Served] = {
+    "actor": Served((ACTOR, WEIGHTS), _actor),
+    "reference": Served((ACTOR,), _reference),
+    "critic": Served((CRITIC,), _critic),
+    "reward": Served((REWARD,), _reward),
+    "rollout": Served((ROLLOUT,), _rollout),
+}
+
+
+async def serve(
+    role: str,
+    job: JobConfig,
+    listen: str,
+    *,
+    metrics_listen: str | None = None,
+    address_file: Path | None = None,
+    exit_with_parent: bool = False,
+) -> None:
+    """Serves a role until SIGTERM or SIGINT; a second signal ends the process at once.
+
+    Args:
+        role: a key of ROLES.
+        listen: host:port; port 0 takes a free one.
+        metrics_listen: host:port of /metrics; None: no metrics.
+        address_file: gets {"address", "metrics", "pid"} as JSON once both are bound.
+        exit_with_parent: also end when standard input closes, which a launcher's death does.
+
+    Raises:
+        InvalidConfig: an address that cannot be had.
+        RolemeshError: the role could not be loaded.
+    """
+    tune()
+    torch.manual_seed(0)  # nothing should draw from it; what does is the same in every process
+    _set_up_logging()
+    context.role.set(role)
+    context.job.set(job.trainer.experiment_name)
+    ending = _Ending(exit_with_parent)
+    server = RoleServer(role, ROLES[role].services)
+    metrics_address = _serve_metrics(metrics_listen) if metrics_listen else None
+    address = await server.start(listen)
+    if address_file is not None:
+        _write_whole(address_file, {"address": address, "metrics": metrics_address, "pid": os.getpid()})
+    log.info("listens on %s, metrics on %s", address, metrics_address or "no port")
+
+    loading = asyncio.create_task(_load(role, job))
+    ended = asyncio.create_task(ending.begun.wait())
+    try:
+        await asyncio.wait({loading, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not ending.begun.is_set():
+            await server.ready(await loading)
+            log.info("ready")
+            await ended
+            log.info("draining: %s", ending.reason)
+    finally:
+        await server.drain(ending.grace_s)
+        _end_in(LAST_WORDS_S, 1 if loading.done() and loading.exception() else 0)
+
+
+async def _load(role: str, job: JobConfig) -> Servicers:
+    started = time.perf_counter()
+    try:
+        servicers = await asyncio.to_thread(ROLES[role].load, job)
+    except RolemeshError:
+        log.exception("could not load")
+        raise
+    except Exception as error:
+        log.exception("could not load")
+        raise RoleFailed(f"{role} could not load: {type(error).__name__}: {error}") from error
+    metrics.ROLE_LOAD_SECONDS.labels(role).set(time.perf_counter() - started)
+    return servicers
+
+
+# ------------------------------------------------------------------------------------ the end
+
+
+class _Ending:
+    """Why and how quickly the process is to end."""
+
+    def __init__(self, with_parent: bool) -> None:
+        self.begun = asyncio.Event()
+        self.reason = ""
+        self.grace_s = DRAIN_S
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        if with_parent:
+            threading.Thread(target=self._watch_stdin, daemon=True, name="parent").start()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.begun.is_set():
+            os._exit(128 + number)
+        self._begin(f"got {number.name}", DRAIN_S)
+
+    def _watch_stdin(self) -> None:
+        # os.read and not sys.stdin, whose lock would be held at interpreter exit.
+        while os.read(0, 4096):
+            pass
+        _end_in(ORPHAN_DRAIN_S + LAST_WORDS_S, 0)  # even if the event loop hangs
+        self._loop.call_soon_threadsafe(self._begin, "the launcher is gone", ORPHAN_DRAIN_S)
+
+    def _begin(self, reason: str, grace_s: float) -> None:
+        self.reason, self.grace_s = reason, grace_s
+        self.begun.set()
+
+
+def _end_in(seconds: float, code: int) -> None:
+    """Ends the process unless it has ended by then."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
+# ---------------------------------------------------------------------------------- small parts
+
+
+def _set_up_logging() -> None:
+    chosen = os.environ.get(LOG_FORMAT, "text")
+    if chosen not in get_args(LogFormat):
+        raise InvalidConfig(f"{LOG_FORMAT} is {chosen!r}; it can be {' or '.join(get_args(LogFormat))}")
+    setup_logging("json" if chosen == "json" else "text", stream=sys.stderr)
+
+
+def _serve_metrics(listen: str) -> str:
+    host, port = split_address(listen)
+    try:
+        server, _ = start_http_server(port, host.strip("[]"))
+    except OSError as error:
+        raise InvalidConfig(f"/metrics cannot listen on {listen}: {error.strerror or error}") from error
+    return f"{host}:{server.server_port}"
+
+
+def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    """A reader sees the whole file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(content), encoding="utf-8")
+    part.replace(path)
