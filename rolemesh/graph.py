@@ -254,7 +254,7 @@ class Recorder:
         for name in reads:
             if name not in batch:
                 writers = self._could_write(name)
-                way_out = f"{' or '.join(writers)} writes it: call it before" if writers else "no call writes it"
+                way_out = f"call {' or '.join(writers)} before it" if writers else "no call writes it"
                 raise InvalidBatch(
                     f"{self.graph.title}: {reader} reads column {name!r}, which the batch does not have "
                     f"there; {way_out}. The batch has {sorted(batch.columns)}"

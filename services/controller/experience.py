@@ -34,7 +34,7 @@ async def gather(*calls: Coroutine[Any, Any, R]) -> list[R]:
 
 
 @node(reads=("prompts",), writes=("seeds",))
-def fan_out(prompts: DataProto, n: int, seed: int, step: int) -> DataProto:
+def fan_out(prompts: DataProto, n: int, seed: int, step: int, sampling: str = "train") -> DataProto:
     """Every prompt n times, one after the other, each row with a random stream of its own.
 
     Args:
@@ -43,12 +43,14 @@ def fan_out(prompts: DataProto, n: int, seed: int, step: int) -> DataProto:
         seed: of the job's sampling.
         step: the step; 0 for validation, which draws the same numbers each time, so that two validations
             differ by the model alone.
+        sampling: "train" or "validation", for the rollout.
 
     Returns:
         [B = prompts * n] rows with `seeds`, a pure function of (seed, step, position, sample): nothing random
         has state, so a resumed run and a repeated call draw what the first one drew.
     """
     rows = prompts.repeat(n)
+    rows.meta_info["sampling"] = sampling
     streams = [
         np.random.SeedSequence((seed % 2**64, step, position, sample)).generate_state(1, np.uint64)[0] >> 1
         for position in range(len(prompts))
@@ -85,7 +87,9 @@ async def collect(
                 order += _new_rows(chunk, order, len(rows))
                 calls.append(group.create_task(experience(join(rows.select_idxs(chunk["row"]).union(chunk)))))
             if missing := set(range(len(rows))) - set(order):
-                raise InvalidBatch(f"rows {sorted(missing)[:8]} of {len(rows)} never came back from the rollout")
+                raise InvalidBatch(
+                    f"rows {sorted(missing)[:8]} of {len(rows)} never came back from the rollout"
+                )
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     batch = DataProto.concat([call.result() for call in calls])

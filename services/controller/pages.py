@@ -32,7 +32,7 @@ async def check_step(job: JobConfig) -> StepGraph:
     async def recorded(prompts: DataProto, roles: Roles) -> None:
         await page(prompts, roles, Step(1, job, KLController(job.algorithm.kl_ctrl)))
 
-    return await record(recorded, job, f"{page.__module__.rpartition('.')[2]}.py, one step")  # type: ignore[attr-defined]
+    return await record(recorded, job, f"{page.__module__.rpartition('.')[2]}.py, one step")
 
 
 def record_step(job: JobConfig) -> StepGraph:

@@ -13,7 +13,7 @@ from services.controller.step import Step
 
 
 async def ppo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
-    """One step: answer the prompts, judge the answers, learn from them, hand the new weights to the rollouts."""
+    """One step: answer the prompts, judge the answers, learn, hand the new weights to the rollouts."""
 
     async def experience(rows: DataProto) -> DataProto:  # on each finished chunk, while others still generate
         old, ref, values, scores = await gather(

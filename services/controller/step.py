@@ -29,12 +29,12 @@ class Step:
     batch: DataProto | None = None
 
     def report(self, batch: DataProto, *parts: Metrics) -> Metrics:
-        """The step's metrics: those of the batch and those that the roles returned."""
+        """The step's metrics: those of the batch and those that the calls returned."""
         self.batch = batch
-        metrics = batch_metrics(batch)
+        metrics: Metrics = {}
         for part in parts:
             metrics |= part
-        return metrics
+        return metrics | batch_metrics(batch)
 
 
 Page = Callable[[DataProto, Roles, Step], Awaitable[Metrics]]

@@ -1,0 +1,107 @@
+"""curves.png: what a run looks like at a glance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from services.controller.run_dir import STEP, Record
+
+INK, GRID = "#1f2937", "#e5e7eb"
+COLOURS = ("#2563eb", "#d97706", "#16a34a", "#dc2626")
+
+# Title, then metric keys with their names in the legend; a key that ends in "*" takes all that begin so.
+PANELS: dict[str, dict[str, str]] = {
+    "Reward": {"critic/score/mean": "score", "critic/rewards/mean": "score less KL"},
+    "Validation accuracy": {"val-core/*": ""},
+    "KL, nats": {
+        "actor/reward_kl_penalty": "to the reference",
+        "actor/kl_loss": "to the reference, in the loss",
+        "actor/ppo_kl": "of the update",
+    },
+    "Entropy, nats per token": {"actor/entropy": "entropy"},
+    "Response length, tokens": {"response_length/mean": "mean", "response_length/max": "longest"},
+    "Losses": {"actor/pg_loss": "policy", "critic/vf_loss": "value"},
+}
+
+
+def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
+    """Draws six panels over steps; a panel of metrics that the job does not have is left out.
+
+    Args:
+        records: of metrics.jsonl.
+        path: of the PNG.
+        title: the job's name.
+    """
+    panels = [(name, lines) for name, keys in PANELS.items() if (lines := _lines(records, keys))]
+    if not panels:
+        return
+    import matplotlib.ticker as ticker
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.5), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=13, fontweight="bold", color=INK)
+    grid: Any = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, (name, lines) in zip(grid.flat, panels, strict=False):
+        for colour, (label, steps, values) in zip(COLOURS * 8, lines, strict=False):
+            _draw_line(axes, colour, label, steps, values)
+        axes.set_title(name, fontsize=11, color=INK, loc="left")
+        axes.set_xlabel("step", fontsize=9, color=INK)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, nbins=6))
+        axes.grid(True, color=GRID, linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8, colors=INK)
+        if name == "Validation accuracy":
+            axes.set_ylim(-0.03, 1.03)
+        if len(lines) > 1 or name == "Validation accuracy":
+            axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_line(axes: Any, colour: str, label: str, steps: list[float], values: list[float]) -> None:
+    few = len(values) <= 30
+    noisy = len(values) > 30
+    axes.plot(
+        steps,
+        values,
+        color=colour,
+        alpha=0.3 if noisy else 1,
+        linewidth=1.0 if noisy else 1.6,
+        marker="o" if few else None,
+        markersize=3.5,
+        label=None if noisy else label,
+    )
+    if noisy:
+        axes.plot(steps, _smooth(values), color=colour, linewidth=1.8, label=label)
+
+
+def _smooth(values: list[float], window: int = 9) -> list[float]:
+    """A centred moving mean, narrower at both ends."""
+    half = window // 2
+    spans = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(span) / len(span) for span in spans]
+
+
+def _lines(records: Sequence[Record], keys: dict[str, str]) -> list[tuple[str, list[float], list[float]]]:
+    """Label, steps and values of every metric that is there."""
+    wanted: dict[str, str] = {}
+    for key, label in keys.items():
+        if key.endswith("*"):
+            found = sorted({name for record in records for name in record if name.startswith(key[:-1])})
+            wanted |= {name: name.removeprefix(key[:-1]) for name in found}
+        else:
+            wanted[key] = label
+    lines = []
+    for key, label in wanted.items():
+        points = [(record[STEP], record[key]) for record in records if record.get(key) is not None]
+        if points:
+            steps, values = zip(*points, strict=True)
+            lines.append((label, list(steps), list(values)))
+    return lines

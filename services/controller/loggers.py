@@ -1,0 +1,205 @@
+"""Where step metrics go: one small class for each of `trainer.logger`, in a table.
+
+metrics.jsonl is not among them: every run writes it (run_dir.py), which is what `file` stands for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from rolemesh.config import JobConfig
+from rolemesh.errors import InvalidConfig
+from rolemesh.metrics import STEP_METRIC, STEP_SECONDS, TRAINING_STEP
+from rolemesh.roles import Metrics
+from services.controller.progress import accuracy_by_step
+from services.controller.run_dir import STEP
+
+
+class Logger(Protocol):
+    """A place for step metrics."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Takes one step's metrics."""
+        ...
+
+    def close(self) -> None:
+        """Writes out what is held back."""
+        ...
+
+
+class Loggers:
+    """All loggers of a job. A context manager: closed at the end, however the run ends.
+
+    Args:
+        job: names them in trainer.logger.
+        start: the step that the run goes on from.
+        console: where the console logger prints.
+
+    Raises:
+        InvalidConfig: a library is not installed; names the extra that brings it.
+    """
+
+    def __init__(self, job: JobConfig, start: int, console: Console) -> None:
+        self._loggers: list[Logger] = [PrometheusLogger()]
+        for name in dict.fromkeys(job.trainer.logger):
+            if name in LOGGERS:
+                self._loggers.append(LOGGERS[name](job, start, console))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for logger in self._loggers:
+            logger.log(step, metrics)
+
+    def __enter__(self) -> Loggers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for logger in self._loggers:
+            logger.close()
+
+
+class ConsoleLogger:
+    """A line for each step, of the numbers that people look at first."""
+
+    SHOWN = (
+        ("critic/score/mean", "score", ".3f"),
+        ("acc", "val acc", ".3f"),
+        ("response_length/mean", "length", ".1f"),
+        ("actor/entropy", "entropy", ".3f"),
+        ("actor/pg_loss", "pg loss", ".4f"),
+        ("critic/vf_loss", "vf loss", ".4f"),
+        ("actor/ppo_kl", "ppo kl", ".4f"),
+        ("actor/reward_kl_penalty", "ref kl", ".4f"),
+        ("perf/throughput", "tokens/s", ".0f"),
+        ("timing_s/step", "seconds", ".1f"),
+    )
+
+    def __init__(self, job: JobConfig, start: int, console: Console) -> None:
+        self._console = console
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        shown = dict(metrics)
+        for _, mean in accuracy_by_step([{STEP: step, **metrics}]):
+            shown["acc"] = mean
+        parts = [f"{label} {shown[key]:{form}}" for key, label, form in self.SHOWN if key in shown]
+        self._console.print(f"step {step:>5}  " + "  ".join(parts), highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+class PrometheusLogger:
+    """The gauges of /metrics; every run has them."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        TRAINING_STEP.set(step)
+        if "timing_s/step" in metrics:
+            STEP_SECONDS.observe(metrics["timing_s/step"])
+        for name, value in metrics.items():
+            STEP_METRIC.labels(name).set(value)
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+class TensorboardLogger:
+    """Event files under <run directory>/tensorboard. Steps that a resumed run makes again replace the old."""
+
+    def __init__(self, job: JobConfig, start: int, console: Console) -> None:
+        _import("tensorboard", "tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(job.run_dir / "tensorboard"), purge_step=start + 1)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """Weights & Biases; WANDB_MODE=offline keeps everything under <run directory>/wandb."""
+
+    def __init__(self, job: JobConfig, start: int, console: Console) -> None:
+        wandb = _import("wandb", "wandb")
+        trainer = job.trainer
+        run_id = _kept_id(job.run_dir / "wandb" / "run_id", start, wandb.util.generate_id)
+        self._run: Any = wandb.init(
+            project=trainer.project_name,
+            name=trainer.experiment_name,
+            dir=str(job.run_dir),
+            config=job.model_dump(mode="json"),
+            id=run_id,
+            resume="allow",
+        )
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowLogger:
+    """MLflow; MLFLOW_TRACKING_URI names a server, else files under <run directory>/mlflow."""
+
+    def __init__(self, job: JobConfig, start: int, console: Console) -> None:
+        mlflow = _import("mlflow", "mlflow")
+        directory = job.run_dir / "mlflow"
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            directory.mkdir(parents=True, exist_ok=True)
+            uri = directory.as_uri()
+        self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
+        trainer = job.trainer
+
+        def new_run() -> str:
+            known = self._client.get_experiment_by_name(trainer.project_name)
+            experiment = known.experiment_id if known else self._client.create_experiment(trainer.project_name)
+            run_id: str = self._client.create_run(experiment, run_name=trainer.experiment_name).info.run_id
+            return run_id
+
+        self._run_id = _kept_id(directory / "run_id", start, new_run)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            # MLflow's names have no '@'.
+            self._client.log_metric(self._run_id, name.replace("@", "_at_"), value, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+LOGGERS: dict[str, Callable[[JobConfig, int, Console], Logger]] = {
+    "console": ConsoleLogger,
+    "tensorboard": TensorboardLogger,
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
+}
+
+
+def _import(module: str, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise InvalidConfig(
+            f"trainer.logger names {extra}, which is not installed: pip install 'rolemesh[{extra}]'"
+        ) from error
+
+
+def _kept_id(path: Path, start: int, make: Callable[[], str]) -> str:
+    """The run's name on a board: a resumed run goes on under the one it had."""
+    if start and path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run_id = make()
+    path.write_text(run_id + "\n", encoding="utf-8")
+    return run_id

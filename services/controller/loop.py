@@ -1,0 +1,255 @@
+"""The loop: step after step of a page, and what lies between: validation, checkpoints, logs, the brakes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rolemesh import context
+from rolemesh.algos.kl import KLController
+from rolemesh.config import JobConfig
+from rolemesh.data import PromptDataset, PromptOrder
+from rolemesh.errors import InvalidConfig
+from rolemesh.graph import observer
+from rolemesh.roles import Metrics, Roles
+from services.controller.checkpoints import Checkpoints, ControllerState, course_of
+from services.controller.curves import draw_curves
+from services.controller.loggers import Loggers
+from services.controller.pages import check_step, page_of
+from services.controller.progress import Display
+from services.controller.run_dir import MetricsFile, Record, answers, dump, write_config
+from services.controller.status import RunStatus, State
+from services.controller.step import Step
+from services.controller.stopwatch import Stopwatch, WarmingActor, timed
+from services.controller.validation import validate
+
+
+@dataclass
+class Summary:
+    """How a run ended.
+
+    Args:
+        run_dir: holds curves.png, metrics.jsonl and config.yaml.
+        step: the last step made.
+        total_steps: that the job asks for.
+        records: of all steps, also of those made before a resume.
+        answers: a few rows of the last validation, as in the dumps.
+        checkpoint: the newest one; None where none was written.
+        rollout_dumps, validation_dumps: where the responses are; None where the job keeps none.
+    """
+
+    run_dir: Path
+    step: int
+    total_steps: int
+    records: list[Record]
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: Path | None = None
+    rollout_dumps: Path | None = None
+    validation_dumps: Path | None = None
+
+
+class Run:
+    """One run of a job.
+
+    Args:
+        job: what to do.
+        roles: workers or clients; the run does not close them.
+        tokenizer: the model's, for prompts and dumps.
+        display: shows the progress.
+
+    Raises:
+        InvalidConfig, InvalidData: the job or its data cannot be run.
+    """
+
+    def __init__(self, job: JobConfig, roles: Roles, tokenizer: Any, display: Display | None = None) -> None:
+        self.job = job
+        self.display = display or Display()
+        self.status = RunStatus(job.trainer.experiment_name, self.display.show)
+        self._tokenizer = tokenizer
+        self._stopwatch = Stopwatch(lambda phase: self.status.set(phase=phase))
+        self._roles = timed(roles, self._stopwatch)
+        self._kl = KLController(job.algorithm.kl_ctrl)
+        self._train, self._order, total_steps = self._training_data()
+        self._val = self._validation_data()
+        self.status.set(total_steps=total_steps)
+        self._checkpoints = Checkpoints(job.run_dir, job.trainer.max_actor_ckpt_to_keep)
+        self._saved_step = 0
+        self._answers: list[dict[str, Any]] = []
+
+    def request_stop(self) -> None:
+        """Lets the running step end; then a checkpoint is written, if the job writes any, and the run ends."""
+        self.status.request_stop()
+
+    async def train(self) -> Summary:
+        """Makes the steps, from the checkpoint that trainer.resume_mode chooses, to the end or to a stop.
+
+        Raises:
+            RolemeshError: a step, a validation or a checkpoint failed; the last good checkpoint stays.
+        """
+        context.job.set(self.job.trainer.experiment_name)
+        token = observer.set(self._stopwatch)
+        try:
+            await check_step(self.job)
+            start = await self._begin()
+            with Loggers(self.job, start, self.display.console) as loggers:
+                metrics_file = MetricsFile(self.job.run_dir / "metrics.jsonl", start)
+                self._log_to = (metrics_file, loggers)
+                self.status.add(*metrics_file.records)
+                try:
+                    await self._make_steps(start)
+                finally:
+                    metrics_file.close()
+                    draw_curves(self.status.records, self.job.run_dir / "curves.png", self.status.job)
+            self.status.set(state=State.FINISHED, phase="")
+        except BaseException:
+            self.status.set(state=State.FAILED)
+            raise
+        finally:
+            observer.reset(token)
+        return self._summary()
+
+    # ----------------------------------------------------------------------------------- the course
+
+    async def _begin(self) -> int:
+        """Brings roles and run directory to where the run begins; returns the steps already made."""
+        chosen = self._checkpoints.chosen(self.job)
+        write_config(self.job)
+        self._checkpoints.clear_partial()
+        start = 0
+        if chosen:
+            state = await self._checkpoints.load(chosen, self._roles, self._course())
+            self._kl.load_state_dict(state.kl_controller)
+            start = self._saved_step = state.step
+        await self._roles.sync_weights(start)
+        self._stopwatch.take()
+        self.status.set(state=State.RUNNING, step=start)
+        return start
+
+    async def _make_steps(self, start: int) -> None:
+        trainer = self.job.trainer
+        if trainer.val_only or (trainer.val_before_train and start == 0 and self._val):
+            self._log(start, await self._validate(start))
+        last = start if trainer.val_only else self.status.total_steps
+        for number in range(start + 1, last + 1):
+            if not await self.status.may_begin():
+                break
+            await self._make_step(number)
+        if trainer.save_freq > 0 and self.status.step > self._saved_step:  # stopped between two saves
+            async with self._checkpoints.writing(self._roles, self._state(self.status.step)):
+                pass
+
+    async def _make_step(self, number: int) -> None:
+        context.step.set(number)
+        metrics = await self._train_on(number)
+        if self._val and self._due(number, self.job.trainer.test_freq):
+            metrics |= await self._validate(number)
+        if self._due(number, self.job.trainer.save_freq):
+            await self._save(number, metrics)
+        else:
+            self._log(number, metrics)
+
+    async def _train_on(self, number: int) -> Metrics:
+        """The page, on the prompts of this step."""
+        began = time.perf_counter()
+        step = Step(number, self.job, self._kl)
+        roles = self._roles
+        if number <= self.job.trainer.critic_warmup:
+            roles = replace(roles, actor=WarmingActor(roles.actor))
+        prompts = self._train.batch(self._order.rows(number))
+        metrics = await page_of(self.job)(prompts, roles, step)
+        seconds = time.perf_counter() - began
+
+        batch = step.batch
+        assert batch is not None, "a page ends with step.report"
+        if self.job.algorithm.use_kl_in_reward:
+            self._kl.update(metrics["actor/reward_kl_penalty"], len(batch))
+        dump(answers(batch, number, self._tokenizer), self.job.trainer.rollout_data_dir, number)
+        return {
+            "training/epoch": float(self._order.epoch(number)),
+            **metrics,
+            **self._stopwatch.take(),
+            "timing_s/step": seconds,
+            "perf/throughput": metrics["perf/total_num_tokens"] / seconds,
+        }
+
+    async def _validate(self, number: int) -> Metrics:
+        assert self._val is not None
+        prompts = self._val.batches(self.job.data.val_batch_size)
+        with self._stopwatch("testing"):
+            batch, metrics = await validate(prompts, self._roles, self.job)
+        rows = answers(batch, number, self._tokenizer)
+        dump(rows, self.job.trainer.validation_data_dir, number)
+        self._answers = rows[: self.job.trainer.log_val_generations]
+        return metrics | {"timing_s/testing": self._stopwatch.take()["timing_s/testing"]}
+
+    async def _save(self, number: int, metrics: Metrics) -> None:
+        """The step's record is written before the checkpoint counts: who resumes from it finds the record,
+        wherever this process was killed."""
+        self._stopwatch.take()
+        began = time.perf_counter()
+        self.status.set(phase="save_checkpoint")
+        async with self._checkpoints.writing(self._roles, self._state(number)):
+            self._log(number, metrics | {"timing_s/save_checkpoint": time.perf_counter() - began})
+        self._saved_step = number
+        self.status.set(phase="")
+
+    def _log(self, number: int, metrics: Metrics) -> None:
+        metrics_file, loggers = self._log_to
+        record = metrics_file.log(number, metrics)
+        loggers.log(number, metrics)
+        self.status.set(step=number)
+        self.status.add(record)
+
+    # --------------------------------------------------------------------------------------- pieces
+
+    def _due(self, number: int, every: int) -> bool:
+        """Every so many steps and at the end of the run."""
+        last = number == self.status.total_steps or self.status.stop_requested
+        return every > 0 and (last or number % every == 0)
+
+    def _training_data(self) -> tuple[PromptDataset, PromptOrder, int]:
+        job = self.job
+        if not job.data.train_files:
+            raise InvalidConfig("data.train_files is empty: name one Parquet file or several")
+        if job.trainer.critic_warmup and not job.uses_critic:
+            raise InvalidConfig(
+                f"trainer.critic_warmup is {job.trainer.critic_warmup}, and a job with algorithm.adv_estimator "
+                f"{job.algorithm.adv_estimator} has no critic; set it to 0"
+            )
+        data = PromptDataset(job.data.train_files, job.data, self._tokenizer)
+        order = PromptOrder(len(data), job.data)
+        return data, order, job.trainer.total_training_steps or order.total_steps(job.trainer.total_epochs)
+
+    def _validation_data(self) -> PromptDataset | None:
+        job = self.job
+        if job.data.val_files:
+            return PromptDataset(job.data.val_files, job.data, self._tokenizer, split="val")
+        if job.trainer.val_only or job.trainer.test_freq > 0:
+            raise InvalidConfig(
+                "trainer.val_only or test_freq asks for validation, and data.val_files is empty"
+            )
+        return None
+
+    def _course(self) -> dict[str, Any]:
+        return course_of(self.job, len(self._train))
+
+    def _state(self, step: int) -> ControllerState:
+        return ControllerState(step, self._kl.state_dict(), self._course())
+
+    def _summary(self) -> Summary:
+        return Summary(
+            run_dir=self.job.run_dir,
+            step=self.status.step,
+            total_steps=self.status.total_steps,
+            records=self.status.records,
+            answers=self._answers,
+            checkpoint=self._checkpoints.latest(),
+            rollout_dumps=_path(self.job.trainer.rollout_data_dir),
+            validation_dumps=_path(self.job.trainer.validation_data_dir),
+        )
+
+
+def _path(directory: str | None) -> Path | None:
+    return Path(directory) if directory else None

@@ -1,0 +1,105 @@
+"""The files of a run directory besides checkpoints: config.yaml, metrics.jsonl, and dumps of responses."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rolemesh.config import JobConfig
+from rolemesh.dataproto import DataProto
+from services.controller.checkpoints import write_durably
+
+Record = dict[str, float | None]
+
+STEP = "training/global_step"
+ENDED_AT = "ended_at"
+
+
+class MetricsFile:
+    """metrics.jsonl: an object a step. What it holds is what happened: lines of steps after `resumed_step`,
+    which will be made again, are dropped.
+
+    Args:
+        path: of the file.
+        resumed_step: the step that the run goes on from; 0 for a new run, whose predecessor's file is kept
+            under another name.
+    """
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        if resumed_step == 0 and path.exists():
+            path.rename(path.with_name(f"metrics-until-{time.strftime('%Y%m%dT%H%M%S')}.jsonl"))
+        self.records = [r for r in read_metrics(path) if (r[STEP] or 0) <= resumed_step]
+        write_durably(path, "".join(json.dumps(record) + "\n" for record in self.records))
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> Record:
+        """Appends a step's record and hands it back. A value that is not finite is null: JSON has no other."""
+        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
+        record: Record = {STEP: step, **finite, ENDED_AT: time.time()}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        self.records.append(record)
+        return record
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records of a metrics.jsonl; a last line that a killed process left unfinished is passed over."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def write_config(job: JobConfig) -> None:
+    """config.yaml: the resolved job, which starts the same run again."""
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    write_durably(job.run_dir / "config.yaml", job.to_yaml())
+
+
+def answers(batch: DataProto, step: int, tokenizer: Any) -> list[dict[str, Any]]:
+    """The rows of a batch for people: input, output, gts (the ground truth), score, acc, uid and so on."""
+    scores = batch["token_level_scores"].sum(dim=1).tolist()
+    rows = zip(
+        _texts(batch["prompts"], batch["prompt_mask"], tokenizer),
+        _texts(batch["responses"], batch["response_mask"], tokenizer),
+        batch["reward_model"],
+        scores,
+        batch["acc"].tolist(),
+        batch["uid"],
+        batch["data_source"],
+        strict=True,
+    )
+    return [
+        {
+            "input": prompt,
+            "output": response,
+            "gts": reward_model.get("ground_truth"),
+            "score": score,
+            "acc": acc,
+            "step": step,
+            "uid": uid,
+            "data_source": source,
+        }
+        for prompt, response, reward_model, score, acc, uid, source in rows
+    ]
+
+
+def dump(rows: list[dict[str, Any]], directory: str | None, step: int) -> None:
+    """Writes <directory>/<step>.jsonl, whole or not at all; no directory, no dump."""
+    if directory:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        write_durably(Path(directory) / f"{step}.jsonl", "".join(lines))
+
+
+def _texts(ids: Any, mask: Any, tokenizer: Any) -> list[str]:
+    tokens = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    return texts

@@ -1,0 +1,113 @@
+"""What the run is doing, for whoever asks, and the brakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from enum import Enum
+
+from services.controller.run_dir import STEP, Record
+
+
+class State(Enum):
+    """As in controller.proto."""
+
+    STARTING = 1
+    RUNNING = 2
+    PAUSED = 3
+    STOPPING = 4
+    FINISHED = 5
+    FAILED = 6
+
+
+class RunStatus:
+    """The state of a run. Used on one event loop.
+
+    Args:
+        job: its name.
+        on_change: told after every change of state, phase or records.
+    """
+
+    def __init__(self, job: str, on_change: Callable[[RunStatus], None] = lambda status: None) -> None:
+        self.job = job
+        self.total_steps = 0
+        self.step = 0
+        self.phase = ""
+        self.records: list[Record] = []
+        self.stop_requested = False
+        self._state = State.STARTING
+        self._paused = False
+        self._on_change = on_change
+        self._changed = asyncio.Event()
+
+    @property
+    def state(self) -> State:
+        if self._state is State.RUNNING and self.stop_requested:
+            return State.STOPPING
+        if self._state is State.RUNNING and self._paused:
+            return State.PAUSED
+        return self._state
+
+    def set(
+        self,
+        *,
+        state: State | None = None,
+        step: int | None = None,
+        phase: str | None = None,
+        total_steps: int | None = None,
+    ) -> None:
+        """Notes what is new."""
+        self._state = state or self._state
+        self.step = self.step if step is None else step
+        self.phase = self.phase if phase is None else phase
+        self.total_steps = self.total_steps if total_steps is None else total_steps
+        self._tell()
+
+    def add(self, *records: Record) -> None:
+        """Notes records of steps, for `watch`."""
+        self.records.extend(records)
+        self._tell()
+
+    def pause(self) -> None:
+        """Lets the running step end and begins no other."""
+        self._paused = True
+        self._tell()
+
+    def resume(self) -> None:
+        """Goes on after pause."""
+        self._paused = False
+        self._tell()
+
+    def request_stop(self) -> None:
+        """Lets the running step end, and then the run."""
+        self.stop_requested = True
+        self._tell()
+
+    async def may_begin(self) -> bool:
+        """Waits while paused; False when the run is to end."""
+        await self._until(lambda: self.stop_requested or not self._paused)
+        return not self.stop_requested
+
+    async def watch(self, after_step: int = 0) -> AsyncIterator[Record]:
+        """Records of steps after `after_step`: those there are, then each as it is made, to the run's end."""
+        seen = 0
+        while not (self._ended and seen == len(self.records)):
+            if seen == len(self.records):
+                await self._changed.wait()
+            new, seen = self.records[seen:], len(self.records)
+            for record in new:
+                if (record[STEP] or 0) > after_step:
+                    yield record
+
+    @property
+    def _ended(self) -> bool:
+        return self._state in (State.FINISHED, State.FAILED)
+
+    def _tell(self) -> None:
+        self._on_change(self)
+        before, self._changed = self._changed, asyncio.Event()
+        before.set()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._changed.wait()

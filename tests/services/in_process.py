@@ -1,0 +1,100 @@
+"""A small job and its roles in this process, for tests of the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rolemesh.config import JobConfig
+from rolemesh.config.base import merge, parse_overrides
+from rolemesh.config.job import make_job
+from rolemesh.data.parquet import write_rows
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.roles import NoCritic, NoReference, Roles
+from services.actor.worker import ActorWorker, ReferenceWorker
+from services.controller.loop import Run, Summary
+from services.critic.worker import CriticWorker
+from services.reward.worker import RewardWorker
+from services.rollout.worker import RolloutWorker
+
+# Rewards digits: something that a random model does now and then.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(character.isdigit() for character in solution_str) / 8
+"""
+
+
+def write_data(directory: Path, name: str, num_rows: int) -> str:
+    rows = [
+        {
+            "data_source": "digits" if i % 2 else "numbers",
+            "prompt": [{"role": "user", "content": f"{i}+1="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+            "extra_info": {"split": name, "index": i},
+        }
+        for i in range(num_rows)
+    ]
+    return str(write_rows(directory / f"{name}.parquet", rows))
+
+
+def small_job(directory: Path, model: Path, run: str, *overrides: str) -> JobConfig:
+    """Four prompts a step, two answers each, PPO with an adaptive KL in the reward."""
+    (directory / "reward.py").write_text(REWARD)
+    base: dict[str, Any] = {
+        "algorithm": {
+            "use_kl_in_reward": True,
+            "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.01, "horizon": 100},
+        },
+        "data": {
+            "train_files": write_data(directory, "train", 10),
+            "val_files": write_data(directory, "val", 3),
+            "train_batch_size": 4,
+            "max_prompt_length": 48,
+            "max_response_length": 8,
+        },
+        "actor": {
+            "model": {"path": str(model)},
+            "optim": {"lr": 1e-3},
+            "ppo_mini_batch_size": 2,
+            "ppo_micro_batch_size_per_gpu": 2,
+            "shuffle": True,
+        },
+        "rollout": {"n": 2},
+        "critic": {"optim": {"lr": 1e-3}, "ppo_micro_batch_size_per_gpu": 4},
+        "reward": {"custom_reward_function": {"path": str(directory / "reward.py")}},
+        "trainer": {
+            "experiment_name": run,
+            "default_local_dir": str(directory / run),
+            "total_training_steps": 4,
+            "logger": ["file"],
+            "device": "cpu",
+        },
+    }
+    return make_job(merge(base, parse_overrides(overrides)))
+
+
+@contextmanager
+def workers(job: JobConfig) -> Iterator[Roles]:
+    """The job's roles as workers of this process."""
+    roles = Roles(
+        ActorWorker(job),
+        RolloutWorker(job),
+        RewardWorker(job),
+        CriticWorker(job) if job.uses_critic else NoCritic(),
+        ReferenceWorker(job) if job.uses_reference else NoReference(),
+    )
+    try:
+        yield roles
+    finally:
+        for worker in (roles.actor, roles.rollout, roles.reward, roles.critic, roles.reference):
+            if hasattr(worker, "close"):
+                worker.close()
+
+
+async def train(job: JobConfig) -> Summary:
+    """A whole run with fresh workers, as a new process would make it."""
+    with workers(job) as roles:
+        return await Run(job, roles, load_tokenizer(job.actor.model)).train()
