@@ -50,10 +50,10 @@ def _actor(job: JobConfig) -> Servicers:
 
 
 def _reference(job: JobConfig) -> Servicers:
-    from services.actor.servicer import ReferenceServicer
+    from services.actor.servicer import ActorServicer
     from services.actor.worker import ReferenceWorker
 
-    return {ACTOR: ReferenceServicer(ReferenceWorker(job))}
+    return {ACTOR: ActorServicer(ReferenceWorker(job))}
 
 
 def _critic(job: JobConfig) -> Servicers:

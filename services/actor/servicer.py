@@ -1,4 +1,4 @@
-"""ActorService: protobuf to DataProto and back. The reference policy serves the part that changes nothing."""
+"""ActorService: protobuf to DataProto and back."""
 
 from __future__ import annotations
 
@@ -7,46 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh import metrics
-from rolemesh.errors import Unsupported
-from rolemesh.roles import Actor, Reference
+from rolemesh.roles import Actor
 from rolemesh.rpc.streams import receive, send
 from rolemesh.v1 import actor_pb2, checkpoint_pb2
 from rolemesh.weights.held import HeldWeights
 
 
-class ReferenceServicer:
-    """Implements ComputeLogProbs, and says of the rest that a reference policy does not do it."""
+class ActorServicer:
+    """Implements ActorService, for the actor and for the reference policy (whose worker refuses the rest)."""
 
-    def __init__(self, worker: Actor | Reference) -> None:
+    def __init__(self, worker: Actor) -> None:
         self._worker = worker
+        self.held: HeldWeights | None = None  # what WeightsService gives out
 
     async def ComputeLogProbs(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         log_probs = await self._worker.compute_log_probs(await receive(frames))
         async for frame in send(log_probs):
             yield frame
 
-    async def _refuse(self, request: Any, context: Any) -> Any:
-        raise Unsupported("a reference policy never changes: it serves ComputeLogProbs alone")
-
-    Update = PublishWeights = SaveCheckpoint = LoadCheckpoint = _refuse
-
-
-class ActorServicer(ReferenceServicer):
-    """Implements ActorService."""
-
-    def __init__(self, worker: Actor) -> None:
-        super().__init__(worker)
-        self._actor = worker
-        self.held: HeldWeights | None = None  # what WeightsService gives out
-
     async def Update(self, frames: AsyncIterator[bytes], context: Any) -> checkpoint_pb2.UpdateResponse:
-        return checkpoint_pb2.UpdateResponse(metrics=await self._actor.update(await receive(frames)))
+        return checkpoint_pb2.UpdateResponse(metrics=await self._worker.update(await receive(frames)))
 
     async def PublishWeights(
         self, request: actor_pb2.PublishWeightsRequest, context: Any
     ) -> actor_pb2.PublishWeightsResponse:
         if self.held is None or self.held.version != request.version:
-            source = await self._actor.publish_weights(request.version)
+            source = await self._worker.publish_weights(request.version)
             self.held = HeldWeights(source.version, await source.fetch())
         metrics.WEIGHTS_VERSION.labels("actor").set(request.version)
         return actor_pb2.PublishWeightsResponse(version=request.version)
@@ -54,12 +40,12 @@ class ActorServicer(ReferenceServicer):
     async def SaveCheckpoint(
         self, request: checkpoint_pb2.SaveCheckpointRequest, context: Any
     ) -> checkpoint_pb2.SaveCheckpointResponse:
-        await self._actor.save_checkpoint(Path(request.directory))
+        await self._worker.save_checkpoint(Path(request.directory))
         return checkpoint_pb2.SaveCheckpointResponse()
 
     async def LoadCheckpoint(
         self, request: checkpoint_pb2.LoadCheckpointRequest, context: Any
     ) -> checkpoint_pb2.LoadCheckpointResponse:
-        await self._actor.load_checkpoint(Path(request.directory))
+        await self._worker.load_checkpoint(Path(request.directory))
         self.held = None  # of other weights, be the version's number the same
         return checkpoint_pb2.LoadCheckpointResponse()

@@ -1,0 +1,160 @@
+"""Real roles on real ports: in this process, or as `rolemesh serve` in one of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rolemesh.config.job import JobConfig, make_job
+from rolemesh.dataproto import DataProto
+from rolemesh.rpc.server import RoleServer
+from services.serve import ROLES
+
+P, T = 6, 8
+
+# Scores a row with its index; says that it has begun, and waits for a byte, where it is told to.
+GATED_REWARD = """
+import os
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, log, started="", gate="", opens="", after=0):
+    with open(log, "a") as file:
+        file.write(f"{extra_info['index']}\\n")
+    if started:
+        put(started, 1)
+    if gate:
+        fd = os.open(gate, os.O_RDONLY)
+        os.read(fd, 1)
+        os.close(fd)
+    if opens and len(open(log).readlines()) == after:
+        put(opens, 1000)
+    return float(extra_info["index"])
+
+def put(fifo, count):
+    fd = os.open(fifo, os.O_WRONLY)
+    os.write(fd, b"." * count)
+    os.close(fd)
+"""
+
+
+@dataclass
+class Gate:
+    """A FIFO held open at both ends, so that no byte is lost, whoever comes first."""
+
+    path: Path
+    fd: int
+
+    def open(self, count: int = 1000) -> None:
+        os.write(self.fd, b"." * count)
+
+    async def passed(self) -> None:
+        """Returns when somebody has put a byte in."""
+        await asyncio.to_thread(os.read, self.fd, 1)
+
+
+@contextmanager
+def gate(path: Path) -> Iterator[Gate]:
+    os.mkfifo(path)
+    held = Gate(path, os.open(path, os.O_RDWR))
+    try:
+        yield held
+    finally:
+        held.open()  # nobody is left waiting, also when a test fails
+        os.close(held.fd)
+
+
+def reward_job(model: Path, directory: Path, **reward_kwargs: Any) -> JobConfig:
+    """A job whose reward is GATED_REWARD with these arguments; scored rows are logged in directory/scored."""
+    directory.mkdir(parents=True, exist_ok=True)
+    function = directory / "gated.py"
+    function.write_text(GATED_REWARD)
+    kwargs = {"log": str(directory / "scored"), **{key: value for key, value in reward_kwargs.items()}}
+    return make_job(
+        {
+            "actor": {"model": {"path": str(model)}},
+            "data": {"max_prompt_length": P, "max_response_length": T},
+            "reward": {"custom_reward_function": {"path": str(function), "reward_kwargs": kwargs}},
+            "trainer": {"default_local_dir": str(directory), "device": "cpu"},
+        }
+    )
+
+
+def scored(directory: Path) -> list[int]:
+    """Indices of the rows that were scored there, in that order."""
+    log = directory / "scored"
+    return [int(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def reward_batch(rows: int) -> DataProto:
+    return DataProto.from_dict(
+        {
+            "prompts": torch.arange(rows * P).reshape(rows, P) % 200,
+            "prompt_mask": torch.ones(rows, P, dtype=torch.bool),
+            "responses": torch.arange(rows * T).reshape(rows, T) % 200,
+            "response_mask": torch.ones(rows, T, dtype=torch.bool),
+        },
+        {
+            "uid": [f"row-{i}" for i in range(rows)],
+            "data_source": ["test"] * rows,
+            "reward_model": [{"style": "rule", "ground_truth": str(i)} for i in range(rows)],
+            "extra_info": [{"index": i} for i in range(rows)],
+        },
+    )
+
+
+@asynccontextmanager
+async def served(role: str, *jobs: JobConfig) -> AsyncIterator[list[str]]:
+    """A replica of the role for each job, in this process; their addresses."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(_replica(role, job)) for job in jobs]
+
+
+@asynccontextmanager
+async def _replica(role: str, job: JobConfig) -> AsyncIterator[str]:
+    server = RoleServer(role, ROLES[role].services)
+    address = await server.start("127.0.0.1:0")
+    try:
+        await server.ready(await asyncio.to_thread(ROLES[role].load, job))
+        yield address
+    finally:
+        await server.drain(0)
+
+
+@dataclass
+class Process:
+    """A `rolemesh serve`."""
+
+    process: asyncio.subprocess.Process
+    address: str
+    metrics: str
+
+
+@asynccontextmanager
+async def serve_process(role: str, job: JobConfig, directory: Path) -> AsyncIterator[Process]:
+    """The role in a process of its own, bound and perhaps still loading."""
+    config, address_file = directory / "job.yaml", directory / "address.json"
+    config.write_text(job.to_yaml())
+    arguments = ["--config", str(config), "--address-file", str(address_file), "--exit-with-parent"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services", "serve", role, "--metrics-listen", "127.0.0.1:0", *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        while not address_file.exists() and process.returncode is None:
+            await asyncio.sleep(0.02)
+        bound = json.loads(address_file.read_text()) if address_file.exists() else {}
+        yield Process(process, bound.get("address", ""), bound.get("metrics", ""))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()

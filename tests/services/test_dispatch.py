@@ -1,0 +1,200 @@
+"""How a call spreads over replicas, what becomes of it when one dies, and what is never tried again. Real reward
+services with a reward function that waits when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from serving import gate, reward_batch, reward_job, scored, serve_process, served
+
+from rolemesh import context
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch, InvalidConfig, RewardFailed, RoleTimeout, RoleUnavailable
+from rolemesh.roles import methods
+from rolemesh.rpc.clients import ActorClient, RewardClient
+from rolemesh.rpc.dispatch import piece_sizes
+from services.reward.worker import RewardWorker
+
+
+def index_scores(answer: DataProto) -> list[float]:
+    return answer["token_level_scores"].sum(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "replicas", "sizes"),
+    [
+        (0, 2, [0]),
+        (1, 2, [1]),
+        (5, 1, [5]),
+        (5, 2, [3, 2]),
+        (20, 2, [10, 10]),
+        (24, 2, [8, 8, 8]),
+        (70, 2, [9, 9, 9, 9, 9, 9, 8, 8]),
+        (1000, 2, [125] * 8),
+    ],
+)
+def test_pieces_are_nearly_equal_and_not_tiny(rows: int, replicas: int, sizes: list[int]) -> None:
+    assert piece_sizes(rows, replicas) == sizes
+
+
+async def test_scores_over_grpc_are_those_in_process_whatever_the_replicas(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = reward_job(tiny_model, tmp_path)
+    batch = reward_batch(37)
+    expected = await RewardWorker(job).compute_scores(batch)
+    async with served("reward", job, job) as addresses:
+        for used in (addresses[:1], addresses):
+            async with RewardClient(used, methods(job)) as client:
+                answer = await client.compute_scores(batch)
+                for column in ("token_level_scores", "acc"):
+                    assert torch.equal(answer[column], expected[column])
+                    assert answer[column].dtype == expected[column].dtype
+
+
+async def test_a_quicker_replica_gets_more_rows_and_the_order_stays(tiny_model: Path, tmp_path: Path) -> None:
+    """The slow replica waits for a byte that the quick one writes after its 48th row of 64: without the rows
+    that the slow one did not take, it would wait for ever."""
+    slow_dir, quick_dir = tmp_path / "slow", tmp_path / "quick"
+    with gate(tmp_path / "gate") as slow_gate:
+        slow = reward_job(tiny_model, slow_dir, gate=str(slow_gate.path))
+        quick = reward_job(tiny_model, quick_dir, opens=str(slow_gate.path), after=48)
+        async with (
+            served("reward", slow, quick) as addresses,
+            RewardClient(addresses, methods(slow), timeout_s=30) as client,
+        ):
+            answer = await client.compute_scores(reward_batch(64))
+    assert index_scores(answer) == list(range(64))
+    assert len(scored(slow_dir)) <= 16
+    assert sorted(scored(slow_dir) + scored(quick_dir)) == list(range(64))
+
+
+async def test_equal_replicas_share_the_work(tiny_model: Path, tmp_path: Path) -> None:
+    """One call after another: with nothing outstanding, turns decide."""
+    jobs = [reward_job(tiny_model, tmp_path / str(i)) for i in range(3)]
+    async with served("reward", *jobs) as addresses, RewardClient(addresses, methods(jobs[0])) as client:
+        for _ in range(6):
+            await client.compute_scores(reward_batch(1))
+    assert [len(scored(tmp_path / str(i))) for i in range(3)] == [2, 2, 2]
+
+
+async def test_a_killed_replica_loses_nothing_and_doubles_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as never:
+        victim_job = reward_job(
+            tiny_model, tmp_path / "victim", started=str(started.path), gate=str(never.path)
+        )
+        other_job = reward_job(tiny_model, tmp_path / "other")
+        async with (
+            serve_process("reward", victim_job, tmp_path / "victim") as victim,
+            served("reward", other_job) as other,
+            RewardClient([victim.address, *other], methods(other_job), timeout_s=60) as client,
+        ):
+            await client.wait_until_ready(60)
+            call = asyncio.create_task(client.compute_scores(reward_batch(40)))
+            await started.passed()
+            victim.process.send_signal(signal.SIGKILL)
+            answer = await call
+            assert index_scores(answer) == list(range(40))
+            assert sorted(scored(tmp_path / "other")) == list(range(40))
+            # And goes on with the one that is left.
+            assert index_scores(await client.compute_scores(reward_batch(4))) == [0, 1, 2, 3]
+
+
+async def test_a_replica_that_comes_back_is_used_again(tiny_model: Path, tmp_path: Path) -> None:
+    job = reward_job(tiny_model, tmp_path)
+    async with served("reward", job) as addresses:
+        client = RewardClient(addresses, methods(job))
+        await client.compute_scores(reward_batch(1))
+        replica = client._pool.replicas[0]
+        client._pool.suspect(replica, "a test says so")
+        assert not replica.live
+        assert index_scores(await client.compute_scores(reward_batch(2))) == [0, 1]
+        assert replica.live
+        await client.close()
+
+
+async def test_when_every_replica_is_gone_the_call_fails_and_names_them(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = reward_job(tiny_model, tmp_path)
+    async with served("reward", job) as addresses:
+        pass
+    async with RewardClient(addresses, methods(job), patience_s=0.3) as client:
+        with pytest.raises(RoleUnavailable, match=rf"reward.*no replica answers.*{addresses[0]}"):
+            await client.compute_scores(reward_batch(1))
+
+
+async def test_a_deadline_names_role_method_address_and_step(tiny_model: Path, tmp_path: Path) -> None:
+    with gate(tmp_path / "gate") as never:
+        job = reward_job(tiny_model, tmp_path, gate=str(never.path))
+        async with (
+            served("reward", job) as addresses,
+            RewardClient(addresses, methods(job), timeout_s=0.3) as client,
+        ):
+            context.step.set(7)
+            with pytest.raises(
+                RoleTimeout, match=rf"reward.ComputeScores at {addresses[0]}, step 7: .*deadline of 0.3 s"
+            ):
+                await client.compute_scores(reward_batch(1))
+            never.open()
+
+
+async def test_an_error_in_a_role_is_the_same_class_at_the_client(tiny_model: Path, tmp_path: Path) -> None:
+    job = reward_job(tiny_model, tmp_path, gate="/no/such/fifo")
+    async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:
+        with pytest.raises(RewardFailed, match=rf"reward.ComputeScores at {addresses[0]}.*row-0"):
+            await client.compute_scores(reward_batch(2))
+
+
+async def test_a_batch_without_a_column_is_refused_before_anything_is_sent(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = reward_job(tiny_model, tmp_path)
+    async with RewardClient(["127.0.0.1:1"], methods(job)) as client:
+        with pytest.raises(InvalidBatch, match="prompt_mask"):
+            await client.compute_scores(DataProto({"prompts": torch.zeros(1, 2)}))
+
+
+async def test_a_batch_that_has_no_place_on_the_wire_says_so(tiny_model: Path, tmp_path: Path) -> None:
+    job = reward_job(tiny_model, tmp_path)
+    async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:
+        batch = reward_batch(2)
+        batch["extra_info"] = [{"index": object()}, {"index": object()}]
+        with pytest.raises(InvalidBatch):
+            await client.compute_scores(batch)
+
+
+async def test_a_role_that_never_becomes_ready_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    job = reward_job(tiny_model, tmp_path)
+    async with RewardClient(["127.0.0.1:1"], methods(job)) as client:
+        with pytest.raises(RoleUnavailable, match=r"reward was not ready within 0.2 s.*127.0.0.1:1"):
+            await client.wait_until_ready(0.2)
+
+
+def test_a_role_that_is_trained_has_one_address(tiny_model: Path, tmp_path: Path) -> None:
+    table = methods(reward_job(tiny_model, tmp_path))
+    with pytest.raises(InvalidConfig, match="actor has one replica; got 2"):
+        ActorClient(["127.0.0.1:1", "127.0.0.1:2"], table)
+    with pytest.raises(InvalidConfig, match="reward needs the address of each replica"):
+        RewardClient([], table)
+
+
+async def test_a_cancelled_call_ends_at_the_server_too(tiny_model: Path, tmp_path: Path) -> None:
+    """The replica has room again at once: the next call is not held up by what nobody waits for."""
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
+        job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(doors.path))
+        async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:
+            call = asyncio.create_task(client.compute_scores(reward_batch(1)))
+            await started.passed()
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert client._pool.replicas[0].outstanding_rows == 0
+            doors.open()
+            assert index_scores(await client.compute_scores(reward_batch(1))) == [0]
+            assert os.path.exists(tmp_path / "scored")
