@@ -61,7 +61,7 @@ class WeightsServiceServicer:
 
     def FetchRange(self, request, context):
         """The bytes [offset, offset + length) of a version's region, in order, in parts of about 1 MiB. A cut
-        stream is resumed by asking for the rest. NOT_FOUND as above; OUT_OF_RANGE beyond the region.
+        stream is resumed by asking for the rest. NOT_FOUND as above; INVALID_ARGUMENT beyond the region.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

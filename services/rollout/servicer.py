@@ -24,8 +24,9 @@ class RolloutServicer:
         self._version = "none"
 
     async def Generate(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        prompts = await receive(frames)
         self._check_version(context)
-        generated = self._worker.generate(await receive(frames))
+        generated = self._worker.generate(prompts)
         async with aclosing(cast(AsyncGenerator[DataProto, None], generated)) as batches:
             async for batch in batches:
                 async for frame in send(batch):

@@ -1,0 +1,82 @@
+"""Engines: what generates. A new one is a file here, a line in LOADERS and a name in RolloutConfig.
+
+The law of every engine: a row's response and log-probabilities depend on its prompt, its seed, the weights
+and the sampling parameters alone; not on the rows beside it, their order, the number of replicas, a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from rolemesh.config import JobConfig
+from rolemesh.config.rollout import SamplingConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidConfig
+from rolemesh.workers.local import LocalWorker
+
+
+class Engine(Protocol):
+    """Generation with weights that can be replaced."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights in use; 0 is the model directory's."""
+        ...
+
+    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncIterator[DataProto]:
+        """One response for each row; calls may overlap.
+
+        Args:
+            prompts: `prompts` [B, P] int64 left-padded, `prompt_mask` [B, P] bool, `seeds` [B] int64.
+            sampling: how tokens are drawn. `n` is the caller's: rows come repeated, each with its seed.
+
+        Yields:
+            Rows as they finish: `row` [b] int64 (position in the request), `responses` [b, T] int64 with the
+            end token, `response_mask` [b, T] bool, `rollout_log_probs` [b, T] float32, all on the CPU.
+            Leaving the iterator ends the generation soon.
+        """
+        ...
+
+    async def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Takes up a version between decodes: no row is made of two versions.
+
+        Args:
+            version: of the weights.
+            tensors: under the names of rolemesh.models.loading.named_weights.
+
+        Raises:
+            WeightsUnavailable: the tensors are not this model's; the old weights stay.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives back what the engine holds."""
+        ...
+
+
+def _load_hf(job: JobConfig, worker: LocalWorker) -> Engine:
+    from services.rollout.engines.hf import HfEngine
+
+    return HfEngine(job, worker)
+
+
+# Each imports its engine when it is asked for: an engine that is not used need not be installed.
+LOADERS: dict[str, Callable[[JobConfig, LocalWorker], Engine]] = {"hf": _load_hf}
+
+
+def load_engine(job: JobConfig, worker: LocalWorker) -> Engine:
+    """The engine that rollout.name says, with actor.model's weights.
+
+    Args:
+        worker: has the thread on which an engine without one of its own computes.
+
+    Raises:
+        InvalidConfig: no engine has that name.
+        ModelNotFound: actor.model.path holds no usable model.
+    """
+    if job.rollout.name not in LOADERS:
+        raise InvalidConfig(f"rollout.name is {job.rollout.name!r}; engines: {', '.join(LOADERS)}")
+    return LOADERS[job.rollout.name](job, worker)

@@ -1,0 +1,299 @@
+"""Engine `hf`: a transformers causal LM with a KV cache. For the CPU, and the reference for other engines.
+
+Rows are decoded in batches of at most rollout.max_num_seqs that begin together; finished rows leave. Bits: a
+row's numbers do not depend on its neighbours as long as no matrix has too few rows (`neutral_rows`) and every
+width depends on the step alone. So small batches are filled up by repeating a row, prompts keep their full
+width, attention at token t is over the same P + t columns for every row, and an attention mask is always
+given (transformers drops one that masks nothing, and takes another kernel).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from rolemesh.config import JobConfig
+from rolemesh.config.rollout import SamplingConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidConfig, Unsupported, WeightsUnavailable
+from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
+from rolemesh.workers.local import LocalWorker
+from services.rollout.engines.sampling import draw_uniforms, sample
+
+MIN_ROWS = 16
+PROBED_ROWS = 256
+# Compaction copies the cache, which costs about as much as a token; it is worth it for a quarter of the rows.
+COMPACT_AT = 0.75
+
+
+class Columns(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values [b, heads, W, head_dim], written from the left and read that far."""
+
+    is_sliding = False
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width, self._filled = width, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, heads, _, head_dim = key_states.shape
+        self.keys = key_states.new_empty(rows, heads, self._width, head_dim)
+        self.values = value_states.new_empty(rows, heads, self._width, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, self._filled = self._filled, self._filled + key_states.shape[2]
+        self.keys[:, :, start : self._filled] = key_states
+        self.values[:, :, start : self._filled] = value_states
+        return self.keys[:, :, : self._filled], self.values[:, :, : self._filled]
+
+    def keep(self, rows: Tensor) -> None:
+        """Leaves only these rows, in this order."""
+        self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._filled + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._filled
+
+    def get_max_length(self) -> int:
+        return self._width
+
+
+class HfEngine:
+    """Implements services.rollout.engines.Engine on the worker's thread, one call after another."""
+
+    def __init__(self, job: JobConfig, worker: LocalWorker) -> None:
+        self._worker = worker
+        self.ignore_eos = job.rollout.ignore_eos
+        self._max_num_seqs = job.rollout.max_num_seqs
+        self._max_tokens = job.data.max_response_length
+        self.device = resolve_device(job.trainer.device)
+        self._dtype: torch.dtype = getattr(torch, job.rollout.dtype)
+        self.model = load_causal_lm(job.actor.model, "rollout").to(self.device)
+        _check_lengths(self.model.config, job)
+        tokenizer = load_tokenizer(job.actor.model, "rollout")
+        ends = self.model.generation_config.eos_token_id
+        ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+        if not ends:
+            raise InvalidConfig(f"rollout: {job.actor.model.path} names no EOS token")
+        self.ends = torch.tensor(sorted(ends), device=self.device)
+        self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        with self.precision():
+            self.min_rows = neutral_rows(self.model, max(PROBED_ROWS, self._max_num_seqs))
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def precision(self) -> torch.autocast:
+        """The context that matrix products run in."""
+        return torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32)
+
+    async def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncIterator[DataProto]:
+        loop = asyncio.get_running_loop()
+        finished: asyncio.Queue[DataProto | None] = asyncio.Queue()  # holds no more than the request's rows
+        stop = threading.Event()
+
+        def decode() -> None:
+            for rows in self.decode(prompts, sampling, stop.is_set):
+                loop.call_soon_threadsafe(finished.put_nowait, rows)
+
+        decoding = asyncio.ensure_future(self._worker.run(decode))
+        decoding.add_done_callback(lambda _: finished.put_nowait(None))
+        try:
+            while (rows := await finished.get()) is not None:
+                yield rows
+            await decoding
+        finally:
+            stop.set()
+            decoding.cancel()
+
+    def decode(
+        self, prompts: DataProto, sampling: SamplingConfig, stopped: Callable[[], bool] = lambda: False
+    ) -> Iterator[DataProto]:
+        """What `generate` yields, on the calling thread; ends at the next token once `stopped` says so."""
+        uniforms = draw_uniforms(prompts["seeds"].tolist(), self._max_tokens)
+        for first in range(0, len(prompts), self._max_num_seqs):
+            at = slice(first, first + self._max_num_seqs)
+            batch = _Batch(self, prompts["prompts"][at], prompts["prompt_mask"][at], uniforms[at])
+            while batch.num_unfinished and not stopped():
+                done = batch.step(sampling)
+                if len(done):
+                    columns = {name: column[done].cpu() for name, column in batch.columns.items()}
+                    columns["row"] = done.cpu() + first
+                    yield DataProto(columns, {}, {"weight_version": self._version})
+
+    async def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        await self._worker.run(self._load, version, tensors)
+
+    def _load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        own = named_weights(self.model)
+        wrong = [f"{name} is missing" for name in own.keys() - tensors.keys()]
+        wrong += [f"{name} is unknown" for name in tensors.keys() - own.keys()]
+        wrong += [
+            f"{name} is {list(tensors[name].shape)} {tensors[name].dtype}, not {list(mine.shape)} {mine.dtype}"
+            for name, mine in own.items()
+            if name in tensors and (tensors[name].shape, tensors[name].dtype) != (mine.shape, mine.dtype)
+        ]
+        if wrong:
+            raise WeightsUnavailable(
+                f"version {version} does not fit the rollout's model in {len(wrong)} tensors: "
+                + "; ".join(sorted(wrong)[:5])
+            )
+        with torch.no_grad():
+            for name, mine in own.items():
+                mine.copy_(tensors[name])
+        self._version = version
+
+    def close(self) -> None:
+        return None
+
+
+class _Batch:
+    """Rows that are decoded together. `columns` [B, ...] hold what has been made of every row. The other
+    tensors are [b, ...], of the rows in the forward: first those of `index`, then repetitions up to min_rows.
+    """
+
+    def __init__(self, engine: HfEngine, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor) -> None:
+        device, (rows, self._width), tokens = engine.device, prompts.shape, uniforms.shape[1]
+        self.columns = {
+            "responses": torch.full((rows, tokens), engine.pad, device=device),
+            "response_mask": torch.zeros(rows, tokens, dtype=torch.bool, device=device),
+            "rollout_log_probs": torch.zeros(rows, tokens, device=device),
+        }
+        self.num_unfinished = rows
+        self._engine = engine
+        self._t = 0
+        self._index = torch.arange(rows, device=device)
+        forward = self._filled_up(self._index)
+        self._uniforms = uniforms.to(device)[forward]
+        mask = prompt_mask.to(device=device, dtype=torch.bool)[forward]
+        self._lengths = mask.sum(1, keepdim=True)
+        # To the right of the prompt lie response tokens; every later token sees them.
+        self._visible = F.pad(mask, (0, tokens), value=True)[:, None, None]
+        self._inputs = prompts.to(device)[forward]
+        self._live = torch.ones(rows, dtype=torch.bool, device=device)
+        layers = engine.model.config.get_text_config().num_hidden_layers
+        self._cache = Cache(layers=[Columns(self._width + tokens) for _ in range(layers)])
+
+    @torch.inference_mode()
+    def step(self, sampling: SamplingConfig) -> Tensor:
+        """Makes token t of every row. Returns which rows [k] of the batch it ended."""
+        t, engine, num_rows = self._t, self._engine, len(self._index)
+        with engine.precision():
+            logits = self._logits()
+        tokens, log_probs = sample(logits, self._uniforms[:, t], sampling)
+        self._inputs = tokens[:, None]
+        tokens, log_probs, live = tokens[:num_rows], log_probs[:num_rows], self._live
+        self.columns["responses"][self._index, t] = tokens.where(live, engine.pad)
+        self.columns["response_mask"][self._index, t] = live
+        self.columns["rollout_log_probs"][self._index, t] = log_probs.where(live, 0)
+        self._t += 1
+        if self._t == self._uniforms.shape[1]:
+            ended = live
+        elif engine.ignore_eos:
+            ended = torch.zeros_like(live)
+        else:
+            ended = live & torch.isin(tokens, engine.ends)
+        self._live = live & ~ended
+        done = self._index[ended]
+        self.num_unfinished -= len(done)
+        if self.num_unfinished and max(self.num_unfinished, engine.min_rows) <= COMPACT_AT * num_rows:
+            self._compact()
+        return done
+
+    def _logits(self) -> Tensor:
+        """[b, V] after the last token of every row."""
+        if self._t == 0:
+            mask = self._visible[..., : self._width]
+            positions = (mask[:, 0, 0].cumsum(1) - 1).clamp(min=0)
+            # Padding attends to itself: a softmax over nothing would be NaN, and spread.
+            see = torch.ones(self._width, self._width, dtype=torch.bool, device=mask.device).tril()
+            mask = (mask & see) | torch.eye(self._width, dtype=torch.bool, device=mask.device)
+        else:
+            mask = self._visible[..., : self._width + self._t]
+            positions = self._lengths + (self._t - 1)
+        output = self._engine.model(
+            input_ids=self._inputs,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _compact(self) -> None:
+        keep = self._live.nonzero()[:, 0]
+        self._index, self._live = self._index[keep], self._live[keep]
+        forward = self._filled_up(keep)
+        self._uniforms, self._lengths = self._uniforms[forward], self._lengths[forward]
+        self._visible, self._inputs = self._visible[forward], self._inputs[forward]
+        for layer in self._cache.layers:
+            layer.keep(forward)
+
+    def _filled_up(self, index: Tensor) -> Tensor:
+        """The index, its first entry repeated up to min_rows."""
+        return torch.cat([index, index[:1].expand(max(0, self._engine.min_rows - len(index)))])
+
+
+@torch.inference_mode()
+def neutral_rows(model: nn.Module, most: int) -> int:
+    """How many rows a batch needs for the bits of each not to depend on how many there are.
+
+    Libraries take other kernels for matrices of few rows, and may cut the sum in pieces for several threads:
+    MKL does so up to 2, 5, 10 or 15 rows (64, 128, 256, 512 and more inputs) on one thread, up to 129 rows
+    (896 inputs) on two. The kernel follows from the shapes alone, so random numbers through one linear layer
+    of each shape show it.
+
+    Args:
+        model: whose linear layers are tried.
+        most: the size that all others are held against; the answer if no smaller one agrees with it.
+
+    Returns:
+        `most`, halved as often as all layers agree, down to MIN_ROWS.
+    """
+    linears = {module.weight.shape: module for module in model.modules() if isinstance(module, nn.Linear)}
+    generator = torch.Generator().manual_seed(0)
+    tried = []
+    for linear in linears.values():
+        inputs = torch.randn(most, linear.in_features, generator=generator).to(linear.weight)
+        tried.append((linear, inputs, linear(inputs)))
+    rows = most
+    while rows > MIN_ROWS:
+        fewer = max(MIN_ROWS, rows // 2)
+        if not all(torch.equal(linear(inputs[-fewer:]), outputs[-fewer:]) for linear, inputs, outputs in tried):
+            break
+        rows = fewer
+    return rows
+
+
+def _check_lengths(config: Any, job: JobConfig) -> None:
+    text = config.get_text_config()
+    length = job.data.max_prompt_length + job.data.max_response_length
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise InvalidConfig(
+            f"data.max_prompt_length + data.max_response_length is {length}; the model in "
+            f"{job.actor.model.path!r} takes {limit} tokens"
+        )
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention", "sliding_attention"} or (window is not None and length > window):
+        raise Unsupported(
+            f"rollout engine hf attends to all {length} tokens; the model in {job.actor.model.path!r} has "
+            f"layers {sorted(kinds)} with a window of {window}"
+        )

@@ -1,0 +1,80 @@
+"""Drawing tokens: the filtered distribution, and one random stream for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolemesh.config.rollout import SamplingConfig
+
+
+def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
+    """The first `count` numbers of each row's own stream.
+
+    Philox is a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"):
+    its key alone, here the row's seed, determines the stream.
+
+    Args:
+        seeds: one int64 for each of B rows; a negative one stands for its two's complement.
+        count: numbers per row. A longer stream begins with the shorter one.
+
+    Returns:
+        [B, count] float64 in [0, 1).
+    """
+    uniforms = np.empty((len(seeds), count))
+    for row, seed in enumerate(seeds):
+        np.random.Generator(np.random.Philox(key=seed & (2**64 - 1))).random(out=uniforms[row])
+    return torch.from_numpy(uniforms)
+
+
+def log_distribution(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    """The log-probabilities that tokens are drawn from: logits / temperature, of these the top_k likeliest
+    tokens, of these (renormalised) the smallest set whose mass reaches top_p, renormalised again. Of equal
+    tokens the lower id counts as the likelier. Greedy: the plain log-softmax, without a filter.
+
+    Args:
+        logits: [B, V] floating point.
+
+    Returns:
+        [B, V] float64; -inf on tokens that cannot be drawn.
+    """
+    scaled = logits.double()  # in float32 the sum over a vocabulary of 150,000 loses five digits
+    if sampling.greedy:
+        return scaled.log_softmax(-1)
+    scaled = scaled / sampling.temperature
+    vocabulary = scaled.shape[-1]
+    keep_k = sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary
+    if keep_k == vocabulary and sampling.top_p == 1:
+        return scaled.log_softmax(-1)
+    ranked, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    ranked = ranked[:, :keep_k]
+    mass = ranked.softmax(-1)
+    before = mass.cumsum(-1) - mass
+    ranked = ranked.masked_fill(before >= sampling.top_p, -torch.inf)
+    filtered = torch.full_like(scaled, -torch.inf)
+    return filtered.scatter(-1, ids[:, :keep_k], ranked.log_softmax(-1))
+
+
+def sample(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Draws one token for each row by the inverse of the cumulative distribution, in order of token ids.
+
+    Args:
+        logits: [B, V] floating point.
+        uniforms: [B] float64 in [0, 1); unused when greedy.
+
+    Returns:
+        tokens [B] int64, and their log-probabilities [B] float32 in `log_distribution`.
+    """
+    log_probs = log_distribution(logits, sampling)
+    if sampling.greedy:
+        tokens = logits.argmax(-1, keepdim=True)
+    else:
+        cumulative = log_probs.exp().cumsum(-1)
+        total = cumulative[:, -1:].contiguous()
+        tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
+        # Rounding may lift the product to the total itself; the last token of any mass is then meant.
+        tokens = tokens.minimum(torch.searchsorted(cumulative, total))
+    return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0].float()

@@ -1,0 +1,78 @@
+"""The rollout role in process: checks requests, picks the sampling parameters, keeps the weights current."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import cast
+
+import torch
+
+from rolemesh.config import JobConfig
+from rolemesh.config.rollout import SamplingConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch
+from rolemesh.weights.source import WeightSource
+from rolemesh.workers.local import LocalWorker
+from services.rollout.engines import load_engine
+
+
+class RolloutWorker(LocalWorker):
+    """Implements rolemesh.roles.Rollout."""
+
+    def __init__(self, job: JobConfig) -> None:
+        super().__init__("rollout")
+        self._sampling: dict[str, SamplingConfig] = {"train": job.rollout, "validation": job.rollout.val_kwargs}
+        self._prompt_length = job.data.max_prompt_length
+        self._engine = load_engine(job, self)
+
+    @property
+    def version(self) -> int:
+        """Of the weights in use; 0 is the model directory's."""
+        return self._engine.version
+
+    async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
+        """One response for each row, in batches of the rows that finished at the same token; column `row` says
+        which they are, meta_info["weight_version"] by which weights they were made.
+
+        Raises:
+            InvalidBatch: prompts are not [B, data.max_prompt_length], not left-padded, or
+                meta_info["sampling"] is neither "train" nor "validation".
+        """
+        sampling = self._check(prompts)
+        finished = cast(AsyncGenerator[DataProto, None], self._engine.generate(prompts, sampling))
+        async with aclosing(finished):
+            async for rows in finished:
+                yield rows
+
+    async def update_weights(self, source: WeightSource) -> None:
+        """Fetches a version whole, then swaps it in between decodes. A version taken twice is the same as once.
+
+        Raises:
+            WeightsUnavailable: it could not be had or is not this model's; the old weights stay.
+        """
+        await self._engine.load_weights(source.version, await source.fetch())
+
+    def close(self) -> None:
+        """Lets the running decode end, then gives back what the engine holds."""
+        super().close()
+        self._engine.close()
+
+    def _check(self, prompts: DataProto) -> SamplingConfig:
+        batch = prompts.select_columns(["prompts", "prompt_mask", "seeds"])
+        expected = (len(batch), self._prompt_length)
+        for name, shape in (("prompts", expected), ("prompt_mask", expected), ("seeds", expected[:1])):
+            if batch[name].shape != shape:
+                raise InvalidBatch(
+                    f"rollout.generate needs {name} {list(shape)} (data.max_prompt_length is "
+                    f"{self._prompt_length}); got {list(batch[name].shape)}"
+                )
+        mask = batch["prompt_mask"].to(torch.int8)
+        if not (mask[:, -1:].all() and (mask.diff(dim=1) >= 0).all()):
+            raise InvalidBatch("rollout.generate needs left-padded prompts of one token or more")
+        use = prompts.meta_info.get("sampling", "")
+        if use not in self._sampling:
+            raise InvalidBatch(
+                f"meta_info['sampling'] is {use!r}; rollout.generate knows {list(self._sampling)}"
+            )
+        return self._sampling[use]

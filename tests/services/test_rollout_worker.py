@@ -1,0 +1,304 @@
+"""The hf engine in its worker: a row's bits are its own, its log-probabilities are the model's, rows stream."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rolemesh.config.job import JobConfig, make_job
+from rolemesh.config.rollout import SamplingConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch, InvalidConfig, WeightsUnavailable
+from rolemesh.models.loading import named_weights
+from rolemesh.models.tiny import make_tiny_model
+from rolemesh.weights.held import HeldWeights
+from services.rollout.engines import load_engine
+from services.rollout.engines.sampling import log_distribution
+from services.rollout.worker import RolloutWorker
+
+P, T, EOS, PAD = 12, 16, 258, 256
+COLUMNS = ("responses", "response_mask", "rollout_log_probs")
+
+
+def job_of(model: Path, **rollout: Any) -> JobConfig:
+    return make_job(
+        {
+            "actor": {"model": {"path": str(model)}},
+            "data": {"max_prompt_length": P, "max_response_length": T},
+            "rollout": {"temperature": 1.0, **rollout},
+        }
+    )
+
+
+def prompts_of(rows: int, sampling: str = "train") -> DataProto:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, P + 1, (rows,), generator=generator)
+    lengths[0] = P
+    mask = torch.arange(P) >= P - lengths[:, None]
+    ids = torch.randint(0, 256, (rows, P), generator=generator).where(mask, PAD)
+    return DataProto(
+        {"prompts": ids, "prompt_mask": mask, "seeds": torch.arange(rows) * 7919 - 5},
+        {},
+        {"sampling": sampling},
+    )
+
+
+async def generated(worker: RolloutWorker, prompts: DataProto) -> DataProto:
+    """All rows, in the order of the request."""
+    answer = DataProto.concat([rows async for rows in worker.generate(prompts)])
+    assert sorted(answer["row"].tolist()) == list(range(len(prompts)))
+    return answer[answer["row"].argsort()]
+
+
+@pytest.fixture
+def ending_model(any_model: Path, tmp_path: Path) -> Path:
+    """The tiny models hardly ever say EOS; this one has 33 tokens that end a response."""
+    model = AutoModelForCausalLM.from_pretrained(any_model)
+    model.generation_config.eos_token_id = [*range(0, 256, 8), EOS]
+    model.save_pretrained(tmp_path)
+    for file in any_model.glob("token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+async def test_a_rows_bits_depend_on_nothing_but_the_row(ending_model: Path):
+    prompts = prompts_of(13)
+    worker = RolloutWorker(job_of(ending_model, top_k=200, top_p=0.99))
+    together = await generated(worker, prompts)
+    lengths = together["response_mask"].sum(1)
+    assert lengths.unique().numel() > 4, "uneven lengths, or the test shows nothing"
+
+    async def same(rows: Sequence[int], other: DataProto) -> None:
+        for name in COLUMNS:
+            assert torch.equal(together[list(rows)][name], other[name]), name
+
+    for row in range(13):
+        await same([row], await generated(worker, prompts[row]))
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(0)).tolist()
+    await same(order, await generated(worker, prompts[order]))
+    await same(range(5), await generated(worker, prompts[:5]))
+    worker.close()
+    for max_num_seqs in (4, 8):
+        restarted = RolloutWorker(job_of(ending_model, top_k=200, top_p=0.99, max_num_seqs=max_num_seqs))
+        await same(range(13), await generated(restarted, prompts))
+        restarted.close()
+
+
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.6, "top_k": 9}, {"top_p": 0.7, "temperature": 1.3}])
+async def test_log_probs_are_those_of_a_full_forward(any_model: Path, filters: dict[str, Any]):
+    prompts = prompts_of(6)
+    worker = RolloutWorker(job_of(any_model, **filters))
+    answer = await generated(worker, prompts)
+    ids = torch.cat([prompts["prompts"], answer["responses"]], 1)
+    mask = torch.cat([prompts["prompt_mask"], answer["response_mask"]], 1).long()
+    model = AutoModelForCausalLM.from_pretrained(any_model)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    expected = log_distribution(logits[:, P - 1 : -1].flatten(0, 1), SamplingConfig(**filters)).view(6, T, -1)
+    expected = (
+        expected.gather(2, answer["responses"][..., None])[..., 0].float().where(answer["response_mask"], 0)
+    )
+    assert (answer["rollout_log_probs"] - expected).abs().max() < 1e-5
+    worker.close()
+
+
+async def test_greedy_validation_is_transformers_greedy_search(any_model: Path):
+    prompts = prompts_of(9, "validation")
+    worker = RolloutWorker(job_of(any_model))
+    answer = await generated(worker, prompts)
+    model = AutoModelForCausalLM.from_pretrained(any_model)
+    expected = model.generate(
+        prompts["prompts"], attention_mask=prompts["prompt_mask"].long(), do_sample=False, max_new_tokens=T
+    )[:, P:]
+    assert torch.equal(answer["responses"][:, : expected.shape[1]], expected)
+    worker.close()
+
+
+async def test_the_end_token_is_part_of_the_response_and_padding_follows(ending_model: Path):
+    worker = RolloutWorker(job_of(ending_model))
+    answer = await generated(worker, prompts_of(13))
+    ends = {*range(0, 256, 8), EOS}
+    for ids, mask, log_probs in zip(*(answer[name].tolist() for name in COLUMNS), strict=True):
+        length = sum(mask)
+        assert mask == [True] * length + [False] * (T - length)
+        assert length == T or ids[length - 1] in ends
+        assert not ends & set(ids[: length - 1])
+        assert ids[length:] == [PAD] * (T - length)
+        assert log_probs[length:] == [0.0] * (T - length)
+        assert all(value < 0 for value in log_probs[:length])
+    worker.close()
+
+
+async def test_ignore_eos_uses_the_whole_length(ending_model: Path):
+    worker = RolloutWorker(job_of(ending_model, ignore_eos=True))
+    assert (await generated(worker, prompts_of(5)))["response_mask"].all()
+    worker.close()
+
+
+async def test_rows_come_as_they_finish_while_others_go_on(ending_model: Path):
+    worker = RolloutWorker(job_of(ending_model))
+    answers = [rows async for rows in worker.generate(prompts_of(13))]
+    lengths = [rows["response_mask"].sum(1).unique().tolist() for rows in answers]
+    assert len(answers) > 3
+    assert all(len(length) == 1 for length in lengths)  # a batch holds the rows of one step
+    assert lengths == sorted(lengths)
+    assert all(rows.meta_info == {"weight_version": 0} for rows in answers)
+    worker.close()
+
+
+async def test_a_consumer_that_leaves_stops_the_decoding(tiny_model: Path):
+    worker = RolloutWorker(job_of(tiny_model, max_num_seqs=4))
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    worker._engine.model.register_forward_hook(count)
+    async with aclosing(worker.generate(prompts_of(400))) as stream:
+        await anext(stream)
+    await worker.run(lambda: None)  # the worker's thread is free again
+    assert T <= forwards < 50 * T
+    worker.close()
+
+
+async def test_calls_that_overlap_all_complete_in_whatever_order_they_are_read(ending_model: Path):
+    worker = RolloutWorker(job_of(ending_model))
+    prompts = prompts_of(13)
+    alone = await generated(worker, prompts)
+    async with aclosing(worker.generate(prompts)) as unread:
+        await anext(unread)
+        others = await asyncio.gather(generated(worker, prompts), generated(worker, prompts))
+    for other in others:
+        assert torch.equal(other["responses"], alone["responses"])
+    worker.close()
+
+
+async def test_no_rows_give_no_rows(tiny_model: Path):
+    worker = RolloutWorker(job_of(tiny_model))
+    assert [rows async for rows in worker.generate(prompts_of(5)[:0])] == []
+    worker.close()
+
+
+async def test_answers_may_take_part_in_training(tiny_model: Path):
+    worker = RolloutWorker(job_of(tiny_model))
+    answer = await generated(worker, prompts_of(5))
+    assert not any(column.is_inference() for column in answer.tensors.values())
+    worker.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+async def test_lower_precision_generates_close_log_probs(tiny_model: Path, dtype: str):
+    answers = []
+    for precision in ("float32", dtype):
+        worker = RolloutWorker(job_of(tiny_model, dtype=precision))
+        answers.append(await generated(worker, prompts_of(5)))
+        worker.close()
+    first = [answer["rollout_log_probs"][:, 0] for answer in answers]
+    assert (first[0] - first[1]).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": torch.zeros(3, P + 1, dtype=torch.int64)}, "max_prompt_length"),
+        ({"prompt_mask": torch.zeros(3, P, dtype=torch.bool)}, "left-padded"),
+        ({"prompt_mask": torch.arange(P).expand(3, P) < 3}, "left-padded"),
+    ],
+)
+async def test_prompts_that_are_not_left_padded_to_P_are_refused(
+    tiny_model: Path, change: dict[str, Any], message: str
+):
+    worker = RolloutWorker(job_of(tiny_model))
+    prompts = prompts_of(3)
+    for name, column in change.items():
+        prompts[name] = column
+    with pytest.raises(InvalidBatch, match=message):
+        await generated(worker, prompts)
+    worker.close()
+
+
+async def test_an_unknown_kind_of_sampling_is_refused(tiny_model: Path):
+    worker = RolloutWorker(job_of(tiny_model))
+    with pytest.raises(InvalidBatch, match=r"'test'.*'train', 'validation'"):
+        await generated(worker, prompts_of(2, "test"))
+    worker.close()
+
+
+def test_an_unknown_engine_is_refused_with_those_there_are(tiny_model: Path):
+    job = job_of(tiny_model)
+    other = job.model_copy(update={"rollout": job.rollout.model_copy(update={"name": "sglang"})})
+    with pytest.raises(InvalidConfig, match=r"'sglang'; engines: hf"):
+        load_engine(other, None)
+
+
+def test_lengths_beyond_the_models_are_refused_at_start(tmp_path: Path):
+    make_tiny_model(tmp_path, max_position_embeddings=P + T - 1)
+    with pytest.raises(InvalidConfig, match="27"):
+        RolloutWorker(job_of(tmp_path))
+
+
+# ------------------------------------------------------------------------------------- weights
+
+
+def other_weights(model: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    return named_weights(AutoModelForCausalLM.from_pretrained(other))
+
+
+async def test_after_an_update_it_generates_as_the_new_model_does(tiny_model: Path, tmp_path: Path):
+    worker, prompts = RolloutWorker(job_of(tiny_model)), prompts_of(6)
+    weights = other_weights(tiny_model, tmp_path)
+    await worker.update_weights(HeldWeights(3, weights))
+    updated = await generated(worker, prompts)
+    assert updated.meta_info["weight_version"] == worker.version == 3
+    fresh = RolloutWorker(job_of(tmp_path / "other"))
+    expected = await generated(fresh, prompts)
+    for name in COLUMNS:
+        assert torch.equal(updated[name], expected[name])
+    worker.close()
+    fresh.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda w: w.update({"lm_head.weight": torch.zeros(2)}), "lm_head.weight is unknown"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"is \[3\] torch.float32, not \[64\]"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(64).half()}), "float16"),
+    ],
+)
+async def test_weights_that_do_not_fit_change_nothing(
+    tiny_model: Path, tmp_path: Path, spoil: Any, message: str
+):
+    worker, prompts = RolloutWorker(job_of(tiny_model)), prompts_of(4)
+    before = await generated(worker, prompts)
+    weights = other_weights(tiny_model, tmp_path)
+    spoil(weights)
+    with pytest.raises(WeightsUnavailable, match=message):
+        await worker.update_weights(HeldWeights(1, weights))
+    after = await generated(worker, prompts)
+    assert worker.version == 0
+    assert torch.equal(before["rollout_log_probs"], after["rollout_log_probs"])
+    worker.close()
+
+
+async def test_an_update_waits_for_the_running_decode(tiny_model: Path, tmp_path: Path):
+    worker, prompts = RolloutWorker(job_of(tiny_model, max_num_seqs=4)), prompts_of(12)
+    before = await generated(worker, prompts)
+    async with aclosing(worker.generate(prompts)) as stream:
+        answers = [await anext(stream)]
+        update = asyncio.create_task(worker.update_weights(HeldWeights(1, other_weights(tiny_model, tmp_path))))
+        answers += [rows async for rows in stream]
+    await update
+    during = DataProto.concat(answers)
+    assert during.meta_info["weight_version"] == 0
+    assert torch.equal(during[during["row"].argsort()]["responses"], before["responses"])
+    assert worker.version == 1
+    worker.close()
