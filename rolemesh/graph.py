@@ -9,7 +9,8 @@ marked with `@node`.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.roles import COLUMNS, Method, Metrics, NoReference, Roles, methods
+from rolemesh.roles import COLUMNS, Critic, Method, Metrics, NoCritic, NoReference, Reference, Roles, methods
 from rolemesh.weights.source import WeightSource
 
 P = ParamSpec("P")
@@ -141,19 +142,16 @@ class StepGraph:
 
     def to_text(self) -> str:
         """A line for each call, numbered by stage: what it reads, and what it writes."""
-        lines = [self.title, ""]
-        calls = [(str(i), n) for i, stage in enumerate(self.stages, 1) for n in stage]
-        width = max(len(n.name) for _, n in calls)
-        last = ""
-        for stage, each in calls:
-            number = "" if stage == last else stage
-            lines.append(f"{number:>3}  {each.name:<{width}}  reads   {', '.join(each.reads) or '-'}")
-            lines.append(f"{'':>3}  {'':<{width}}  writes  {', '.join(each.writes) or '-'}")
-            last = stage
-        lines.append("")
-        lines.append("Calls under one number do not wait for each other.")
+        lines = [self.title]
+        for number, stage in enumerate(self.stages, 1):
+            for i, each in enumerate(stage):
+                lines += ["", f"{'' if i else number:>2}  {each.name}"]
+                lines += _listed("reads ", each.reads) + _listed("writes", each.writes)
+        lines += ["", "Calls under one number do not wait for each other."]
+        if self.unread:
+            lines.append("No call reads these; metrics and dumps do, or nobody does:")
         for name, columns in self.unread.items():
-            lines.append(f"Of {name} no call reads {', '.join(columns)} (metrics, dumps and loggers may).")
+            lines += _listed(f"{name}:", columns)
         return "\n".join(lines)
 
     def to_mermaid(self) -> str:
@@ -180,6 +178,13 @@ MERMAID_STYLES = {
     "critic": "fill:#fef3c7,stroke:#d97706,color:#222222",
     "reward": "fill:#fee2e2,stroke:#dc2626,color:#222222",
 }
+
+
+def _listed(verb: str, columns: Sequence[str]) -> list[str]:
+    """Columns on lines of at most 100 characters."""
+    first = f"      {verb} "
+    indent = " " * len(first)
+    return textwrap.wrap(", ".join(columns), 100, initial_indent=first, subsequent_indent=indent)
 
 
 def _id(name: str) -> str:
@@ -221,10 +226,9 @@ class Recorder:
 
     def roles(self) -> Roles:
         """Roles that record."""
-        reference = RecordedReference(self) if self.job.uses_reference else NoReference()
-        return Roles(
-            RecordedActor(self), RecordedRollout(self), RecordedReward(self), RecordedCritic(self), reference
-        )
+        reference: Reference = RecordedReference(self) if self.job.uses_reference else NoReference()
+        critic: Critic = RecordedCritic(self) if self.job.uses_critic else NoCritic()
+        return Roles(RecordedActor(self), RecordedRollout(self), RecordedReward(self), critic, reference)
 
     def add(self, this: Node) -> None:
         """A call, with an edge from the last writer of each column that it reads. A call that is made once
