@@ -17,7 +17,6 @@ from typing import Any, get_args
 
 import torch
 from google.protobuf.descriptor import ServiceDescriptor
-from prometheus_client import start_http_server
 
 from rolemesh import context, metrics
 from rolemesh.config import JobConfig
@@ -25,7 +24,7 @@ from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
 from rolemesh.logs import LogFormat, setup_logging
 from rolemesh.rpc.allocator import tune
 from rolemesh.rpc.contract import ACTOR, CRITIC, REWARD, ROLLOUT, WEIGHTS
-from rolemesh.rpc.server import RoleServer, split_address
+from rolemesh.rpc.server import RoleServer, serve_metrics
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ async def serve(
     context.job.set(job.trainer.experiment_name)
     ending = _Ending(exit_with_parent)
     server = RoleServer(role, ROLES[role].services)
-    metrics_address = _serve_metrics(metrics_listen) if metrics_listen else None
+    metrics_address = serve_metrics(metrics_listen) if metrics_listen else None
     address = await server.start(listen)
     if address_file is not None:
         _write_whole(address_file, {"address": address, "metrics": metrics_address, "pid": os.getpid()})
@@ -205,15 +204,6 @@ def _set_up_logging() -> None:
     if chosen not in get_args(LogFormat):
         raise InvalidConfig(f"{LOG_FORMAT} is {chosen!r}; it can be {' or '.join(get_args(LogFormat))}")
     setup_logging("json" if chosen == "json" else "text", stream=sys.stderr)
-
-
-def _serve_metrics(listen: str) -> str:
-    host, port = split_address(listen)
-    try:
-        server, _ = start_http_server(port, host.strip("[]"))
-    except OSError as error:
-        raise InvalidConfig(f"/metrics cannot listen on {listen}: {error.strerror or error}") from error
-    return f"{host}:{server.server_port}"
 
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:

@@ -219,7 +219,7 @@ class Dispatcher:
             code = grpc.StatusCode.OK
         except grpc.aio.AioRpcError as error:
             code = error.code()
-            raise self._explained(error, self._where(rpc, replica)) from error
+            raise self._explained(error, self._where(rpc, replica), deadline) from error
         except asyncio.CancelledError:
             if broken:  # gRPC cancels a call whose request cannot be made; the reason is what matters
                 raise broken[0] from None
@@ -228,9 +228,11 @@ class Dispatcher:
             call.cancel()
             metrics.CLIENT_REQUESTS.labels(self.pool.role, rpc.name, code.name).inc()
 
-    def _explained(self, error: grpc.aio.AioRpcError, where: str) -> RolemeshError:
+    def _explained(self, error: grpc.aio.AioRpcError, where: str, deadline: float) -> RolemeshError:
         explained = from_status(error, where)
-        if isinstance(explained, RoleTimeout):
+        if isinstance(explained, RoleTimeout) or (
+            isinstance(explained, RoleUnavailable) and time.monotonic() >= deadline
+        ):
             return RoleTimeout(f"{where}: no answer within the deadline of {self._timeout_s:g} s")
         return explained
 

@@ -41,6 +41,10 @@ BARE: dict[grpc.StatusCode, type[RolemeshError]] = {
     grpc.StatusCode.UNIMPLEMENTED: errors.Unsupported,
 }
 
+# grpc.aio says this, with INTERNAL, when a call ended (refused, server gone) while its request was being
+# written, if the write's failure is noticed before the call's status. Our servers never send it.
+ENDED_WHILE_WRITING = "Internal error from Core"
+
 
 def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
     """Code, details and trailing metadata that a server ends a call with."""
@@ -62,6 +66,8 @@ def from_status(error: grpc.aio.AioRpcError, where: str) -> RolemeshError:
     named = {key: value for key, value in trailing if key == ERROR_KEY}
     cls = BY_NAME.get(named.get(ERROR_KEY, "")) or BARE.get(error.code(), errors.RoleFailed)
     details = error.details() or error.code().name
+    if details == ENDED_WHILE_WRITING:
+        cls, details = errors.RoleUnavailable, "the call ended while its request was being sent"
     return cls(f"{where}: {details}")
 
 

@@ -109,7 +109,7 @@ class ReplicaPool:
 
     async def _problem_until(self, replica: Replica, deadline: float) -> str:
         backoff_s = 0.02
-        while problem := await replica.health(self._service):
+        while problem := await self._try_return(replica):
             if time.monotonic() + backoff_s >= deadline:
                 return problem
             await asyncio.sleep(backoff_s)
@@ -176,22 +176,25 @@ class ReplicaPool:
 
     async def _revive(self, replica: Replica) -> None:
         backoff_s = 0.05
-        while problem := await self._return_of(replica):
+        while not replica.live and (problem := await self._try_return(replica)):
             log.debug("%s at %s is still gone: %s", self.role, replica.address, problem)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-        log.warning("%s at %s is back", self.role, replica.address)
-        self._set_live(replica, True)
-        await self._notify()
 
-    async def _return_of(self, replica: Replica) -> str:
-        problem = await replica.health(self._service)
-        if not problem and self.on_return is not None:
-            try:
-                await self.on_return(replica)
-            except RolemeshError as error:
-                return str(error)
-        return problem
+    async def _try_return(self, replica: Replica) -> str:
+        """Makes a healthy replica live; else says what is the matter."""
+        if problem := await replica.health(self._service):
+            return problem
+        if not replica.live:
+            if self.on_return is not None:
+                try:
+                    await self.on_return(replica)
+                except RolemeshError as error:
+                    return str(error)
+            log.warning("%s at %s is back", self.role, replica.address)
+            self._set_live(replica, True)
+            await self._notify()
+        return ""
 
     def _set_live(self, replica: Replica, live: bool) -> None:
         replica.live = live

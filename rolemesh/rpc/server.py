@@ -13,6 +13,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import start_http_server
 
 from rolemesh import metrics
 from rolemesh.errors import InvalidConfig
@@ -143,6 +144,26 @@ def split_address(address: str) -> tuple[str, int]:
     if not (colon and host and port.isdecimal() and int(port) < 65536) or (":" in host and host[:1] != "["):
         raise InvalidConfig(f"{address!r} is not an address; write host:port, e.g. 127.0.0.1:50051")
     return host, int(port)
+
+
+def serve_metrics(listen: str) -> str:
+    """Serves /metrics over HTTP, on threads of its own.
+
+    Args:
+        listen: host:port; port 0 takes a free one.
+
+    Returns:
+        host:port as bound.
+
+    Raises:
+        InvalidConfig: not an address, or one that cannot be had.
+    """
+    host, port = split_address(listen)
+    try:
+        server, _ = start_http_server(port, host.strip("[]"))
+    except OSError as error:
+        raise InvalidConfig(f"/metrics cannot listen on {listen}: {error.strerror or error}") from error
+    return f"{host}:{server.server_port}"
 
 
 def _why(host: str, port: int) -> str:

@@ -25,7 +25,8 @@ P, T = 6, 8
 GATED_REWARD = """
 import os
 
-def compute_score(data_source, solution_str, ground_truth, extra_info, log, started="", gate="", opens="", after=0):
+def compute_score(data_source, solution_str, ground_truth, extra_info,
+                  log, started="", gate="", opens="", after=0):
     with open(log, "a") as file:
         file.write(f"{extra_info['index']}\\n")
     if started:
@@ -55,9 +56,14 @@ class Gate:
     def open(self, count: int = 1000) -> None:
         os.write(self.fd, b"." * count)
 
-    async def passed(self) -> None:
-        """Returns when somebody has put a byte in."""
-        await asyncio.to_thread(os.read, self.fd, 1)
+    async def passed(self, call: asyncio.Task[Any]) -> None:
+        """Returns when somebody has put a byte in; raises if the call that was to do it has ended before."""
+        byte = asyncio.create_task(asyncio.to_thread(os.read, self.fd, 1))
+        await asyncio.wait({byte, call}, return_when=asyncio.FIRST_COMPLETED)
+        if not byte.done():
+            self.open(1)
+            await byte
+            raise AssertionError(f"the call ended: {call}")
 
 
 @contextmanager
@@ -76,7 +82,7 @@ def reward_job(model: Path, directory: Path, **reward_kwargs: Any) -> JobConfig:
     directory.mkdir(parents=True, exist_ok=True)
     function = directory / "gated.py"
     function.write_text(GATED_REWARD)
-    kwargs = {"log": str(directory / "scored"), **{key: value for key, value in reward_kwargs.items()}}
+    kwargs = {"log": str(directory / "scored"), **reward_kwargs}
     return make_job(
         {
             "actor": {"model": {"path": str(model)}},
@@ -150,7 +156,7 @@ async def serve_process(role: str, job: JobConfig, directory: Path) -> AsyncIter
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        while not address_file.exists() and process.returncode is None:
+        while not address_file.exists() and process.returncode is None:  # noqa: ASYNC110  # another process's file
             await asyncio.sleep(0.02)
         bound = json.loads(address_file.read_text()) if address_file.exists() else {}
         yield Process(process, bound.get("address", ""), bound.get("metrics", ""))

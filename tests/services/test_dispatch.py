@@ -1,10 +1,9 @@
-"""How a call spreads over replicas, what becomes of it when one dies, and what is never tried again. Real reward
-services with a reward function that waits when told to."""
+"""How a call spreads over replicas, what becomes of it when one dies, and what is never tried again.
+Real reward services with a reward function that waits when told to."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from pathlib import Path
 
@@ -96,7 +95,7 @@ async def test_a_killed_replica_loses_nothing_and_doubles_nothing(tiny_model: Pa
         ):
             await client.wait_until_ready(60)
             call = asyncio.create_task(client.compute_scores(reward_batch(40)))
-            await started.passed()
+            await started.passed(call)
             victim.process.send_signal(signal.SIGKILL)
             answer = await call
             assert index_scores(answer) == list(range(40))
@@ -190,11 +189,10 @@ async def test_a_cancelled_call_ends_at_the_server_too(tiny_model: Path, tmp_pat
         job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(doors.path))
         async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:
             call = asyncio.create_task(client.compute_scores(reward_batch(1)))
-            await started.passed()
+            await started.passed(call)
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
             assert client._pool.replicas[0].outstanding_rows == 0
             doors.open()
             assert index_scores(await client.compute_scores(reward_batch(1))) == [0]
-            assert os.path.exists(tmp_path / "scored")
