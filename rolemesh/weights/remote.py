@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from rolemesh.errors import WeightsUnavailable
+from rolemesh.rpc.pool import CLIENT_OPTIONS
 from rolemesh.v1.weights_pb2 import FetchRangeRequest, GetManifestRequest, WeightManifest, WeightSpec
 from rolemesh.v1.weights_pb2_grpc import WeightsServiceStub
 from rolemesh.weights.manifest import check_manifest, checksum, unpack
 
 MAX_RESUMES = 5
 RECONNECT_S = 10.0  # how long a holder that went away may take to come back
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
+# How a call ends when its server does: cut, or cancelled by the server's last act.
+CUT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class RemoteWeights:
@@ -45,7 +43,7 @@ class RemoteWeights:
         return self._address
 
     async def fetch(self) -> dict[str, Tensor]:
-        async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
             pull = _Pull(channel, self._address, self._version, time.monotonic() + self._timeout_s)
             manifest = await pull.manifest()
             # Pages of memory are taken as bytes arrive, not for what the manifest claims.
@@ -106,7 +104,7 @@ class _Pull:
                     )
             except grpc.aio.AioRpcError as error:
                 resumes += 1
-                if error.code() != grpc.StatusCode.UNAVAILABLE or resumes > MAX_RESUMES:
+                if error.code() not in CUT or resumes > MAX_RESUMES:
                     raise self._failed(error, f" after {received} of {len(buffer)} bytes") from error
                 await self._reconnect(error)
 
