@@ -55,7 +55,6 @@ class Run:
 
     Args:
         job: what to do.
-        roles: workers or clients; the run does not close them.
         tokenizer: the model's, for prompts and dumps.
         display: shows the progress.
 
@@ -63,16 +62,16 @@ class Run:
         InvalidConfig, InvalidData: the job or its data cannot be run.
     """
 
-    def __init__(self, job: JobConfig, roles: Roles, tokenizer: Any, display: Display | None = None) -> None:
+    def __init__(self, job: JobConfig, tokenizer: Any, display: Display | None = None) -> None:
         self.job = job
         self.display = display or Display()
         self.status = RunStatus(job.trainer.experiment_name, self.display.show)
         self._tokenizer = tokenizer
         self._stopwatch = Stopwatch(lambda phase: self.status.set(phase=phase))
-        self._roles = timed(roles, self._stopwatch)
         self._kl = KLController(job.algorithm.kl_ctrl)
         self._train, self._order, total_steps = self._training_data()
         self._val = self._validation_data()
+        self.job = with_total_steps(job, total_steps)
         self.status.set(total_steps=total_steps)
         self._checkpoints = Checkpoints(job.run_dir, job.trainer.max_actor_ckpt_to_keep)
         self._saved_step = 0
@@ -82,13 +81,17 @@ class Run:
         """Lets the running step end; then a checkpoint is written, if the job writes any, and the run ends."""
         self.status.request_stop()
 
-    async def train(self) -> Summary:
+    async def train(self, roles: Roles) -> Summary:
         """Makes the steps, from the checkpoint that trainer.resume_mode chooses, to the end or to a stop.
+
+        Args:
+            roles: workers or clients, ready; the run does not close them.
 
         Raises:
             RolemeshError: a step, a validation or a checkpoint failed; the last good checkpoint stays.
         """
         context.job.set(self.job.trainer.experiment_name)
+        self._roles = timed(roles, self._stopwatch)
         token = observer.set(self._stopwatch)
         try:
             await check_step(self.job)
@@ -145,7 +148,8 @@ class Run:
         metrics = await self._train_on(number)
         if self._val and self._due(number, self.job.trainer.test_freq):
             metrics |= await self._validate(number)
-        if self._due(number, self.job.trainer.save_freq):
+        save_freq = self.job.trainer.save_freq
+        if self._due(number, save_freq) or (save_freq > 0 and self.status.stop_requested):
             await self._save(number, metrics)
         else:
             self._log(number, metrics)
@@ -205,9 +209,8 @@ class Run:
     # --------------------------------------------------------------------------------------- pieces
 
     def _due(self, number: int, every: int) -> bool:
-        """Every so many steps and at the end of the run."""
-        last = number == self.status.total_steps or self.status.stop_requested
-        return every > 0 and (last or number % every == 0)
+        """Every so many steps and at the end of the course."""
+        return every > 0 and (number == self.status.total_steps or number % every == 0)
 
     def _training_data(self) -> tuple[PromptDataset, PromptOrder, int]:
         job = self.job
@@ -249,6 +252,12 @@ class Run:
             rollout_dumps=_path(self.job.trainer.rollout_data_dir),
             validation_dumps=_path(self.job.trainer.validation_data_dir),
         )
+
+
+def with_total_steps(job: JobConfig, total_steps: int) -> JobConfig:
+    """The job with its number of steps said: schedules of the roles count against it."""
+    trainer = job.trainer.model_copy(update={"total_training_steps": total_steps})
+    return job.model_copy(update={"trainer": trainer})
 
 
 def _path(directory: str | None) -> Path | None:

@@ -97,4 +97,4 @@ def workers(job: JobConfig) -> Iterator[Roles]:
 async def train(job: JobConfig) -> Summary:
     """A whole run with fresh workers, as a new process would make it."""
     with workers(job) as roles:
-        return await Run(job, roles, load_tokenizer(job.actor.model)).train()
+        return await Run(job, load_tokenizer(job.actor.model)).train(roles)

@@ -1,0 +1,55 @@
+"""What `rolemesh run` does: the roles as processes of this machine, and the controller in this one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from rolemesh.config import JobConfig
+from rolemesh.errors import RoleUnavailable
+from rolemesh.rpc.allocator import tune
+from services.control import Brakes, drive, prepare
+from services.controller.loop import Run, Summary
+from services.processes import RoleProcesses, role_processes
+
+R = TypeVar("R")
+
+LOCAL = "127.0.0.1:0"
+DEATH_NOTICE_S = 2.0  # a call to a process that died fails a little before its death is noticed
+
+
+async def launch(job: JobConfig) -> None:
+    """Starts the job's roles, trains, and ends the roles, however the training ends.
+
+    Raises:
+        RolemeshError: the job cannot be run, a role ended or a step failed.
+    """
+    tune()
+    run = await prepare(job)
+    with Brakes(run) as brakes:
+        async with role_processes(run.job) as processes:
+            summary = await beside(processes, _train(run, processes))
+        brakes.end(summary)
+
+
+async def _train(run: Run, processes: RoleProcesses) -> Summary:
+    addresses = await processes.addresses(run.job.trainer.ready_timeout_s)
+    return await drive(run, addresses, LOCAL, LOCAL)
+
+
+async def beside(processes: RoleProcesses, work: Coroutine[Any, Any, R]) -> R:
+    """The work's result. When a role loses its last process the work is cancelled, and the error tells how the
+    process ended."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(processes.watch())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done() and isinstance(working.exception(), RoleUnavailable):
+            await asyncio.wait({watching}, timeout=DEATH_NOTICE_S)
+        if watching.done():
+            await watching
+        return await working
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
