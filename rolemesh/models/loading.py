@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,10 @@ from rolemesh.errors import InvalidConfig, ModelNotFound
 
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()  # what it warns of, missing weights, is an error here
+
+# transformers loads a model by patching torch and its own classes for the while: two loads on two threads leave
+# a model without its tied weights, and the patches in place.
+_LOADING = threading.Lock()
 
 SCORE_HEADS = ("score", "classifier", "v_head")  # what Hugging Face's classes call a head with one number
 
@@ -142,7 +147,10 @@ def _load(auto_class: Any, directory: Path, config: ModelConfig, role: str) -> A
             directory, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
         _without_dropout(settings)
-        with torch.random.fork_rng(devices=[]):  # a constructor draws initial weights before it reads any
+        with (
+            _LOADING,
+            torch.random.fork_rng(devices=[]),
+        ):  # a constructor draws initial weights before it reads any
             model, found = auto_class.from_pretrained(
                 directory,
                 config=settings,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from services.controller.run_dir import STEP, Record
+
+log = logging.getLogger(__name__)
 
 INK, GRID = "#1f2937", "#e5e7eb"
 COLOURS = ("#2563eb", "#d97706", "#16a34a", "#dc2626")
@@ -24,6 +27,8 @@ PANELS: dict[str, dict[str, str]] = {
     "Response length, tokens": {"response_length/mean": "mean", "response_length/max": "longest"},
     "Losses": {"actor/pg_loss": "policy", "critic/vf_loss": "value"},
 }
+
+FROM_ZERO = ("Entropy, nats per token", "Response length, tokens")  # a change is seen against the whole
 
 
 def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
@@ -60,9 +65,14 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
         axes.tick_params(labelsize=8, colors=INK)
         if name == "Validation accuracy":
             axes.set_ylim(-0.03, 1.03)
+        if name in FROM_ZERO:
+            axes.set_ylim(bottom=0)
         if len(lines) > 1 or name == "Validation accuracy":
             axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:  # a picture is not worth hiding how the run ended
+        log.warning("%s could not be written: %s", path, error)
 
 
 def _draw_line(axes: Any, colour: str, label: str, steps: list[float], values: list[float]) -> None:

@@ -89,14 +89,15 @@ class RunStatus:
         return not self.stop_requested
 
     async def watch(self, after_step: int = 0) -> AsyncIterator[Record]:
-        """Records of steps after `after_step`: those there are, then each as it is made, to the run's end."""
+        """Records of steps after `after_step` (0: of all, also of the validation before step 1): those there
+        are, then each as it is made, to the run's end."""
         seen = 0
         while not (self._ended and seen == len(self.records)):
             if seen == len(self.records):
                 await self._changed.wait()
             new, seen = self.records[seen:], len(self.records)
             for record in new:
-                if (record[STEP] or 0) > after_step:
+                if after_step == 0 or (record[STEP] or 0) > after_step:
                     yield record
 
     @property

@@ -1,0 +1,61 @@
+"""ControllerService: the run's status as protobuf, and the brakes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rolemesh.v1 import controller_pb2 as pb
+from services.controller.run_dir import ENDED_AT, STEP, Record
+from services.controller.status import RunStatus
+
+SERVICE = pb.DESCRIPTOR.services_by_name["ControllerService"]
+
+
+class ControllerServicer:
+    """Implements ControllerService. It may be served before the run begins and after it ends.
+
+    Args:
+        status: the run's; on the event loop that serves.
+    """
+
+    def __init__(self, status: RunStatus) -> None:
+        self._status = status
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        status = self._status
+        return pb.GetStatusResponse(
+            job=status.job,
+            state=pb.RunState.Name(status.state.value),
+            step=status.step,
+            total_steps=status.total_steps,
+            phase=status.phase,
+            last=to_message(status.records[-1]) if status.records else None,
+        )
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:
+        async for record in self._status.watch(request.after_step):
+            yield pb.WatchResponse(record=to_message(record))
+
+    async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
+        self._status.pause()
+        return pb.PauseResponse()
+
+    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
+        self._status.resume()
+        return pb.ResumeResponse()
+
+    async def Stop(self, request: pb.StopRequest, context: Any) -> pb.StopResponse:
+        self._status.request_stop()
+        return pb.StopResponse()
+
+
+def to_message(record: Record) -> pb.StepRecord:
+    """A line of metrics.jsonl; what is null there was not finite."""
+    message = pb.StepRecord(step=int(record[STEP] or 0))
+    for name, value in record.items():
+        if name not in (STEP, ENDED_AT):
+            message.metrics[name] = math.nan if value is None else value
+    message.ended_at.FromMicroseconds(int((record[ENDED_AT] or 0) * 1e6))
+    return message

@@ -1,0 +1,238 @@
+"""A run that was stopped or killed ends where an unbroken one ends, bit for bit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from in_process import small_job, train, workers
+
+from rolemesh.config import JobConfig
+from rolemesh.errors import CheckpointFailed, InvalidConfig
+from rolemesh.models.loading import load_tokenizer
+from services.controller.checkpoints import Checkpoints
+from services.controller.loop import Run
+from services.controller.run_dir import read_metrics
+
+CLOCKS = ("timing_s/", "perf/throughput", "ended_at")
+NOISY = ("trainer.save_freq=1", "trainer.test_freq=2")
+
+
+def course(job: JobConfig) -> list[dict[str, float | None]]:
+    """metrics.jsonl without clock times."""
+    records = read_metrics(job.run_dir / "metrics.jsonl")
+    return [{key: value for key, value in r.items() if not key.startswith(CLOCKS)} for r in records]
+
+
+def steps(job: JobConfig) -> list[float | None]:
+    return [record["training/global_step"] for record in course(job)]
+
+
+def contents(checkpoint: Path) -> dict[str, bytes]:
+    """Every file of a checkpoint, byte for byte."""
+    files = [path for path in checkpoint.rglob("*") if path.is_file()]
+    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in files}
+
+
+async def train_and_stop_in(step: int, job: JobConfig) -> None:
+    """Asks for the end as soon as step `step - 1` is done; the next one is then running."""
+    with workers(job) as roles:
+        run = Run(job, load_tokenizer(job.actor.model))
+        training = asyncio.create_task(run.train(roles))
+        async for record in run.status.watch():
+            if record["training/global_step"] == step - 1:
+                run.request_stop()
+        await training
+
+
+@pytest.fixture(scope="module")
+async def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> JobConfig:
+    """Four steps of PPO with nothing in between."""
+    job = small_job(tmp_path_factory.mktemp("unbroken"), tiny_model, "run", *NOISY)
+    await train(job)
+    return job
+
+
+def assert_same_end(job: JobConfig, unbroken: JobConfig) -> None:
+    assert course(job) == course(unbroken)
+    written, expected = (contents(each.run_dir / "global_step_4") for each in (job, unbroken))
+    assert written.keys() == expected.keys()
+    # the data files of the two runs lie in different directories; nothing else may differ
+    assert [name for name in expected if written[name] != expected[name]] == []
+
+
+async def test_a_stopped_run_resumed_ends_bit_for_bit_where_an_unbroken_run_ends(
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *NOISY)
+    await train_and_stop_in(2, job)
+    assert steps(job) == [0, 1, 2]
+    await train(job)
+    assert_same_end(job, unbroken)
+
+
+async def test_grpo_resumed_ends_bit_for_bit_where_an_unbroken_run_ends(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    overrides = ("algorithm.adv_estimator=grpo", "actor.use_kl_loss=true", *NOISY)
+    whole = small_job(tmp_path, tiny_model, "whole", *overrides)
+    await train(whole)
+    job = small_job(tmp_path, tiny_model, "run", *overrides)
+    await train_and_stop_in(3, job)
+    await train(job)
+    assert_same_end(job, whole)
+
+
+async def test_a_run_killed_in_a_step_resumes_from_the_last_save_and_doubles_no_step(
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=2", "trainer.test_freq=2")
+    code = (
+        "import asyncio, os, signal, sys, torch\n"
+        "torch.set_num_threads(1)\n"
+        "from in_process import workers\n"
+        "from rolemesh.config import load_job\n"
+        "from rolemesh.models.loading import load_tokenizer\n"
+        "from services.controller.loop import Run\n"
+        "async def main():\n"
+        "    job = load_job(sys.argv[1])\n"
+        "    with workers(job) as roles:\n"
+        "        run = Run(job, load_tokenizer(job.actor.model))\n"
+        "        training = asyncio.create_task(run.train(roles))\n"
+        "        async for record in run.status.watch(after_step=2):\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    (tmp_path / "job.yaml").write_text(job.to_yaml())
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(tmp_path / "job.yaml"), env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert await process.wait() == -signal.SIGKILL
+    assert steps(job) == [0, 1, 2, 3]  # step 3 was recorded, and no checkpoint holds it
+    await train(job)
+    assert_same_end(job, unbroken)
+
+
+async def test_a_run_killed_while_a_checkpoint_is_made_whole_resumes_from_the_one_before(
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *NOISY)
+    await train_and_stop_in(3, job)
+    # what lies on the disk between the record of step 3 and the rename that makes its checkpoint whole
+    (job.run_dir / "global_step_3").rename(job.run_dir / "global_step_3.partial")
+    (job.run_dir / "latest").write_text("global_step_2\n")
+    await train(job)
+    assert_same_end(job, unbroken)
+    assert not list(job.run_dir.glob("*.partial"))
+
+
+async def test_resume_path_leaves_the_later_course_and_makes_it_again(
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *NOISY)
+    await train(job)
+    again = small_job(
+        tmp_path, tiny_model, "run", *NOISY,
+        "trainer.resume_mode=resume_path", f"trainer.resume_from_path={job.run_dir / 'global_step_1'}",
+    )  # fmt: skip
+    await train(again)
+    assert_same_end(again, unbroken)
+
+
+async def test_a_finished_run_started_again_makes_no_step(unbroken: JobConfig) -> None:
+    before, summary = course(unbroken), await train(unbroken)
+    assert (summary.step, summary.total_steps) == (4, 4)
+    assert course(unbroken) == before
+
+
+async def test_resume_refuses_a_job_of_another_course_and_names_what_differs(
+    unbroken: JobConfig, tiny_model: Path
+) -> None:
+    overrides = (*NOISY, "data.seed=7", "rollout.seed=8")
+    job = small_job(unbroken.run_dir.parent, tiny_model, "run", *overrides)
+    with pytest.raises(
+        InvalidConfig, match=r"data\.seed is 7 now and was 42; rollout\.seed is 8 now and was 42"
+    ):
+        await train(job)
+
+
+async def test_a_new_run_does_not_overwrite_the_checkpoints_of_an_old_one(
+    unbroken: JobConfig, tiny_model: Path
+) -> None:
+    job = small_job(unbroken.run_dir.parent, tiny_model, "run", *NOISY, "trainer.resume_mode=disable")
+    before = contents(unbroken.run_dir)
+    with pytest.raises(InvalidConfig, match="holds checkpoints of steps"):
+        await train(job)
+    assert contents(unbroken.run_dir) == before
+
+
+async def test_resume_path_must_be_a_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(
+        tmp_path, tiny_model, "run",
+        "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'nowhere'}",
+    )  # fmt: skip
+    with pytest.raises(InvalidConfig, match="nowhere is not a checkpoint"):
+        await train(job)
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let this process write longer files, as it would on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_checkpoint_that_does_not_fit_leaves_the_last_good_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=1")
+    await train_and_stop_in(1, job)
+    good = contents(job.run_dir / "global_step_1")
+    with (
+        files_of_at_most(100_000),
+        pytest.raises(CheckpointFailed, match=r"last good one is .*global_step_1"),
+    ):
+        await train(job)
+    assert Checkpoints(job.run_dir).steps() == [1]
+    assert contents(job.run_dir / "global_step_1") == good
+    assert (job.run_dir / "latest").read_text() == "global_step_1\n"
+    assert not list(job.run_dir.glob("*.partial"))
+    assert (await train(job)).step == 4
+
+
+async def test_old_checkpoints_go_only_when_a_new_one_is_whole(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2")
+    await train(job)
+    assert Checkpoints(job.run_dir).steps() == [3, 4]
+    assert (job.run_dir / "latest").read_text() == "global_step_4\n"
+
+
+async def test_a_run_stopped_between_saves_writes_a_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=3")
+    await train_and_stop_in(1, job)
+    assert Checkpoints(job.run_dir).steps() == [1]
+    state = json.loads((job.run_dir / "global_step_1" / "controller.json").read_text())
+    assert state["step"] == 1
+
+
+async def test_the_kl_coefficient_is_part_of_the_checkpoint(unbroken: JobConfig) -> None:
+    first, second = (
+        json.loads((unbroken.run_dir / f"global_step_{step}" / "controller.json").read_text())
+        for step in (1, 2)
+    )
+    assert first["kl_controller"] != second["kl_controller"]
+    record = next(r for r in course(unbroken) if r["training/global_step"] == 3)
+    assert record["actor/reward_kl_penalty_coeff"] == second["kl_controller"]["value"]
