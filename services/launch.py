@@ -48,7 +48,10 @@ async def beside(processes: RoleProcesses, work: Coroutine[Any, Any, R]) -> R:
             await asyncio.wait({watching}, timeout=DEATH_NOTICE_S)
         if watching.done():
             await watching
-        return await working
+        try:
+            return await working
+        except RoleUnavailable as error:
+            raise processes.told_of(error) from error
     finally:
         for task in (working, watching):
             task.cancel()

@@ -35,6 +35,7 @@ class RoleProcess:
     process: asyncio.subprocess.Process
     log_file: Path
     address_file: Path
+    address: str = ""
 
     def fate(self) -> str:
         """Name, how it ended, and the last words of its log."""
@@ -66,8 +67,8 @@ class RoleProcesses:
         try:
             async with asyncio.timeout(timeout_s):
                 for member in self.members:
-                    bound = await self._bound(member)
-                    found.setdefault(member.role, []).append(bound["address"])
+                    member.address = (await self._bound(member))["address"]
+                    found.setdefault(member.role, []).append(member.address)
         except TimeoutError:
             waiting = [m for m in self.members if not m.address_file.exists()]
             raise RoleUnavailable(
@@ -82,6 +83,11 @@ class RoleProcesses:
             await asyncio.sleep(0.02)
         bound: dict[str, str] = json.loads(member.address_file.read_text())
         return bound
+
+    def told_of(self, error: RoleUnavailable) -> RoleUnavailable:
+        """The error, with the fate of each process whose address it names."""
+        named = [member.fate() for member in self.members if member.address and member.address in str(error)]
+        return RoleUnavailable("\n".join([str(error), *named]))
 
     async def watch(self) -> None:
         """Returns never: raises when a role has lost its last replica.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rolemesh.config import JobConfig
@@ -70,6 +71,26 @@ class Columns(CacheLayerMixin):  # type: ignore[misc]
         return self._width
 
 
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention in which several query heads [b, heads, n, head_dim] share one of keys and values. Under a mask
+    transformers copies keys and values for each head, at every token; the CPU's kernel need not have that."""
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("rolemesh_grouped", grouped_attention)
+
+
 class HfEngine:
     """Implements services.rollout.engines.Engine on the worker's thread, one call after another."""
 
@@ -81,6 +102,8 @@ class HfEngine:
         self.device = resolve_device(job.trainer.device)
         self._dtype: torch.dtype = getattr(torch, job.rollout.dtype)
         self.model = load_causal_lm(job.actor.model, "rollout").to(self.device)
+        if self.device.type == "cpu":
+            self.model.set_attn_implementation("rolemesh_grouped")
         _check_lengths(self.model.config, job)
         tokenizer = load_tokenizer(job.actor.model, "rollout")
         ends = self.model.generation_config.eos_token_id
