@@ -2,8 +2,8 @@
 
     config.json, model.safetensors, …   the model, a Hugging Face directory
     optimizer.safetensors               <parameter>.<moment> of AdamW
-    training_state.json                 num_updates: optimizer steps made, which is also the position in the
-                                        warm-up and all that the shuffle depends on
+    training_state.json                 role, and num_updates: optimizer steps made, which is also the position
+                                        in the warm-up and all that the shuffle depends on
 
 There is no random state: models run without dropout, and nothing else in a training role draws. That the
 directory appears whole or not at all is the caller's matter: it writes elsewhere and renames.
@@ -43,7 +43,7 @@ def save_checkpoint(directory: Path, write_model: Callable[[Path], object], opti
         directory.mkdir(parents=True, exist_ok=True)
         write_model(directory)
         save_file(optimizer.state_tensors(), directory / OPTIMIZER_FILE)
-        state = {"num_updates": optimizer.num_updates}
+        state = {"role": optimizer.role, "num_updates": optimizer.num_updates}
         (directory / STATE_FILE).write_text(json.dumps(state) + "\n")
         for path in (*directory.iterdir(), directory):
             _flush(path)
@@ -69,7 +69,10 @@ def load_checkpoint(
     """
     directory = Path(directory)
     try:
-        num_updates = int(json.loads((directory / STATE_FILE).read_text())["num_updates"])
+        state = json.loads((directory / STATE_FILE).read_text())
+        if state["role"] != optimizer.role:
+            raise ValueError(f"it is the {state['role']}'s")
+        num_updates = int(state["num_updates"])
         moments = load_state(directory / OPTIMIZER_FILE)
         weights = read_model(directory).state_dict()
         mine = {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -46,8 +46,7 @@ class RewardModel:
         """
         rows = len(input_ids)
         ids, mask, positions = (
-            t.to(self.device)
-            for t in steady_rows(input_ids, attention_mask.long(), position_ids, width=input_ids.shape[1])
+            t.to(self.device) for t in steady_rows(input_ids, attention_mask.long(), position_ids)
         )
         with autocast(self.device, self.config.dtype):
             hidden = self.model(ids, mask, positions)

@@ -1,8 +1,9 @@
 """From a batch of sequences to a number for each response token.
 
-A row's numbers must not depend on its neighbours, bit for bit. On a CPU they do not, as long as every matrix
-product has at least 4 rows (fewer take another kernel) and the width is the same; `steady_rows` sees to the
-first, the job's fixed P and T to the second.
+A row's numbers must not depend on its neighbours, bit for bit. On a CPU they do not, as long as the width is
+the same (the job's P and T are fixed) and no matrix has too few rows: below a number that grows with the
+model's width and with the threads, MKL takes another kernel or cuts the sum in pieces. The largest number
+found was 217 (hidden size 896, 8 threads); MIN_MATRIX_ROWS is above that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rolemesh.errors import InvalidBatch
 from rolemesh.models.heads import ScoreModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MIN_MATRIX_ROWS = 4
+MIN_MATRIX_ROWS = 256  # tokens in a forward pass
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
@@ -26,9 +27,10 @@ def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32")
 
 
-def steady_rows(*tensors: Tensor, width: int) -> list[Tensor]:
-    """Tensors [b, ...] with their first rows repeated until b·width is at least 4; mostly they are already."""
-    rows = len(tensors[0])
+def steady_rows(*tensors: Tensor) -> list[Tensor]:
+    """Tensors [b, S] with their rows repeated until there are MIN_MATRIX_ROWS tokens. Where b or S is of the
+    usual size there are."""
+    rows, width = tensors[0].shape
     wanted = max(rows, -(-MIN_MATRIX_ROWS // width))
     if wanted == rows:
         return list(tensors)
@@ -72,17 +74,17 @@ def token_log_probs(
         response_mask is False hold the number of whatever token stands there.
     """
     num_rows, num_tokens = rows["response_mask"].shape
-    ids, mask, positions = steady_rows(
-        rows["input_ids"], rows["attention_mask"], rows["position_ids"], width=num_tokens
-    )
+    ids, mask, positions = steady_rows(rows["input_ids"], rows["attention_mask"], rows["position_ids"])
+    # The position before the first response token predicts it. A few more where the head would have too few.
+    kept = max(num_tokens + 1, min(ids.shape[1], -(-MIN_MATRIX_ROWS // len(ids))))
     with autocast(ids.device, dtype):
         logits = model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
             use_cache=False,
-            logits_to_keep=num_tokens + 1,  # the position before the first response token predicts it
-        ).logits[:num_rows, :-1]
+            logits_to_keep=kept,
+        ).logits[:num_rows, -num_tokens - 1 : -1]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature not in (0, 1):
         logits = logits / temperature
@@ -104,9 +106,7 @@ def token_values(model: ScoreModel, rows: DataProto, *, dtype: str = "float32") 
         dtype: a ModelConfig's.
     """
     num_rows, num_tokens = rows["response_mask"].shape
-    ids, mask, positions = steady_rows(
-        rows["input_ids"], rows["attention_mask"], rows["position_ids"], width=num_tokens
-    )
+    ids, mask, positions = steady_rows(rows["input_ids"], rows["attention_mask"], rows["position_ids"])
     with autocast(ids.device, dtype):
         hidden = model(ids, mask, positions)
     values: Tensor = model.score(hidden[:num_rows, -num_tokens - 1 : -1])

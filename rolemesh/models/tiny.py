@@ -57,6 +57,7 @@ def make_tiny_model(
     num_layers: int = 2,
     num_heads: int = 4,
     max_position_embeddings: int = 2048,
+    initializer_range: float = 0.02,
     seed: int = 0,
 ) -> Path:
     """Writes a randomly initialised causal LM with its tokenizer as a Hugging Face directory.
@@ -68,6 +69,7 @@ def make_tiny_model(
         num_layers: transformer blocks.
         num_heads: attention heads; half as many key-value heads.
         max_position_embeddings: longest sequence, tokens.
+        initializer_range: standard deviation of the weights.
         seed: of the weights.
     """
     tokenizer = byte_tokenizer()
@@ -81,6 +83,7 @@ def make_tiny_model(
         num_key_value_heads=max(1, num_heads // 2),
         head_dim=hidden_size // num_heads,
         max_position_embeddings=max_position_embeddings,
+        initializer_range=initializer_range,
         tie_word_embeddings=architecture != "llama",
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

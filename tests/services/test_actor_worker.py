@@ -19,6 +19,7 @@ from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, RolemeshError, Unsupported
 from rolemesh.models.sequence import token_log_probs
+from rolemesh.models.tiny import make_tiny_model
 from services.actor.worker import ActorWorker, ReferenceWorker, policy_objective
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -86,6 +87,16 @@ async def test_a_rows_log_probs_do_not_depend_on_its_neighbours(
         parts = DataProto.concat([await worker.compute_log_probs(piece) for piece in pieces])
         assert torch.equal(whole["old_log_probs"], parts["old_log_probs"])
         assert torch.equal(whole["entropys"], parts["entropys"])
+
+
+async def test_nor_in_a_model_that_is_wide_for_its_sequences(tmp_path: Path) -> None:
+    """1,024 inputs and 6 tokens: a row alone would take another kernel."""
+    model = make_tiny_model(tmp_path, hidden_size=256, num_layers=1)
+    batch = sequence_batch(16, prompt=5, response=1)
+    worker = ActorWorker(actor_job(model, {"ppo_micro_batch_size_per_gpu": 8}))
+    whole = await worker.compute_log_probs(batch)
+    alone = DataProto.concat([await worker.compute_log_probs(batch[row]) for row in range(16)])
+    assert torch.equal(whole["old_log_probs"], alone["old_log_probs"])
 
 
 async def test_the_reference_is_the_actor_before_training_and_refuses_to_change(tiny_model: Path) -> None:
@@ -187,7 +198,7 @@ async def test_bfloat16_trains_float32_weights(tiny_model: Path) -> None:
 
 
 async def test_padding_and_what_stands_in_it_change_nothing(tiny_model: Path) -> None:
-    """Other ids in the padding, NaN in the masked cells: the same weights, bit for bit."""
+    """Other ids in the padding, other numbers in the masked cells: the same weights, bit for bit."""
 
     async def weights(batch: DataProto) -> dict[str, torch.Tensor]:
         worker = ActorWorker(actor_job(tiny_model))
@@ -196,7 +207,8 @@ async def test_padding_and_what_stands_in_it_change_nothing(tiny_model: Path) ->
 
     batch, other = sequence_batch(8), sequence_batch(8)
     other["input_ids"] = torch.where(other["attention_mask"].bool(), other["input_ids"], 7)
-    other["advantages"] = torch.where(other["response_mask"], other["advantages"], float("nan"))
+    for column in ("advantages", "old_log_probs"):
+        other[column] = torch.where(other["response_mask"], other[column], -9.0)
     mine, theirs = await weights(batch), await weights(other)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 

@@ -1,0 +1,183 @@
+"""Checkpoints of actor and critic: bit for bit, or a clear error."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sequences import sequence_batch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rolemesh.config import JobConfig
+from rolemesh.config.job import make_job
+from rolemesh.errors import CheckpointFailed
+from rolemesh.models.tiny import make_tiny_model
+from services.actor.worker import ActorWorker
+from services.critic.worker import CriticWorker
+
+
+def training_job(model: Path) -> JobConfig:
+    """Shuffled passes, a warm-up that is under way when the run is cut."""
+    trained = {
+        "ppo_mini_batch_size": 8,
+        "ppo_micro_batch_size_per_gpu": 4,
+        "ppo_epochs": 2,
+        "shuffle": True,
+        "optim": {"lr": 1e-3, "lr_warmup_steps": 12},
+    }
+    return make_job(
+        {
+            "data": {"train_batch_size": 16},
+            "trainer": {"device": "cpu"},
+            "actor": trained | {"model": {"path": str(model)}, "use_kl_loss": True, "entropy_coeff": 0.01},
+            "critic": trained,
+        }
+    )
+
+
+def everything(worker: Any) -> dict[str, torch.Tensor]:
+    """Weights and moments."""
+    return {**worker.model.state_dict(), **worker.optimizer.state_tensors()}
+
+
+@pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
+async def test_a_resumed_run_ends_as_an_unbroken_one_does(any_model: Path, tmp_path: Path, role: Any) -> None:
+    batches = [sequence_batch(16, seed=seed) for seed in range(4)]
+    unbroken = role(training_job(any_model))
+    expected = [await unbroken.update(batch) for batch in batches]
+
+    first = role(training_job(any_model))
+    for batch in batches[:2]:
+        await first.update(batch)
+    await first.save_checkpoint(tmp_path / "saved")
+    resumed = role(training_job(any_model))
+    await resumed.update(batches[3])  # what it did before it took the checkpoint up leaves no trace
+    await resumed.load_checkpoint(tmp_path / "saved")
+
+    assert [await resumed.update(batch) for batch in batches[2:]] == expected[2:]
+    mine, theirs = everything(resumed), everything(unbroken)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert any(name.endswith(".exp_avg_sq") for name in theirs)
+
+
+@pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
+async def test_a_run_may_be_saved_before_its_first_update(tiny_model: Path, tmp_path: Path, role: Any) -> None:
+    batch = sequence_batch(16)
+    worker = role(training_job(tiny_model))
+    await worker.save_checkpoint(tmp_path)
+    resumed = role(training_job(tiny_model))
+    await resumed.load_checkpoint(tmp_path)
+    assert await resumed.update(batch) == await worker.update(batch)
+
+
+async def test_an_actors_checkpoint_is_a_hugging_face_directory(any_model: Path, tmp_path: Path) -> None:
+    worker = ActorWorker(training_job(any_model))
+    await worker.update(sequence_batch(16))
+    await worker.save_checkpoint(tmp_path / "actor")
+    model, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "actor", dtype=torch.float32, output_loading_info=True
+    )
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    mine = worker.model.state_dict()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in model.state_dict().items())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "actor")
+    assert tokenizer.chat_template
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    again = ActorWorker(training_job(tmp_path / "actor"))
+    assert torch.equal(
+        (await again.compute_log_probs(sequence_batch(4)))["old_log_probs"],
+        (await worker.compute_log_probs(sequence_batch(4)))["old_log_probs"],
+    )
+
+
+async def test_nothing_in_a_checkpoint_is_a_pickle(tiny_model: Path, tmp_path: Path) -> None:
+    worker = ActorWorker(training_job(tiny_model))
+    await worker.update(sequence_batch(16))
+    await worker.save_checkpoint(tmp_path)
+    assert {Path(name).suffix for name in os.listdir(tmp_path)} <= {".safetensors", ".json", ".jinja"}
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let a file grow further, as it does when the disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
+@pytest.mark.parametrize("room", [0, 50_000])
+async def test_no_room_on_the_disk_is_a_clear_error(
+    tiny_model: Path, tmp_path: Path, role: Any, room: int
+) -> None:
+    worker = role(training_job(tiny_model))
+    await worker.update(sequence_batch(16))
+    with (
+        largest_file(room),
+        pytest.raises(CheckpointFailed, match=r"could not be written.*bytes free") as error,
+    ):
+        await worker.save_checkpoint(tmp_path / "saved")
+    assert str(tmp_path / "saved") in str(error.value)
+    await worker.save_checkpoint(tmp_path / "saved")  # with room again, the same directory will do
+    await role(training_job(tiny_model)).load_checkpoint(tmp_path / "saved")
+
+
+async def test_a_directory_that_cannot_be_made_is_a_clear_error(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointFailed, match="could not be written"):
+        await ActorWorker(training_job(tiny_model)).save_checkpoint(tmp_path / "file" / "saved")
+
+
+@pytest.mark.parametrize(
+    ("role", "file", "damage"),
+    [
+        (ActorWorker, "model.safetensors", "cut"),
+        (CriticWorker, "model.safetensors", "absent"),
+        (CriticWorker, "optimizer.safetensors", "cut"),
+        (CriticWorker, "optimizer.safetensors", "absent"),
+        (CriticWorker, "training_state.json", "garbage"),
+        (CriticWorker, "training_state.json", "absent"),
+    ],
+)
+async def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
+    tiny_model: Path, tmp_path: Path, role: Any, file: str, damage: str
+) -> None:
+    worker = role(training_job(tiny_model))
+    await worker.save_checkpoint(tmp_path)
+    await worker.update(sequence_batch(16))
+    before = {name: tensor.clone() for name, tensor in everything(worker).items()}
+    path = tmp_path / file
+    content = path.read_bytes()
+    if damage == "absent":
+        path.unlink()
+    else:
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"\xff" * len(content))
+    with pytest.raises(CheckpointFailed, match=str(tmp_path)):
+        await worker.load_checkpoint(tmp_path)
+    after = everything(worker)
+    assert worker.optimizer.num_updates == 4
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+async def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    wider = make_tiny_model(tmp_path / "wider", hidden_size=72)
+    await ActorWorker(training_job(wider)).save_checkpoint(tmp_path / "wide")
+    await CriticWorker(training_job(tiny_model)).save_checkpoint(tmp_path / "critic")
+    worker = ActorWorker(training_job(tiny_model))
+    for name, reason in (("wide", "other names or shapes"), ("critic", "it is the critic's")):
+        with pytest.raises(CheckpointFailed, match=f"{tmp_path / name}.*{reason}"):
+            await worker.load_checkpoint(tmp_path / name)

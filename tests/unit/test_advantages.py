@@ -1,0 +1,107 @@
+"""Advantages by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, tensor
+from torch.testing import assert_close
+
+from rolemesh.algos.advantages import compute_gae, compute_grpo
+
+
+def all_of(values: Tensor) -> Tensor:
+    return torch.ones_like(values, dtype=torch.bool)
+
+
+def test_gae_with_lambda_one_is_discounted_return_minus_value() -> None:
+    rewards, values = tensor([[0.0, 0.0, 1.0]]), tensor([[0.5, 0.4, 0.3]])
+    advantages, returns = compute_gae(rewards, values, all_of(values), gamma=0.9, lam=1.0)
+    assert_close(returns, tensor([[0.81, 0.90, 1.00]]))
+    assert_close(advantages, tensor([[0.31, 0.50, 0.70]]))
+
+
+def test_gae_with_lambda_zero_is_the_temporal_difference() -> None:
+    rewards, values = tensor([[0.1, 0.0, 1.0]]), tensor([[0.5, 0.4, 0.3]])
+    advantages, _ = compute_gae(rewards, values, all_of(values), gamma=0.9, lam=0.0)
+    assert_close(advantages, tensor([[0.1 + 0.36 - 0.5, 0.27 - 0.4, 1 - 0.3]]))
+
+
+def test_gae_by_hand() -> None:
+    """δ = (0.5·2 − 1, 0.5·3 − 2, 4 − 3) = (0, −0.5, 1); A₂ = 1, A₁ = −0.5 + 0.25·1, A₀ = 0 + 0.25·A₁."""
+    rewards, values = tensor([[0.0, 0.0, 4.0]]), tensor([[1.0, 2.0, 3.0]])
+    advantages, returns = compute_gae(rewards, values, all_of(values), gamma=0.5, lam=0.5)
+    assert_close(advantages, tensor([[-0.0625, -0.25, 1.0]]))
+    assert_close(returns, tensor([[0.9375, 1.75, 4.0]]))
+
+
+def test_gae_steps_over_tokens_that_the_policy_did_not_sample() -> None:
+    """An observation in the middle and padding behind: the sampled tokens get what they would get alone."""
+    alone, _ = compute_gae(
+        tensor([[0.0, 0.0, 4.0]]),
+        tensor([[1.0, 2.0, 3.0]]),
+        torch.ones(1, 3, dtype=torch.bool),
+        gamma=0.5,
+        lam=0.5,
+    )
+    mask = tensor([[True, False, False, True, True, False]])
+    rewards = tensor([[0.0, 7.0, 7.0, 0.0, 4.0, 7.0]])
+    values = tensor([[1.0, 8.0, 8.0, 2.0, 3.0, 8.0]])
+    advantages, returns = compute_gae(rewards, values, mask, gamma=0.5, lam=0.5)
+    assert_close(advantages[mask], alone[0])
+    # masked cells hold the running advantage, and are not zeroed
+    assert_close(advantages[0, 1:3], tensor([-0.25, -0.25]))
+    assert_close(returns, advantages + values)
+
+
+def test_gae_of_rows_without_sampled_tokens_is_zero() -> None:
+    values = tensor([[1.0, 2.0]])
+    advantages, _ = compute_gae(values, values, torch.zeros(1, 2, dtype=torch.bool), gamma=1.0, lam=1.0)
+    assert torch.equal(advantages, torch.zeros(1, 2))
+
+
+def test_gae_refuses_unequal_shapes() -> None:
+    with pytest.raises(ValueError, match="one shape"):
+        compute_gae(torch.ones(2, 3), torch.ones(2, 4), torch.ones(2, 3).bool(), gamma=1.0, lam=1.0)
+
+
+REWARDS = tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 3.0], [0.0, 0.0, 5.0], [0.0, 5.0, 0.0]])
+LENGTHS = tensor([[1, 1, 0], [1, 1, 1], [1, 0, 1], [1, 1, 1]]).bool()
+
+
+def test_grpo_compares_the_responses_to_one_prompt() -> None:
+    """Group a holds 1 and 3: μ = 2, σ = √2. The rows of a group need not be neighbours."""
+    rewards, mask = REWARDS[[0, 3, 1, 2]], LENGTHS[[0, 3, 1, 2]]
+    advantages, returns = compute_grpo(rewards, mask, ["a", "b", "a", "b"])
+    score = 1 / (2**0.5 + 1e-6)
+    expected = tensor([-score, 0.0, score, 0.0])[:, None] * mask
+    assert_close(advantages, expected)
+    assert torch.equal(advantages, returns)
+
+
+def test_dr_grpo_does_not_divide_by_the_deviation() -> None:
+    advantages, _ = compute_grpo(REWARDS, LENGTHS, ["a", "a", "b", "b"], norm_by_std=False)
+    assert torch.equal(advantages, tensor([-1.0, 1.0, 0.0, 0.0])[:, None] * LENGTHS)
+
+
+@pytest.mark.parametrize("norm_by_std", [True, False])
+def test_a_group_of_one_keeps_its_reward(norm_by_std: bool) -> None:
+    advantages, _ = compute_grpo(REWARDS, LENGTHS, ["a", "b", "c", "d"], norm_by_std=norm_by_std)
+    assert_close(advantages, tensor([1.0, 3.0, 5.0, 5.0])[:, None] * LENGTHS)
+
+
+def test_a_group_of_equals_gets_exactly_nothing() -> None:
+    """0.1 has no exact binary form: its mean over 3 rows in float32 is not 0.1, and 1e-6 divides."""
+    rewards = torch.full((3, 1), 0.1)
+    advantages, _ = compute_grpo(rewards, torch.ones(3, 1, dtype=torch.bool), ["a"] * 3)
+    assert advantages.abs().max() < 1e-9
+
+
+def test_grpo_of_rows_without_sampled_tokens_is_zero() -> None:
+    advantages, _ = compute_grpo(REWARDS, torch.zeros_like(LENGTHS), ["a"] * 4)
+    assert torch.equal(advantages, torch.zeros(4, 3))
+
+
+def test_grpo_needs_a_uid_for_each_row() -> None:
+    with pytest.raises(ValueError, match="3 uids for 4 rows"):
+        compute_grpo(REWARDS, LENGTHS, ["a"] * 3)

@@ -1,0 +1,181 @@
+"""Model directories: whole or refused. Reward models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from rolemesh.config.model import ModelConfig
+from rolemesh.errors import InvalidConfig, ModelNotFound
+from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
+from rolemesh.models.reward_model import RewardModel
+
+
+def at(directory: Path) -> ModelConfig:
+    return ModelConfig(path=str(directory))
+
+
+def test_weights_are_float32_and_those_of_the_directory(any_model: Path) -> None:
+    mine = load_causal_lm(at(any_model), "actor")
+    theirs = AutoModelForCausalLM.from_pretrained(any_model, dtype=torch.float32)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(mine.state_dict()[name], tensor)
+    assert {weight.dtype for weight in mine.parameters()} == {torch.float32}
+    assert not mine.training
+
+
+def test_loading_draws_nothing_from_the_random_state(tiny_model: Path) -> None:
+    before = torch.random.get_rng_state()
+    load_causal_lm(at(tiny_model), "actor")
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_dropout_is_off(tiny_model: Path, tmp_path: Path) -> None:
+    directory = copy_of(tiny_model, tmp_path)
+    settings = json.loads((directory / "config.json").read_text()) | {"attention_dropout": 0.5}
+    (directory / "config.json").write_text(json.dumps(settings))
+    model = load_causal_lm(at(directory), "actor").train()
+    ids = torch.arange(8)[None]
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_tied_weights_are_named_once(any_model: Path) -> None:
+    model = load_causal_lm(at(any_model), "actor")
+    names = named_weights(model).keys()
+    assert "model.embed_tokens.weight" in names
+    assert ("lm_head.weight" in names) == (not model.config.tie_word_embeddings)
+
+
+def copy_of(model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [("config.json", "has no config.json"), ("model.safetensors", "has no weights")],
+)
+def test_a_directory_that_lacks_a_file_is_named(
+    tiny_model: Path, tmp_path: Path, missing: str, words: str
+) -> None:
+    directory = copy_of(tiny_model, tmp_path)
+    (directory / missing).unlink()
+    with pytest.raises(ModelNotFound, match=f"actor: {directory} .*{words}"):
+        load_causal_lm(at(directory), "actor")
+
+
+def test_no_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=f"actor: no such model directory: {tmp_path}/absent"):
+        load_causal_lm(at(tmp_path / "absent"), "actor")
+    with pytest.raises(ModelNotFound, match=r"set actor\.model\.path"):
+        load_causal_lm(ModelConfig(), "actor")
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 4, 1000, 100_000])
+def test_damaged_weights_are_refused(tiny_model: Path, tmp_path: Path, kept_bytes: int) -> None:
+    directory = copy_of(tiny_model, tmp_path)
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept_bytes])
+    with pytest.raises(ModelNotFound, match=f"the model in {directory} cannot be read"):
+        load_causal_lm(at(directory), "actor")
+
+
+def test_a_damaged_configuration_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    directory = copy_of(tiny_model, tmp_path)
+    for content in ("{", "[]", '{"model_type": "nonsense"}'):
+        (directory / "config.json").write_text(content)
+        with pytest.raises(ModelNotFound, match=f"the model in {directory} cannot be read"):
+            load_causal_lm(at(directory), "actor")
+
+
+def test_weights_that_would_be_random_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """A configuration with one layer more than the file."""
+    directory = copy_of(tiny_model, tmp_path)
+    settings = json.loads((directory / "config.json").read_text())
+    settings["num_hidden_layers"] += 1
+    settings["layer_types"] = ["full_attention"] * settings["num_hidden_layers"]
+    (directory / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelNotFound, match=r"lacks 12 of the model's weights, e\.g\. 'model\.layers\.2"):
+        load_causal_lm(at(directory), "actor")
+
+
+def test_a_pickle_is_never_read(tiny_model: Path, tmp_path: Path) -> None:
+    directory = copy_of(tiny_model, tmp_path)
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound, match=r"pytorch_model\.bin is a pickle"):
+        load_causal_lm(at(directory), "actor")
+
+
+def test_a_tokenizer_is_needed(tiny_model: Path, tmp_path: Path) -> None:
+    assert load_tokenizer(at(tiny_model)).encode("ab") == [
+        load_tokenizer(at(tiny_model)).encode(letter)[0] for letter in "ab"
+    ]
+    directory = copy_of(tiny_model, tmp_path)
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelNotFound, match=f"the tokenizer in {directory} cannot be read"):
+        load_tokenizer(at(directory))
+    for file in directory.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelNotFound, match=f"{directory} has no tokenizer"):
+        load_tokenizer(at(directory))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    assert resolve_device("auto").type == resolve_device("cpu").type == "cpu"
+    with pytest.raises(InvalidConfig, match="no CUDA device"):
+        resolve_device("cuda")
+
+
+# ------------------------------------------------------------------------------ reward models
+
+
+def padded_rows() -> dict[str, torch.Tensor]:
+    """Rows of 6, 4, 1 and 5 tokens; padding left, right or on both sides."""
+    mask = torch.tensor(
+        [[1, 1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1, 0], [0, 0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1]]
+    )
+    ids = torch.randint(0, 250, mask.shape, generator=torch.Generator().manual_seed(0))
+    return {
+        "input_ids": torch.where(mask.bool(), ids, 256),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+    }
+
+
+@pytest.mark.parametrize("kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_a_score_is_the_heads_at_the_last_token(any_model: Path, tmp_path: Path, kind: Any) -> None:
+    torch.manual_seed(1)
+    theirs = kind.from_pretrained(any_model, num_labels=1, dtype=torch.float32).eval()
+    theirs.save_pretrained(tmp_path)
+    rows = padded_rows()
+    scores = RewardModel.load(at(tmp_path)).score(**rows)
+    for row in range(4):
+        ids = rows["input_ids"][row][rows["attention_mask"][row].bool()][None]
+        with torch.no_grad():
+            expected = theirs(ids).logits.reshape(-1)[-1]
+        assert_close(scores[row], expected, rtol=1e-4, atol=1e-5)
+    again = RewardModel.load(at(tmp_path))
+    alone = torch.cat([again.score(**{name: t[row : row + 1] for name, t in rows.items()}) for row in range(4)])
+    assert torch.equal(alone, scores)
+
+
+def test_a_causal_lm_is_no_reward_model(tiny_model: Path) -> None:
+    with pytest.raises(ModelNotFound, match="is not a reward model"):
+        RewardModel.load(at(tiny_model))
+
+
+def test_a_classifier_with_several_labels_is_no_reward_model(tiny_model: Path, tmp_path: Path) -> None:
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3).save_pretrained(tmp_path)
+    with pytest.raises(ModelNotFound, match=r"\[1, 64\]"):
+        RewardModel.load(at(tmp_path))
