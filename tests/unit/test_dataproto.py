@@ -1,0 +1,340 @@
+"""DataProto: every operation, by hand-written examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rolemesh.dataproto import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from rolemesh.errors import InvalidBatch
+
+
+def letters(text: str = "abcd", **meta: object) -> DataProto:
+    """Rows named by letters, with a number for each."""
+    numbers = torch.tensor([ord(letter) - ord("a") for letter in text], dtype=torch.int64)
+    return DataProto.from_dict({"number": numbers}, {"letter": list(text)}, meta)
+
+
+def text(batch: DataProto) -> str:
+    """The rows' letters; both kinds of column must have moved together."""
+    assert [chr(ord("a") + n) for n in batch["number"].tolist()] == batch["letter"].tolist()
+    return "".join(batch["letter"])
+
+
+# ------------------------------------------------------------------------------------ making
+
+
+def test_columns_are_read_by_name_tensors_first():
+    batch = letters(step=3)
+    assert batch.columns == ["number", "letter"]
+    assert batch["number"].tolist() == [0, 1, 2, 3]
+    assert batch["letter"].dtype == object
+    assert len(batch) == 4
+    assert "letter" in batch
+    assert "values" not in batch
+    with pytest.raises(InvalidBatch, match=r"no column 'values'.*letter.*number"):
+        batch["values"]
+
+
+def test_from_single_dict_sorts_columns_by_kind():
+    batch = DataProto.from_single_dict({"a": torch.zeros(2, 3), "b": ["x", "y"], "c": [1, 2]}, {"step": 1})
+    assert list(batch.tensors) == ["a"]
+    assert list(batch.non_tensors) == ["b", "c"]
+    assert batch["c"].dtype == np.int64
+    assert batch.meta_info == {"step": 1}
+
+
+def test_columns_of_unequal_length_are_refused():
+    with pytest.raises(InvalidBatch, match="same number of rows"):
+        DataProto.from_dict({"a": torch.zeros(2)}, {"b": ["x"]})
+
+
+def test_a_tensor_without_an_axis_is_refused():
+    with pytest.raises(InvalidBatch, match="axis 0"):
+        DataProto.from_dict({"a": torch.tensor(1.0)})
+
+
+def test_one_name_for_two_columns_is_refused():
+    with pytest.raises(InvalidBatch, match="both"):
+        DataProto.from_dict({"a": torch.zeros(1)}, {"a": ["x"]})
+
+
+@pytest.mark.parametrize(
+    ("cells", "dtype"),
+    [
+        ([1, 2], np.int64),
+        ([1.5, 2.5], np.float64),
+        ([True, False], np.bool_),
+        ([1, 2.5], object),
+        ([True, 2], object),
+        ([2**63, -1], object),  # numpy would round them to floats
+        (["x", "y"], object),
+        ([[1, 2], [3, 4]], object),
+        ([{"k": 1}, None], object),
+        (np.array(["x", "yy"]), object),
+        (np.array([1, 2], dtype=np.int8), np.int8),
+    ],
+)
+def test_a_column_keeps_its_cells_as_they_are(cells: object, dtype: type):
+    column = DataProto.from_dict(non_tensors={"c": cells})["c"]
+    assert column.dtype == dtype
+    assert column.shape == (2,)
+    assert column.tolist() == list(cells)
+
+
+def test_assignment_adds_or_replaces_a_column_of_the_right_length():
+    batch = letters()
+    batch["values"] = torch.ones(4, 2)
+    batch["letter"] = ["w", "x", "y", "z"]
+    batch["number"] = ["now", "not", "a", "tensor"]
+    assert batch.columns == ["values", "letter", "number"]
+    with pytest.raises(InvalidBatch, match="same number of rows"):
+        batch["values"] = torch.ones(3)
+    assert batch["values"].shape == (4, 2)
+
+
+# --------------------------------------------------------------------------------- selecting
+
+
+def test_indexing_by_int_slice_list_mask_and_array():
+    batch = letters("abcd", step=1)
+    assert text(batch[1]) == "b"
+    assert text(batch[-1]) == "d"
+    assert text(batch[1:3]) == "bc"
+    assert text(batch[::2]) == "ac"
+    assert text(batch[[3, 0, 3]]) == "dad"
+    assert text(batch[[True, False, False, True]]) == "ad"
+    assert text(batch[torch.tensor([False, True, True, False])]) == "bc"
+    assert text(batch[np.array([2, 1])]) == "cb"
+    assert text(batch[[]]) == ""
+    assert batch[1:3].meta_info == {"step": 1}
+    with pytest.raises(IndexError):
+        batch[4]
+    with pytest.raises(IndexError):
+        batch[[4]]
+    with pytest.raises(InvalidBatch, match="mask"):
+        batch[[True, False]]
+    with pytest.raises(InvalidBatch, match="positions"):
+        batch[[0.5]]
+
+
+def test_select_takes_named_columns_and_all_of_a_kind_for_none():
+    batch = DataProto.from_dict({"a": torch.zeros(1), "b": torch.ones(1)}, {"c": ["x"]}, {"step": 1, "lr": 2})
+    chosen = batch.select(batch_keys=["b"], meta_info_keys=["lr"])
+    assert chosen.columns == ["b", "c"]
+    assert chosen.meta_info == {"lr": 2}
+    assert chosen["b"] is batch["b"]
+    assert batch.select([], [], []).columns == []
+    assert batch.select_columns(["c", "a"]).columns == ["a", "c"]
+    with pytest.raises(InvalidBatch, match="'z'"):
+        batch.select(batch_keys=["z"])
+    with pytest.raises(InvalidBatch, match="'z'"):
+        batch.select_columns(["z"])
+
+
+def test_a_deep_copy_shares_nothing():
+    batch = DataProto.from_dict({"a": torch.zeros(1)}, {"c": [{"k": [1]}]}, {"m": [1]})
+    copied = batch.select(deepcopy=True)
+    copied["a"][0] = 5
+    copied["c"][0]["k"].append(2)
+    copied.meta_info["m"].append(2)
+    assert batch["a"].tolist() == [0]
+    assert batch["c"].tolist() == [{"k": [1]}]
+    assert batch.meta_info == {"m": [1]}
+
+
+def test_pop_moves_columns_into_another_batch():
+    batch = letters("ab", step=1)
+    taken = batch.pop(["number"], meta_info_keys=["step"])
+    assert taken.columns == ["number"]
+    assert taken.meta_info == {"step": 1}
+    assert batch.columns == ["letter"]
+    assert batch.meta_info == {}
+    with pytest.raises(InvalidBatch):
+        batch.pop(["number"])
+
+
+def test_rename_by_name_by_lists_and_by_keywords():
+    batch = letters("ab")
+    assert batch.rename("number", "n").columns == ["n", "letter"]
+    assert batch.rename(["number", "letter"], ["n", "l"]).columns == ["n", "l"]
+    assert batch.rename(number="letter", letter="number").columns == ["letter", "number"]
+    with pytest.raises(InvalidBatch, match="one name"):
+        batch.rename(number="letter")
+    with pytest.raises(InvalidBatch, match="values"):
+        batch.rename(values="v")
+    with pytest.raises(InvalidBatch, match="2 columns to 1"):
+        batch.rename(["number", "letter"], ["n"])
+
+
+# ----------------------------------------------------------------------------------- joining
+
+
+def test_union_merges_equal_duplicates():
+    left = DataProto.from_dict({"a": torch.tensor([1.0, float("nan")])}, {"u": ["x", "y"]}, {"step": 1})
+    right = DataProto.from_dict(
+        {"a": torch.tensor([1.0, float("nan")]), "b": torch.zeros(2)}, {"u": ["x", "y"]}, {"step": 1, "lr": 2}
+    )
+    both = left.union(right)
+    assert both.columns == ["a", "b", "u"]
+    assert both.meta_info == {"step": 1, "lr": 2}
+    assert left.columns == ["a", "u"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        DataProto.from_dict({"number": torch.tensor([0, 2])}),
+        DataProto.from_dict({"number": torch.tensor([0, 1], dtype=torch.int32)}),
+        DataProto.from_dict({"number": torch.tensor([[0], [1]])}),
+        DataProto.from_dict(non_tensors={"letter": ["a", "x"]}),
+        DataProto.from_dict({"values": torch.zeros(3)}),
+        DataProto.from_dict(meta_info={"step": 2}),
+    ],
+)
+def test_union_of_unequal_duplicates_is_an_error(other: DataProto):
+    with pytest.raises(InvalidBatch):
+        letters("ab", step=1).union(other)
+
+
+def test_union_of_several_batches():
+    others = [DataProto.from_dict({name: torch.zeros(2)}) for name in "xy"]
+    assert letters("ab").union(*others).columns == ["number", "x", "y", "letter"]
+
+
+def test_concat_joins_rows_and_meta():
+    joined = DataProto.concat([letters("ab", step=1), letters("c", step=1, lr=2), letters("")])
+    assert text(joined) == "abc"
+    assert joined.meta_info == {"step": 1, "lr": 2}
+
+
+def test_concat_refuses_what_does_not_fit():
+    a = DataProto.from_dict({"x": torch.zeros(1, 2)})
+    for other in (
+        DataProto.from_dict({"y": torch.zeros(1, 2)}),
+        DataProto.from_dict({"x": torch.zeros(1, 3)}),
+        DataProto.from_dict({"x": torch.zeros(1, 2, dtype=torch.float64)}),
+        DataProto.from_dict(non_tensors={"x": ["z"]}),
+    ):
+        with pytest.raises(InvalidBatch, match="concat"):
+            DataProto.concat([a, other])
+    with pytest.raises(InvalidBatch, match="here"):
+        DataProto.concat([letters("a", step=1), letters("b", step=2)])
+    with pytest.raises(InvalidBatch):
+        DataProto.concat([])
+
+
+def test_concat_rounds_no_number_to_fit_another():
+    big = 2**53 + 1
+    joined = DataProto.concat(
+        [DataProto.from_dict(non_tensors={"n": [big]}), DataProto.from_dict(non_tensors={"n": [0.5]})]
+    )
+    assert joined["n"].tolist() == [big, 0.5]
+
+
+# --------------------------------------------------------------------------------- splitting
+
+
+def test_chunk_gives_equal_parts_and_refuses_to_divide_unevenly():
+    assert [text(part) for part in letters("abcdef").chunk(3)] == ["ab", "cd", "ef"]
+    with pytest.raises(InvalidBatch, match="4 rows do not divide into 3"):
+        letters("abcd").chunk(3)
+    assert [len(part) for part in letters("").chunk(2)] == [0, 0]
+
+
+def test_split_gives_parts_of_a_size_and_a_shorter_last():
+    assert [text(part) for part in letters("abcde").split(2)] == ["ab", "cd", "e"]
+    assert DataProto.concat(letters("abcde").split(2))["letter"].tolist() == list("abcde")
+    with pytest.raises(InvalidBatch):
+        letters().split(0)
+
+
+def test_make_iterator_goes_through_the_rows_once_an_epoch():
+    assert [text(part) for part in letters("abcd").make_iterator(2, epochs=2)] == ["ab", "cd", "ab", "cd"]
+    with pytest.raises(InvalidBatch, match="mini-batches of 3"):
+        list(letters("abcd").make_iterator(3, epochs=1))
+
+
+def test_make_iterator_with_a_seed_shuffles_the_same_way_every_time():
+    word = "abcdefgh"
+    first = [text(part) for part in letters(word).make_iterator(4, epochs=2, seed=7)]
+    again = [text(part) for part in letters(word).make_iterator(4, epochs=2, seed=7)]
+    other = [text(part) for part in letters(word).make_iterator(4, epochs=2, seed=8)]
+    assert first == again != other
+    for epoch in (first[:2], first[2:]):
+        assert sorted("".join(epoch)) == list(word)
+    assert first[:2] != first[2:]
+    assert "".join(first[:2]) != word
+
+
+# ------------------------------------------------------------------------------- rearranging
+
+
+def test_repeat_interleaves_or_tiles():
+    assert text(letters("ab").repeat(3)) == "aaabbb"
+    assert text(letters("ab").repeat(3, interleave=False)) == "ababab"
+    assert text(letters("ab").repeat(0)) == ""
+
+
+def test_sample_level_repeat_counts_by_row():
+    assert text(letters("abc").sample_level_repeat([2, 0, 1])) == "aac"
+    assert text(letters("abc").sample_level_repeat(torch.tensor([1, 1, 2]))) == "abcc"
+    with pytest.raises(InvalidBatch, match="2 repeat counts for 3"):
+        letters("abc").sample_level_repeat([1, 2])
+
+
+def test_reorder_is_in_place_and_wants_a_permutation():
+    batch = letters("abcd")
+    batch.reorder(torch.tensor([3, 1, 0, 2]))
+    assert text(batch) == "dbac"
+    for wrong in ([0, 1, 2], [0, 0, 1, 2], [0, 1, 2, 4]):
+        with pytest.raises(InvalidBatch, match="permutation"):
+            batch.reorder(wrong)
+
+
+def test_padding_repeats_rows_from_the_start_and_comes_off_again():
+    padded, pad_size = pad_dataproto_to_divisor(letters("abcde"), 4)
+    assert (text(padded), pad_size) == ("abcdeabc", 3)
+    assert text(unpad_dataproto(padded, pad_size)) == "abcde"
+    same, none = pad_dataproto_to_divisor(letters("abcd"), 4)
+    assert (text(same), none) == ("abcd", 0)
+    assert text(unpad_dataproto(same, none)) == "abcd"
+    assert text(pad_dataproto_to_divisor(letters("ab"), 5)[0]) == "ababa"
+    with pytest.raises(InvalidBatch):
+        pad_dataproto_to_divisor(letters(""), 4)
+
+
+def test_to_moves_tensors():
+    assert letters().to("meta")["number"].device.type == "meta"
+
+
+# -------------------------------------------------------------------------------------- disk
+
+
+def test_a_batch_comes_back_from_disk(tmp_path: Path):
+    batch = DataProto.from_dict(
+        {"values": torch.tensor([[1.5, float("nan")], [-0.0, 2.0]], dtype=torch.bfloat16)},
+        {"chat": [[{"role": "user", "content": "2+2?"}], []], "uid": ["ü", "v"]},
+        {"step": 3, "sampling": "train"},
+    )
+    batch.save_to_disk(tmp_path / "batch.bin")
+    back = DataProto.load_from_disk(tmp_path / "batch.bin")
+    assert torch.equal(back["values"].view(torch.int16), batch["values"].view(torch.int16))
+    assert back["chat"].tolist() == batch["chat"].tolist()
+    assert back["uid"].tolist() == ["ü", "v"]
+    assert back.meta_info == batch.meta_info
+    assert [path.name for path in tmp_path.iterdir()] == ["batch.bin"]
+
+
+def test_a_truncated_file_is_refused_and_a_failed_save_keeps_the_last(tmp_path: Path):
+    path = tmp_path / "batch.bin"
+    letters("ab").save_to_disk(path)
+    with pytest.raises(InvalidBatch, match="set"):
+        DataProto.from_dict(non_tensors={"c": [{1, 2}, None]}).save_to_disk(path)
+    assert text(DataProto.load_from_disk(path)) == "ab"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InvalidBatch):
+        DataProto.load_from_disk(path)
