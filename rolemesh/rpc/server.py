@@ -100,7 +100,8 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         await self._health.enter_graceful_shutdown()
         try:
             # Not left to Server.stop(grace), which would also wait for those who watch our health for ever.
-            await asyncio.wait_for(self._guard.idle.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._guard.idle.wait()
         except TimeoutError:
             log.warning("calls still run after a grace of %.0f s and are cancelled", grace_s)
         await self._server.stop(0.2)

@@ -93,7 +93,7 @@ async def test_a_killed_replica_loses_nothing_and_doubles_nothing(tiny_model: Pa
             served("reward", other_job) as other,
             RewardClient([victim.address, *other], methods(other_job), timeout_s=60) as client,
         ):
-            await client.wait_until_ready(60)
+            await client.wait_until_ready(120)
             call = asyncio.create_task(client.compute_scores(reward_batch(40)))
             await started.passed(call)
             victim.process.send_signal(signal.SIGKILL)

@@ -56,10 +56,10 @@ async def test_a_role_answers_probes_while_it_loads_and_drains_on_sigterm(
         ):
             # Loading.
             assert await health(channel) == {NOT_SERVING}
-            with pytest.raises(RoleUnavailable, match="still loading|no replica answers"):
+            with pytest.raises(RoleUnavailable, match=r"still loading|no replica answers"):
                 await client.compute_scores(reward_batch(1))
             door.open(1)
-            await client.wait_until_ready(60)
+            await client.wait_until_ready(120)
             assert await health(channel) == {SERVING}
             # A call runs when the process is asked to end.
             running = asyncio.create_task(client.compute_scores(reward_batch(3)))
@@ -67,7 +67,7 @@ async def test_a_role_answers_probes_while_it_loads_and_drains_on_sigterm(
             role.process.send_signal(signal.SIGTERM)
             await until_not_serving(channel)
             async with RewardClient([role.address], methods(job), patience_s=0.1) as late:
-                with pytest.raises(RoleUnavailable, match="draining|no replica answers"):
+                with pytest.raises(RoleUnavailable, match=r"draining|no replica answers"):
                     await late.compute_scores(reward_batch(1))
             held.open()
             assert (await running)["token_level_scores"].sum(1).tolist() == [0, 1, 2]
@@ -82,7 +82,7 @@ async def test_a_role_ends_with_its_launcher_though_it_computes(tiny_model: Path
             serve_process("reward", job, tmp_path) as role,
             RewardClient([role.address], methods(job), patience_s=0.1) as client,
         ):
-            await client.wait_until_ready(60)
+            await client.wait_until_ready(120)
             page = await asyncio.to_thread(
                 lambda: urllib.request.urlopen(f"http://{role.metrics}/metrics").read()
             )
@@ -104,7 +104,7 @@ async def test_a_second_signal_ends_the_process_at_once(tiny_model: Path, tmp_pa
             RewardClient([role.address], methods(job), patience_s=0.1) as client,
             grpc.aio.insecure_channel(role.address) as channel,
         ):
-            await client.wait_until_ready(60)
+            await client.wait_until_ready(120)
             running = asyncio.create_task(client.compute_scores(reward_batch(1)))
             await started.passed(running)
             role.process.send_signal(signal.SIGTERM)

@@ -1,0 +1,226 @@
+"""A client is as good as a worker: the same bits come back over gRPC, from one replica or from two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sequences import sequence_batch
+from serving import served
+
+from rolemesh import metrics
+from rolemesh.config.job import JobConfig, make_job
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import CheckpointFailed, InvalidBatch, RoleUnavailable, Unsupported, WeightsUnavailable
+from rolemesh.roles import methods
+from rolemesh.rpc.clients import ActorClient, CriticClient, ReferenceClient, RolloutClient
+from rolemesh.rpc.contract import ROLLOUT
+from rolemesh.rpc.server import RoleServer
+from rolemesh.v1.actor_pb2 import PublishWeightsRequest
+from rolemesh.weights.held import HeldWeights
+from services.actor.worker import ActorWorker, ReferenceWorker
+from services.critic.worker import CriticWorker
+from services.rollout.servicer import RolloutServicer
+from services.rollout.worker import RolloutWorker
+
+P, T, PAD = 6, 10, 256
+
+
+@pytest.fixture
+def job(tiny_model: Path) -> JobConfig:
+    trained = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 4, "optim": {"lr": 1e-3}}
+    return make_job(
+        {
+            "data": {"train_batch_size": 16, "max_prompt_length": P, "max_response_length": T},
+            "trainer": {"device": "cpu"},
+            "actor": {"model": {"path": str(tiny_model)}, **trained},
+            "critic": trained,
+            "rollout": {"max_num_seqs": 4},
+        }
+    )
+
+
+def prompts_of(rows: int) -> DataProto:
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.arange(P) >= P - torch.randint(1, P + 1, (rows, 1), generator=generator)
+    ids = torch.randint(0, 256, (rows, P), generator=generator).where(mask, PAD)
+    return DataProto(
+        {"prompts": ids, "prompt_mask": mask, "seeds": torch.arange(rows) * 7919}, {}, {"sampling": "train"}
+    )
+
+
+async def in_row_order(stream: AsyncIterator[DataProto], rows: int) -> DataProto:
+    answer = DataProto.concat([batch async for batch in stream])
+    assert sorted(answer["row"].tolist()) == list(range(rows))
+    return answer[answer["row"].argsort()]
+
+
+def assert_equal(left: DataProto, right: DataProto) -> None:
+    assert set(left.columns) == set(right.columns)
+    for name, tensor in left.tensors.items():
+        assert tensor.dtype == right[name].dtype
+        assert torch.equal(tensor, right[name]), name
+
+
+async def test_log_probs_over_grpc_are_those_in_process_whatever_the_replicas(job: JobConfig) -> None:
+    batch = sequence_batch(21)
+    expected = await ReferenceWorker(job).compute_log_probs(batch)
+    async with served("reference", job, job) as addresses:
+        for used in (addresses[:1], addresses):
+            async with ReferenceClient(used, methods(job)) as client:
+                assert_equal(await client.compute_log_probs(batch), expected)
+
+
+async def test_generation_over_grpc_is_that_in_process_whatever_the_replicas(job: JobConfig) -> None:
+    prompts = prompts_of(11)
+    expected = await in_row_order(RolloutWorker(job).generate(prompts), 11)
+    async with served("rollout", job, job) as addresses:
+        for used in (addresses[:1], addresses):
+            async with RolloutClient(used, methods(job)) as client:
+                assert_equal(await in_row_order(client.generate(prompts), 11), expected)
+
+
+@pytest.mark.parametrize(
+    ("role", "worker", "client"), [("actor", ActorWorker, ActorClient), ("critic", CriticWorker, CriticClient)]
+)
+async def test_training_over_grpc_is_that_in_process(
+    job: JobConfig, role: str, worker: Callable[[JobConfig], Any], client: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Metrics of an update, and what is computed with the weights after it, before and after a checkpoint."""
+    batch = sequence_batch(16)
+
+    async def life(of: Any, directory: Path) -> tuple[dict[str, float], dict[str, float], DataProto]:
+        compute = of.compute_log_probs if role == "actor" else of.compute_values
+        first = await of.update(batch)
+        await of.save_checkpoint(directory)
+        second = await of.update(batch)
+        await of.load_checkpoint(directory)
+        assert await of.update(batch) == second
+        return first, second, await compute(batch)
+
+    local = await life(worker(job), tmp_path / "local")
+    async with served(role, job) as addresses, client(addresses, methods(job)) as remote:
+        over_grpc = await life(remote, tmp_path / "remote")
+        with pytest.raises(CheckpointFailed, match=rf"{role}.LoadCheckpoint at {addresses[0]}"):
+            await remote.load_checkpoint(tmp_path / "nowhere")
+    assert over_grpc[:2] == local[:2]
+    assert_equal(over_grpc[2], local[2])
+
+
+async def test_published_weights_reach_every_rollout(job: JobConfig) -> None:
+    """What two rollout services generate afterwards is what a worker with those weights generates."""
+    prompts = prompts_of(8)
+    async with (
+        served("actor", job) as actors,
+        served("rollout", job, job) as rollouts,
+        ActorClient(actors, methods(job)) as actor,
+        RolloutClient(rollouts, methods(job)) as rollout,
+    ):
+        before = await in_row_order(rollout.generate(prompts), 8)
+        await actor.update(sequence_batch(16))
+        source = await actor.publish_weights(1)
+        assert (source.address, source.version) == (actors[0], 1)
+        await rollout.update_weights(source)
+        after = await in_row_order(rollout.generate(prompts), 8)
+        local = RolloutWorker(job)
+        await local.update_weights(HeldWeights(1, await source.fetch()))
+        expected = await in_row_order(local.generate(prompts), 8)
+        assert_equal(after, expected)
+        assert not torch.equal(after["rollout_log_probs"], before["rollout_log_probs"])
+        # A version that is not held: the error names who could not, and the old weights stay.
+        await actor.publish_weights(2)
+        with pytest.raises(WeightsUnavailable, match=r"rollout.UpdateWeights at .*version 1 "):
+            await rollout.update_weights(source)
+
+
+async def test_a_rollout_that_was_restarted_takes_the_version_in_use_before_it_works(job: JobConfig) -> None:
+    """A restarted replica holds the model directory's weights. It refuses to generate for a client that counts
+    on a later version; the client hands that over, and the answer is as if nothing had happened."""
+    prompts = prompts_of(4)
+    restarted = RolloutServicer(RolloutWorker(job))
+    server = RoleServer("rollout", [ROLLOUT])
+    address = await server.start("127.0.0.1:0")
+    async with (
+        served("actor", job) as actors,
+        ActorClient(actors, methods(job)) as actor,
+        RolloutClient([address], methods(job)) as rollout,
+    ):
+        await server.ready({ROLLOUT: RolloutServicer(RolloutWorker(job))})
+        await actor.update(sequence_batch(16))
+        await rollout.update_weights(await actor.publish_weights(1))
+        expected = await in_row_order(rollout.generate(prompts), 4)
+        await server.ready({ROLLOUT: restarted})
+        assert_equal(await in_row_order(rollout.generate(prompts), 4), expected)
+    await server.drain(0)
+
+
+async def test_a_rollout_that_stops_in_the_middle_loses_and_doubles_no_row(job: JobConfig) -> None:
+    """One of two servers is stopped when the first of its rows has arrived; four of its rows are still to be
+    generated, and the other makes them."""
+    job = job.model_copy(update={"data": job.data.model_copy(update={"max_response_length": 100})})
+    prompts = prompts_of(16)
+    expected = await in_row_order(RolloutWorker(job).generate(prompts), 16)
+    servers = [RoleServer("rollout", [ROLLOUT]) for _ in range(2)]
+    addresses = [await server.start("127.0.0.1:0") for server in servers]
+    for server in servers:
+        await server.ready({ROLLOUT: RolloutServicer(RolloutWorker(job))})
+    retries = metrics.CLIENT_RETRIES.labels("rollout", "Generate")
+    before = retries._value.get()
+
+    async def stopping(stream: AsyncIterator[DataProto]) -> AsyncIterator[DataProto]:
+        stopped = False
+        async for batch in stream:
+            if not stopped and int(batch["row"].min()) < 8:  # the first replica has the first eight
+                stopped = True
+                await servers[0].drain(0)
+            yield batch
+
+    async with RolloutClient(addresses, methods(job)) as client:
+        assert_equal(await in_row_order(stopping(client.generate(prompts)), 16), expected)
+    assert retries._value.get() == before + 1
+    await servers[1].drain(0)
+
+
+async def test_an_update_is_asked_once(job: JobConfig) -> None:
+    """An actor that is not there: who asked for an update does not know whether it was made, and is told so."""
+
+    def asked() -> float:
+        """Calls that have left this client, however they ended."""
+        codes = ("OK", "UNAVAILABLE", "INTERNAL")
+        return sum(metrics.CLIENT_REQUESTS.labels("actor", "Update", code)._value.get() for code in codes)
+
+    batch = sequence_batch(16)
+    server = RoleServer("actor", [ActorClient.service])
+    address = await server.start("127.0.0.1:0")  # and never loads
+    before = asked()
+    async with ActorClient([address], methods(job), patience_s=0.2) as client:
+        with pytest.raises(RoleUnavailable, match=rf"actor.Update at {address}"):
+            await client.update(batch)
+    assert asked() == before + 1
+    await server.drain(0)
+
+
+async def test_the_reference_refuses_what_would_change_it(job: JobConfig) -> None:
+    async with served("reference", job) as addresses, ReferenceClient(addresses, methods(job)) as client:
+        with pytest.raises(Unsupported, match=rf"reference.PublishWeights at {addresses[0]}"):
+            await client._dispatcher.call("PublishWeights", PublishWeightsRequest(version=1))
+
+
+async def test_weights_of_this_process_alone_cannot_be_sent_to_a_service(job: JobConfig) -> None:
+    async with RolloutClient(["127.0.0.1:1"], methods(job)) as client:
+        with pytest.raises(WeightsUnavailable, match="version 3 are held in this process alone"):
+            await client.update_weights(HeldWeights(3, {"w": torch.zeros(2)}))
+
+
+async def test_a_wrong_shape_is_refused_by_the_role_and_named(job: JobConfig) -> None:
+    async with served("rollout", job) as addresses, RolloutClient(addresses, methods(job)) as client:
+        wrong = prompts_of(2)
+        wrong["prompts"] = wrong["prompts"][:, 1:]
+        with pytest.raises(
+            InvalidBatch, match=rf"rollout.Generate at {addresses[0]}, step 0: .*max_prompt_length"
+        ):
+            await asyncio.wait_for(anext(client.generate(wrong)), 30)

@@ -1,0 +1,86 @@
+"""The arrows between the parts, and what nobody may use. Read from the sources, without importing them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Not benchmarks/, which measures pickle to show what it costs.
+SOURCES = [p for room in ("rolemesh", "services") for p in sorted((ROOT / room).rglob("*.py"))]
+OURS = [path for path in SOURCES if path.parent != ROOT / "rolemesh" / "v1"]
+SERVICES = {path.parent.name for path in (ROOT / "services").glob("*/__init__.py")}
+
+# Each reads code from bytes, or a shell's language from text.
+FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "os.system", "os.popen", "yaml.load"}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of the modules that a file imports, anywhere in it."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@pytest.mark.parametrize("path", [p for p in OURS if p.is_relative_to(ROOT / "rolemesh")], ids=name_of)
+def test_the_library_never_imports_a_service(path: Path) -> None:
+    assert [name for name in imports(path) if name.split(".")[0] == "services"] == []
+
+
+@pytest.mark.parametrize("path", [p for p in OURS if p.parts[len(ROOT.parts)] == "services"], ids=name_of)
+def test_services_never_import_each_other(path: Path) -> None:
+    """What puts services together (services/*.py) may import them; a service may import itself."""
+    rooms = path.relative_to(ROOT / "services").parts[:-1]
+    if not rooms:
+        return
+    others = {f"services.{other}" for other in SERVICES - {rooms[0]}}
+    assert [name for name in imports(path) if ".".join(name.split(".")[:2]) in others] == []
+
+
+@pytest.mark.parametrize("path", OURS, ids=name_of)
+def test_nothing_runs_what_it_is_sent(path: Path) -> None:
+    assert [name for name in imports(path) if name.split(".")[0] in FORBIDDEN_MODULES] == []
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert [dotted(call.func) for call in calls if dotted(call.func) in FORBIDDEN_CALLS] == []
+    shells = [keyword for call in calls for keyword in call.keywords if keyword.arg == "shell"]
+    assert [keyword.value.lineno for keyword in shells] == []
+
+
+def test_workers_do_no_grpc_and_servicers_do_no_torch() -> None:
+    for path in OURS:
+        if path.name == "worker.py":
+            assert not [name for name in imports(path) if name.split(".")[0] == "grpc"], name_of(path)
+        if path.name == "servicer.py":
+            assert not [name for name in imports(path) if name.split(".")[0] == "torch"], name_of(path)
+
+
+def test_there_is_no_python_beside_the_proto_files() -> None:
+    """Another package owns the name `proto`."""
+    assert list((ROOT / "proto").rglob("*.py")) == []
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    rooms = {path.parent for path in OURS}
+    for room in sorted(rooms):
+        init = room / "__init__.py"
+        if init.exists():
+            assert ast.get_docstring(ast.parse(init.read_text())), f"{name_of(init)} says nothing"

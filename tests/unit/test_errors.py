@@ -1,0 +1,76 @@
+"""Error to status and back, by one table that the page for people repeats."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+
+from rolemesh import errors
+from rolemesh.errors import RolemeshError, RoleUnavailable
+from rolemesh.rpc.errors import BARE, ENDED_WHILE_WRITING, STATUS, from_status, to_status
+
+DOMAIN = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, RolemeshError) and cls is not RolemeshError
+]
+
+
+def over_the_wire(error: Exception) -> RolemeshError:
+    code, details, trailing = to_status(error)
+    metadata = grpc.aio.Metadata(*trailing)
+    return from_status(
+        grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details), "reward.X at a:1, step 3"
+    )
+
+
+@pytest.mark.parametrize("cls", DOMAIN)
+def test_every_error_has_a_status_and_survives_the_wire(cls: type[RolemeshError]) -> None:
+    back = over_the_wire(cls("row 7 is empty"))
+    assert type(back) is cls
+    assert str(back) == "reward.X at a:1, step 3: row 7 is empty"
+
+
+def test_a_subclass_travels_as_the_nearest_class_of_the_table() -> None:
+    class Odd(errors.InvalidBatch):
+        pass
+
+    assert type(over_the_wire(Odd("x"))) is errors.InvalidBatch
+
+
+def test_what_nobody_foresaw_is_internal_with_its_class_and_message() -> None:
+    code, details, _ = to_status(ZeroDivisionError("division by zero"))
+    assert (code, details) == (grpc.StatusCode.INTERNAL, "ZeroDivisionError: division by zero")
+    assert type(over_the_wire(ZeroDivisionError("division by zero"))) is errors.RoleFailed
+
+
+@pytest.mark.parametrize("code", list(BARE))
+def test_a_status_of_grpc_itself_has_a_class(code: grpc.StatusCode) -> None:
+    bare = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "")
+    back = from_status(bare, "here")
+    assert type(back) is BARE[code]
+    assert str(back) == f"here: {code.name}"
+
+
+def test_a_call_that_ended_while_its_request_was_written_counts_as_a_lost_replica() -> None:
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), ENDED_WHILE_WRITING
+    )
+    assert type(from_status(error, "here")) is RoleUnavailable
+
+
+def test_a_long_message_is_cut_to_fit_a_header() -> None:
+    """gRPC refuses trailers above 8 KiB, and writes each byte of this text as three characters."""
+    _, details, _ = to_status(errors.InvalidBatch("ü" * 10_000))
+    assert len(details.encode()) < 2100
+    assert details.endswith("the role's log has the rest)")
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page, re.MULTILINE))
+    assert rows == {cls.__name__: code.name for cls, code in STATUS.items()}
