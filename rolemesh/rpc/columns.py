@@ -31,7 +31,7 @@ _ARRAYS = {
     for dtype in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 }
 # What a stranger's bytes can make Arrow, its flatbuffers and our reading of them raise.
-_UNREADABLE = (pa.ArrowException, ValueError, OSError, EOFError, struct.error, OverflowError, IndexError)
+_UNREADABLE = (pa.ArrowException, ValueError, OSError, EOFError, StopIteration, struct.error, OverflowError)
 
 
 # ------------------------------------------------------------------------------------------ JSON

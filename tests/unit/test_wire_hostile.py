@@ -335,7 +335,7 @@ def mutate(blob: bytes, mutations: list[tuple[str, int, int, bytes]]) -> bytes:
     return bytes(data)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(MUTATIONS)
 def test_a_mutated_batch_is_read_or_refused(mutations: list[tuple[str, int, int, bytes]]):
     try:
