@@ -73,6 +73,13 @@ def test_workers_do_no_grpc_and_servicers_do_no_torch() -> None:
             assert not [name for name in imports(path) if name.split(".")[0] == "torch"], name_of(path)
 
 
+def test_every_prometheus_name_is_in_one_file() -> None:
+    kinds = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
+    users = {p for p in OURS for name in imports(p) if name.rpartition(".")[0] == "prometheus_client"
+             and name.rpartition(".")[2] in kinds}  # fmt: skip
+    assert users == {ROOT / "rolemesh" / "metrics.py"}
+
+
 def test_there_is_no_python_beside_the_proto_files() -> None:
     """Another package owns the name `proto`."""
     assert list((ROOT / "proto").rglob("*.py")) == []

@@ -14,7 +14,9 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from itertools import accumulate
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import torch
@@ -39,8 +41,6 @@ PIECES_PER_REPLICA = 4
 # Below this a piece costs more in overhead than it gains in balance (but every replica gets work).
 MIN_PIECE_ROWS = 8
 ATTEMPTS_PER_REPLICA = 3
-# Finished batches that wait for the consumer before the streams are held up.
-MAX_WAITING_BATCHES = 16
 
 
 class Dispatcher:
@@ -79,8 +79,8 @@ class Dispatcher:
         sizes = piece_sizes(len(batch), len(self.pool.replicas))
         if len(sizes) == 1:
             return await self._piece(rpc, batch, deadline)
-        starts = torch.tensor([0, *sizes]).cumsum(0).tolist()
-        pieces = [batch[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        ends = list(accumulate(sizes))
+        pieces = [batch[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         return DataProto.concat(await all_of([self._piece(rpc, piece, deadline) for piece in pieces]))
 
     async def _piece(self, rpc: Rpc, batch: DataProto, deadline: float) -> Any:
@@ -103,18 +103,19 @@ class Dispatcher:
     async def stream_rows(self, name: str, batch: DataProto) -> AsyncIterator[DataProto]:
         """Batch in, batches of finished rows out, with `row` counted in `batch`. Every row comes once."""
         rpc, deadline = self._rpcs[name], self._deadline()
-        arrived: asyncio.Queue[DataProto | Exception | None] = asyncio.Queue(MAX_WAITING_BATCHES)
+        # Without a bound: a consumer that takes its time holds up neither replica nor deadline.
+        arrived: asyncio.Queue[DataProto | Exception | None] = asyncio.Queue()
 
         async def part(rows: Tensor) -> None:
             try:
                 await self._rows(rpc, batch, rows, arrived, deadline)
             except Exception as error:
-                await arrived.put(error)
+                arrived.put_nowait(error)
             else:
-                await arrived.put(None)
+                arrived.put_nowait(None)
 
         # One part per replica: engines decode many rows at nearly the price of one.
-        parts = torch.arange(len(batch)).tensor_split(min(len(self.pool.replicas), max(1, len(batch))))
+        parts = torch.arange(len(batch)).tensor_split(len(self.pool.replicas))
         tasks = [asyncio.create_task(part(rows)) for rows in parts if len(rows)]
         try:
             running = len(tasks)
@@ -141,7 +142,7 @@ class Dispatcher:
                         async for part in receive_batches(call):
                             self._tick_off(missing, part["row"], self._where(rpc, replica))
                             part["row"] = rows[part["row"]]
-                            await arrived.put(part)
+                            arrived.put_nowait(part)
                     if missing.any():
                         lost = rows[missing].tolist()
                         raise RoleFailed(f"{self._where(rpc, replica)}: the stream ended without rows {lost}")
@@ -172,14 +173,14 @@ class Dispatcher:
             RoleUnavailable: every replica is gone.
             RolemeshError: what a replica raised; the message names it.
         """
-        for attempts_left in reversed(range(ATTEMPTS_PER_REPLICA)):
+        lost: list[RoleUnavailable | None] = []
+        for _ in range(ATTEMPTS_PER_REPLICA if rpc.pure else 1):
+            await self.pool.wait_for_live()
             replicas = [replica for replica in self.pool.replicas if replica.live]
             lost = await all_of([self._told(rpc, replica, request, deadline) for replica in replicas])
             if any(error is None for error in lost):
                 return
-            if lost and not attempts_left:
-                raise next(error for error in lost if error)
-            await self.pool.wait_for_live()
+        raise next(error for error in lost if error)
 
     async def _told(
         self, rpc: Rpc, replica: Replica, request: Message, deadline: float
@@ -257,15 +258,22 @@ class Dispatcher:
         return f"{self.pool.role}.{rpc.name} at {replica.address}, step {origin.step.get()}"
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        sent = {JOB_KEY: origin.job.get(), STEP_KEY: str(origin.step.get()), CALL_KEY: uuid.uuid4().hex[:16]}
+        sent = {
+            JOB_KEY: quote(origin.job.get()),
+            STEP_KEY: str(origin.step.get()),
+            CALL_KEY: uuid.uuid4().hex[:16],
+        }
         return tuple({**sent, **self.metadata}.items())
 
 
 def piece_sizes(num_rows: int, num_replicas: int) -> list[int]:
     """How many rows each piece of a batch has: nearly equal, enough for balance, not so many as to be tiny."""
-    wanted = min(PIECES_PER_REPLICA * num_replicas, max(num_replicas, num_rows // MIN_PIECE_ROWS), num_rows)
-    pieces = 1 if num_replicas == 1 else max(1, wanted)
-    return [len(piece) for piece in torch.arange(num_rows).tensor_split(pieces)]
+    if num_replicas == 1 or num_rows < 2:
+        return [num_rows]
+    num_pieces = max(num_replicas, num_rows // MIN_PIECE_ROWS)
+    num_pieces = min(num_pieces, PIECES_PER_REPLICA * num_replicas, num_rows)
+    size, longer = divmod(num_rows, num_pieces)
+    return [size + 1] * longer + [size] * (num_pieces - longer)
 
 
 async def all_of(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

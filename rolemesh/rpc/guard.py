@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -104,7 +105,7 @@ def _enter_context(role: str, context: Context) -> str:
     sent = {key: value for key, value in metadata if isinstance(value, str)}
     origin.role.set(role)
     if job := sent.get(JOB_KEY):
-        origin.job.set(job)
+        origin.job.set(unquote(job))  # metadata are ASCII
     if (step := sent.get(STEP_KEY, "")).isdecimal():
         origin.step.set(int(step))
     return sent.get(CALL_KEY, "-")

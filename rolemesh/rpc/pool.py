@@ -22,7 +22,7 @@ CLIENT_OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # roles are reached directly, whatever the shell's http_proxy says
     # A machine that vanishes sends no reset: pings find out, also while a call computes and nothing flows.
     ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),

@@ -4,6 +4,7 @@ Real reward services with a reward function that waits when told to."""
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from serving import gate, reward_batch, reward_job, scored, serve_process, serve
 from rolemesh import context
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, RewardFailed, RoleTimeout, RoleUnavailable
+from rolemesh.logs import JsonFormatter
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import ActorClient, RewardClient
 from rolemesh.rpc.dispatch import piece_sizes
@@ -150,6 +152,21 @@ async def test_an_error_in_a_role_is_the_same_class_at_the_client(tiny_model: Pa
             await client.compute_scores(reward_batch(2))
 
 
+async def test_job_and_step_reach_the_roles_log(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also a job's name that is not ASCII, which gRPC's metadata are."""
+    caplog.handler.setFormatter(JsonFormatter())
+    caplog.set_level("INFO")
+    job = reward_job(tiny_model, tmp_path)
+    context.job.set("Größe 1")
+    context.step.set(12)
+    async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:
+        await client.compute_scores(reward_batch(1))
+    [line] = [json.loads(line) for line in caplog.text.splitlines() if "ComputeScores OK" in line]
+    assert (line["job"], line["role"], line["step"], line["level"]) == ("Größe 1", "reward", 12, "info")
+
+
 async def test_a_batch_without_a_column_is_refused_before_anything_is_sent(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -166,6 +183,13 @@ async def test_a_batch_that_has_no_place_on_the_wire_says_so(tiny_model: Path, t
         batch["extra_info"] = [{"index": object()}, {"index": object()}]
         with pytest.raises(InvalidBatch):
             await client.compute_scores(batch)
+
+
+async def test_a_message_to_every_replica_fails_when_none_is_there(tiny_model: Path, tmp_path: Path) -> None:
+    table = methods(reward_job(tiny_model, tmp_path))
+    async with ActorClient(["127.0.0.1:1"], table, patience_s=0.2) as client:
+        with pytest.raises(RoleUnavailable, match=r"actor.*127.0.0.1:1"):
+            await client.publish_weights(1)
 
 
 async def test_a_role_that_never_becomes_ready_is_named(tiny_model: Path, tmp_path: Path) -> None:
