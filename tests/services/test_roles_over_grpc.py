@@ -158,6 +158,31 @@ async def test_a_rollout_that_was_restarted_takes_the_version_in_use_before_it_w
     await server.drain(0)
 
 
+async def test_a_rollout_that_was_away_gets_the_version_when_it_returns(job: JobConfig) -> None:
+    prompts = prompts_of(8)
+    servers = [RoleServer("rollout", [ROLLOUT]) for _ in range(2)]
+    addresses = [await server.start("127.0.0.1:0") for server in servers]
+    for server in servers:
+        await server.ready({ROLLOUT: RolloutServicer(RolloutWorker(job))})
+    async with (
+        served("actor", job) as actors,
+        ActorClient(actors, methods(job)) as actor,
+        RolloutClient(addresses, methods(job)) as rollout,
+    ):
+        await actor.update(sequence_batch(16))
+        await servers[1].drain(0)
+        await rollout.update_weights(await actor.publish_weights(1))
+        alone = await in_row_order(rollout.generate(prompts), 8)
+        servers[1], returned = RoleServer("rollout", [ROLLOUT]), RolloutWorker(job)
+        await servers[1].start(addresses[1])
+        await servers[1].ready({ROLLOUT: RolloutServicer(returned)})
+        await rollout.wait_until_ready(30)
+        assert returned.version == 1
+        assert_equal(await in_row_order(rollout.generate(prompts), 8), alone)
+    for server in servers:
+        await server.drain(0)
+
+
 async def test_a_rollout_that_stops_in_the_middle_loses_and_doubles_no_row(job: JobConfig) -> None:
     """One of two servers is stopped when the first of its rows has arrived; four of its rows are still to be
     generated, and the other makes them."""
