@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import cast
 
 import torch
 
@@ -40,8 +39,7 @@ class RolloutWorker(LocalWorker):
                 meta_info["sampling"] is neither "train" nor "validation".
         """
         sampling = self._check(prompts)
-        finished = cast(AsyncGenerator[DataProto, None], self._engine.generate(prompts, sampling))
-        async with aclosing(finished):
+        async with aclosing(self._engine.generate(prompts, sampling)) as finished:
             async for rows in finished:
                 yield rows
 

@@ -18,6 +18,7 @@ from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.weights.held import HeldWeights
 from services.rollout.engines import load_engine
+from services.rollout.engines.hf import MIN_ROWS, neutral_rows
 from services.rollout.engines.sampling import log_distribution
 from services.rollout.worker import RolloutWorker
 
@@ -87,6 +88,17 @@ async def test_a_rows_bits_depend_on_nothing_but_the_row(ending_model: Path):
         restarted = RolloutWorker(job_of(ending_model, top_k=200, top_p=0.99, max_num_seqs=max_num_seqs))
         await same(range(13), await generated(restarted, prompts))
         restarted.close()
+
+
+def test_from_neutral_rows_on_a_rows_bits_are_the_same_in_a_matrix_of_any_size():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(512, 128))
+    few = neutral_rows(model, 256)
+    assert MIN_ROWS <= few <= 256
+    for linear in model:
+        inputs = torch.randn(300, linear.in_features, generator=torch.Generator().manual_seed(2))
+        expected = linear(inputs)
+        for rows in range(few, 300, 7):
+            assert torch.equal(linear(inputs[5 : 5 + rows]), expected[5 : 5 + rows]), rows
 
 
 @pytest.mark.parametrize("filters", [{}, {"temperature": 0.6, "top_k": 9}, {"top_p": 0.7, "temperature": 1.3}])
@@ -207,13 +219,13 @@ async def test_lower_precision_generates_close_log_probs(tiny_model: Path, dtype
     ("change", "message"),
     [
         ({"prompts": torch.zeros(3, P + 1, dtype=torch.int64)}, "max_prompt_length"),
+        ({"prompts": torch.full((3, P), 259)}, "vocabulary of 259"),
+        ({"prompts": torch.full((3, P), -1)}, "vocabulary of 259"),
         ({"prompt_mask": torch.zeros(3, P, dtype=torch.bool)}, "left-padded"),
         ({"prompt_mask": torch.arange(P).expand(3, P) < 3}, "left-padded"),
     ],
 )
-async def test_prompts_that_are_not_left_padded_to_P_are_refused(
-    tiny_model: Path, change: dict[str, Any], message: str
-):
+async def test_prompts_that_cannot_be_right_are_refused(tiny_model: Path, change: dict[str, Any], message: str):
     worker = RolloutWorker(job_of(tiny_model))
     prompts = prompts_of(3)
     for name, column in change.items():

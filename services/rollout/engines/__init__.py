@@ -6,7 +6,7 @@ and the sampling parameters alone; not on the rows beside it, their order, the n
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -26,7 +26,7 @@ class Engine(Protocol):
         """Of the weights in use; 0 is the model directory's."""
         ...
 
-    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncIterator[DataProto]:
+    def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
         """One response for each row; calls may overlap.
 
         Args:
@@ -37,6 +37,9 @@ class Engine(Protocol):
             Rows as they finish: `row` [b] int64 (position in the request), `responses` [b, T] int64 with the
             end token, `response_mask` [b, T] bool, `rollout_log_probs` [b, T] float32, all on the CPU.
             Leaving the iterator ends the generation soon.
+
+        Raises:
+            InvalidBatch: a token id is not in the vocabulary.
         """
         ...
 
