@@ -165,7 +165,7 @@ async def serve(contestant: str) -> None:
     await server.stop(None)
 
 
-def handler(contestant: str) -> grpc.GenericRpcHandler:
+def handler(contestant: str) -> grpc.GenericRpcHandler[bytes, bytes]:
     async def exchange_frames(frames: AsyncIterator[bytes], context: object) -> AsyncIterator[bytes]:
         async for frame in streams.send(await streams.receive(frames)):
             yield frame
@@ -235,13 +235,13 @@ def client(contestant: str, port: int, channel: grpc.aio.Channel) -> Exchange:
     if contestant == RAW_TCP:
         return tcp_client(port)
     if contestant == FRAMES:
-        stream: Any = channel.stream_stream(METHOD)
+        stream: Any = channel.stream_stream(METHOD, None, None)
 
         async def exchange_frames(batch: DataProto) -> DataProto:
             return await streams.receive(stream(streams.send(batch)))
 
         return exchange_frames
-    unary: Any = channel.unary_unary(METHOD)
+    unary: Any = channel.unary_unary(METHOD, None, None)
     to_bytes, from_bytes = unary_codec(contestant)
 
     async def exchange_unary(batch: DataProto) -> DataProto:

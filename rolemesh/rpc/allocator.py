@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
+import numpy as np
 
 from rolemesh.errors import InvalidBatch
 
+ALIGNMENT = 64
 MAX_REGION_BYTES = 64 << 30  # a batch above this is a mistake
 FIRST_BYTES = 64 << 20  # memory for a region before any of it has arrived
 GROWTH = 4
@@ -74,8 +75,11 @@ class Region:
         return self._view
 
     def _take(self, num_bytes: int) -> None:
+        # Aligned by hand: glibc's memalign, which torch uses, asks for more than it keeps, so that a freed
+        # region never fits the next of its size and the heap grows by a region each time.
         try:
-            # torch aligns to 64 bytes and leaves the pages untouched
-            self._view = torch.empty(num_bytes, dtype=torch.uint8).numpy().data
-        except RuntimeError as error:
-            raise InvalidBatch(f"no memory for {num_bytes} bytes of a batch: {error}") from None
+            spare = np.empty(num_bytes + ALIGNMENT, np.uint8)
+        except MemoryError:
+            raise InvalidBatch(f"no memory for {num_bytes} bytes of a batch") from None
+        start = -spare.ctypes.data % ALIGNMENT
+        self._view = spare[start : start + num_bytes].data

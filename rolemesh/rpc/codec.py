@@ -18,14 +18,13 @@ from torch import Tensor
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc import layouts
-from rolemesh.rpc.allocator import MAX_REGION_BYTES, Region
+from rolemesh.rpc.allocator import ALIGNMENT, MAX_REGION_BYTES, Region
 from rolemesh.rpc.columns import from_arrow, from_json, to_arrow, to_json
 from rolemesh.rpc.dtypes import FROM_WIRE, INTEGERS, TO_WIRE, Array
 from rolemesh.rpc.frame import join_frame, split_frame
 from rolemesh.rpc.layouts import Packed, Spans
 from rolemesh.v1 import data_pb2, frame_pb2
 
-ALIGNMENT = 64
 MAX_HEADER_BYTES = 32 << 20  # it travels in one frame; half of the largest message (carrier.CHANNEL_OPTIONS)
 
 # A batch without its padding may be far smaller than with it, and a few bytes may claim a column of any size.
@@ -84,6 +83,9 @@ def encode(batch: DataProto) -> Encoded:
     Raises:
         InvalidBatch: a column, cell or meta value has no place on the wire. Names which, and its type.
     """
+    batch = DataProto(
+        batch.tensors, batch.non_tensors, batch.meta_info
+    )  # its dicts may have been changed since
     packed = layouts.pack(batch.tensors)
     if _expanded_bytes(packed) > _expansion_limit(_sent_bytes(packed)):
         packed = layouts.pack_plainly(batch.tensors)

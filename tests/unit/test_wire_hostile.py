@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -405,6 +406,11 @@ print("all refused")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_lie_costs_memory():
     done = subprocess.run(
-        [sys.executable, "-c", UNDER_A_LIMIT], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", UNDER_A_LIMIT],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.stdout == "all refused\n", done.stderr
