@@ -146,8 +146,8 @@ async def _load(role: str, job: JobConfig) -> Servicers:
     started = time.perf_counter()
     try:
         servicers = await asyncio.to_thread(ROLES[role].load, job)
-    except RolemeshError:
-        log.exception("could not load")
+    except RolemeshError as error:  # the user's to mend: a line, no traceback
+        log.error("could not load: %s", error)
         raise
     except Exception as error:
         log.exception("could not load")
