@@ -92,22 +92,23 @@ def test_the_demo_is_made_where_it_is_absent_and_fits_its_job_file(tmp_path: Pat
     assert longest.right.shape[1] == job.data.max_response_length
 
 
-def test_a_seed_gives_the_same_model_bit_for_bit_and_warm_starting_learns(tmp_path: Path) -> None:
-    states = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        make_demo_model(tmp_path / name, seed=seed, num_steps=2)
-        states.append(load_causal_lm(ModelConfig(path=str(tmp_path / name)), "demo").state_dict())
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    assert not all(torch.equal(states[0][key], states[2][key]) for key in states[0])
+def test_a_seed_gives_the_same_model_bit_for_bit(tmp_path: Path) -> None:
+    one, other = (tmp_path / name for name in ("one", "other"))
+    for directory in (one, other):
+        make_demo_model(directory, seed=1, num_steps=2)
+    weights = [load_causal_lm(ModelConfig(path=str(path)), "demo").state_dict() for path in (one, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_greedy_accuracy_is_the_share_of_answers_that_generating_gives(tmp_path: Path) -> None:
-    make_demo_model(tmp_path / "model", num_steps=2)
-    model = load_causal_lm(ModelConfig(path=str(tmp_path / "model")), "demo")
+def test_greedy_accuracy_is_the_share_of_answers_that_generating_gives(tiny_model: Path) -> None:
+    model = load_causal_lm(ModelConfig(path=str(tiny_model)), "demo")
     shown = demonstrations([(37, 48), (12, 34), (95, 48), (20, 20)], byte_tokenizer_of_the_demo())
-    given = model.generate(shown.prompts, do_sample=False, min_new_tokens=9, max_new_tokens=9)[:, -9:]
+    ids = shown.prompts
+    for _ in range(9):
+        ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+    given = ids[:, -9:].clone()
     assert greedy_accuracy(model, replace(shown, right=given)) == 1.0
-    given[2, 5] += 1
+    given[2, 5] = (given[2, 5] + 1) % 256
     assert greedy_accuracy(model, replace(shown, right=given)) == 0.75
     given[1, 3:] = -100  # what is padding is not compared
     assert greedy_accuracy(model, replace(shown, right=given)) == 0.75
