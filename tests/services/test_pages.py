@@ -1,0 +1,327 @@
+"""The pages with real workers: the order of rows, the chunks, the failures, and what a step leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import small_job, train, workers
+from torch.testing import assert_close
+
+from rolemesh.algos.kl import KLController
+from rolemesh.config import JobConfig
+from rolemesh.data import PromptDataset
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch, InvalidConfig, RewardFailed
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.roles import Rollout
+from rolemesh.weights.source import WeightSource
+from services.controller.experience import collect, fan_out, gather
+from services.controller.pages import page_of
+from services.controller.run_dir import read_metrics
+from services.controller.step import Step
+
+
+def some_prompts(job: JobConfig) -> DataProto:
+    data = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))
+    return data.batch(range(job.data.train_batch_size))
+
+
+@dataclass
+class Shuffled:
+    """A rollout whose rows arrive one by one in another order, as from busy replicas."""
+
+    rollout: Rollout
+    order: list[int]
+
+    async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
+        everything = DataProto.concat([part async for part in self.rollout.generate(prompts)])
+        place = everything["row"].argsort()
+        for row in self.order:
+            yield everything.select_idxs([int(place[row])])
+
+    async def update_weights(self, source: WeightSource) -> None:
+        await self.rollout.update_weights(source)
+
+
+async def step_and_weights(
+    job: JobConfig, order: list[int] | None = None
+) -> tuple[dict[str, float], DataProto, dict[str, torch.Tensor]]:
+    """One step with fresh workers: its metrics, its batch, and the actor's weights after it."""
+    with workers(job) as roles:
+        if order:
+            roles = replace(roles, rollout=Shuffled(roles.rollout, order))
+        step = Step(1, job, KLController(job.algorithm.kl_ctrl))
+        metrics = await page_of(job)(some_prompts(job), roles, step)
+        assert step.batch is not None
+        return metrics, step.batch, await (await roles.actor.publish_weights(2)).fetch()
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+async def test_a_step_is_bit_identical_in_whatever_order_and_chunks_rows_finish(
+    estimator: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", f"algorithm.adv_estimator={estimator}", "rollout.n=4")
+    metrics, batch, weights = await step_and_weights(job)
+    others = await step_and_weights(job, order=[(5 * i + 3) % 16 for i in range(16)])
+    assert others[0] == metrics
+    assert others[1].columns == batch.columns
+    for name in batch.tensors:
+        assert torch.equal(others[1][name], batch[name]), name
+    assert weights.keys() == others[2].keys()
+    assert all(torch.equal(others[2][name], weights[name]) for name in weights)
+
+
+async def test_rewards_are_scores_less_beta_times_kl(tiny_model: Path, tmp_path: Path) -> None:
+    # the reference is another model than the actor, so that there is a KL
+    other = small_job(tmp_path, tiny_model, "run", "trainer.total_training_steps=1", "trainer.save_freq=1")
+    await train(other)
+    job = small_job(
+        tmp_path, tiny_model, "next", f"reference.model.path={other.run_dir / 'global_step_1' / 'actor'}"
+    )
+    metrics, batch, _ = await step_and_weights(job)
+    mask = batch["response_mask"]
+    kl = (batch["old_log_probs"] - batch["ref_log_probs"]) * mask
+    assert_close(batch["token_level_rewards"], batch["token_level_scores"] - 0.1 * kl)
+    per_row = torch.stack([kl[i][mask[i]].mean() for i in range(len(batch))])
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(per_row.mean().item(), rel=1e-5)
+    assert metrics["actor/reward_kl_penalty"] != 0
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+
+
+async def test_grpo_compares_the_answers_to_one_prompt(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(
+        tmp_path, tiny_model, "run", "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false",
+        "rollout.n=4",
+    )  # fmt: skip
+    _, batch, _ = await step_and_weights(job)
+    assert batch["uid"].tolist() == [f"train-{i // 4:06d}" for i in range(16)]
+    rewards = batch["token_level_scores"].sum(dim=1).reshape(4, 4)
+    expected = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-6)
+    assert_close(batch["advantages"][:, 0], expected.reshape(-1), rtol=1e-5, atol=1e-5)
+    assert (rewards.std(dim=1) > 0).any()
+
+
+async def test_the_rollout_has_the_new_weights_when_a_step_ends(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run")
+    with workers(job) as roles:
+        prompts = fan_out(some_prompts(job), 2, seed=1, step=2)
+        before = DataProto.concat([part async for part in roles.rollout.generate(prompts)])
+        await page_of(job)(some_prompts(job), roles, Step(1, job, KLController(job.algorithm.kl_ctrl)))
+        after = DataProto.concat([part async for part in roles.rollout.generate(prompts)])
+    assert not torch.equal(
+        before["rollout_log_probs"][before["row"].argsort()], after["rollout_log_probs"][after["row"].argsort()]
+    )
+
+
+# ------------------------------------------------------------------------------- what goes wrong
+
+
+async def test_a_reward_that_raises_fails_the_step_with_its_row_and_stops_generation(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run")
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1 / (extra_info['index'] - 2)\n"
+    )
+    closed = asyncio.Event()
+
+    @dataclass
+    class Watched(Shuffled):
+        async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
+            try:
+                async for part in super().generate(prompts):
+                    yield part
+                await asyncio.Event().wait()  # more would come, were it not closed
+            finally:
+                closed.set()
+
+    with workers(job) as roles:
+        roles = replace(roles, rollout=Watched(roles.rollout, list(range(8))))
+        with pytest.raises(RewardFailed, match="train-000002"):
+            await page_of(job)(some_prompts(job), roles, Step(1, job, KLController(job.algorithm.kl_ctrl)))
+    assert closed.is_set()
+
+
+def finished(*rows: int) -> DataProto:
+    shape = (len(rows), 2)
+    return DataProto(
+        {
+            "row": torch.tensor(rows),
+            "responses": torch.tensor(rows)[:, None].expand(shape),
+            "response_mask": torch.ones(shape, dtype=torch.bool),
+        }
+    )
+
+
+async def stream(*parts: DataProto) -> AsyncIterator[DataProto]:
+    for part in parts:
+        yield part
+
+
+async def as_it_is(rows: DataProto) -> DataProto:
+    return rows
+
+
+THREE = DataProto(
+    {
+        "prompts": torch.tensor([[0, 5], [6, 7], [0, 8]]),
+        "prompt_mask": torch.tensor([[False, True], [True, True], [False, True]]),
+    }
+)
+
+
+async def test_prompts_and_responses_are_joined_in_the_order_of_the_request() -> None:
+    batch = await collect(stream(finished(2), finished(0, 1)), THREE, as_it_is)
+    assert batch["input_ids"].tolist() == [[0, 5, 0, 0], [6, 7, 1, 1], [0, 8, 2, 2]]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]]
+    assert batch["position_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 2, 3], [0, 0, 1, 2]]
+    assert "row" not in batch
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([finished(0, 1)], r"rows \[2\] of 3 never came back"),
+        ([finished(0, 1), finished(1, 2)], "a row twice"),
+        ([finished(0, 1, 2), finished(3)], r"returned rows \[3\]"),
+        ([], r"rows \[0, 1, 2\] of 3 never came back"),
+    ],
+)
+async def test_every_row_comes_exactly_once_or_the_step_fails(parts: list[DataProto], message: str) -> None:
+    with pytest.raises(InvalidBatch, match=message):
+        await collect(stream(*parts), THREE, as_it_is)
+
+
+async def test_the_first_error_is_raised_and_the_other_calls_are_cancelled() -> None:
+    cancelled = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def fails() -> None:
+        raise InvalidBatch("the first")
+
+    with pytest.raises(InvalidBatch, match="the first"):
+        await gather(waits(), fails(), waits())
+    assert cancelled == [True, True]
+
+
+def test_seeds_are_a_function_of_seed_step_position_and_sample() -> None:
+    def seeds(n: int = 2, seed: int = 1, step: int = 1) -> list[int]:
+        return fan_out(THREE, n, seed, step)["seeds"].tolist()
+
+    assert seeds() == seeds()
+    assert min(seeds()) >= 0
+    others = [*seeds(), *seeds(seed=2), *seeds(step=2), *seeds(seed=2, step=2)]
+    assert len(set(others)) == 4 * 6
+    # more answers to a prompt leave those that there were
+    assert [seed for i, seed in enumerate(seeds(n=3)) if i % 3 < 2] == seeds(n=2)
+
+
+# -------------------------------------------------------------------------------------- the loop
+
+
+async def test_in_the_critics_warm_up_the_actor_stays_as_it_is(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(
+        tmp_path, tiny_model, "run", "trainer.critic_warmup=2", "trainer.total_training_steps=3",
+        "trainer.save_freq=1", "trainer.val_before_train=false",
+    )  # fmt: skip
+    await train(job)
+    records = read_metrics(job.run_dir / "metrics.jsonl")
+    assert ["actor/pg_loss" in record for record in records] == [False, False, True]
+    assert [record.get("training/critic_warmup") for record in records] == [1.0, 1.0, None]
+    assert all("critic/vf_loss" in record for record in records)
+    weights = [(job.run_dir / f"global_step_{n}/actor/model.safetensors").read_bytes() for n in (1, 2, 3)]
+    critics = [(job.run_dir / f"global_step_{n}/critic/model.safetensors").read_bytes() for n in (1, 2, 3)]
+    assert weights[0] == weights[1] != weights[2]
+    assert len(set(critics)) == 3
+
+
+PHASES = [
+    "step",
+    "gen",
+    "old_log_prob",
+    "ref",
+    "values",
+    "reward",
+    "adv",
+    "update_critic",
+    "update_actor",
+    "update_weights",
+    "testing",
+]
+STEP_KEYS = [
+    "training/epoch",
+    *(f"critic/{name}/{of}" for name in ("score", "rewards") for of in ("mean", "max", "min")),
+    *(f"critic/{name}/mean" for name in ("advantages", "returns", "values")),
+    *(f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "grad_norm", "lr")),
+    *(f"actor/{name}" for name in ("pg_loss", "entropy", "ppo_kl", "pg_clipfrac", "grad_norm", "lr")),
+    *(f"actor/{name}" for name in ("reward_kl_penalty", "reward_kl_penalty_coeff")),
+    *(f"response_length/{of}" for of in ("mean", "max", "min", "clip_ratio")),
+    *("prompt_length/mean", "perf/throughput", "perf/total_num_tokens"),
+    *(f"val-core/{source}/acc/mean@2" for source in ("digits", "numbers")),
+    *(f"val-aux/{source}/reward/mean@2" for source in ("digits", "numbers")),
+    *(f"timing_s/{phase}" for phase in PHASES),
+]
+
+
+async def test_a_run_directory_holds_config_metrics_curves_and_dumps(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(
+        tmp_path, tiny_model, "run", "trainer.total_training_steps=2", "trainer.test_freq=1",
+        "rollout.val_kwargs.n=2", "rollout.val_kwargs.do_sample=true", "data.val_batch_size=2",
+        f"trainer.rollout_data_dir={tmp_path / 'rollouts'}", f"trainer.validation_data_dir={tmp_path / 'val'}",
+    )  # fmt: skip
+    summary = await train(job)
+    assert (job.run_dir / "config.yaml").read_text() == job.to_yaml()
+    assert (job.run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    records = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [record["training/global_step"] for record in records] == [0, 1, 2]
+    assert [key for key in STEP_KEYS if key not in records[2]] == []
+
+    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "2.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    assert set(rows[0]) == {"input", "output", "gts", "score", "acc", "step", "uid", "data_source"}
+    assert rows[0]["uid"] == rows[1]["uid"] != rows[2]["uid"]
+    assert rows[0]["gts"] == str(int(rows[0]["uid"].removeprefix("train-")) + 1)
+    assert sum(row["score"] for row in rows) / 8 == pytest.approx(records[2]["critic/score/mean"])
+
+    validated = [json.loads(line) for line in (tmp_path / "val" / "2.jsonl").read_text().splitlines()]
+    assert [row["uid"] for row in validated] == [f"val-{i:06d}" for i in (0, 0, 1, 1, 2, 2)]
+    digits = [row["acc"] for row in validated if row["data_source"] == "digits"]
+    assert sum(digits) / 2 == pytest.approx(records[2]["val-core/digits/acc/mean@2"])
+    assert summary.answers == validated[: job.trainer.log_val_generations]
+
+
+async def test_val_only_validates_and_trains_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", "trainer.val_only=true", "trainer.save_freq=1")
+    summary = await train(job)
+    assert [record["training/global_step"] for record in summary.records] == [0]
+    assert "val-core/digits/acc/mean@1" in summary.records[0]
+    assert summary.checkpoint is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.critic_warmup=1", "algorithm.adv_estimator=grpo"], "critic_warmup is 1, and a job with"),
+        (["data.train_files=[]"], "data.train_files is empty"),
+        (["data.val_files=[]", "trainer.test_freq=1"], "data.val_files is empty"),
+    ],
+)
+async def test_a_job_that_cannot_run_is_an_error_before_the_first_step(
+    overrides: list[str], message: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        await train(small_job(tmp_path, tiny_model, "run", *overrides))
