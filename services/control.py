@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from rolemesh.config import JobConfig
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import NoCritic, NoReference, Roles, methods
 from rolemesh.rpc.allocator import tune
@@ -25,7 +25,6 @@ from rolemesh.rpc.clients import (
     RolloutClient,
 )
 from rolemesh.rpc.server import RoleServer, serve_metrics
-from services.controller.experience import gather
 from services.controller.loop import Run, Summary
 from services.controller.pages import check_step
 from services.controller.progress import Display
@@ -92,8 +91,19 @@ async def drive(run: Run, addresses: Addresses, listen: str, metrics_listen: str
         for role in job.roles:
             client = CLIENTS[role](addresses[role], methods(job), timeout_s=job.trainer.rpc_timeout_s)
             clients[role] = await stack.enter_async_context(client)
-        await gather(*(client.wait_until_ready(job.trainer.ready_timeout_s) for client in clients.values()))
+        await until_ready(clients.values(), job.trainer.ready_timeout_s)
         return await run.train(Roles(**{"critic": NoCritic(), "reference": NoReference(), **clients}))
+
+
+async def until_ready(clients: Iterable[RoleClient], timeout_s: float) -> None:
+    """Returns when every replica of every role serves. Raises RoleUnavailable: all that do not, and why."""
+    waits = (client.wait_until_ready(timeout_s) for client in clients)
+    outcomes = await asyncio.gather(*waits, return_exceptions=True)
+    if late := [str(outcome) for outcome in outcomes if isinstance(outcome, RoleUnavailable)]:
+        raise RoleUnavailable("\n".join(late))
+    for outcome in outcomes:
+        if outcome is not None:
+            raise outcome
 
 
 class Brakes:
