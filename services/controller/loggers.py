@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -131,7 +132,7 @@ class WandbLogger:
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
         wandb = _import("wandb", "wandb")
         trainer = job.trainer
-        run_id = _kept_id(job.run_dir / "wandb" / "run_id", start, wandb.util.generate_id)
+        run_id = _kept_id(job.run_dir / "wandb" / "run_id", start, lambda: secrets.token_hex(4))
         self._run: Any = wandb.init(
             project=trainer.project_name,
             name=trainer.experiment_name,
@@ -157,6 +158,8 @@ class MlflowLogger:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             directory.mkdir(parents=True, exist_ok=True)
+            # MLflow would rather have a database, which the skinny client cannot open
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = directory.as_uri()
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
         trainer = job.trainer

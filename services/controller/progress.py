@@ -136,6 +136,8 @@ def print_summary(summary: Summary, console: Console) -> None:
         console.print(shown)
 
     facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")  # a path is of use only whole
     facts.add_row("steps", f"{summary.step} of {summary.total_steps}")
     if len(accuracies) > 1:
         (first_step, before), (last_step, after) = accuracies[0], accuracies[-1]

@@ -1,0 +1,241 @@
+"""What loggers write, read back by the libraries' own readers; and the controller's service."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from in_process import small_job, workers
+from prometheus_client import REGISTRY
+from rich.console import Console
+
+from rolemesh.config import JobConfig
+from rolemesh.config.job import make_job
+from rolemesh.errors import InvalidConfig
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.rpc.server import RoleServer
+from rolemesh.v1 import controller_pb2 as pb
+from rolemesh.v1.controller_pb2_grpc import ControllerServiceStub
+from services.controller.loggers import Loggers
+from services.controller.loop import Run
+from services.controller.progress import Display
+from services.controller.run_dir import MetricsFile, read_metrics
+from services.controller.servicer import SERVICE, ControllerServicer
+
+SCORE, ACC = "critic/score/mean", "val-core/digits/acc/mean@1"
+
+
+def job_with(directory: Path, *loggers: str) -> JobConfig:
+    trainer = {"logger": list(loggers), "default_local_dir": str(directory), "experiment_name": "try"}
+    return make_job({"trainer": trainer})
+
+
+def write_three_steps(job: JobConfig, console: Console | None = None) -> None:
+    """A run of two steps, and its resumption after the first, which makes step 2 again."""
+    job.run_dir.mkdir(exist_ok=True)
+    console = console or Console(file=io.StringIO())
+    with Loggers(job, 0, console) as loggers:
+        loggers.log(1, {SCORE: 0.25, ACC: 0.5})
+        loggers.log(2, {SCORE: 99.0})
+    with Loggers(job, 1, console) as loggers:
+        loggers.log(2, {SCORE: 0.5})
+        loggers.log(3, {SCORE: 0.75})
+
+
+def test_tensorboard_reads_back_every_step_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_three_steps(job_with(tmp_path / "run", "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars(SCORE)] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [(event.step, event.value) for event in events.Scalars(ACC)] == [(1, 0.5)]
+
+
+def test_mlflow_reads_back_one_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    write_three_steps(job_with(tmp_path / "run", "mlflow"))
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "run" / "mlflow").as_uri())
+    experiment = client.get_experiment_by_name("rolemesh")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == "try"
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, SCORE)
+    assert {(metric.step, metric.value) for metric in history} >= {(1, 0.25), (2, 0.5), (3, 0.75)}
+    assert run.data.metrics["val-core/digits/acc/mean_at_1"] == 0.5
+
+
+def wandb_records(file: Path) -> Iterator[bytes]:
+    """The records of a .wandb file, a LevelDB log: blocks of 32 KiB, in them parts with a checksum (4 bytes),
+    a length (2) and a kind (1): whole, first, middle, last. wandb has no public reader of its own files."""
+    data, at, parts = file.read_bytes(), 7, b""  # after ":W&B", a magic number and a version
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
+
+
+def test_wandb_offline_reads_back_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    job = job_with(tmp_path / "run", "wandb")
+    job.run_dir.mkdir()
+    with Loggers(job, 0, Console(file=io.StringIO())) as loggers:
+        loggers.log(1, {SCORE: 0.25})
+        loggers.log(2, {SCORE: 0.5})
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    found = []
+    for data in wandb_records(file):
+        items = {
+            item.key or "/".join(item.nested_key): item.value_json
+            for item in Record.FromString(data).history.item
+        }
+        if SCORE in items:
+            found.append((int(items["_step"]), json.loads(items[SCORE])))
+    assert found == [(1, 0.25), (2, 0.5)]
+    assert (tmp_path / "run" / "wandb" / "run_id").read_text().strip() in file.name
+
+
+def test_the_console_has_a_line_for_each_step(tmp_path: Path) -> None:
+    out = io.StringIO()
+    write_three_steps(job_with(tmp_path / "run", "console"), Console(file=out))
+    assert out.getvalue().splitlines()[0] == "step     1  score 0.250  val acc 0.500"
+
+
+def test_every_run_shows_its_steps_to_prometheus(tmp_path: Path) -> None:
+    write_three_steps(job_with(tmp_path / "run"))
+    assert REGISTRY.get_sample_value("rolemesh_training_step") == 3
+    assert REGISTRY.get_sample_value("rolemesh_step_metric", {"name": SCORE}) == 0.75
+
+
+def test_a_missing_library_names_the_extra_that_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as Python marks a module that is not to be had
+    with pytest.raises(InvalidConfig, match=r"pip install 'rolemesh\[wandb\]'"):
+        write_three_steps(job_with(tmp_path / "run", "wandb"))
+
+
+# --------------------------------------------------------------------------------- metrics.jsonl
+
+
+def test_a_resumed_metrics_file_holds_every_step_once_and_no_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path, 0)
+    for step in (1, 2, 3):
+        first.log(step, {SCORE: step / 10})
+    first.close()
+    path.write_text(path.read_text() + '{"training/global_step": 4, "crit')  # killed in the middle of a line
+    second = MetricsFile(path, 2)
+    second.log(3, {SCORE: 0.9})
+    second.close()
+    assert [(r["training/global_step"], r[SCORE]) for r in read_metrics(path)] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+
+
+def test_a_new_run_keeps_the_metrics_of_the_old_one_beside_its_own(tmp_path: Path) -> None:
+    for score in (0.1, 0.2):
+        file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+        file.log(1, {SCORE: score})
+        file.close()
+    (old,) = tmp_path.glob("metrics-until-*.jsonl")
+    assert read_metrics(old)[0][SCORE] == 0.1
+    assert read_metrics(tmp_path / "metrics.jsonl")[0][SCORE] == 0.2
+
+
+def test_a_value_that_is_not_finite_is_null_in_the_file(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    file.log(1, {SCORE: float("nan")})
+    file.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())[SCORE] is None
+
+
+# ------------------------------------------------------------------------- the controller's service
+
+
+async def test_the_service_tells_pauses_resumes_and_stops_a_run(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=100", "trainer.total_training_steps=50")
+    with workers(job) as roles:
+        run = Run(job, load_tokenizer(job.actor.model))
+        server = RoleServer("controller", [SERVICE])
+        address = await server.start("127.0.0.1:0")
+        await server.ready({SERVICE: ControllerServicer(run.status)})
+        async with grpc.aio.insecure_channel(address) as channel:
+            controller = ControllerServiceStub(channel)
+            assert (await controller.GetStatus(pb.GetStatusRequest())).state == pb.RUN_STATE_STARTING
+            await controller.Pause(pb.PauseRequest())
+            training = asyncio.create_task(run.train(roles))
+            steps = controller.Watch(pb.WatchRequest())
+            assert (await steps.read()).record.step == 0  # the validation before the first step
+            status = await controller.GetStatus(pb.GetStatusRequest())
+            assert (status.job, status.state, status.step) == ("run", pb.RUN_STATE_PAUSED, 0)
+            assert status.total_steps == 50
+
+            await controller.Resume(pb.ResumeRequest())
+            response = await steps.read()
+            assert response.record.step == 1
+            assert response.record.metrics["timing_s/step"] > 0
+            assert response.record.ended_at.seconds > 0
+            last = 1
+            await controller.Stop(pb.StopRequest())
+            while (response := await steps.read()) is not grpc.aio.EOF:  # the stream ends with the run
+                last = response.record.step
+            await training
+
+            status = await controller.GetStatus(pb.GetStatusRequest())
+            assert status.state == pb.RUN_STATE_FINISHED
+            assert status.step == status.last.step == last < 50
+            assert (job.run_dir / f"global_step_{last}" / "controller.json").exists()
+        await server.drain(5)
+
+
+async def test_a_run_that_fails_says_so_and_ends_its_watchers(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", "trainer.val_before_train=false")
+    (tmp_path / "reward.py").write_text("def compute_score(**row):\n    raise KeyError('no such answer')\n")
+    with workers(job) as roles:
+        run = Run(job, load_tokenizer(job.actor.model))
+        training = asyncio.create_task(run.train(roles))
+        assert [record async for record in run.status.watch()] == []
+        with pytest.raises(RuntimeError, match="no such answer"):
+            await training
+    assert (
+        await ControllerServicer(run.status).GetStatus(pb.GetStatusRequest(), None)
+    ).state == pb.RUN_STATE_FAILED
+
+
+async def test_the_live_display_shows_step_phase_reward_and_accuracy(tiny_model: Path, tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=300)
+    job = small_job(tmp_path, tiny_model, "run", "trainer.total_training_steps=2", "trainer.test_freq=1")
+    display = Display(console)
+    with workers(job) as roles:
+        summary = await Run(job, load_tokenizer(job.actor.model), display).train(roles)
+    display.summary(summary)
+    shown = out.getvalue()
+    for text in ("1/2", "reward 0.", "val accuracy 0.000", "tokens/s", "Validation answers", "curves.png"):
+        assert text in shown
+
+
+async def test_without_a_terminal_there_are_plain_lines_alone(tiny_model: Path, tmp_path: Path) -> None:
+    out = io.StringIO()
+    job = small_job(tmp_path, tiny_model, "run", "trainer.total_training_steps=2", "trainer.logger=[console]")
+    with workers(job) as roles:
+        display = Display(Console(file=out, width=100))
+        await Run(job, load_tokenizer(job.actor.model), display).train(roles)
+    lines = out.getvalue().splitlines()
+    assert [line[:10] for line in lines] == ["step     0", "step     1", "step     2"]
+    assert "\x1b" not in out.getvalue()
