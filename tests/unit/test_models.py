@@ -21,6 +21,8 @@ from rolemesh.errors import InvalidConfig, ModelNotFound
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
 from rolemesh.models.reward_model import RewardModel
 
+CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+
 
 def at(directory: Path) -> ModelConfig:
     return ModelConfig(path=str(directory))
@@ -179,3 +181,19 @@ def test_a_classifier_with_several_labels_is_no_reward_model(tiny_model: Path, t
     AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3).save_pretrained(tmp_path)
     with pytest.raises(ModelNotFound, match=r"\[1, 64\]"):
         RewardModel.load(at(tmp_path))
+
+
+@pytest.mark.skipif("GenuineIntel" not in CPU, reason="MKL has its strict mode on Intel's processors")
+def test_a_products_rows_do_not_depend_on_how_many_there_are_nor_on_threads() -> None:
+    """What the laws on bits rest on. 896 inputs: without MKL's strict mode two threads cut the sum."""
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = torch.randn(128, 896, generator=generator), torch.randn(300, 896, generator=generator)
+    whole = rows @ weight.T
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            for num_rows in (16, 40, 130, 300):
+                assert torch.equal(rows[:num_rows] @ weight.T, whole[:num_rows])
+    finally:
+        torch.set_num_threads(before)
