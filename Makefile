@@ -24,7 +24,7 @@ setup: .venv/.installed ## .venv with everything in requirements.lock
 	@test -n "$(PYTHON)" || { echo "rolemesh needs Python 3.11 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -x $(BIN)/python || sh scripts/make-venv $(PYTHON) .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check uv
-	$(BIN)/uv pip install -q --python $(BIN)/python --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -48,8 +48,8 @@ class JobConfig(Config):
                 )
             if mini % micro:
                 raise ValueError(
-                    f"{role}: a mini-batch of {mini} rows ({prompts} prompts times rollout.n {self.rollout.n}) does "
-                    f"not divide into micro-batches of ppo_micro_batch_size_per_gpu {micro}"
+                    f"{role}: a mini-batch of {mini} rows ({prompts} prompts times rollout.n {self.rollout.n}) "
+                    f"does not divide into micro-batches of ppo_micro_batch_size_per_gpu {micro}"
                 )
         if self.algorithm.adv_estimator == "grpo" and self.rollout.n == 1:
             raise ValueError(

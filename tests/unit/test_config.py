@@ -59,7 +59,7 @@ def test_all_errors_of_a_file_are_told_at_once(tmp_path: Path) -> None:
 def test_a_file_that_is_no_job_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(content)
-    with pytest.raises(InvalidConfig, match="job.yaml") as error:
+    with pytest.raises(InvalidConfig, match=r"job\.yaml") as error:
         load_job(path)
     assert words in str(error.value)
 
