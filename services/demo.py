@@ -30,7 +30,7 @@ from rolemesh.models.tiny import byte_tokenizer, make_tiny_model
 # As short as a chat can be: the demo's time is spent on the additions. 8 tokens a prompt.
 CHAT_TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
 FORGETS = 0.75  # how often the demonstrator forgets the carries of a problem that has one
-WARM_START_STEPS = 800
+WARM_START_STEPS = 1000
 BATCH_SIZE = 128  # demonstrations per step
 LEARNING_RATE = 3e-3
 NUM_VAL = 256
