@@ -11,6 +11,7 @@ good checkpoint as it was.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -166,9 +167,14 @@ class Checkpoints:
         partial = path.with_name(path.name + PARTIAL)
         try:
             partial.mkdir(parents=True)
-            await gather(
-                roles.actor.save_checkpoint(partial / "actor"), roles.critic.save_checkpoint(partial / "critic")
+            # Both are waited for, also when one fails: a role that still writes would undo the clearing below.
+            saves = await asyncio.gather(
+                roles.actor.save_checkpoint(partial / "actor"),
+                roles.critic.save_checkpoint(partial / "critic"),
+                return_exceptions=True,
             )
+            for error in filter(None, saves):
+                raise error
             write_durably(partial / "controller.json", json.dumps(asdict(state), indent=1))
             yield
             left = _put_aside(path) if path.exists() else None  # of a course left by resuming from before it

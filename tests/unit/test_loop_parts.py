@@ -1,0 +1,136 @@
+"""Parts of the loop with hand-worked numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from torch import tensor
+
+from rolemesh.config.job import make_job
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import CheckpointFailed
+from services.controller.advantages import apply_kl_penalty, compute_advantages
+from services.controller.checkpoints import Checkpoints
+from services.controller.curves import draw_curves
+from services.controller.metrics import batch_metrics
+from services.controller.status import RunStatus, State
+from services.controller.stopwatch import Stopwatch
+from services.controller.validation import validation_metrics
+
+MASK = tensor([[True, True, True], [True, False, False]])
+
+
+def scored() -> DataProto:
+    return DataProto.from_dict(
+        {
+            "prompt_mask": tensor([[False, True], [True, True]]),
+            "response_mask": MASK,
+            "attention_mask": tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+            "old_log_probs": tensor([[-1.0, -2.0, -3.0], [-1.0, 0.0, 0.0]]),
+            "ref_log_probs": tensor([[-1.0, -3.0, -5.0], [-3.0, 0.0, 0.0]]),
+            "token_level_scores": tensor([[0.0, 0.0, 1.0], [0.5, 0.0, 0.0]]),
+            "acc": tensor([1.0, 0.0]),
+        },
+        {"uid": ["a", "a"], "data_source": ["x", "y"]},
+    )
+
+
+def test_kl_in_the_reward_by_hand() -> None:
+    job = make_job({"algorithm": {"use_kl_in_reward": True}})
+    batch, metrics = apply_kl_penalty(scored(), job, 0.1)
+    torch.testing.assert_close(batch["token_level_rewards"], tensor([[0.0, -0.1, 0.8], [0.3, 0.0, 0.0]]))
+    # rows' means are (0 + 1 + 2) / 3 and 2
+    assert metrics == {"actor/reward_kl_penalty": 1.5, "actor/reward_kl_penalty_coeff": 0.1}
+
+
+def test_without_kl_in_the_reward_rewards_are_the_scores() -> None:
+    batch, metrics = apply_kl_penalty(scored(), make_job({}), 0.1)
+    assert torch.equal(batch["token_level_rewards"], batch["token_level_scores"])
+    assert metrics == {}
+
+
+def test_gae_is_whitened_and_returns_are_not() -> None:
+    batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
+    batch["values"] = torch.zeros(2, 3)
+    batch = compute_advantages(batch, make_job({}))
+    torch.testing.assert_close(batch["returns"][MASK], tensor([1.0, 1.0, 1.0, 0.5]))
+    torch.testing.assert_close(batch["advantages"][MASK], tensor([0.5, 0.5, 0.5, -1.5]))
+
+
+def test_metrics_of_a_batch_by_hand() -> None:
+    batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
+    batch["advantages"] = batch["returns"] = torch.where(MASK, 2.0, 99.0)
+    metrics = batch_metrics(batch)
+    expected = {
+        "critic/score/mean": 0.75,
+        "critic/score/max": 1.0,
+        "critic/score/min": 0.5,
+        "critic/advantages/mean": 2.0,
+        "response_length/mean": 2.0,
+        "response_length/max": 3.0,
+        "response_length/min": 1.0,
+        "response_length/clip_ratio": 0.5,
+        "prompt_length/mean": 1.5,
+        "perf/total_num_tokens": 7.0,
+    }
+    assert {key: metrics[key] for key in expected} == expected
+
+
+def test_validation_is_told_for_each_data_source() -> None:
+    assert validation_metrics(scored(), 1) == {
+        "val-core/x/acc/mean@1": 1.0,
+        "val-aux/x/reward/mean@1": 1.0,
+        "val-core/y/acc/mean@1": 0.0,
+        "val-aux/y/reward/mean@1": 0.5,
+    }
+
+
+def test_calls_of_one_phase_that_overlap_are_counted_once() -> None:
+    phases: list[str] = []
+    watch = Stopwatch(phases.append)
+    with watch("gen"):
+        with watch("reward"), watch("reward"):
+            pass
+        with watch("gen"):
+            pass
+    assert phases == ["gen", ""]  # of several at once, the one that began first
+    times = watch.take()
+    assert set(times) == {"timing_s/gen", "timing_s/reward"}
+    assert times["timing_s/gen"] >= times["timing_s/reward"]
+    assert watch.take() == {}
+
+
+async def test_a_paused_run_begins_no_step_until_it_is_resumed_or_stopped() -> None:
+    status = RunStatus("run")
+    status.set(state=State.RUNNING)
+    status.pause()
+    assert status.state is State.PAUSED
+    begins = asyncio.create_task(status.may_begin())
+    done, _ = await asyncio.wait([begins], timeout=0.01)
+    assert not done
+    status.resume()
+    assert await begins
+    status.pause()
+    status.request_stop()
+    assert status.state is State.STOPPING
+    assert not await status.may_begin()
+
+
+def test_latest_that_names_what_is_not_there_is_an_error_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "global_step_3").mkdir()
+    (tmp_path / "latest").write_text("global_step_5\n")
+    with pytest.raises(CheckpointFailed, match=r"names 'global_step_5'.*there are \[3\].*resume_path"):
+        Checkpoints(tmp_path).latest()
+
+
+def test_curves_leave_out_what_a_job_does_not_have(tmp_path: Path) -> None:
+    draw_curves([], tmp_path / "none.png", "empty")
+    assert not (tmp_path / "none.png").exists()
+    draw_curves([{"training/global_step": 1, "actor/pg_loss": None}], tmp_path / "null.png", "null")
+    assert not (tmp_path / "null.png").exists()
+    many = [{"training/global_step": i, "critic/score/mean": i / 50} for i in range(50)]
+    draw_curves(many, tmp_path / "one.png", "one panel")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
