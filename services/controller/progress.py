@@ -56,6 +56,7 @@ class Display:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
         self._live: Live | None = None
+        self._num_shown = 0
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=None),
@@ -82,7 +83,9 @@ class Display:
         if self._live is None:
             self._live = Live(console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
-        self._live.update(Group(self._bar, _line(status)))
+        news = len(status.records) != self._num_shown
+        self._num_shown = len(status.records)
+        self._live.update(Group(self._bar, _line(status)), refresh=news)  # what a step brought is seen at once
 
     def close(self) -> None:
         """Clears the display."""
