@@ -35,6 +35,13 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
 
 
+class LogFormat(StrEnum):
+    """How logs are written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 class GraphFormat(StrEnum):
     """How `graph` prints."""
 
@@ -59,6 +66,11 @@ Overrides = Annotated[
 Addresses = Annotated[str, typer.Option(help="host:port, several separated by commas", metavar="ADDRESSES")]
 OptionalAddresses = Annotated[
     str, typer.Option(help="host:port, several separated by commas; empty: none", metavar="ADDRESSES")
+]
+
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option(envvar="ROLEMESH_LOG_FORMAT", help="Lines for people, or one JSON object a line."),
 ]
 
 
@@ -86,6 +98,7 @@ def serve(
     exit_with_parent: Annotated[
         bool, typer.Option(help="End when standard input closes, so that a killed launcher leaves nothing.")
     ] = False,
+    log_format: LogFormatOption = LogFormat.TEXT,
     overrides: Overrides = None,
 ) -> None:
     """Serve one role over gRPC until SIGTERM."""
@@ -100,6 +113,7 @@ def serve(
             metrics_listen=metrics_listen or None,
             address_file=address_file,
             exit_with_parent=exit_with_parent,
+            log_format=log_format.value,
         )
     )
 
@@ -117,14 +131,17 @@ def control(
     reference: OptionalAddresses = "",
     listen: Annotated[str, typer.Option(help="host:port of the controller's own service.")] = "127.0.0.1:0",
     metrics_listen: Annotated[str, typer.Option(help="host:port of /metrics; empty: none.")] = "",
+    log_format: LogFormatOption = LogFormat.TEXT,
     overrides: Overrides = None,
 ) -> None:
     """Train with roles that are already being served."""
     from rolemesh.config import load_job
+    from rolemesh.logs import setup_logging
     from services.control import control as control_run
 
     given = {"actor": actor, "rollout": rollout, "reward": reward, "critic": critic, "reference": reference}
     addresses = {role: value.split(",") for role, value in given.items() if value}
+    setup_logging(log_format.value)
     job = load_job(config, overrides or ())
     asyncio.run(control_run(job, addresses, listen=listen, metrics_listen=metrics_listen or None))
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from rich.logging import RichHandler
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import RoleUnavailable
@@ -27,6 +30,9 @@ async def launch(job: JobConfig) -> None:
     """
     tune()
     run = await prepare(job)
+    # Through the display's console: another writer would tear the live lines.
+    shown = RichHandler(console=run.display.console, show_path=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown], force=True)
     with Brakes(run) as brakes:
         async with role_processes(run.job) as processes:
             summary = await beside(processes, _train(run, processes))

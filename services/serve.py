@@ -7,20 +7,19 @@ import json
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from google.protobuf.descriptor import ServiceDescriptor
 
 from rolemesh import context, metrics
 from rolemesh.config import JobConfig
-from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
+from rolemesh.errors import RoleFailed, RolemeshError
 from rolemesh.logs import LogFormat, setup_logging
 from rolemesh.rpc.allocator import tune
 from rolemesh.rpc.contract import ACTOR, CRITIC, REWARD, ROLLOUT, WEIGHTS
@@ -31,7 +30,6 @@ log = logging.getLogger(__name__)
 DRAIN_S = 25.0  # for running calls; Kubernetes kills 30 s after SIGTERM
 ORPHAN_DRAIN_S = 1.0  # nobody waits for the answers any more
 LAST_WORDS_S = 4.0  # a thread that computes cannot be stopped: the process ends all the same
-LOG_FORMAT = "ROLEMESH_LOG_FORMAT"  # the deployment's choice, not the job's: text or json
 
 Servicers = Mapping[ServiceDescriptor, Any]
 
@@ -101,6 +99,7 @@ async def serve(
     metrics_listen: str | None = None,
     address_file: Path | None = None,
     exit_with_parent: bool = False,
+    log_format: LogFormat = "text",
 ) -> None:
     """Serves a role until SIGTERM or SIGINT; a second signal ends the process at once.
 
@@ -110,6 +109,7 @@ async def serve(
         metrics_listen: host:port of /metrics; None: no metrics.
         address_file: gets {"address", "metrics", "pid"} as JSON once both are bound.
         exit_with_parent: also end when standard input closes, which a launcher's death does.
+        log_format: of the lines on standard error.
 
     Raises:
         InvalidConfig: an address that cannot be had.
@@ -117,7 +117,7 @@ async def serve(
     """
     tune()
     torch.manual_seed(0)  # nothing should draw from it; what does is the same in every process
-    _set_up_logging()
+    setup_logging(log_format)
     context.role.set(role)
     context.job.set(job.trainer.experiment_name)
     ending = _Ending(exit_with_parent)
@@ -197,13 +197,6 @@ def _end_in(seconds: float, code: int) -> None:
 
 
 # ---------------------------------------------------------------------------------- small parts
-
-
-def _set_up_logging() -> None:
-    chosen = os.environ.get(LOG_FORMAT, "text")
-    if chosen not in get_args(LogFormat):
-        raise InvalidConfig(f"{LOG_FORMAT} is {chosen!r}; it can be {' or '.join(get_args(LogFormat))}")
-    setup_logging("json" if chosen == "json" else "text", stream=sys.stderr)
 
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
