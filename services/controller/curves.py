@@ -66,7 +66,7 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
         if name == "Validation accuracy":
             axes.set_ylim(-0.03, 1.03)
         if name in FROM_ZERO:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         if len(lines) > 1 or name == "Validation accuracy":
             axes.legend(fontsize=8, frameon=False)
     try:

@@ -5,12 +5,11 @@ metrics.jsonl is not among them: every run writes it (run_dir.py), which is what
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -48,10 +47,15 @@ class Loggers:
     """
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
+        require_libraries(job)
         self._loggers: list[Logger] = [PrometheusLogger()]
-        for name in dict.fromkeys(job.trainer.logger):
-            if name in LOGGERS:
-                self._loggers.append(LOGGERS[name](job, start, console))
+        try:
+            for name in dict.fromkeys(job.trainer.logger):
+                if name in LOGGERS:
+                    self._loggers.append(LOGGERS[name](job, start, console))
+        except BaseException:
+            self.__exit__()
+            raise
 
     def log(self, step: int, metrics: Metrics) -> None:
         for logger in self._loggers:
@@ -113,7 +117,6 @@ class TensorboardLogger:
     """Event files under <run directory>/tensorboard. Steps that a resumed run makes again replace the old."""
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
-        _import("tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(job.run_dir / "tensorboard"), purge_step=start + 1)
@@ -130,7 +133,8 @@ class WandbLogger:
     """Weights & Biases; WANDB_MODE=offline keeps everything under <run directory>/wandb."""
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
-        wandb = _import("wandb", "wandb")
+        import wandb
+
         trainer = job.trainer
         run_id = _kept_id(job.run_dir / "wandb" / "run_id", start, lambda: secrets.token_hex(4))
         self._run: Any = wandb.init(
@@ -153,7 +157,8 @@ class MlflowLogger:
     """MLflow; MLFLOW_TRACKING_URI names a server, else files under <run directory>/mlflow."""
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
-        mlflow = _import("mlflow", "mlflow")
+        import mlflow
+
         directory = job.run_dir / "mlflow"
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
@@ -187,15 +192,17 @@ LOGGERS: dict[str, Callable[[JobConfig, int, Console], Logger]] = {
     "wandb": WandbLogger,
     "mlflow": MlflowLogger,
 }
+OPTIONAL = ("tensorboard", "wandb", "mlflow")  # extras of the package, under the names of their modules
 
 
-def _import(module: str, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise InvalidConfig(
-            f"trainer.logger names {extra}, which is not installed: pip install 'rolemesh[{extra}]'"
-        ) from error
+def require_libraries(job: JobConfig) -> None:
+    """Raises InvalidConfig where a library that trainer.logger needs is not installed; so do `Loggers`, but
+    this may be asked before any role starts."""
+    for name in job.trainer.logger:
+        if name in OPTIONAL and importlib.util.find_spec(name) is None:
+            raise InvalidConfig(
+                f"trainer.logger names {name}, which is not installed: pip install 'rolemesh[{name}]'"
+            )
 
 
 def _kept_id(path: Path, start: int, make: Callable[[], str]) -> str:

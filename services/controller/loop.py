@@ -16,7 +16,7 @@ from rolemesh.graph import observer
 from rolemesh.roles import Metrics, Roles
 from services.controller.checkpoints import Checkpoints, ControllerState, course_of
 from services.controller.curves import draw_curves
-from services.controller.loggers import Loggers
+from services.controller.loggers import Loggers, require_libraries
 from services.controller.pages import check_step, page_of
 from services.controller.progress import Display
 from services.controller.run_dir import MetricsFile, Record, answers, dump, write_config
@@ -76,6 +76,7 @@ class Run:
         self._checkpoints = Checkpoints(job.run_dir, job.trainer.max_actor_ckpt_to_keep)
         self._saved_step = 0
         self._answers: list[dict[str, Any]] = []
+        require_libraries(job)
 
     def request_stop(self) -> None:
         """Lets the running step end; then a checkpoint is written, if the job writes any, and the run ends."""
