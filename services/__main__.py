@@ -1,6 +1,7 @@
 """The command line: `rolemesh run|serve|control|graph|data|demo|model`.
 
-Each command loads what it needs when it is called, so that `--help` answers at once.
+Each command imports what it needs when it is called, and the models' libraries after it has read the job file:
+`--help` and a misspelt key answer at once.
 """
 
 from __future__ import annotations
@@ -78,9 +79,11 @@ LogFormatOption = Annotated[
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Train: start every role as a process of this machine, make the steps, and stop them all."""
     from rolemesh.config import load_job
+
+    job = load_job(config, overrides or ())
     from services.launch import launch
 
-    asyncio.run(launch(load_job(config, overrides or ())))
+    asyncio.run(launch(job))
 
 
 @app.command(epilog="Example: rolemesh serve reward --config job.yaml --listen 127.0.0.1:50051")
@@ -103,12 +106,14 @@ def serve(
 ) -> None:
     """Serve one role over gRPC until SIGTERM."""
     from rolemesh.config import load_job
+
+    job = load_job(config, overrides or ())
     from services.serve import serve as serve_role
 
     asyncio.run(
         serve_role(
             role.value,
-            load_job(config, overrides or ()),
+            job,
             listen,
             metrics_listen=metrics_listen or None,
             address_file=address_file,
@@ -137,12 +142,13 @@ def control(
     """Train with roles that are already being served."""
     from rolemesh.config import load_job
     from rolemesh.logs import setup_logging
-    from services.control import control as control_run
 
     given = {"actor": actor, "rollout": rollout, "reward": reward, "critic": critic, "reference": reference}
     addresses = {role: value.split(",") for role, value in given.items() if value}
     setup_logging(log_format.value)
     job = load_job(config, overrides or ())
+    from services.control import control as control_run
+
     asyncio.run(control_run(job, addresses, listen=listen, metrics_listen=metrics_listen or None))
 
 
@@ -154,9 +160,11 @@ def graph(
 ) -> None:
     """Print the step: which method runs after which, and the columns that each reads and writes."""
     from rolemesh.config import load_job
+
+    job = load_job(config, overrides or ())
     from services.controller.pages import record_step
 
-    step = record_step(load_job(config, overrides or ()))
+    step = record_step(job)
     typer.echo(step.to_mermaid() if format is GraphFormat.MERMAID else step.to_text())
 
 
