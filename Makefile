@@ -3,17 +3,16 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 PROTOS := $(sort $(wildcard proto/rolemesh/v1/*.proto))
-RUN ?= outputs/tiny
 
 .DEFAULT_GOAL := help
-.PHONY: help run test setup lint proto bench lock clean
+.PHONY: help run test setup lint proto bench seeds lock clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
 
-run: setup ## train the demo: five roles and a controller on this machine's CPU, about ten minutes
-	$(BIN)/rolemesh demo $(RUN)
-	$(BIN)/rolemesh run configs/tiny.yaml trainer.default_local_dir=$(RUN) $(ARGS)
+run: setup ## train the demo: five roles and a controller on this machine's CPU, a few minutes
+	$(BIN)/rolemesh demo outputs/tiny
+	$(BIN)/rolemesh run configs/tiny.yaml $(ARGS)
 
 test: setup ## every test that needs no GPU and no cluster
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not cluster" $(ARGS)
@@ -39,6 +38,9 @@ proto: setup ## generate rolemesh/v1 from proto/
 bench: setup ## ratios against raw TCP, pickle and plain protobuf, and of gRPC against one process
 	$(BIN)/python -m benchmarks.transport
 	$(BIN)/python -m benchmarks.steps
+
+seeds: setup ## the demo with three seeds: accuracy before and after, a table and a plot
+	$(BIN)/python -m benchmarks.demo
 
 lock: ## resolve requirements.lock anew
 	uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 \
