@@ -152,7 +152,12 @@ def from_arrow(data: memoryview, num_rows: int) -> dict[str, Column]:
 
 def _read_batch(data: memoryview) -> Any:
     messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(data))
-    schema = pa.ipc.read_schema(messages.read_next_message())
+    message = messages.read_next_message()
+    if message.type != "schema":  # read as one all the same, any other message ends the process
+        raise InvalidBatch(
+            f"the Arrow columns begin with a message of type {message.type!r}, not with a schema"
+        )
+    schema = pa.ipc.read_schema(message)
     for field in schema:
         _encoding(field)  # before the body is looked at: nested and dictionary types never are
     message = messages.read_next_message()

@@ -256,6 +256,15 @@ def test_arrow_that_to_arrow_does_not_write_is_refused(case: str):
         load(with_columns(BAD_ARROW[case]))
 
 
+def test_no_byte_of_arrows_messages_ends_the_process():
+    """A message of an unknown kind, read as a schema, is a null pointer in Arrow's library."""
+    whole = arrow([record(TEXTS)])
+    for at in range(len(whole)):
+        for octet in (0, 127, 255):
+            with contextlib.suppress(InvalidBatch):
+                load(with_columns(whole[:at] + bytes([octet]) + whole[at + 1 :]))
+
+
 # ----------------------------------------------------------------------------------- streams
 
 
