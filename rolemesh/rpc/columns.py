@@ -153,7 +153,7 @@ def from_arrow(data: memoryview, num_rows: int) -> dict[str, Column]:
 def _read_batch(data: memoryview) -> Any:
     messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(data))
     message = messages.read_next_message()
-    if message.type != "schema":  # read as one all the same, any other message ends the process
+    if message.type != "schema":  # Arrow verifies what it knows; an unknown message may point anywhere
         raise InvalidBatch(
             f"the Arrow columns begin with a message of type {message.type!r}, not with a schema"
         )

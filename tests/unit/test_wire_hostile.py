@@ -220,9 +220,19 @@ def strings(offsets: list[int], data: bytes) -> bytes:
 TEXTS = pa.array(["x", "y"], pa.large_string())
 LONG_TEXTS = pa.array(["x" * 5000] * 2, pa.large_string())
 SCHEMA = record(TEXTS).schema
+
+
+def of_no_known_kind(data: bytes) -> bytes:
+    """The schema's message with its kind (byte 29: Message.header_type) wiped out: Arrow's library does not
+    verify what follows, and a schema read from it may be read from any address."""
+    assert data[29] == 1
+    return data[:29] + b"\0" + data[30:]
+
+
 BAD_ARROW: dict[str, bytes] = {
     "empty stream": arrow([record(TEXTS)])[:8],
     "schema alone": SCHEMA.serialize().to_pybytes(),
+    "no schema first": of_no_known_kind(arrow([record(TEXTS)])),
     "two batches": arrow([record(TEXTS), record(TEXTS)]),
     "wrong number of rows": arrow([record(TEXTS.slice(0, 1))]),
     "compressed": arrow([record(LONG_TEXTS)], pa.ipc.IpcWriteOptions(compression="zstd")),
@@ -254,15 +264,6 @@ def test_valid_arrow_is_read():
 def test_arrow_that_to_arrow_does_not_write_is_refused(case: str):
     with pytest.raises(InvalidBatch):
         load(with_columns(BAD_ARROW[case]))
-
-
-def test_no_byte_of_arrows_messages_ends_the_process():
-    """A message of an unknown kind, read as a schema, is a null pointer in Arrow's library."""
-    whole = arrow([record(TEXTS)])
-    for at in range(len(whole)):
-        for octet in (0, 127, 255):
-            with contextlib.suppress(InvalidBatch):
-                load(with_columns(whole[:at] + bytes([octet]) + whole[at + 1 :]))
 
 
 # ----------------------------------------------------------------------------------- streams
