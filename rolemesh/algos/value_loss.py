@@ -32,7 +32,8 @@ def clipped_value_loss(
     Returns:
         The rows' share of the loss; 1 where the clipped term was the larger one, else 0: [B, T].
     """
-    near = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
+    # not the old value plus a clamped difference: within its range a value must stay the same, bit for bit
+    near = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     free, clipped = (values - returns).square(), (near - returns).square()
     loss = 0.5 * aggregate(torch.maximum(free, clipped), response_mask)
     return loss, (clipped > free).to(values.dtype).detach()

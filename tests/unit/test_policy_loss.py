@@ -65,6 +65,16 @@ def test_the_value_loss_by_hand() -> None:
     assert torch.equal(clipped[mask], tensor([0.0, 1.0, 0.0]))
 
 
+def test_no_value_within_its_range_counts_as_clipped() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old = 3 * torch.randn(64, 64, generator=generator)
+    values, mask = old + torch.rand(64, 64, generator=generator) * 0.9 - 0.45, torch.ones(64, 64).bool()
+    _, clipped = clipped_value_loss(
+        values, old, -old, mask, cliprange_value=0.5, aggregate=Aggregation.of(mask)
+    )
+    assert clipped.sum() == 0
+
+
 def test_no_gradient_flows_where_a_value_has_moved_far_enough() -> None:
     values = tensor([[0.1, 0.5, -2.0]]).requires_grad_()
     mask = torch.ones(1, 3, dtype=torch.bool)
