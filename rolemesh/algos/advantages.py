@@ -77,7 +77,8 @@ def compute_grpo(
     variance = zeros.index_add(0, group, centred.square()) / (size - 1).clamp(min=1)
     std = torch.where(size > 1, variance.sqrt(), 1)
     scores = centred / (std[group] + 1e-6) if norm_by_std else centred
-    advantages = scores.to(token_level_rewards.dtype)[:, None] * response_mask
+    # 0.0 and nothing else on padding: a product's −0.0 among them would have the padding sent (docs/wire.md)
+    advantages = torch.where(response_mask, scores.to(token_level_rewards.dtype)[:, None], 0)
     return advantages, advantages
 
 

@@ -102,6 +102,12 @@ def test_grpo_of_rows_without_sampled_tokens_is_zero() -> None:
     assert torch.equal(advantages, torch.zeros(4, 3))
 
 
+def test_grpo_pads_with_one_zero() -> None:
+    """A −0.0 beside a 0.0 would be padding of two kinds, and the wire would send all of it."""
+    advantages, _ = compute_grpo(REWARDS, LENGTHS, ["a", "a", "b", "b"])
+    assert not advantages[~LENGTHS].signbit().any()
+
+
 def test_grpo_needs_a_uid_for_each_row() -> None:
     with pytest.raises(ValueError, match="3 uids for 4 rows"):
         compute_grpo(REWARDS, LENGTHS, ["a"] * 3)
