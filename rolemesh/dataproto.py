@@ -1,8 +1,8 @@
 """DataProto: one batch. Named tensors that share axis 0, non-tensor columns of the same length, and meta.
 
-The operations have the names and meanings of verl's class of the same name. A batch is never changed by
-an operation, except by `pop` and by assignment to a column; tensors are shared, not copied, where torch
-can share them.
+The operations have the names and meanings of verl's class of the same name, except that a batch is changed
+by `pop`, `reorder` and assignment to a column alone: `union` and `rename` return another one. Tensors are
+shared, not copied, where torch can share them.
 """
 
 from __future__ import annotations
@@ -289,18 +289,32 @@ class DataProto:
             raise InvalidBatch(f"split into parts of {split_size} rows")
         return [self._rows(slice(start, start + split_size)) for start in range(0, len(self), split_size)]
 
-    def make_iterator(self, mini_batch_size: int, epochs: int, seed: int | None = None) -> Iterator[DataProto]:
-        """`epochs` passes in mini-batches; with a seed each pass is shuffled, the same way every time.
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, bool] | None = None,
+    ) -> Iterator[DataProto]:
+        """`epochs` passes in mini-batches.
+
+        Args:
+            seed: of the orders; None: the process's own generator.
+            dataloader_kwargs: {"shuffle": True} gives every pass an order of its own; else as the rows come.
 
         Raises:
-            InvalidBatch: the rows do not divide into mini-batches.
+            InvalidBatch: the rows do not divide into mini-batches, or another of a DataLoader's arguments.
         """
         if len(self) % mini_batch_size:
             raise InvalidBatch(f"{len(self)} rows do not divide into mini-batches of {mini_batch_size}")
+        options = dict(dataloader_kwargs or {})
+        shuffle = options.pop("shuffle", False)
+        if options:
+            raise InvalidBatch(f"make_iterator knows shuffle, and not {sorted(options)}")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         for _ in range(epochs):
-            order = None if generator is None else torch.randperm(len(self), generator=generator)
-            yield from (self if order is None else self.select_idxs(order)).split(mini_batch_size)
+            rows = self.select_idxs(torch.randperm(len(self), generator=generator)) if shuffle else self
+            yield from rows.split(mini_batch_size)
 
     # -------------------------------------------------------------- rearranging
 

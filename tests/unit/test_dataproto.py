@@ -258,11 +258,17 @@ def test_make_iterator_goes_through_the_rows_once_an_epoch():
         list(letters("abcd").make_iterator(3, epochs=1))
 
 
-def test_make_iterator_with_a_seed_shuffles_the_same_way_every_time():
+def test_make_iterator_shuffles_when_told_to_and_with_a_seed_the_same_way_every_time():
     word = "abcdefgh"
-    first = [text(part) for part in letters(word).make_iterator(4, epochs=2, seed=7)]
-    again = [text(part) for part in letters(word).make_iterator(4, epochs=2, seed=7)]
-    other = [text(part) for part in letters(word).make_iterator(4, epochs=2, seed=8)]
+
+    def parts(seed: int, **dataloader_kwargs: bool) -> list[str]:
+        batches = letters(word).make_iterator(4, 2, seed=seed, dataloader_kwargs=dataloader_kwargs)
+        return [text(part) for part in batches]
+
+    assert parts(7) == parts(7, shuffle=False) == ["abcd", "efgh"] * 2
+    first, again, other = parts(7, shuffle=True), parts(7, shuffle=True), parts(8, shuffle=True)
+    with pytest.raises(InvalidBatch, match="num_workers"):
+        parts(7, num_workers=True)
     assert first == again != other
     for epoch in (first[:2], first[2:]):
         assert sorted("".join(epoch)) == list(word)
