@@ -157,9 +157,9 @@ class ActorWorker(PolicyWorker):
             rows,
             temperature=self._temperature,
             dtype=self.config.dtype,
-            entropy_gradient=self.job.actor.entropy_coeff != 0,
+            entropy=self.job.actor.entropy_coeff != 0,
+            entropy_gradient=True,
         )
-        assert entropys is not None
         return policy_objective(log_probs, entropys, rows, mini_batch_mask, self.job.actor)
 
     @on_worker_thread
@@ -190,12 +190,13 @@ class ActorWorker(PolicyWorker):
 
 
 def policy_objective(
-    log_probs: Tensor, entropys: Tensor, rows: DataProto, mini_batch_mask: Tensor, config: ActorConfig
+    log_probs: Tensor, entropys: Tensor | None, rows: DataProto, mini_batch_mask: Tensor, config: ActorConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What the actor minimises: policy loss − entropy_coeff·entropy + kl_loss_coef·KL(actor, reference).
 
     Args:
-        log_probs, entropys: [b, T] of a micro-batch.
+        log_probs: [b, T] of a micro-batch.
+        entropys: [b, T]; None where entropy_coeff is 0.
         rows: the micro-batch: response_mask, old_log_probs, advantages, with use_kl_loss ref_log_probs.
         mini_batch_mask: response_mask [B, T] of the mini-batch that it is part of.
 
@@ -213,9 +214,8 @@ def policy_objective(
     policy_loss = POLICY_LOSSES[config.policy_loss.loss_mode]
     tokens = policy_loss(log_probs, rows["old_log_probs"], rows["advantages"], mask, clip)
     loss = pg_loss = aggregate(tokens.losses, mask)
-    shares = {"pg_loss": pg_loss, "entropy": mean(entropys, mask)}
-    shares |= {name: mean(per_token, mask) for name, per_token in tokens.shares.items()}
-    if config.entropy_coeff:
+    shares = {"pg_loss": pg_loss} | {name: mean(per_token, mask) for name, per_token in tokens.shares.items()}
+    if entropys is not None:
         loss = loss - config.entropy_coeff * aggregate(entropys, mask)
     if config.use_kl_loss:
         kl_loss = aggregate(kl_penalty(log_probs, rows["ref_log_probs"], config.kl_loss_type), mask)
