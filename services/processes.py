@@ -39,15 +39,20 @@ class RoleProcess:
 
     def fate(self) -> str:
         """Name, how it ended, and the last words of its log."""
+        return f"{self.how_ended()}; the end of {self.log_file}:\n{self._last_lines()}"
+
+    def how_ended(self) -> str:
+        """Name, and how it ended."""
         code = self.process.returncode
         ended = "still runs"
         if code is not None:
             ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        who = f"{self.name} (pid {self.process.pid})"
-        return f"{who} {ended}; the end of {self.log_file}:\n{self._last_lines()}"
+        return f"{self.name} (pid {self.process.pid}) {ended}"
 
     def _last_lines(self, count: int = 15) -> str:
-        text = self.log_file.read_bytes()[-16_384:].decode(errors="replace")
+        with self.log_file.open("rb") as file:
+            file.seek(max(0, self.log_file.stat().st_size - 16_384))
+            text = file.read().decode(errors="replace")
         return "\n".join(f"  | {line}" for line in text.splitlines()[-count:]) or "  | (empty)"
 
 
@@ -104,7 +109,13 @@ class RoleProcesses:
                     others = [m for m in waits.values() if m.role == member.role]
                     if member.role not in STATELESS or not others:
                         raise RoleUnavailable(member.fate())
-                    log.warning("%s; %d of its role go on", member.fate(), len(others))
+                    # the run goes on: a line, and where to read more
+                    log.warning(
+                        "%s; the run goes on with %s (log: %s)",
+                        member.how_ended(),
+                        ", ".join(other.name for other in others),
+                        member.log_file,
+                    )
         finally:
             for wait in waits:
                 wait.cancel()
