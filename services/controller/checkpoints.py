@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.config import JobConfig
-from rolemesh.errors import CheckpointFailed, InvalidConfig
+from rolemesh.errors import CheckpointFailed, InvalidConfig, RoleUnavailable
 from rolemesh.roles import Roles
 from services.controller.experience import gather
 
@@ -162,6 +162,7 @@ class Checkpoints:
 
         Raises:
             CheckpointFailed: a role or this process could not write, e.g. on a full disk.
+            RoleUnavailable: a role was gone.
         """
         path = self.run_dir / f"global_step_{state.step}"
         partial = path.with_name(path.name + PARTIAL)
@@ -183,6 +184,8 @@ class Checkpoints:
             write_durably(self.run_dir / "latest", path.name + "\n")
             for old in [*([left] if left else []), *self._beyond_keep(state.step)]:
                 shutil.rmtree(old)
+        except RoleUnavailable:  # an OSError too, and no matter of disks: the launcher tells how the role ended
+            raise
         except OSError as error:
             raise CheckpointFailed(
                 f"the checkpoint of step {state.step} could not be written: {error}. {self._last_good()}"

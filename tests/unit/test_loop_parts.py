@@ -11,9 +11,11 @@ from torch import tensor
 
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import CheckpointFailed
+from rolemesh.errors import CheckpointFailed, RoleUnavailable
+from rolemesh.roles import Roles, methods
+from rolemesh.rpc.clients import ActorClient, RewardClient, RolloutClient
 from services.controller.advantages import apply_kl_penalty, compute_advantages
-from services.controller.checkpoints import Checkpoints
+from services.controller.checkpoints import Checkpoints, ControllerState
 from services.controller.curves import draw_curves
 from services.controller.metrics import batch_metrics
 from services.controller.status import RunStatus, State
@@ -124,6 +126,17 @@ def test_latest_that_names_what_is_not_there_is_an_error_with_the_way_out(tmp_pa
     (tmp_path / "latest").write_text("global_step_5\n")
     with pytest.raises(CheckpointFailed, match=r"names 'global_step_5'.*there are \[3\].*resume_path"):
         Checkpoints(tmp_path).latest()
+
+
+async def test_a_role_that_is_gone_while_a_checkpoint_is_written_is_told_as_that(tmp_path: Path) -> None:
+    """RoleUnavailable is an OSError: it must not become a matter of the disk."""
+    job, nobody = make_job({}), ["127.0.0.1:1"]
+    async with ActorClient(nobody, methods(job), patience_s=0.2) as actor:
+        roles = Roles(actor, RolloutClient(nobody, methods(job)), RewardClient(nobody, methods(job)))
+        with pytest.raises(RoleUnavailable, match=r"actor.*127.0.0.1:1"):
+            async with Checkpoints(tmp_path).writing(roles, ControllerState(1, {}, {})):
+                pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_curves_leave_out_what_a_job_does_not_have(tmp_path: Path) -> None:
