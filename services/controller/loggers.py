@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
-from rolemesh.metrics import STEP_METRIC, STEP_SECONDS, TRAINING_STEP
+from rolemesh.metrics import STEP_METRIC, STEP_SECONDS, TRAINING_STEP, TRAINING_STEPS_PLANNED
 from rolemesh.roles import Metrics
 from services.controller.progress import accuracy_by_step
 from services.controller.run_dir import STEP
@@ -43,16 +43,17 @@ class Loggers:
         console: where the console logger prints.
 
     Raises:
-        InvalidConfig: a library is not installed; names the extra that brings it.
+        InvalidConfig: a library is not installed (names the extra that brings it), or does not begin, e.g.
+            for want of a login.
     """
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
         require_libraries(job)
-        self._loggers: list[Logger] = [PrometheusLogger()]
+        self._loggers: list[Logger] = [PrometheusLogger(job, start)]
         try:
             for name in dict.fromkeys(job.trainer.logger):
                 if name in LOGGERS:
-                    self._loggers.append(LOGGERS[name](job, start, console))
+                    self._loggers.append(_begun(name, job, start, console))
         except BaseException:
             self.__exit__()
             raise
@@ -101,6 +102,10 @@ class ConsoleLogger:
 
 class PrometheusLogger:
     """The gauges of /metrics; every run has them."""
+
+    def __init__(self, job: JobConfig, start: int) -> None:
+        TRAINING_STEP.set(start)
+        TRAINING_STEPS_PLANNED.set(job.trainer.total_training_steps or 0)
 
     def log(self, step: int, metrics: Metrics) -> None:
         TRAINING_STEP.set(step)
@@ -186,6 +191,11 @@ class MlflowLogger:
         self._client.set_terminated(self._run_id)
 
 
+BEGIN_HINTS = {
+    "wandb": " WANDB_MODE=offline keeps everything in the run directory.",
+    "mlflow": " MLFLOW_TRACKING_URI names the server; unset, everything stays in the run directory.",
+}
+
 LOGGERS: dict[str, Callable[[JobConfig, int, Console], Logger]] = {
     "console": ConsoleLogger,
     "tensorboard": TensorboardLogger,
@@ -203,6 +213,15 @@ def require_libraries(job: JobConfig) -> None:
             raise InvalidConfig(
                 f"trainer.logger names {name}, which is not installed: pip install 'rolemesh[{name}]'"
             )
+
+
+def _begun(name: str, job: JobConfig, start: int, console: Console) -> Logger:
+    try:
+        return LOGGERS[name](job, start, console)
+    except Exception as error:  # each library has its own for a missing login and a server that is away
+        raise InvalidConfig(
+            f"trainer.logger {name} could not begin: {type(error).__name__}: {error}{BEGIN_HINTS.get(name, '')}"
+        ) from error
 
 
 def _kept_id(path: Path, start: int, make: Callable[[], str]) -> str:

@@ -33,6 +33,7 @@ SCORE, ACC = "critic/score/mean", "val-core/digits/acc/mean@1"
 
 def job_with(directory: Path, *loggers: str) -> JobConfig:
     trainer = {"logger": list(loggers), "default_local_dir": str(directory), "experiment_name": "try"}
+    trainer["total_training_steps"] = 3
     return make_job({"trainer": trainer})
 
 
@@ -120,6 +121,7 @@ def test_the_console_has_a_line_for_each_step(tmp_path: Path) -> None:
 def test_every_run_shows_its_steps_to_prometheus(tmp_path: Path) -> None:
     write_three_steps(job_with(tmp_path / "run"))
     assert REGISTRY.get_sample_value("rolemesh_training_step") == 3
+    assert REGISTRY.get_sample_value("rolemesh_training_steps_planned") == 3
     assert REGISTRY.get_sample_value("rolemesh_step_metric", {"name": SCORE}) == 0.75
 
 
@@ -129,6 +131,14 @@ def test_a_missing_library_names_the_extra_that_brings_it(
     monkeypatch.setitem(sys.modules, "wandb", None)  # as Python marks a module that is not to be had
     with pytest.raises(InvalidConfig, match=r"pip install 'rolemesh\[wandb\]'"):
         write_three_steps(job_with(tmp_path / "run", "wandb"))
+
+
+def test_a_logger_that_cannot_begin_is_an_error_that_tells_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nosuch://server")
+    with pytest.raises(InvalidConfig, match=r"mlflow could not begin: .*nosuch.* MLFLOW_TRACKING_URI names"):
+        write_three_steps(job_with(tmp_path / "run", "mlflow"))
 
 
 # --------------------------------------------------------------------------------- metrics.jsonl
