@@ -152,7 +152,7 @@ def control(
     asyncio.run(control_run(job, addresses, listen=listen, metrics_listen=metrics_listen or None))
 
 
-@app.command(epilog="Example: rolemesh graph configs/ppo.yaml --format mermaid")
+@app.command(epilog="Example: rolemesh graph configs/gsm8k-ppo.yaml --format mermaid")
 def graph(
     config: ConfigArgument,
     overrides: Overrides = None,

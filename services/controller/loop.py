@@ -246,7 +246,8 @@ class Run:
         return Summary(
             run_dir=self.job.run_dir,
             step=self.status.step,
-            total_steps=self.status.total_steps,
+            # A run that only validates has none before it.
+            total_steps=self.status.step if self.job.trainer.val_only else self.status.total_steps,
             records=self.status.records,
             answers=self._answers,
             checkpoint=self._checkpoints.latest(),

@@ -40,7 +40,6 @@ PHASES = {
 }
 STATES = {
     State.STARTING: "starting",
-    State.PAUSED: "pauses after this step",
     State.STOPPING: "stops after this step",
 }
 
@@ -100,6 +99,8 @@ class Display:
 
 def _line(status: RunStatus) -> Text:
     parts = [STATES[status.state]] if status.state in STATES else []
+    if status.state is State.PAUSED:  # an empty phase: between two steps
+        parts = ["pauses after this step" if status.phase else "paused"]
     parts += [PHASES.get(status.phase, status.phase)] if status.phase else []
     reward = _last(status.records, "critic/score/mean")
     parts += [f"reward {reward:.3f}"] if reward is not None else []
@@ -160,7 +161,8 @@ def print_summary(summary: Summary, console: Console) -> None:
     for name, path in places.items():
         if path and path.exists():
             facts.add_row(name, escape(str(path)))
-    console.print(Panel(facts, title="done", title_align="left", expand=False))
+    title = "done" if summary.step == summary.total_steps else "stopped"
+    console.print(Panel(facts, title=title, title_align="left", expand=False))
 
 
 def _short(value: object, length: int = 300) -> str:
