@@ -62,7 +62,7 @@ class RoleClient:
         self.addresses = list(addresses)
         self._methods = methods
         self._pool = ReplicaPool(self.role, addresses, self.service.full_name, patience_s=patience_s)
-        self._dispatcher = Dispatcher(self._pool, self.service, timeout_s)
+        self._dispatcher = Dispatcher(self._pool, self.service, timeout_s, trained=not self.has_replicas)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Returns when every replica serves. Raises RoleUnavailable: which one did not, since when, and why."""

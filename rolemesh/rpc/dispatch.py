@@ -30,7 +30,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
 from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
 from rolemesh.rpc.errors import from_status
-from rolemesh.rpc.guard import CALL_KEY, JOB_KEY, STEP_KEY
+from rolemesh.rpc.guard import CALL_KEY, JOB_KEY, LIFE_KEY, STEP_KEY
 from rolemesh.rpc.pool import Replica, ReplicaPool
 from rolemesh.rpc.streams import receive, receive_batches, send
 from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS
@@ -50,10 +50,15 @@ class Dispatcher:
         pool: the replicas.
         service: whose methods.
         timeout_s: seconds; deadline of every call, waiting for a replica included.
+        trained: the role has a state that is lost when its process is restarted: an answer of another life
+            than the first one's is an error.
     """
 
-    def __init__(self, pool: ReplicaPool, service: ServiceDescriptor, timeout_s: float) -> None:
+    def __init__(
+        self, pool: ReplicaPool, service: ServiceDescriptor, timeout_s: float, *, trained: bool = False
+    ) -> None:
         self.pool = pool
+        self._trained, self._life = trained, ""
         self.metadata: dict[str, str] = {}
         self._rpcs = {rpc.name: rpc for rpc in rpcs(service)}
         self._timeout_s = timeout_s
@@ -218,6 +223,8 @@ class Dispatcher:
         try:
             yield call
             code = grpc.StatusCode.OK
+            if self._trained:
+                self._check_life(await call.trailing_metadata(), self._where(rpc, replica))
         except grpc.aio.AioRpcError as error:
             code = error.code()
             raise self._explained(error, self._where(rpc, replica), deadline) from error
@@ -228,6 +235,15 @@ class Dispatcher:
         finally:
             call.cancel()
             metrics.CLIENT_REQUESTS.labels(self.pool.role, rpc.name, code.name).inc()
+
+    def _check_life(self, trailing: Any, where: str) -> None:
+        life = dict(trailing or ()).get(LIFE_KEY, "")
+        self._life = self._life or life
+        if life != self._life:
+            raise RoleFailed(
+                f"{where}: the role was restarted, and what it had learnt since its last checkpoint is gone; "
+                "run the same command again to go on from there"
+            )
 
     def _explained(self, error: grpc.aio.AioRpcError, where: str, deadline: float) -> RolemeshError:
         explained = from_status(error, where)

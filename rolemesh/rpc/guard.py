@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 # The metadata of a call: for which job and step it is made, its id, and the weights that it counts on.
 JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
 VERSION_KEY = "rolemesh-weights-version"
+# Of the answer: which life of the server made it. A role that is trained begins anew when it is restarted.
+LIFE_KEY = "rolemesh-life"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Any]
@@ -37,6 +40,7 @@ class Guard:
         self.idle = asyncio.Event()
         self.idle.set()
         self._running = 0
+        self._life = uuid.uuid4().hex
 
     def wrap(self, rpc: Rpc, behaviour: Behaviour) -> Behaviour:
         """The method, guarded. A streaming answer is written from here and not yielded, so that a cancelled
@@ -59,6 +63,7 @@ class Guard:
     @asynccontextmanager
     async def _call(self, rpc: Rpc, context: Context) -> AsyncIterator[Callable[[str, Any], Any]]:
         call = _enter_context(self.role, context)
+        context.set_trailing_metadata(((LIFE_KEY, self._life),))
         labels = (self.role, rpc.name)
         received = {way: metrics.SERVER_BYTES.labels(*labels, way) for way in ("in", "out")}
         size = {"in": 0, "out": 0}

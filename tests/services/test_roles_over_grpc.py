@@ -15,7 +15,14 @@ from serving import served
 from rolemesh import metrics
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import CheckpointFailed, InvalidBatch, RoleUnavailable, Unsupported, WeightsUnavailable
+from rolemesh.errors import (
+    CheckpointFailed,
+    InvalidBatch,
+    RoleFailed,
+    RoleUnavailable,
+    Unsupported,
+    WeightsUnavailable,
+)
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import ActorClient, CriticClient, ReferenceClient, RolloutClient
 from rolemesh.rpc.contract import ROLLOUT
@@ -26,6 +33,7 @@ from services.actor.worker import ActorWorker, ReferenceWorker
 from services.critic.worker import CriticWorker
 from services.rollout.servicer import RolloutServicer
 from services.rollout.worker import RolloutWorker
+from services.serve import ROLES
 
 P, T, PAD = 6, 10, 256
 
@@ -109,6 +117,26 @@ async def test_training_over_grpc_is_that_in_process(
             await remote.load_checkpoint(tmp_path / "nowhere")
     assert over_grpc[:2] == local[:2]
     assert_equal(over_grpc[2], local[2])
+
+
+@pytest.mark.parametrize("client", [ActorClient, CriticClient])
+async def test_a_trained_role_that_was_restarted_is_an_error_and_never_goes_on_untrained(
+    job: JobConfig, client: type[ActorClient | CriticClient]
+) -> None:
+    """It lies idle while it is restarted, so that no call of the run fails."""
+    batch, served_role = sequence_batch(16), ROLES[client.role]
+    first, second = (RoleServer(client.role, served_role.services) for _ in range(2))
+    address = await first.start("127.0.0.1:0")
+    await first.ready(served_role.load(job))
+    async with client([address], methods(job)) as remote:
+        await remote.update(batch)
+        await first.drain(0)
+        await second.start(address)
+        await second.ready(served_role.load(job))
+        compute = remote.compute_log_probs if isinstance(remote, ActorClient) else remote.compute_values
+        with pytest.raises(RoleFailed, match=rf"{client.role}\..* at {address}.*was restarted"):
+            await compute(batch)
+    await second.drain(0)
 
 
 async def test_published_weights_reach_every_rollout(job: JobConfig) -> None:
