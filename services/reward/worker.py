@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping
 from functools import partial
 from numbers import Real
@@ -16,7 +17,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RewardFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.workers.local import LocalWorker, on_worker_thread
-from services.reward.functions import ScoreFunction, default_compute_score
+from services.reward.functions import ScoreFunction, UnknownDataSource, default_compute_score
 from services.reward.functions.custom import load_function
 from services.reward.model import ModelScorer
 
@@ -83,11 +84,25 @@ class RewardWorker(LocalWorker):
                 ground_truth=batch["reward_model"][row].get("ground_truth"),
                 extra_info=batch["extra_info"][row] if "extra_info" in batch else {},
             )
-            return score_and_acc(result)
-        except Exception as error:  # whatever a user's function raises belongs to this row, with its traceback
+        except UnknownDataSource as error:
+            raise RewardFailed(f"row {batch['uid'][row]}: {error}") from error
+        except Exception as error:  # whatever a user's function raises belongs to this row
             raise RewardFailed(
                 f"row {batch['uid'][row]}: {self._function_name} raised {type(error).__name__}: {error}"
+                f"{_where(error)}"
             ) from error
+        try:
+            return score_and_acc(result)
+        except (TypeError, ValueError) as error:
+            raise RewardFailed(
+                f"row {batch['uid'][row]}: {self._function_name} returned {result!r:.200}: {error}"
+            ) from error
+
+
+def _where(error: Exception) -> str:
+    """The line that raised: only the message crosses to the controller."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({at.filename}, line {at.lineno})"
 
 
 def score_and_acc(result: Any) -> tuple[float, float]:
@@ -99,13 +114,13 @@ def score_and_acc(result: Any) -> tuple[float, float]:
     """
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise TypeError(f'a dict needs "score"; it has {sorted(map(str, result))}')
+            raise TypeError('a dict needs "score"')
         score, acc = result["score"], result.get("acc", result["score"])
     else:
         score = acc = result
     for value in (score, acc):
         if not isinstance(value, Real):
-            raise TypeError(f"expected a number or a dict with one under 'score'; got {value!r:.200}")
+            raise TypeError("expected a number, or a dict with one under 'score'")
         if not math.isfinite(value):
             raise ValueError(f"the score is {value}, which is not finite")
     return float(score), float(acc)

@@ -124,13 +124,13 @@ async def test_a_custom_function_sees_the_row_and_may_tell_acc_from_score(
     assert scores["acc"].tolist() == [1.0]
 
 
-async def test_a_function_that_raises_fails_the_call_with_uid_function_and_traceback(
+async def test_a_function_that_raises_fails_the_call_with_uid_function_and_line(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     source = "def compute_score(solution_str, **row):\n    return 1 / (len(solution_str) - 3)\n"
     worker = RewardWorker(job(tiny_model, **custom(tmp_path, source)))
     with pytest.raises(
-        RewardFailed, match=r"row train-000001: compute_score of .*mine.py raised Zero"
+        RewardFailed, match=r"row train-000001: compute_score of .*mine.py raised Zero.*mine.py, line 2\)"
     ) as raised:
         await worker.compute_scores(batch(("a", "x", None), ("a", "xyz", None)))
     cause = raised.value.__cause__
@@ -143,7 +143,7 @@ async def test_what_is_no_finite_number_is_no_score(tiny_model: Path, tmp_path: 
     worker = RewardWorker(
         job(tiny_model, **custom(tmp_path, f"def compute_score(**row):\n    return {result}\n"))
     )
-    with pytest.raises(RewardFailed, match="row train-000000: compute_score of"):
+    with pytest.raises(RewardFailed, match=r"row train-000000: compute_score of .* returned"):
         await worker.compute_scores(batch(("a", "x", None)))
 
 
