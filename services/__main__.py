@@ -220,7 +220,7 @@ def demo(
 
 
 def main() -> None:
-    """The entry point: an error that we raise on purpose is one line, not a traceback."""
+    """The entry point: an error of ours or of the machine is one line, not a traceback."""
     from rolemesh.errors import InvalidConfig, RolemeshError
 
     try:
@@ -228,6 +228,9 @@ def main() -> None:
     except RolemeshError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(2 if isinstance(error, InvalidConfig) else 1)
+    except OSError as error:  # a full disk, a folder that may not be written: it names the file itself
+        typer.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 
