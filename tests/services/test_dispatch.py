@@ -176,6 +176,15 @@ async def test_a_batch_without_a_column_is_refused_before_anything_is_sent(
             await client.compute_scores(DataProto({"prompts": torch.zeros(1, 2)}))
 
 
+async def test_a_column_that_the_method_does_not_read_is_not_sent(tiny_model: Path, tmp_path: Path) -> None:
+    """It may even be one that could not be."""
+    job = reward_job(tiny_model, tmp_path)
+    async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:
+        batch = reward_batch(2)
+        batch["nobody's"] = [object(), object()]
+        assert index_scores(await client.compute_scores(batch)) == [0, 1]
+
+
 async def test_a_batch_that_has_no_place_on_the_wire_says_so(tiny_model: Path, tmp_path: Path) -> None:
     job = reward_job(tiny_model, tmp_path)
     async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:

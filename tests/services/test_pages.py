@@ -185,6 +185,22 @@ async def test_prompts_and_responses_are_joined_in_the_order_of_the_request() ->
     assert "row" not in batch
 
 
+async def test_finished_rows_are_judged_while_others_still_generate() -> None:
+    judged = asyncio.Event()
+
+    async def generates() -> AsyncIterator[DataProto]:
+        yield finished(2)
+        await judged.wait()
+        yield finished(0, 1)
+
+    async def judges(rows: DataProto) -> DataProto:
+        judged.set()
+        return rows
+
+    batch = await asyncio.wait_for(collect(generates(), THREE, judges), 30)
+    assert batch["responses"][:, 0].tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
