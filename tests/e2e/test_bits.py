@@ -7,16 +7,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from in_process import small_job, train
+from in_process import course, small_job, train
 from serving import served
 
 from rolemesh.config import JobConfig
 from rolemesh.models.loading import load_tokenizer
 from services.control import drive
 from services.controller.loop import Run
-from services.controller.run_dir import read_metrics
 
-CLOCKS = ("timing_s/", "perf/throughput", "ended_at")
 STATELESS = ("rollout", "reference", "reward")
 LOCAL = "127.0.0.1:0"
 SAVED = ("trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.test_freq=3")
@@ -42,12 +40,6 @@ async def train_over_grpc(job: JobConfig, replicas: int) -> None:
             count = replicas if role in STATELESS else 1
             addresses[role] = await stack.enter_async_context(served(role, *[job] * count))
         await drive(Run(job, load_tokenizer(job.actor.model)), addresses, LOCAL, None)
-
-
-def course(job: JobConfig) -> list[dict[str, float | None]]:
-    """metrics.jsonl without clock times: every loss, score and norm of every step."""
-    records = read_metrics(job.run_dir / "metrics.jsonl")
-    return [{key: value for key, value in r.items() if not key.startswith(CLOCKS)} for r in records]
 
 
 def checkpoint(job: JobConfig) -> dict[str, bytes]:

@@ -14,13 +14,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from in_process import small_job, train
+from in_process import course, small_job, train
 from serving import gate
 
 from rolemesh.config import JobConfig
-from services.controller.run_dir import read_metrics
 
-CLOCKS = ("timing_s/", "perf/throughput", "ended_at")
 DEADLINE_S = 240  # five processes import torch on a busy machine
 
 # Says that the first training row is being scored, and waits until it may go on.
@@ -102,11 +100,6 @@ def gated(job: JobConfig, directory: Path, *fifos: Path) -> JobConfig:
         update={"path": str(function), "reward_kwargs": kwargs}
     )
     return job.model_copy(update={"reward": job.reward.model_copy(update={"custom_reward_function": custom})})
-
-
-def course(job: JobConfig) -> list[dict[str, float | None]]:
-    records = read_metrics(job.run_dir / "metrics.jsonl")
-    return [{key: value for key, value in r.items() if not key.startswith(CLOCKS)} for r in records]
 
 
 def pids(job: JobConfig) -> dict[str, int]:

@@ -15,6 +15,7 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import NoCritic, NoReference, Roles
 from services.actor.worker import ActorWorker, ReferenceWorker
 from services.controller.loop import Run, Summary
+from services.controller.run_dir import read_metrics
 from services.critic.worker import CriticWorker
 from services.reward.worker import RewardWorker
 from services.rollout.worker import RolloutWorker
@@ -98,3 +99,12 @@ async def train(job: JobConfig) -> Summary:
     """A whole run with fresh workers, as a new process would make it."""
     with workers(job) as roles:
         return await Run(job, load_tokenizer(job.actor.model)).train(roles)
+
+
+CLOCKS = ("timing_s/", "perf/throughput", "ended_at")
+
+
+def course(job: JobConfig) -> list[dict[str, float | None]]:
+    """metrics.jsonl without clock times: every loss, score and norm of every step."""
+    records = read_metrics(job.run_dir / "metrics.jsonl")
+    return [{key: value for key, value in r.items() if not key.startswith(CLOCKS)} for r in records]

@@ -13,23 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from in_process import small_job, train, workers
+from in_process import course, small_job, train, workers
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import CheckpointFailed, InvalidConfig
 from rolemesh.models.loading import load_tokenizer
 from services.controller.checkpoints import Checkpoints
 from services.controller.loop import Run
-from services.controller.run_dir import read_metrics
 
-CLOCKS = ("timing_s/", "perf/throughput", "ended_at")
 NOISY = ("trainer.save_freq=1", "trainer.test_freq=2")
-
-
-def course(job: JobConfig) -> list[dict[str, float | None]]:
-    """metrics.jsonl without clock times."""
-    records = read_metrics(job.run_dir / "metrics.jsonl")
-    return [{key: value for key, value in r.items() if not key.startswith(CLOCKS)} for r in records]
 
 
 def steps(job: JobConfig) -> list[float | None]:
