@@ -34,7 +34,9 @@ async def gather(*calls: Coroutine[Any, Any, R]) -> list[R]:
 
 
 @node(reads=("prompts",), writes=("seeds",))
-def fan_out(prompts: DataProto, n: int, seed: int, step: int, sampling: str = "train") -> DataProto:
+def fan_out(
+    prompts: DataProto, n: int, seed: int, step: int, sampling: str = "train", first: int = 0
+) -> DataProto:
     """Every prompt n times, one after the other, each row with a random stream of its own.
 
     Args:
@@ -44,6 +46,7 @@ def fan_out(prompts: DataProto, n: int, seed: int, step: int, sampling: str = "t
         step: the step; 0 for validation, which draws the same numbers each time, so that two validations
             differ by the model alone.
         sampling: "train" or "validation", for the rollout.
+        first: position of the first prompt, where these are a part of those of the step.
 
     Returns:
         [B = prompts * n] rows with `seeds`, a pure function of (seed, step, position, sample): nothing random
@@ -53,7 +56,7 @@ def fan_out(prompts: DataProto, n: int, seed: int, step: int, sampling: str = "t
     rows.meta_info["sampling"] = sampling
     streams = [
         np.random.SeedSequence((seed % 2**64, step, position, sample)).generate_state(1, np.uint64)[0] >> 1
-        for position in range(len(prompts))
+        for position in range(first, first + len(prompts))
         for sample in range(n)
     ]
     rows["seeds"] = torch.tensor([int(stream) for stream in streams], dtype=torch.int64)

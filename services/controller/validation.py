@@ -26,9 +26,10 @@ async def validate(prompts: Iterable[DataProto], roles: Roles, job: JobConfig) -
         return rows.union(await roles.reward.compute_scores(rows))
 
     n = job.rollout.val_kwargs.n
-    parts = []
+    parts: list[DataProto] = []
     for some in prompts:
-        rows = fan_out(some, n, job.rollout.seed, step=0, sampling="validation")
+        first = sum(map(len, parts)) // n  # a prompt's random streams are its own, whatever the batch size
+        rows = fan_out(some, n, job.rollout.seed, step=0, sampling="validation", first=first)
         parts.append(await collect(roles.rollout.generate(rows), rows, scored))
     batch = DataProto.concat(parts)
     return batch, validation_metrics(batch, n)

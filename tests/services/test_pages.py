@@ -245,7 +245,24 @@ def test_seeds_are_a_function_of_seed_step_position_and_sample() -> None:
     assert [seed for i, seed in enumerate(seeds(n=3)) if i % 3 < 2] == seeds(n=2)
 
 
+def test_a_prompts_seeds_are_the_same_in_whatever_part_of_the_step_it_comes() -> None:
+    parts = [fan_out(THREE[:1], 2, 1, 0), fan_out(THREE[1:], 2, 1, 0, first=1)]
+    assert DataProto.concat(parts)["seeds"].tolist() == fan_out(THREE, 2, 1, 0)["seeds"].tolist()
+
+
 # -------------------------------------------------------------------------------------- the loop
+
+
+async def test_validation_does_not_depend_on_its_batch_size(tiny_model: Path, tmp_path: Path) -> None:
+    answers = []
+    for size in (1, 3):
+        job = small_job(
+            tmp_path, tiny_model, f"run-{size}", "trainer.val_only=true", f"data.val_batch_size={size}",
+            "rollout.val_kwargs.do_sample=true", "rollout.val_kwargs.n=2", "trainer.log_val_generations=6",
+        )  # fmt: skip
+        answers.append((await train(job)).answers)
+    assert len(answers[0]) == 6
+    assert answers[0] == answers[1]
 
 
 async def test_in_the_critics_warm_up_the_actor_stays_as_it_is(tiny_model: Path, tmp_path: Path) -> None:
