@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rolemesh import metrics
-from rolemesh.errors import RolemeshError, RoleUnavailable
+from rolemesh.errors import InvalidConfig, RolemeshError, RoleUnavailable
 from rolemesh.rpc.carrier import CHANNEL_OPTIONS
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class Replica:
         try:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=CHECK_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return wrong_role(service)
             return error.details() or error.code().name
         serving: bool = answer.status == health_pb2.HealthCheckResponse.SERVING
         return "" if serving else "it answers, but is not ready (still loading, or draining)"
@@ -65,6 +67,11 @@ class Replica:
         if self._channel is not None:
             await self._channel.close(None)
             self._channel = None
+
+
+def wrong_role(service: str) -> str:
+    """What is the matter with a server that serves, but not this."""
+    return f"another role answers there: it does not serve {service}"
 
 
 class ReplicaPool:
@@ -97,6 +104,7 @@ class ReplicaPool:
 
         Raises:
             RoleUnavailable: which did not, since when, and what it last said.
+            InvalidConfig: an address is another role's, which no waiting mends.
         """
         since = datetime.now().strftime("%H:%M:%S")
         deadline = time.monotonic() + timeout_s
@@ -110,6 +118,8 @@ class ReplicaPool:
     async def _problem_until(self, replica: Replica, deadline: float) -> str:
         backoff_s = 0.02
         while problem := await self._try_return(replica):
+            if problem == wrong_role(self._service):
+                raise InvalidConfig(f"{self.role} at {replica.address}: {problem}")
             if time.monotonic() + backoff_s >= deadline:
                 return problem
             await asyncio.sleep(backoff_s)

@@ -208,6 +208,14 @@ async def test_a_role_that_never_becomes_ready_is_named(tiny_model: Path, tmp_pa
             await client.wait_until_ready(0.2)
 
 
+async def test_the_address_of_another_role_is_told_at_once(tiny_model: Path, tmp_path: Path) -> None:
+    job = reward_job(tiny_model, tmp_path)
+    async with served("reward", job) as addresses, ActorClient(addresses, methods(job)) as client:
+        async with asyncio.timeout(20):
+            with pytest.raises(InvalidConfig, match=r"actor at .*: another role .* rolemesh.v1.ActorService"):
+                await client.wait_until_ready(600.0)
+
+
 def test_a_role_that_is_trained_has_one_address(tiny_model: Path, tmp_path: Path) -> None:
     table = methods(reward_job(tiny_model, tmp_path))
     with pytest.raises(InvalidConfig, match="actor has one replica; got 2"):
