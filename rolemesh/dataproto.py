@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rolemesh.equality import same_array, same_tensor, same_value
 from rolemesh.errors import InvalidBatch
 
 Column = NDArray[Any]
@@ -44,6 +45,7 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.tensors = dict(self.tensors)  # `pop` is to change this batch, and not whose dict it was made of
         for name, tensor in self.tensors.items():
             if tensor.dim() == 0:
                 raise InvalidBatch(f"column {name!r} has no axis; every tensor needs axis 0, the rows")
@@ -227,15 +229,15 @@ class DataProto:
         tensors, columns, meta = dict(self.tensors), dict(self.non_tensors), dict(self.meta_info)
         for other in others:
             for name, tensor in other.tensors.items():
-                if name in tensors and not _same_tensor(tensors[name], tensor):
+                if name in tensors and not same_tensor(tensors[name], tensor):
                     raise InvalidBatch(f"union: column {name!r} is in both batches with different values")
                 tensors[name] = tensor
             for name, column in other.non_tensors.items():
-                if name in columns and not _same_column(columns[name], column):
+                if name in columns and not same_array(columns[name], column):
                     raise InvalidBatch(f"union: column {name!r} is in both batches with different values")
                 columns[name] = column
             for key, value in other.meta_info.items():
-                if key in meta and meta[key] != value:
+                if key in meta and not same_value(meta[key], value):
                     raise InvalidBatch(f"union: meta_info[{key!r}] is {meta[key]!r} here, {value!r} there")
                 meta[key] = value
         return DataProto(tensors, columns, meta)
@@ -263,7 +265,7 @@ class DataProto:
         meta: dict[str, Any] = {}
         for part in data:
             for key, value in part.meta_info.items():
-                if meta.setdefault(key, value) != value:
+                if not same_value(meta.setdefault(key, value), value):
                     raise InvalidBatch(f"concat: meta_info[{key!r}] is {meta[key]!r} here, {value!r} there")
         return DataProto(
             {name: torch.cat([part.tensors[name] for part in data]) for name in first.tensors},
@@ -407,27 +409,6 @@ def _pick(kind: str, source: Mapping[str, Any], names: Sequence[str] | None) -> 
     if missing := [name for name in names if name not in source]:
         raise InvalidBatch(f"no {kind} {missing}; there are {sorted(source)}")
     return {name: source[name] for name in names}
-
-
-def _same_tensor(left: Tensor, right: Tensor) -> bool:
-    """Bit for bit, so that NaN equals itself."""
-    if left is right:
-        return True
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return torch.equal(_bits(left), _bits(right.to(left.device)))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _same_column(left: Column, right: Column) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    if left.dtype == object:
-        return left is right or bool(left.tolist() == right.tolist())
-    return left.tobytes() == right.tobytes()
 
 
 def _joined(columns: Sequence[Column]) -> Column:

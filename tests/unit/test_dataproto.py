@@ -157,6 +157,12 @@ def test_pop_moves_columns_into_another_batch():
         batch.pop(["number"])
 
 
+def test_pop_leaves_the_dict_that_a_batch_was_made_of():
+    tensors = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    assert DataProto(tensors).pop(["a"]).columns == ["a"]
+    assert list(tensors) == ["a", "b"]
+
+
 def test_rename_by_name_by_lists_and_by_keywords():
     batch = letters("ab")
     assert batch.rename("number", "n").columns == ["n", "letter"]
@@ -182,6 +188,17 @@ def test_union_merges_equal_duplicates():
     assert both.columns == ["a", "b", "u"]
     assert both.meta_info == {"step": 1, "lr": 2}
     assert left.columns == ["a", "u"]
+
+
+def test_union_merges_cells_that_are_nan_or_arrays_and_meta_that_is_a_tensor():
+    def batch(last: float = 2.0) -> DataProto:
+        cells = [{"x": float("nan"), "y": [np.array([1.0, last])]}, None]
+        return DataProto.from_dict(non_tensors={"c": cells}, meta_info={"t": torch.tensor([1.0, float("nan")])})
+
+    assert batch().union(batch()).columns == ["c"]
+    assert len(DataProto.concat([batch(), batch()])) == 4
+    with pytest.raises(InvalidBatch, match="'c'"):
+        batch().union(batch(last=3.0))
 
 
 @pytest.mark.parametrize(
