@@ -143,7 +143,7 @@ class Actor(Protocol):
         ...
 
     async def save_checkpoint(self, directory: Path) -> None:
-        """Writes model, optimizer and random state. Raises CheckpointFailed."""
+        """Writes model and optimizer; nothing random has a state. Raises CheckpointFailed."""
         ...
 
     async def load_checkpoint(self, directory: Path) -> None:
@@ -186,7 +186,7 @@ class Critic(Protocol):
         ...
 
     async def save_checkpoint(self, directory: Path) -> None:
-        """Writes model, optimizer and random state. Raises CheckpointFailed."""
+        """Writes model and optimizer; nothing random has a state. Raises CheckpointFailed."""
         ...
 
     async def load_checkpoint(self, directory: Path) -> None:

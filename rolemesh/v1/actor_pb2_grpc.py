@@ -93,8 +93,7 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes model (a Hugging Face directory), optimizer and random state into a directory that every
-        role sees.
+        """Writes model (a Hugging Face directory) and optimizer into a directory that every role sees.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

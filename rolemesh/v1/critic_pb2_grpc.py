@@ -77,7 +77,7 @@ class CriticServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes model, optimizer and random state into a directory that every role sees.
+        """Writes model and optimizer into a directory that every role sees.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
