@@ -123,6 +123,7 @@ class Run:
         self._checkpoints.clear_partial()
         start = 0
         if chosen:
+            self.display.console.print(f"goes on from {chosen}", style="dim", highlight=False, soft_wrap=True)
             state = await self._checkpoints.load(chosen, self._roles, self._course())
             self._kl.load_state_dict(state.kl_controller)
             start = self._saved_step = state.step
