@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 # A forward pass of a tiny model takes milliseconds, the update of a large one many minutes.
 SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -37,9 +37,16 @@ CLIENT_OUTSTANDING_ROWS = Gauge(
 REPLICAS_LIVE = Gauge("rolemesh_replicas_live", "Replicas that are not known to be gone", ["role"])
 
 # ------------------------------------------------------------------ the controller's loop (services/controller)
-TRAINING_STEP = Gauge("rolemesh_training_step", "Steps that have ended")
-TRAINING_STEPS_PLANNED = Gauge("rolemesh_training_steps_planned", "Steps that the job will make")
-STEP_SECONDS = Histogram("rolemesh_step_seconds", "One training step", buckets=SECONDS)
+# In a registry of their own, which the controller alone shows: zeros from roles would spoil every mean.
+CONTROLLER = CollectorRegistry()
+TRAINING_STEP = Gauge("rolemesh_training_step", "Steps that have ended", registry=CONTROLLER)
+TRAINING_STEPS_PLANNED = Gauge(
+    "rolemesh_training_steps_planned", "Steps that the job will make", registry=CONTROLLER
+)
+STEP_SECONDS = Histogram("rolemesh_step_seconds", "One training step", buckets=SECONDS, registry=CONTROLLER)
 STEP_METRIC = Gauge(
-    "rolemesh_step_metric", "The latest step's metrics, under their names in metrics.jsonl", ["name"]
+    "rolemesh_step_metric",
+    "The latest step's metrics, under their names in metrics.jsonl",
+    ["name"],
+    registry=CONTROLLER,
 )

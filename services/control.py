@@ -13,6 +13,7 @@ from typing import Any
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.metrics import CONTROLLER
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import NoCritic, NoReference, Roles, methods
 from rolemesh.rpc.allocator import tune
@@ -25,6 +26,7 @@ from rolemesh.rpc.clients import (
     RolloutClient,
 )
 from rolemesh.rpc.server import RoleServer, serve_metrics
+from services.controller.experience import gather
 from services.controller.loop import Run, Summary
 from services.controller.pages import check_step
 from services.controller.progress import Display
@@ -84,7 +86,7 @@ async def drive(run: Run, addresses: Addresses, listen: str, metrics_listen: str
         stack.push_async_callback(server.drain, 1.0)
         address = await server.start(listen)
         await server.ready({SERVICE: ControllerServicer(run.status)})
-        scraped = serve_metrics(metrics_listen) if metrics_listen else None
+        scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
         run.display.console.print(f"controller at {address}, metrics at {scraped or 'no port'}", style="dim")
 
         clients: dict[str, Any] = {}
@@ -97,13 +99,17 @@ async def drive(run: Run, addresses: Addresses, listen: str, metrics_listen: str
 
 async def until_ready(clients: Iterable[RoleClient], timeout_s: float) -> None:
     """Returns when every replica of every role serves. Raises RoleUnavailable: all that do not, and why."""
-    waits = (client.wait_until_ready(timeout_s) for client in clients)
-    outcomes = await asyncio.gather(*waits, return_exceptions=True)
-    if late := [str(outcome) for outcome in outcomes if isinstance(outcome, RoleUnavailable)]:
+    late: list[str] = []
+
+    async def wait(client: RoleClient) -> None:
+        try:
+            await client.wait_until_ready(timeout_s)
+        except RoleUnavailable as error:  # told with the others; any other error ends the waiting at once
+            late.append(str(error))
+
+    await gather(*(wait(client) for client in clients))
+    if late:
         raise RoleUnavailable("\n".join(late))
-    for outcome in outcomes:
-        if outcome is not None:
-            raise outcome
 
 
 class Brakes:

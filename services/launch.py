@@ -11,6 +11,7 @@ from rich.logging import RichHandler
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import RoleUnavailable
+from rolemesh.models.loading import model_directory
 from rolemesh.rpc.allocator import tune
 from services.control import Brakes, drive, prepare
 from services.controller.loop import Run, Summary
@@ -30,6 +31,7 @@ async def launch(job: JobConfig) -> None:
     """
     tune()
     run = await prepare(job)
+    check_models(job)
     # Through the display's console: another writer would tear the live lines.
     shown = RichHandler(console=run.display.console, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown], force=True)
@@ -37,6 +39,18 @@ async def launch(job: JobConfig) -> None:
         async with role_processes(run.job) as processes:
             summary = await beside(processes, _train(run, processes))
         brakes.end(summary)
+
+
+def check_models(job: JobConfig) -> None:
+    """The directories of all models, which the role processes of this machine will load.
+
+    Raises:
+        ModelNotFound: one is not there or not whole.
+    """
+    models = {"actor": job.actor.model, "reference": job.reference_model, "critic": job.critic_model}
+    for role, config in models.items():
+        if role in job.roles:
+            model_directory(config, role)
 
 
 async def _train(run: Run, processes: RoleProcesses) -> Summary:

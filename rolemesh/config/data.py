@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from rolemesh.config.base import Config
 
-Files = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+Files = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value or [])]
 
 
 class DataConfig(Config):

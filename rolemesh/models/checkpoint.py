@@ -45,8 +45,10 @@ def save_checkpoint(directory: Path, write_model: Callable[[Path], object], opti
         save_file(optimizer.state_tensors(), directory / OPTIMIZER_FILE)
         state = {"role": optimizer.role, "num_updates": optimizer.num_updates}
         (directory / STATE_FILE).write_text(json.dumps(state) + "\n")
-        for path in (*directory.iterdir(), directory):
+        for path in directory.iterdir():
+            path.chmod(0o644)  # safetensors writes for its owner alone; who reads it elsewhere is another user
             _flush(path)
+        _flush(directory)
     except Exception as error:  # tokenizers and safetensors have exceptions of their own for a full disk
         raise CheckpointFailed(
             f"{optimizer.role}: the checkpoint {directory} could not be written: {error} "

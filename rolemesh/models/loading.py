@@ -110,8 +110,10 @@ def load_tokenizer(config: ModelConfig, role: str = "actor") -> Any:
         ModelNotFound: the directory has none, or it cannot be read.
     """
     directory = Path(config.path)
-    if not config.path or not directory.is_dir():
-        raise ModelNotFound(f"{role}: no such model directory: {config.path or '(none given)'}")
+    if not config.path:
+        raise ModelNotFound(f"{role}: no model directory is given; set {role}.model.path")
+    if not directory.is_dir():
+        raise ModelNotFound(f"{role}: no such model directory: {directory}")
     if not any(directory.glob("tokenizer*")) and not (directory / "vocab.json").is_file():
         raise ModelNotFound(f"{role}: {directory} has no tokenizer: no tokenizer.json")
     try:

@@ -61,7 +61,7 @@ class RoleClient:
             )
         self.addresses = list(addresses)
         self._methods = methods
-        self._pool = ReplicaPool(self.role, addresses, self.service.full_name, patience_s=patience_s)
+        self._pool = ReplicaPool(self.role, addresses, patience_s=patience_s)
         self._dispatcher = Dispatcher(self._pool, self.service, timeout_s, trained=not self.has_replicas)
 
     async def wait_until_ready(self, timeout_s: float) -> None:

@@ -51,14 +51,14 @@ class Replica:
             self._channel = grpc.aio.insecure_channel(self.address, options=CLIENT_OPTIONS)
         return self._channel
 
-    async def health(self, service: str) -> str:
-        """ "" when it serves, else what is the matter."""
+    async def health(self, role: str) -> str:
+        """ "" when it serves as this role, else what is the matter."""
         stub = health_pb2_grpc.HealthStub(self.channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=CHECK_TIMEOUT_S)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=role), timeout=CHECK_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
-                return wrong_role(service)
+                return wrong_role(role)
             return error.details() or error.code().name
         serving: bool = answer.status == health_pb2.HealthCheckResponse.SERVING
         return "" if serving else "it answers, but is not ready (still loading, or draining)"
@@ -69,26 +69,24 @@ class Replica:
             self._channel = None
 
 
-def wrong_role(service: str) -> str:
-    """What is the matter with a server that serves, but not this."""
-    return f"another role answers there: it does not serve {service}"
+def wrong_role(role: str) -> str:
+    """What is the matter with a server that serves, but not as this role."""
+    return f"another role answers there: it is no {role}"
 
 
 class ReplicaPool:
     """Gives out replicas: the live one with the least outstanding rows first.
 
     Args:
-        role: for messages.
+        role: whose health says that a replica is ready. Not its service's: actor and reference share one.
         addresses: host:port of each replica.
-        service: full name whose health says that a replica is ready.
         patience_s: how long a call waits while every replica is gone, before it fails.
     """
 
-    def __init__(self, role: str, addresses: Sequence[str], service: str, *, patience_s: float) -> None:
+    def __init__(self, role: str, addresses: Sequence[str], *, patience_s: float) -> None:
         self.role = role
         self.replicas = [Replica(address) for address in addresses]
         self.on_return: Callable[[Replica], Awaitable[None]] | None = None
-        self._service = service
         self._patience_s = patience_s
         self._changed = asyncio.Condition()
         self._revivals: set[asyncio.Task[None]] = set()
@@ -118,7 +116,7 @@ class ReplicaPool:
     async def _problem_until(self, replica: Replica, deadline: float) -> str:
         backoff_s = 0.02
         while problem := await self._try_return(replica):
-            if problem == wrong_role(self._service):
+            if problem == wrong_role(self.role):
                 raise InvalidConfig(f"{self.role} at {replica.address}: {problem}")
             if time.monotonic() + backoff_s >= deadline:
                 return problem
@@ -193,7 +191,7 @@ class ReplicaPool:
 
     async def _try_return(self, replica: Replica) -> str:
         """Makes a healthy replica live; else says what is the matter."""
-        if problem := await replica.health(self._service):
+        if problem := await replica.health(self.role):
             return problem
         if not replica.live:
             if self.on_return is not None:

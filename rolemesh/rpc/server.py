@@ -13,7 +13,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
 from rolemesh import metrics
 from rolemesh.errors import InvalidConfig
@@ -108,7 +108,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
 
     async def _set_health(self, status: Any) -> None:
         metrics.ROLE_READY.labels(self._role).set(int(status == health_pb2.HealthCheckResponse.SERVING))
-        for name in ("", *(service.full_name for service in self._services)):
+        for name in ("", self._role, *(service.full_name for service in self._services)):
             await self._health.set(name, status)
 
     # ------------------------------------------------------------ grpc.GenericRpcHandler
@@ -147,11 +147,12 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def serve_metrics(listen: str) -> str:
+def serve_metrics(listen: str, *more: CollectorRegistry) -> str:
     """Serves /metrics over HTTP, on threads of its own.
 
     Args:
         listen: host:port; port 0 takes a free one.
+        more: registries beside the process's own.
 
     Returns:
         host:port as bound.
@@ -160,8 +161,11 @@ def serve_metrics(listen: str) -> str:
         InvalidConfig: not an address, or one that cannot be had.
     """
     host, port = split_address(listen)
+    shown = CollectorRegistry()
+    for registry in (REGISTRY, *more):
+        shown.register(registry)
     try:
-        server, _ = start_http_server(port, host.strip("[]"))
+        server, _ = start_http_server(port, host.strip("[]"), shown)
     except OSError as error:
         raise InvalidConfig(f"/metrics cannot listen on {listen}: {error.strerror or error}") from error
     return f"{host}:{server.server_port}"

@@ -6,6 +6,7 @@ metrics.jsonl is not among them: every run writes it (run_dir.py), which is what
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import secrets
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from rolemesh.metrics import STEP_METRIC, STEP_SECONDS, TRAINING_STEP, TRAINING_
 from rolemesh.roles import Metrics
 from services.controller.progress import accuracy_by_step
 from services.controller.run_dir import STEP
+
+log = logging.getLogger(__name__)
 
 
 class Logger(Protocol):
@@ -60,7 +63,13 @@ class Loggers:
 
     def log(self, step: int, metrics: Metrics) -> None:
         for logger in self._loggers:
-            logger.log(step, metrics)
+            try:
+                logger.log(step, metrics)
+            except Exception as error:  # a board that is away for a while must not end the training
+                log.warning(
+                    "%s did not take step %d (metrics.jsonl has it): %s: %s",
+                    *(type(logger).__name__, step, type(error).__name__, error),
+                )
 
     def __enter__(self) -> Loggers:
         return self

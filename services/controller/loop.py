@@ -77,6 +77,7 @@ class Run:
         self._saved_step = 0
         self._answers: list[dict[str, Any]] = []
         require_libraries(job)
+        self._checkpoints.chosen(job)  # an unusable one is told now, not after the roles have loaded
 
     def request_stop(self) -> None:
         """Lets the running step end; then a checkpoint is written, if the job writes any, and the run ends."""

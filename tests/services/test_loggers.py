@@ -12,12 +12,12 @@ from pathlib import Path
 import grpc
 import pytest
 from in_process import small_job, workers
-from prometheus_client import REGISTRY
 from rich.console import Console
 
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig
+from rolemesh.metrics import CONTROLLER
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.server import RoleServer
 from rolemesh.v1 import controller_pb2 as pb
@@ -120,9 +120,9 @@ def test_the_console_has_a_line_for_each_step(tmp_path: Path) -> None:
 
 def test_every_run_shows_its_steps_to_prometheus(tmp_path: Path) -> None:
     write_three_steps(job_with(tmp_path / "run"))
-    assert REGISTRY.get_sample_value("rolemesh_training_step") == 3
-    assert REGISTRY.get_sample_value("rolemesh_training_steps_planned") == 3
-    assert REGISTRY.get_sample_value("rolemesh_step_metric", {"name": SCORE}) == 0.75
+    assert CONTROLLER.get_sample_value("rolemesh_training_step") == 3
+    assert CONTROLLER.get_sample_value("rolemesh_training_steps_planned") == 3
+    assert CONTROLLER.get_sample_value("rolemesh_step_metric", {"name": SCORE}) == 0.75
 
 
 def test_a_missing_library_names_the_extra_that_brings_it(
