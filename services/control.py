@@ -27,11 +27,12 @@ from rolemesh.rpc.clients import (
 )
 from rolemesh.rpc.server import RoleServer, serve_metrics
 from services.controller.experience import gather
-from services.controller.loop import Run, Summary
+from services.controller.loop import Run
 from services.controller.pages import check_step
 from services.controller.progress import Display
 from services.controller.servicer import SERVICE, ControllerServicer
 from services.controller.status import State
+from services.controller.summary import Summary
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from rolemesh.errors import RoleUnavailable
 from rolemesh.models.loading import model_directory
 from rolemesh.rpc.allocator import tune
 from services.control import Brakes, drive, prepare
-from services.controller.loop import Run, Summary
+from services.controller.loop import Run
+from services.controller.summary import Summary
 from services.processes import RoleProcesses, role_processes
 
 R = TypeVar("R")

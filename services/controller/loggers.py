@@ -19,8 +19,8 @@ from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.metrics import STEP_METRIC, STEP_SECONDS, TRAINING_STEP, TRAINING_STEPS_PLANNED
 from rolemesh.roles import Metrics
-from services.controller.progress import accuracy_by_step
 from services.controller.run_dir import STEP
+from services.controller.summary import accuracy_by_step
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +19,12 @@ from services.controller.curves import draw_curves
 from services.controller.loggers import Loggers, require_libraries
 from services.controller.pages import check_step, page_of
 from services.controller.progress import Display
-from services.controller.run_dir import MetricsFile, Record, answers, dump, write_config
+from services.controller.run_dir import MetricsFile, answers, dump, write_config
 from services.controller.status import RunStatus, State
 from services.controller.step import Step
 from services.controller.stopwatch import Stopwatch, WarmingActor, timed
+from services.controller.summary import Summary
 from services.controller.validation import validate
-
-
-@dataclass
-class Summary:
-    """How a run ended.
-
-    Args:
-        run_dir: holds curves.png, metrics.jsonl and config.yaml.
-        step: the last step made.
-        total_steps: that the job asks for.
-        records: of all steps, also of those made before a resume.
-        answers: a few rows of the last validation, as in the dumps.
-        checkpoint: the newest one; None where none was written.
-        rollout_dumps, validation_dumps: where the responses are; None where the job keeps none.
-    """
-
-    run_dir: Path
-    step: int
-    total_steps: int
-    records: list[Record]
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    checkpoint: Path | None = None
-    rollout_dumps: Path | None = None
-    validation_dumps: Path | None = None
 
 
 class Run:

@@ -1,13 +1,9 @@
-"""The live display of a run, and the words at its end."""
+"""The live display of a run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
-from rich.panel import Panel
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,14 +12,11 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
-from services.controller.run_dir import STEP, Record
+from services.controller.run_dir import Record
 from services.controller.status import RunStatus, State
-
-if TYPE_CHECKING:
-    from services.controller.loop import Summary
+from services.controller.summary import Summary, accuracy_by_step, print_summary
 
 PHASES = {
     "gen": "generating",
@@ -111,60 +104,5 @@ def _line(status: RunStatus) -> Text:
     return Text("  ·  ".join(parts), style="cyan", no_wrap=True, overflow="ellipsis")
 
 
-def accuracy_by_step(records: list[Record]) -> list[tuple[int, float]]:
-    """Step and validation accuracy, mean over data sources, of every validation."""
-    found = []
-    for record in records:
-        values = [v for key, v in record.items() if key.startswith("val-core/") and v is not None]
-        if values:
-            found.append((int(record[STEP] or 0), sum(values) / len(values)))
-    return found
-
-
 def _last(records: list[Record], key: str) -> float | None:
     return next((record[key] for record in reversed(records) if key in record), None)
-
-
-def print_summary(summary: Summary, console: Console) -> None:
-    """The end of a run, for people."""
-    accuracies = accuracy_by_step(summary.records)
-    if summary.answers:
-        shown = Table(title="Validation answers", title_justify="left", expand=True, show_lines=True)
-        shown.add_column("prompt", ratio=3)
-        shown.add_column("answer", ratio=3)
-        shown.add_column("truth", ratio=1)
-        shown.add_column("score", justify="right")
-        for row in summary.answers:
-            cells = (_short(row["input"]), _short(row["output"]), _short(row["gts"]))
-            shown.add_row(*map(escape, cells), f"{row['score']:g}")
-        console.print(shown)
-
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(no_wrap=True)
-    facts.add_column(overflow="fold")  # a path is of use only whole
-    facts.add_row("steps", f"{summary.step} of {summary.total_steps}")
-    if len(accuracies) > 1:
-        (first_step, before), (last_step, after) = accuracies[0], accuracies[-1]
-        facts.add_row(
-            "validation accuracy",
-            f"[bold]{before:.3f}[/] at step {first_step}  →  [bold]{after:.3f}[/] at step {last_step}",
-        )
-    elif accuracies:
-        facts.add_row("validation accuracy", f"[bold]{accuracies[0][1]:.3f}[/] at step {accuracies[0][0]}")
-    places = {
-        "curves": summary.run_dir / "curves.png",
-        "metrics": summary.run_dir / "metrics.jsonl",
-        "checkpoint": summary.checkpoint,
-        "training answers": summary.rollout_dumps,
-        "validation answers": summary.validation_dumps,
-    }
-    for name, path in places.items():
-        if path and path.exists():
-            facts.add_row(name, escape(str(path)))
-    title = "done" if summary.step == summary.total_steps else "stopped"
-    console.print(Panel(facts, title=title, title_align="left", expand=False))
-
-
-def _short(value: object, length: int = 300) -> str:
-    text = str(value).strip()
-    return text if len(text) <= length else text[: length - 1] + "…"

@@ -14,8 +14,9 @@ from rolemesh.data.parquet import write_rows
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import NoCritic, NoReference, Roles
 from services.actor.worker import ActorWorker, ReferenceWorker
-from services.controller.loop import Run, Summary
+from services.controller.loop import Run
 from services.controller.run_dir import read_metrics
+from services.controller.summary import Summary
 from services.critic.worker import CriticWorker
 from services.reward.worker import RewardWorker
 from services.rollout.worker import RolloutWorker

@@ -212,7 +212,7 @@ async def test_the_address_of_another_role_is_told_at_once(tiny_model: Path, tmp
     job = reward_job(tiny_model, tmp_path)
     async with served("reward", job) as addresses, ActorClient(addresses, methods(job)) as client:
         async with asyncio.timeout(20):
-            with pytest.raises(InvalidConfig, match=r"actor at .*: another role .* rolemesh.v1.ActorService"):
+            with pytest.raises(InvalidConfig, match=r"actor at .*: another role .* it is no actor"):
                 await client.wait_until_ready(600.0)
 
 
