@@ -90,6 +90,7 @@ def wandb_records(file: Path) -> Iterator[bytes]:
 
 
 def test_wandb_offline_reads_back_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -99,6 +100,7 @@ def test_wandb_offline_reads_back_what_was_logged(tmp_path: Path, monkeypatch: p
     with Loggers(job, 0, Console(file=io.StringIO())) as loggers:
         loggers.log(1, {SCORE: 0.25})
         loggers.log(2, {SCORE: 0.5})
+    wandb.teardown()  # as at the end of the process: wandb's own process writes the file, and is waited for
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     found = []
     for data in wandb_records(file):
