@@ -55,6 +55,10 @@ COLUMNS: dict[str, Column] = {
     "responses": Column("BT", torch.int64, "response token ids, right-padded, with the end token"),
     "response_mask": Column("BT", torch.bool, "True on tokens that the policy sampled"),
     "rollout_log_probs": Column("BT", torch.float32, "the engine's, of the distribution it sampled from"),
+    "weight_versions": Column("BT", torch.int64, "by which weights the token was made; -1 where none was"),
+    "kept_ids": Column(
+        "BTK", torch.int32, "the tokens that could be drawn, where rollout.top_k or top_p cut some off; -1 beyond"
+    ),
     # prompts and responses together
     "input_ids": Column("BS", torch.int64, "prompts and responses"),
     "attention_mask": Column("BS", torch.int64, "1 on prompt and response tokens"),
@@ -68,6 +72,7 @@ COLUMNS: dict[str, Column] = {
     "acc": Column("B", torch.float32, "1 where the answer is right (the score itself where none says)"),
     # made by the controller
     "token_level_rewards": Column("BT", torch.float32, "scores less the KL penalty"),
+    "rollout_is_weights": Column("BT", torch.float32, "weight of the token's loss: old over rollout probability"),
     "advantages": Column("BT", torch.float32, ""),
     "returns": Column("BT", torch.float32, ""),
 }
@@ -109,12 +114,15 @@ class Method:
 def methods(job: JobConfig) -> dict[str, Method]:
     """`"actor.update"` and so on: what each method of this job reads and writes."""
     kl_loss = ("ref_log_probs",) if job.actor.use_kl_loss else ()
+    kept = ("kept_ids",) if job.rollout.truncates else ()
+    correction = ("rollout_is_weights",) if job.algorithm.rollout_correction.rollout_is else ()
+    sequence = (*SEQUENCE, *kept)
     table = [
         Method("rollout", "generate", "Generate", ("prompts", "prompt_mask", "seeds"),
-               ("row", "responses", "response_mask", "rollout_log_probs")),
-        Method("actor", "compute_log_probs", "ComputeLogProbs", SEQUENCE, ("old_log_probs", "entropys")),
-        Method("actor", "update", "Update", (*SEQUENCE, "old_log_probs", "advantages", *kl_loss)),
-        Method("reference", "compute_log_probs", "ComputeLogProbs", SEQUENCE, ("ref_log_probs",)),
+               ("row", "responses", "response_mask", "rollout_log_probs", "weight_versions", *kept)),
+        Method("actor", "compute_log_probs", "ComputeLogProbs", sequence, ("old_log_probs", "entropys")),
+        Method("actor", "update", "Update", (*sequence, "old_log_probs", "advantages", *kl_loss, *correction)),
+        Method("reference", "compute_log_probs", "ComputeLogProbs", sequence, ("ref_log_probs",)),
         Method("critic", "compute_values", "ComputeValues", SEQUENCE, ("values",)),
         Method("critic", "update", "Update", (*SEQUENCE, "values", "returns")),
         Method("reward", "compute_scores", "ComputeScores",

@@ -15,6 +15,15 @@ class KLControlConfig(Config):
     target_kl: float = Field(0.1, gt=0, description="adaptive: the KL that beta steers to")
 
 
+class RolloutCorrectionConfig(Config):
+    """Weights for what the engine drew from another distribution than the trainer's: w = old / rollout."""
+
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        None, description="weigh the policy loss by w, of each token or of the whole response; null: do not"
+    )
+    rollout_is_threshold: float = Field(2.0, gt=0, description="w is cut there (truncated importance sampling)")
+
+
 class AlgorithmConfig(Config):
     adv_estimator: Literal["gae", "grpo"] = Field("gae", description="chooses the page: gae is PPO")
     gamma: float = Field(1.0, ge=0, le=1, description="discount")
@@ -23,3 +32,4 @@ class AlgorithmConfig(Config):
     use_kl_in_reward: bool = Field(False, description="token rewards lose kl_coef * KL(actor, reference)")
     kl_penalty: KLPenalty = Field("kl", description="the estimator of that KL")
     kl_ctrl: KLControlConfig = KLControlConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

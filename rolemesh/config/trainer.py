@@ -17,6 +17,9 @@ class TrainerConfig(Config):
     )
     total_epochs: int = Field(1, gt=0, description="passes over the prompts")
     total_training_steps: int | None = Field(None, gt=0, description="null: as many as the epochs hold")
+    max_staleness: int = Field(
+        1, ge=0, description="rollout.mode async: steps by which a token's weights may be behind; 0 is sync"
+    )
     critic_warmup: int = Field(0, ge=0, description="first steps in which the critic alone is trained")
     val_before_train: bool = True
     val_only: bool = False

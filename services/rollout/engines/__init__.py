@@ -35,8 +35,10 @@ class Engine(Protocol):
 
         Yields:
             Rows as they finish: `row` [b] int64 (position in the request), `responses` [b, T] int64 with the
-            end token, `response_mask` [b, T] bool, `rollout_log_probs` [b, T] float32, all on the CPU.
-            Leaving the iterator ends the generation soon.
+            end token, `response_mask` [b, T] bool, `rollout_log_probs` [b, T] float32 (of the distribution
+            that the token was drawn from), `weight_versions` [b, T] int64, and where training's sampling
+            truncates, `kept_ids` [b, T, top_k] int32; all on the CPU. Leaving the iterator ends the generation
+            soon.
 
         Raises:
             InvalidBatch: a token id is not in the vocabulary.
@@ -44,7 +46,8 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up a version between decodes: no row is made of two versions.
+        """Takes up a version between two decode steps. Rows that are being made go on with it: each token's
+        `weight_versions` says which one made it.
 
         Args:
             version: of the weights.
@@ -53,6 +56,14 @@ class Engine(Protocol):
         Raises:
             WeightsUnavailable: the tensors are not this model's; the old weights stay.
         """
+        ...
+
+    async def sleep(self) -> None:
+        """Gives the device memory of weights and KV cache to others; nothing generates meanwhile."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes it back: the same weights, an empty cache."""
         ...
 
     def close(self) -> None:
