@@ -31,7 +31,7 @@ R = TypeVar("R")
 Page = Callable[[DataProto, Roles], Awaitable[object]]
 
 # Sizes of the recording: enough for groups of responses, small enough to cost nothing.
-NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 2, 3, 4
+NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS, KEPT_TOKENS = 2, 3, 4, 5
 FROM_THE_DATA = ("prompts", "prompt_mask", "uid", "data_source", "reward_model", "extra_info")
 
 
@@ -369,6 +369,7 @@ def _blank(name: str, num_rows: int) -> Tensor:
         "P": PROMPT_TOKENS,
         "T": RESPONSE_TOKENS,
         "S": PROMPT_TOKENS + RESPONSE_TOKENS,
+        "K": KEPT_TOKENS,
     }
     shape = [sizes[axis] for axis in column.axes]
     return torch.full(shape, column.dtype == torch.bool, dtype=column.dtype)

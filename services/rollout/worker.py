@@ -32,7 +32,7 @@ class RolloutWorker(LocalWorker):
 
     async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
         """One response for each row, in batches of the rows that finished at the same token; column `row` says
-        which they are, meta_info["weight_version"] by which weights they were made.
+        which they are.
 
         Raises:
             InvalidBatch: prompts are not [B, data.max_prompt_length], not left-padded, or

@@ -69,7 +69,7 @@ def test_calls_of_one_stage_do_not_wait_for_each_other() -> None:
 
 def test_columns_that_no_call_reads_are_named() -> None:
     assert record_step(PPO).unread == {
-        "rollout.generate": ["rollout_log_probs"],
+        "rollout.generate": ["rollout_log_probs", "weight_versions"],
         "actor.compute_log_probs": ["entropys"],
         "reward.compute_scores": ["acc"],
     }

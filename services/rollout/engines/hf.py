@@ -162,7 +162,7 @@ class HfEngine:
                 if len(done):
                     columns = {name: column[done].cpu() for name, column in batch.columns.items()}
                     columns["row"] = done.cpu() + first
-                    yield DataProto(columns, {}, {"weight_version": self._version})
+                    yield DataProto(columns)
 
     async def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         await self._worker.run(self._load, version, tensors)
@@ -201,6 +201,7 @@ class _Batch:
             "responses": torch.full((rows, tokens), engine.pad, device=device),
             "response_mask": torch.zeros(rows, tokens, dtype=torch.bool, device=device),
             "rollout_log_probs": torch.zeros(rows, tokens, device=device),
+            "weight_versions": torch.full((rows, tokens), -1, device=device),
         }
         self.num_unfinished = rows
         self._engine = engine
@@ -229,6 +230,7 @@ class _Batch:
         self.columns["responses"][self._index, t] = tokens.where(live, engine.pad)
         self.columns["response_mask"][self._index, t] = live
         self.columns["rollout_log_probs"][self._index, t] = log_probs.where(live, 0)
+        self.columns["weight_versions"][self._index, t] = torch.where(live, engine.version, -1)
         self._t += 1
         if self._t == self._uniforms.shape[1]:
             ended = live
