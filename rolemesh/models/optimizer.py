@@ -90,6 +90,10 @@ class Optimizer:
         self.num_updates += 1
         return norm
 
+    def tensors(self) -> list[Tensor]:
+        """The state as it is held; empty before the first step."""
+        return [moment for state in self._adamw.state.values() for moment in state.values()]
+
     def state_tensors(self) -> dict[str, Tensor]:
         """`<parameter>.<moment>` to tensor, on the CPU; empty before the first step."""
         return {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 import numpy as np
@@ -31,6 +32,13 @@ def tune() -> bool:
     settings = {m_arena_max: 1, m_mmap_max: 0, m_trim_threshold: -1, m_top_pad: 64 << 20}
     accepted = [bool(libc.mallopt(parameter, value)) for parameter, value in settings.items()]
     return all(accepted)
+
+
+def give_back_free_memory() -> None:
+    """Returns freed pages to the system, once, `tune` or not: another role is to have them. Does nothing where the
+    C library is not glibc, whose allocators return large blocks by themselves."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Region:

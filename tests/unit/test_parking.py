@@ -1,0 +1,173 @@
+"""What sleeps leaves the device, and comes back bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rolemesh.config.model import ModelConfig, OptimConfig
+from rolemesh.models.heads import ScoreModel
+from rolemesh.models.loading import load_causal_lm
+from rolemesh.models.optimizer import Optimizer
+from rolemesh.workers.parking import PIECE_BYTES, Parking, model_tensors
+
+CPU = torch.device("cpu")
+
+
+def bits(tensors: list[Tensor]) -> list[bytes]:
+    return [
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors
+    ]
+
+
+def num_bytes_in_memory(tensors: list[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def check_parks(tensors: list[Tensor], directory: Path, device: torch.device = CPU) -> None:
+    before, identities = bits(tensors), [id(tensor) for tensor in tensors]
+    parking = Parking(lambda: tensors, device, directory)
+    for _ in range(2):
+        moved = parking.park()
+        assert moved > 0
+        assert num_bytes_in_memory(tensors) == 0
+        assert parking.park() == 0
+        assert parking.unpark() == moved
+        assert parking.unpark() == 0
+        assert bits(tensors) == before
+    assert [id(tensor) for tensor in tensors] == identities
+    assert list(directory.rglob("*")) == []
+
+
+def test_a_model_that_was_read_from_a_file_parks_and_its_tied_weights_stay_tied(
+    any_model: Path, tmp_path: Path
+) -> None:
+    model = load_causal_lm(ModelConfig(path=str(any_model)), "actor")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    check_parks(list(model_tensors(model)), tmp_path)
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert [id(p) for p in after.values()] == [id(p) for p in parameters.values()]
+    assert (after["lm_head.weight"] is after["model.embed_tokens.weight"]) == model.config.tie_word_embeddings
+
+
+def test_a_value_model_parks(tiny_model: Path, tmp_path: Path) -> None:
+    check_parks(list(model_tensors(ScoreModel.load(ModelConfig(path=str(tiny_model)), "critic"))), tmp_path)
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_leaves_its_memory(tmp_path: Path) -> None:
+    model = nn.Linear(5000, 5001).cuda()  # no multiple of a piece
+    allocated = torch.cuda.memory_allocated()
+    parking = Parking(lambda: model_tensors(model), torch.device("cuda"), tmp_path)
+    before, moved = bits(list(model.parameters())), parking.park()
+    assert torch.cuda.memory_allocated() <= allocated - moved
+    assert torch.cuda.memory_reserved() < moved
+    assert parking.unpark() == moved
+    assert bits(list(model.parameters())) == before
+    check_parks(list(model.parameters()), tmp_path, torch.device("cuda"))
+
+
+def test_tensors_that_share_memory_move_once_and_still_share(tmp_path: Path) -> None:
+    whole = torch.arange(PIECE_BYTES // 4 + 3.0)
+    half, odd = whole[: len(whole) // 2], whole[1::2]
+    check_parks([whole, half, odd], tmp_path)
+    parking = Parking(lambda: [half, whole, odd], CPU, tmp_path)
+    assert parking.park() == whole.nbytes
+    parking.unpark()
+    whole[1] = -7
+    assert half[1] == odd[0] == -7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.float8_e4m3fn])
+def test_every_dtype_parks(dtype: torch.dtype, tmp_path: Path) -> None:
+    check_parks(
+        [torch.arange(-3, 4).to(dtype), torch.ones((), dtype=dtype), torch.ones(0, dtype=dtype)], tmp_path
+    )
+
+
+def test_an_optimizer_that_slept_takes_the_same_steps(tmp_path: Path) -> None:
+    def trained(sleeps: bool) -> list[bytes]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+        optimizer = Optimizer(model, OptimConfig(lr=0.1), grad_clip=1.0, warmup_steps=0, role="actor")
+        parking = Parking(lambda: [*model_tensors(model), *optimizer.tensors()], CPU, tmp_path)
+        moved = []
+        for _ in range(3):
+            torch.autograd.backward(model(torch.rand(4, 8)).sum())
+            optimizer.step()
+            if sleeps:
+                moved.append(parking.park())
+                assert num_bytes_in_memory([*model_tensors(model), *optimizer.tensors()]) == 0
+                parking.unpark()
+        weights = sum(p.nbytes for p in model.parameters())
+        assert not sleeps or moved == [3 * weights + 4 * len(list(model.parameters()))] * 3  # moments and steps
+        return bits([*model.parameters(), *optimizer.tensors()])
+
+    assert trained(sleeps=True) == trained(sleeps=False)
+
+
+def test_gradients_sleep_too(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    torch.autograd.backward(model(torch.rand(3, 4)).sum())
+    assert len(list(model_tensors(model))) == 4
+    check_parks(list(model_tensors(model)), tmp_path)
+
+
+def test_a_directory_that_cannot_be_written_leaves_everything_where_it_was(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = nn.Linear(4, 2)
+    before = bits(list(model.parameters()))
+    parking = Parking(lambda: model_tensors(model), CPU, tmp_path / "file" / "below")
+    with pytest.raises(OSError, match="below"):
+        parking.park()
+    assert bits(list(model.parameters())) == before
+    assert parking.unpark() == 0
+
+
+RESIDENT = """
+import os, sys
+from pathlib import Path
+import torch
+from rolemesh.config.model import OptimConfig
+from rolemesh.models.optimizer import Optimizer
+from rolemesh.rpc.allocator import tune
+from rolemesh.workers.parking import Parking, model_tensors
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+tune()  # as in a role's process, where freed memory is kept
+model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6)))
+optimizer = Optimizer(model, OptimConfig(), grad_clip=1.0, warmup_steps=0, role="actor")
+torch.autograd.backward(model(torch.ones(1, 2048)).sum())
+optimizer.step()
+parking = Parking(lambda: [*model_tensors(model), *optimizer.tensors()], torch.device("cpu"), Path(sys.argv[1]))
+awake = resident()
+for _ in range(3):
+    moved = parking.park()
+    asleep = resident()
+    parking.unpark()
+    print(moved, awake, asleep, resident())
+"""
+
+
+def test_a_sleeping_models_memory_is_the_systems_again(tmp_path: Path) -> None:
+    """300 MB of weights and moments, in a process that keeps freed memory for its transport. It does not grow."""
+    done = subprocess.run(
+        [sys.executable, "-c", RESIDENT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    for line in done.stdout.splitlines():
+        moved, awake, asleep, again = map(int, line.split())
+        assert moved > 300e6
+        assert awake - asleep > 0.95 * moved
+        assert again < awake + 0.05 * moved
