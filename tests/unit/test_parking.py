@@ -158,7 +158,7 @@ for _ in range(3):
 
 
 def test_a_sleeping_models_memory_is_the_systems_again(tmp_path: Path) -> None:
-    """300 MB of weights and moments, in a process that keeps freed memory for its transport. It does not grow."""
+    """300 MB of weights and moments, in a process that keeps freed memory for its transport."""
     done = subprocess.run(
         [sys.executable, "-c", RESIDENT, str(tmp_path)],
         capture_output=True,

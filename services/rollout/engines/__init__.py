@@ -58,12 +58,16 @@ class Engine(Protocol):
         """
         ...
 
-    async def sleep(self) -> None:
-        """Gives the device memory of weights and KV cache to others; nothing generates meanwhile."""
+    async def sleep(self) -> int:
+        """Gives the device memory of weights and KV cache to others; nothing generates meanwhile.
+
+        Returns:
+            bytes moved away (rolemesh.workers.parking), for the metrics.
+        """
         ...
 
-    async def wake(self) -> None:
-        """Takes it back: the same weights, an empty cache."""
+    async def wake(self) -> int:
+        """Takes it back: the same weights, an empty cache. Returns bytes moved."""
         ...
 
     def close(self) -> None:
