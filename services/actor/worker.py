@@ -197,7 +197,8 @@ def policy_objective(
     Args:
         log_probs: [b, T] of a micro-batch.
         entropys: [b, T]; None where entropy_coeff is 0.
-        rows: the micro-batch: response_mask, old_log_probs, advantages, with use_kl_loss ref_log_probs.
+        rows: the micro-batch: response_mask, old_log_probs, advantages, with use_kl_loss ref_log_probs, with
+            rollout_correction rollout_is_weights.
         mini_batch_mask: response_mask [B, T] of the mini-batch that it is part of.
 
     Returns:
@@ -213,7 +214,8 @@ def policy_objective(
     )
     policy_loss = POLICY_LOSSES[config.policy_loss.loss_mode]
     tokens = policy_loss(log_probs, rows["old_log_probs"], rows["advantages"], mask, clip)
-    loss = pg_loss = aggregate(tokens.losses, mask)
+    losses = tokens.losses * rows["rollout_is_weights"] if "rollout_is_weights" in rows else tokens.losses
+    loss = pg_loss = aggregate(losses, mask)
     shares = {"pg_loss": pg_loss} | {name: mean(per_token, mask) for name, per_token in tokens.shares.items()}
     if entropys is not None:
         loss = loss - config.entropy_coeff * aggregate(entropys, mask)

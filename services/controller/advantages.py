@@ -1,14 +1,41 @@
-"""From scores to advantages: the part of a step that the controller computes itself."""
+"""From judged rows to what is learnt from: the part of a step that the controller computes itself."""
 
 from __future__ import annotations
 
 from rolemesh.algos.advantages import compute_gae, compute_grpo
 from rolemesh.algos.aggregation import masked_whiten
 from rolemesh.algos.kl import kl_penalty
+from rolemesh.algos.rollout_correction import (
+    importance_weights,
+    mismatch_metrics,
+    truncate,
+    weight_metrics,
+)
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.graph import node
 from rolemesh.roles import Metrics
+
+
+def _correction_writes(job: JobConfig) -> tuple[str, ...]:
+    return ("rollout_is_weights",) if job.algorithm.rollout_correction.rollout_is else ()
+
+
+@node(reads=("old_log_probs", "rollout_log_probs", "response_mask"), writes=_correction_writes, phase="adv")
+def apply_rollout_correction(batch: DataProto, job: JobConfig) -> tuple[DataProto, Metrics]:
+    """rollout_is_weights [B, T], where `algorithm.rollout_correction.rollout_is` says of what: the policy loss
+    of each token is multiplied by its weight.
+
+    Returns:
+        the batch; and how far the engine's policy is from the actor's, whether or not that is corrected. The
+        weights are then those of tokens, and told before they are truncated.
+    """
+    correction = job.algorithm.rollout_correction
+    log_probs = (batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
+    weights = importance_weights(*log_probs, level=correction.rollout_is or "token")
+    if correction.rollout_is:
+        batch["rollout_is_weights"] = truncate(weights, correction.rollout_is_threshold)
+    return batch, mismatch_metrics(*log_probs) | weight_metrics(weights, batch["response_mask"])
 
 
 def _kl_reads(job: JobConfig) -> tuple[str, ...]:

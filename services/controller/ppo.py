@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics, Roles
-from services.controller.advantages import apply_kl_penalty, compute_advantages
+from services.controller.advantages import apply_kl_penalty, apply_rollout_correction, compute_advantages
 from services.controller.experience import collect, fan_out, gather
 from services.controller.step import Step
 
@@ -27,9 +27,10 @@ async def ppo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
     rows = fan_out(prompts, step.job.rollout.n, step.job.rollout.seed, step.number)  # prompts [B, P], seeds [B]
     batch = await collect(roles.rollout.generate(rows), rows, experience)  # responses [B, T], input_ids [B, S]
 
+    batch, mismatch = apply_rollout_correction(batch, step.job)  # rollout_is_weights [B, T], where asked for
     batch, kl_metrics = apply_kl_penalty(batch, step.job, step.kl.value)  # token_level_rewards [B, T]
     batch = compute_advantages(batch, step.job)  # advantages, returns [B, T]
 
     critic_metrics, actor_metrics = await gather(roles.critic.update(batch), roles.actor.update(batch))
     await roles.sync_weights(step.number)
-    return step.report(batch, kl_metrics, critic_metrics, actor_metrics)
+    return step.report(batch, mismatch, kl_metrics, critic_metrics, actor_metrics)

@@ -116,11 +116,28 @@ async def test_the_reference_is_the_actor_before_training_and_refuses_to_change(
             await call
 
 
+def test_a_rollout_correction_weighs_each_tokens_gradient() -> None:
+    """Before the first update the ratio is 1: the gradient of a token is −w·A over the number of tokens."""
+    rows = sequence_batch(2)
+    mask, old = rows["response_mask"], rows["old_log_probs"]
+    weights = rows["rollout_is_weights"] = mask * torch.linspace(0.1, 2.0, 20).reshape(2, 10)
+    log_probs = old.clone().requires_grad_()
+    loss, _ = policy_objective(log_probs, None, rows, mask, ActorConfig())
+    loss.backward()
+    assert log_probs.grad is not None
+    assert_close(log_probs.grad, -weights * rows["advantages"] / mask.sum())
+
+
+@pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_loss_and_gradient_do_not_depend_on_the_micro_batch(tiny_model: Path, mode: str) -> None:
+def test_loss_and_gradient_do_not_depend_on_the_micro_batch(
+    tiny_model: Path, mode: str, corrected: bool
+) -> None:
     config = ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)  # type: ignore[arg-type]
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     batch = sequence_batch(8)
+    if corrected:
+        batch["rollout_is_weights"] = batch["response_mask"] * torch.rand(8, 10) * 2
 
     def loss_and_gradient(size: int) -> list[torch.Tensor]:
         model.zero_grad()

@@ -33,6 +33,7 @@ def test_ppo_is_a_graph_of_calls_and_the_columns_between_them() -> None:
         "reference.compute_log_probs",
         "critic.compute_values",
         "reward.compute_scores",
+        "controller.apply_rollout_correction",
         "controller.apply_kl_penalty",
         "controller.compute_advantages",
         "critic.update",
@@ -46,6 +47,13 @@ def test_ppo_is_a_graph_of_calls_and_the_columns_between_them() -> None:
         "controller.compute_advantages": ("advantages",),
     }
     assert Edge("actor.update", "rollout.update_weights", ("weights",)) in graph.edges
+
+
+def test_the_weights_of_a_rollout_correction_reach_the_actor() -> None:
+    job = make_job({"algorithm": {"rollout_correction": {"rollout_is": "token"}}})
+    assert flows(record_step(job), "actor.update")["controller.apply_rollout_correction"] == (
+        "rollout_is_weights",
+    )
 
 
 def test_grpo_has_no_critic_and_its_kl_loss_reads_the_reference() -> None:
@@ -69,7 +77,7 @@ def test_calls_of_one_stage_do_not_wait_for_each_other() -> None:
 
 def test_columns_that_no_call_reads_are_named() -> None:
     assert record_step(PPO).unread == {
-        "rollout.generate": ["rollout_log_probs", "weight_versions"],
+        "rollout.generate": ["weight_versions"],
         "actor.compute_log_probs": ["entropys"],
         "reward.compute_scores": ["acc"],
     }
