@@ -50,10 +50,11 @@ def fan_out(
 
     Returns:
         [B = prompts * n] rows with `seeds`, a pure function of (seed, step, position, sample): nothing random
-        has state, so a resumed run and a repeated call draw what the first one drew.
+        has state, so a resumed run and a repeated call draw what the first one drew. meta_info says `sampling`
+        and `step`.
     """
     rows = prompts.repeat(n)
-    rows.meta_info["sampling"] = sampling
+    rows.meta_info |= {"sampling": sampling, "step": step}
     streams = [
         np.random.SeedSequence((seed % 2**64, step, position, sample)).generate_state(1, np.uint64)[0] >> 1
         for position in range(first, first + len(prompts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from rolemesh import context
 from rolemesh.algos.kl import KLController
 from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset, PromptOrder
+from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
 from rolemesh.graph import observer
 from rolemesh.roles import Metrics, Roles
+from services.controller.ahead import Ahead
 from services.controller.checkpoints import Checkpoints, ControllerState, course_of
 from services.controller.curves import draw_curves
+from services.controller.experience import fan_out
 from services.controller.loggers import Loggers, require_libraries
 from services.controller.pages import check_step, page_of
 from services.controller.progress import Display
@@ -70,7 +74,8 @@ class Run:
             RolemeshError: a step, a validation or a checkpoint failed; the last good checkpoint stays.
         """
         context.job.set(self.job.trainer.experiment_name)
-        self._roles = timed(roles, self._stopwatch)
+        ahead = Ahead(roles.rollout, self._upcoming, self._max_staleness)
+        self._roles = timed(replace(roles, rollout=ahead), self._stopwatch)
         token = observer.set(self._stopwatch)
         try:
             await check_step(self.job)
@@ -80,7 +85,8 @@ class Run:
                 self._log_to = (metrics_file, loggers)
                 self.status.add(*metrics_file.records)
                 try:
-                    await self._make_steps(start)
+                    async with aclosing(ahead):
+                        await self._make_steps(start)
                 finally:
                     metrics_file.close()
                     draw_curves(self.status.records, self.job.run_dir / "curves.png", self.status.job)
@@ -141,8 +147,7 @@ class Run:
         roles = self._roles
         if number <= self.job.trainer.critic_warmup:
             roles = replace(roles, actor=WarmingActor(roles.actor))
-        prompts = self._train.batch(self._order.rows(number))
-        metrics = await page_of(self.job)(prompts, roles, step)
+        metrics = await page_of(self.job)(self._prompts(number), roles, step)
         seconds = time.perf_counter() - began
 
         batch = step.batch
@@ -214,6 +219,19 @@ class Run:
                 "trainer.val_only or test_freq asks for validation, and data.val_files is empty"
             )
         return None
+
+    def _prompts(self, number: int) -> DataProto:
+        return self._train.batch(self._order.rows(number))
+
+    def _upcoming(self, number: int) -> DataProto | None:
+        """The rows that step `number` will ask the rollout for; None where it will not be made."""
+        if number > self.status.total_steps or self.status.stop_requested:
+            return None
+        return fan_out(self._prompts(number), self.job.rollout.n, self.job.rollout.seed, number)
+
+    @property
+    def _max_staleness(self) -> int:
+        return self.job.trainer.max_staleness if self.job.rollout.mode == "async" else 0
 
     def _course(self) -> dict[str, Any]:
         return course_of(self.job, len(self._train))

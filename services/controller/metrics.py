@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rolemesh.algos.aggregation import masked_mean
@@ -30,6 +31,23 @@ def batch_metrics(batch: DataProto) -> Metrics:
     if "entropys" in batch:
         metrics["actor/entropy"] = masked_mean(batch["entropys"], mask).item()
     return metrics
+
+
+def staleness_metrics(batch: DataProto, newest: int) -> Metrics:
+    """How far behind the weights were that made the step's tokens; all 0 where nothing ran ahead.
+
+    Args:
+        newest: the version that the step began with.
+    """
+    mask = batch["response_mask"]  # [B, T]
+    behind = torch.where(mask, newest - batch["weight_versions"], 0)  # [B, T], in steps
+    least = torch.where(mask, behind, newest + 1).amin(dim=1)  # [B]
+    return {
+        "rollout/stale_tokens": float((behind > 0).sum()),
+        "rollout/staleness/mean": masked_mean(behind.float(), mask).item(),
+        "rollout/staleness/max": float(behind.max()),
+        "rollout/mixed_rows": float((behind.amax(dim=1) > least).sum()),
+    }
 
 
 def _spread(name: str, values: Tensor) -> Metrics:

@@ -9,7 +9,7 @@ from rolemesh.algos.kl import KLController
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics, Roles
-from services.controller.metrics import batch_metrics
+from services.controller.metrics import batch_metrics, staleness_metrics
 
 
 @dataclass
@@ -29,12 +29,12 @@ class Step:
     batch: DataProto | None = None
 
     def report(self, batch: DataProto, *parts: Metrics) -> Metrics:
-        """The step's metrics: those of the batch and those that the calls returned."""
+        """The step's metrics: those of the batch, of its tokens' age, and those that the calls returned."""
         self.batch = batch
         metrics: Metrics = {}
         for part in parts:
             metrics |= part
-        return metrics | batch_metrics(batch)
+        return metrics | batch_metrics(batch) | staleness_metrics(batch, newest=self.number - 1)
 
 
 Page = Callable[[DataProto, Roles, Step], Awaitable[Metrics]]
