@@ -1,0 +1,216 @@
+"""A plan: groups of roles on devices, what each needs, and how long a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from rolemesh.config import JobConfig
+from rolemesh.planner.cost import handover_seconds, role_seconds
+from rolemesh.planner.devices import Device
+from rolemesh.planner.memory import Memory, Shapes, role_memory
+
+Grouping = Mapping[str, Sequence[str]]  # a group's name to its roles
+
+TRAINED = ("actor", "critic")
+PHASES = ("generate", "judge", "update", "weights", "switches")
+# When a role of a shared group has its turn in a step, as the pages ask.
+TURNS = ("rollout", "actor", "reference", "critic", "reward", "critic", "actor")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices of one kind.
+
+    Args:
+        devices: how many; of a shared one (a CPU) 1.
+    """
+
+    device: Device
+    devices: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Roles that take turns on the same devices.
+
+    Args:
+        devices: how many; 0 of a group without a model.
+        memory: of each role, on each of the devices.
+        seconds: of each role, by phase.
+    """
+
+    name: str
+    roles: tuple[str, ...]
+    devices: int
+    memory: Mapping[str, Memory]
+    seconds: Mapping[str, Mapping[str, float]]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the role that needs the most: the others sleep."""
+        return max((memory.total for memory in self.memory.values()), default=0)
+
+    @property
+    def needs_ranks(self) -> bool:
+        """It trains on several devices."""
+        return self.devices > 1 and any(role in TRAINED for role in self.roles)
+
+    def busy(self, phase: str) -> float:
+        """Seconds of a phase: one role after the other."""
+        return sum(phases.get(phase, 0.0) for phases in self.seconds.values())
+
+    def switching(self, device: Device) -> float:
+        """Seconds a step of leaving and entering the device, where several roles share it. A role that is asked
+        twice in a row stays; the step after begins where this one ends."""
+        turns = [role for role in TURNS if role in self.roles and self.memory[role].state]
+        changes = [(a, b) for a, b in zip(turns, turns[1:] + turns[:1], strict=True) if a != b]
+        moved = sum(self.memory[out].state + self.memory[into].state for out, into in changes)
+        return moved / device.host_bandwidth
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to place a job."""
+
+    name: str
+    groups: tuple[Group, ...]
+    cluster: Cluster
+    ahead: bool
+    handover: float
+
+    @cached_property
+    def missing_bytes(self) -> int:
+        """By how much devices are too small, added up; 0: it fits."""
+        memory = self.cluster.device.memory_bytes
+        if self.cluster.device.shared:
+            return max(0, sum(group.peak_bytes for group in self.groups) - memory)
+        return sum(max(0, group.peak_bytes - memory) for group in self.groups)
+
+    @property
+    def missing_devices(self) -> int:
+        used = sum(group.devices for group in self.groups)
+        return 0 if self.cluster.device.shared else max(0, used - self.cluster.devices)
+
+    @property
+    def fits(self) -> bool:
+        return not self.missing_bytes and not self.missing_devices
+
+    @cached_property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase. Groups work beside each other, roles of a group one after another. Rows that are
+        finished are judged while others are generated, except in the rollout's own group."""
+        device = self.cluster.device
+        together = sum if device.shared else max
+        judged = {g.name: g.busy("judge") for g in self.groups}
+        generate = sum(g.busy("generate") for g in self.groups)
+        at_rollout = next(g for g in self.groups if "rollout" in g.roles)
+        if not device.shared:
+            judged = {
+                name: seconds if name == at_rollout.name else max(seconds / CHUNKS, seconds - generate)
+                for name, seconds in judged.items()
+            }
+        return {
+            "generate": generate,
+            "judge": together(judged.values()),
+            "update": together([g.busy("update") for g in self.groups]),
+            "weights": self.handover,
+            "switches": together([g.switching(device) for g in self.groups]),
+        }
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of one step."""
+        seconds = self.phases
+        if not self.ahead:
+            return sum(seconds.values())
+        rest = seconds["judge"] + seconds["update"] + seconds["switches"]
+        return max(seconds["generate"], rest) + seconds["weights"]
+
+    @property
+    def order(self) -> tuple[int, int, float, float]:
+        """Smaller is better: fits, is fast, leaves devices idle."""
+        busy = sum(sum(g.busy(phase) for phase in PHASES) for g in self.groups)
+        return self.missing_devices, self.missing_bytes, self.seconds, busy
+
+
+CHUNKS = 8  # a batch is judged in about so many calls: the last of them begins when the generation has ended
+
+
+class Planner:
+    """Plans of one job on one cluster.
+
+    Args:
+        shapes: rolemesh.planner.memory.role_shapes(job).
+    """
+
+    def __init__(self, job: JobConfig, shapes: Shapes, cluster: Cluster) -> None:
+        self.job, self.shapes, self.cluster = job, shapes, cluster
+        self._groups: dict[tuple[tuple[str, ...], int], Group] = {}
+
+    def plan(self, name: str, grouping: Grouping) -> Plan:
+        """The groups with the devices divided among them.
+
+        Greedy, as in HybridFlow's mapping (arXiv:2409.19256, §6): every group has the fewest that it can run
+        on, and each further device goes where it is missed the most: to a group whose roles do not fit, else to
+        the one that it makes the step shorter for. Devices that shorten nothing stay idle.
+        """
+        groups = {}
+        for label, roles in grouping.items():
+            if present := tuple(role for role in roles if role in self.job.roles):
+                groups[label] = self._group(present, self._fewest(present))
+        best = self._plan(name, groups)
+        while True:
+            used = sum(group.devices for group in best.groups)
+            candidates = [
+                self._plan(name, groups | {label: grown})
+                for label, group in groups.items()
+                if group.devices
+                and not self.cluster.device.shared
+                and used + self._fewest(group.roles) <= self.cluster.devices
+                for grown in [self._group(group.roles, group.devices + self._fewest(group.roles))]
+            ]
+            better = min(candidates, key=lambda plan: plan.order, default=best)
+            if better.order >= best.order:
+                return best
+            best, groups = better, {group.name: group for group in better.groups}
+
+    def divided(self, name: str, grouping: Grouping, devices: Mapping[str, int]) -> Plan:
+        """The groups with so many devices each."""
+        return self._plan(
+            name, {label: self._group(tuple(grouping[label]), devices[label]) for label in grouping}
+        )
+
+    def _plan(self, name: str, groups: Mapping[str, Group]) -> Plan:
+        named = tuple(replace(group, name=label) for label, group in groups.items())
+        home = {role: group for group in named for role in group.roles}
+        together = home["actor"].name == home["rollout"].name
+        job = self.job
+        # A rollout that shares its devices with a role that trains cannot run ahead of it.
+        ahead = (
+            job.rollout.mode == "async" and job.trainer.max_staleness > 0 and len(home["rollout"].roles) == 1
+        )
+        handover = handover_seconds(job, self.shapes, self.cluster.device, together=together)
+        return Plan(name, named, self.cluster, ahead and not self.cluster.device.shared, handover)
+
+    def _group(self, roles: tuple[str, ...], devices: int) -> Group:
+        if (roles, devices) not in self._groups:
+            device, count = self.cluster.device, max(1, devices)
+            memory = {
+                role: role_memory(self.job, role, self.shapes, device, count if role in TRAINED else 1)
+                for role in roles
+            }
+            seconds = {role: role_seconds(self.job, role, self.shapes, device, count) for role in roles}
+            self._groups[roles, devices] = Group("", roles, devices, memory, seconds)
+        return self._groups[roles, devices]
+
+    def _fewest(self, roles: Sequence[str]) -> int:
+        """Devices of one replica; none without a model."""
+        if not any(role in self.shapes for role in roles):
+            return 0
+        return self.job.rollout.tensor_model_parallel_size if "rollout" in roles else 1
+
+
+def best_first(plans: Sequence[Plan]) -> list[Plan]:
+    return sorted(plans, key=lambda plan: plan.order)

@@ -1,0 +1,37 @@
+"""The search for a grouping of one's own.
+
+Five roles can be grouped in 52 ways, so none is left out; it is the division of the devices that is searched
+greedily (`Planner.plan`), since of that there are millions: HybridFlow's mapping (arXiv:2409.19256, §6) over
+the placements that Xiao et al. (arXiv:2312.11819) call flexible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rolemesh.planner.plan import Grouping, Plan, Planner, best_first
+
+
+def partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
+    """All ways to put roles into groups, each once."""
+    if not roles:
+        yield []
+        return
+    first, *others = roles
+    for groups in partitions(others):
+        yield [[first], *groups]
+        for i, group in enumerate(groups):
+            yield [*groups[:i], [first, *group], *groups[i + 1 :]]
+
+
+def as_grouping(groups: Sequence[Sequence[str]]) -> Grouping:
+    """Groups under the names of their roles."""
+    return {"-".join(roles): tuple(roles) for roles in groups}
+
+
+def search(planner: Planner, name: str = "custom") -> Plan:
+    """The best plan over all groupings. A role without a model takes no device, so it stays by itself."""
+    modelled = [role for role in planner.job.roles if role in planner.shapes]
+    rest = [[role] for role in planner.job.roles if role not in planner.shapes]
+    plans = [planner.plan(name, as_grouping([*groups, *rest])) for groups in partitions(modelled)]
+    return best_first(plans)[0]

@@ -1,0 +1,151 @@
+"""The shape of a model from its directory, without loading it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolemesh.config.model import ModelConfig
+from rolemesh.errors import ModelNotFound
+
+# The heads of causal LMs and of reward models: whatever a role does not use of them it does not load.
+HEADS = ("lm_head.", "score.", "classifier.", "v_head.")
+
+# What config.json calls a number, in the order of preference.
+NAMES = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocabulary": ("vocab_size",),
+}
+MLP_NAMES = ("intermediate_size", "n_inner", "ffn_dim")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What memory and time depend on.
+
+    Args:
+        body_parameters: of the model without a head, embeddings included.
+        head_parameters: of the causal LM's own head; 0 where it is tied to the embedding.
+        multiplied_parameters: of the blocks' matrices, those that one token is multiplied by: of experts only
+            as many as a token is routed to.
+        hidden: width of the residual stream.
+        layers: transformer blocks.
+        heads, kv_heads, head_dim: of the attention.
+        intermediate: width of the MLP (of all experts that a token is routed to).
+        vocabulary: rows of the embedding.
+    """
+
+    body_parameters: int
+    head_parameters: int
+    multiplied_parameters: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+
+    @property
+    def policy_parameters(self) -> int:
+        """Of the causal LM, a tied head counted once."""
+        return self.body_parameters + self.head_parameters
+
+    @property
+    def score_parameters(self) -> int:
+        """Of a value or reward model: the body, and a weight and a bias for one number."""
+        return self.body_parameters + self.hidden + 1
+
+
+def read_shape(config: ModelConfig, role: str) -> ModelShape:
+    """The shape of a role's model. Parameters are counted in the headers of the weights; where config.json
+    stands alone, in a model without storage that transformers builds of it (seconds, for the import of torch).
+
+    Raises:
+        ModelNotFound: no directory, no config.json, or none that describes a transformer.
+    """
+    if not config.path:
+        raise ModelNotFound(f"{role}: no model directory is given; set {role}.model.path")
+    directory = Path(config.path)
+    settings = _settings(directory, role)
+    hidden, layers, heads, vocabulary = (_number(settings, key, directory, role) for key in NAMES)
+    tensors = _stored(directory, settings) or _built(directory, config, role)
+    intermediate = next((settings[n] for n in MLP_NAMES if settings.get(n)), 4 * hidden)
+    routed = settings.get("num_experts_per_tok") or 0
+    experts = settings.get("num_experts") or settings.get("num_local_experts") or 0
+    share = routed / experts if routed and experts else 1.0
+    if share < 1:
+        intermediate = routed * (settings.get("moe_intermediate_size") or intermediate)
+    sizes = {name: math.prod(shape) for name, shape in tensors.items()}
+    body = {name: size for name, size in sizes.items() if not name.startswith(HEADS)}
+    multiplied = sum(
+        size * (share if ".experts." in name else 1.0)
+        for name, size in body.items()
+        if len(tensors[name]) > 1 and tensors[name][0] != vocabulary
+    )
+    return ModelShape(
+        body_parameters=sum(body.values()),
+        head_parameters=sum(size for name, size in sizes.items() if name.startswith("lm_head.")),
+        multiplied_parameters=round(multiplied),
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=settings.get("num_key_value_heads") or heads,
+        head_dim=settings.get("head_dim") or hidden // heads,
+        intermediate=intermediate,
+        vocabulary=vocabulary,
+    )
+
+
+def _settings(directory: Path, role: str) -> dict[str, Any]:
+    """config.json; of a model of several kinds of input, the part about text."""
+    try:
+        settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        return {**settings, **settings.get("text_config", {})}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ModelNotFound(f"{role}: {directory} has no config.json that can be read: {error}") from error
+
+
+def _number(settings: Mapping[str, Any], key: str, directory: Path, role: str) -> int:
+    for name in NAMES[key]:
+        if isinstance(settings.get(name), int):
+            return int(settings[name])
+    raise ModelNotFound(f"{role}: {directory / 'config.json'} does not say {NAMES[key][0]}")
+
+
+def _stored(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in the headers of the directory's *.safetensors; empty where there are none."""
+    tensors: dict[str, tuple[int, ...]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        except (OSError, ValueError, MemoryError, OverflowError) as error:
+            raise ModelNotFound(f"{file} cannot be read: {error}") from error
+        tensors |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
+    if settings.get("tie_word_embeddings"):  # some writers store the tied head as well
+        tensors.pop("lm_head.weight", None)
+    return tensors
+
+
+def _built(directory: Path, config: ModelConfig, role: str) -> dict[str, tuple[int, ...]]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        settings = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # the library raises whatever its parsers raise
+        raise ModelNotFound(
+            f"{role}: no causal LM can be made of {directory / 'config.json'}: {error}"
+        ) from error
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
