@@ -36,6 +36,11 @@ class SamplingConfig(Config):
         """Some tokens cannot be drawn."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
 
+    @property
+    def num_kept(self) -> int:
+        """K of the column kept_ids; 0: no such column. Only what is trained on has it."""
+        return 0
+
 
 class ValSamplingConfig(SamplingConfig):
     do_sample: bool = Field(False, description="false: greedy")
@@ -60,3 +65,7 @@ class RolloutConfig(SamplingConfig):
                 f"drawn, at most {MAX_KEPT} of them; set rollout.top_k between 1 and {MAX_KEPT}"
             )
         return self
+
+    @property
+    def num_kept(self) -> int:
+        return self.top_k if self.truncates else 0

@@ -75,7 +75,7 @@ async def test_a_rows_bits_depend_on_nothing_but_the_row(ending_model: Path):
     assert lengths.unique().numel() > 4, "uneven lengths, or the test shows nothing"
 
     async def same(rows: Sequence[int], other: DataProto) -> None:
-        for name in COLUMNS:
+        for name in (*COLUMNS, "kept_ids"):
             assert torch.equal(together[list(rows)][name], other[name]), name
 
     for row in range(13):
@@ -303,16 +303,125 @@ async def test_weights_that_do_not_fit_change_nothing(
     worker.close()
 
 
-async def test_an_update_waits_for_the_running_decode(tiny_model: Path, tmp_path: Path):
-    worker, prompts = RolloutWorker(job_of(tiny_model, max_num_seqs=4)), prompts_of(12)
+def trained(model: Path) -> Any:
+    """The directory's model after a change of every weight."""
+    changed, generator = AutoModelForCausalLM.from_pretrained(model), torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=generator)
+    return changed
+
+
+async def with_a_swap(
+    worker: RolloutWorker, prompts: DataProto, version: int, weights: dict[str, torch.Tensor]
+) -> DataProto:
+    """All rows, in order; the weights are swapped once the first of them have ended."""
+    async with aclosing(worker.generate(prompts)) as stream:
+        answers = [await anext(stream)]
+        await worker.update_weights(HeldWeights(version, weights))
+        answers += [rows async for rows in stream]
+    answer = DataProto.concat(answers)
+    assert sorted(answer["row"].tolist()) == list(range(len(prompts)))
+    return answer[answer["row"].argsort()]
+
+
+async def test_rows_go_on_with_new_weights_and_the_keys_and_values_that_they_have(ending_model: Path):
+    """Tokens before the swap are those of a run without one; those after it are drawn from what the new weights
+    say on the old ones' keys and values."""
+    job, prompts = job_of(ending_model, top_k=20, top_p=0.9), prompts_of(13)
+    old, new = AutoModelForCausalLM.from_pretrained(ending_model), trained(ending_model)
+    worker = RolloutWorker(job)
+    before = await generated(worker, prompts)
+    answer = await with_a_swap(worker, prompts, 7, named_weights(new))
+    worker.close()
+    mask, versions = answer["response_mask"], answer["weight_versions"]
+    assert torch.equal(versions >= 0, mask)
+    assert set(versions[mask].tolist()) == {0, 7}
+    swapped = int((versions == 7).any(0).nonzero()[0])
+    assert swapped > 0
+    assert (versions[:, swapped:][mask[:, swapped:]] == 7).all(), "all rows of a batch change at one token"
+    for name in (*COLUMNS, "kept_ids"):
+        assert torch.equal(answer[name][:, :swapped], before[name][:, :swapped]), name
+
+    ids = torch.cat([prompts["prompts"], answer["responses"]], 1)
+    seen = torch.cat([prompts["prompt_mask"], torch.ones_like(mask)], 1).long()
+    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    at = P + swapped - 1  # the token that the new weights are given first
+    with torch.no_grad():
+        cache = old(ids[:, :at], attention_mask=seen[:, :at], position_ids=positions[:, :at]).past_key_values
+        logits = new(
+            ids[:, at:-1], attention_mask=seen[:, :-1], position_ids=positions[:, at:-1], past_key_values=cache
+        ).logits
+    expected = log_distribution(logits.flatten(0, 1), job.rollout).view(*logits.shape)
+    expected = expected.gather(2, answer["responses"][:, swapped:, None])[..., 0].float()
+    difference = (answer["rollout_log_probs"][:, swapped:] - expected)[mask[:, swapped:]]
+    assert difference.abs().max() < 1e-5
+
+
+async def test_the_same_weights_under_a_new_version_change_the_versions_alone(ending_model: Path):
+    worker, prompts = RolloutWorker(job_of(ending_model, top_k=20, top_p=0.9)), prompts_of(13)
+    same = {name: weight.clone() for name, weight in named_weights(worker._engine.model).items()}
+    before = await generated(worker, prompts)
+    after = await with_a_swap(worker, prompts, 1, same)
+    for name in (*COLUMNS, "kept_ids"):
+        assert torch.equal(before[name], after[name]), name
+    assert set(after["weight_versions"][after["response_mask"]].tolist()) == {0, 1}
+    worker.close()
+
+
+async def test_a_call_in_line_begins_with_the_weights_of_its_turn(ending_model: Path):
+    worker, prompts = RolloutWorker(job_of(ending_model)), prompts_of(13)
+    weights = named_weights(trained(ending_model))
+    first, second = await asyncio.gather(with_a_swap(worker, prompts, 1, weights), generated(worker, prompts))
+    assert set(first["weight_versions"][first["response_mask"]].tolist()) == {0, 1}
+    assert set(second["weight_versions"][second["response_mask"]].tolist()) == {1}
+    expected = await generated(worker, prompts)
+    for name in COLUMNS:
+        assert torch.equal(second[name], expected[name])
+    worker.close()
+
+
+async def test_weights_that_do_not_fit_leave_a_running_decode_as_it_was(ending_model: Path):
+    worker, prompts = RolloutWorker(job_of(ending_model)), prompts_of(13)
     before = await generated(worker, prompts)
     async with aclosing(worker.generate(prompts)) as stream:
         answers = [await anext(stream)]
-        update = asyncio.create_task(worker.update_weights(HeldWeights(1, other_weights(tiny_model, tmp_path))))
+        with pytest.raises(WeightsUnavailable, match="is missing"):
+            await worker.update_weights(HeldWeights(1, {}))
         answers += [rows async for rows in stream]
-    await update
-    during = DataProto.concat(answers)
-    assert (during["weight_versions"] == 0).sum() == during["response_mask"].sum()
-    assert torch.equal(during[during["row"].argsort()]["responses"], before["responses"])
-    assert worker.version == 1
+    after = DataProto.concat(answers)
+    after = after[after["row"].argsort()]
+    for name in (*COLUMNS, "weight_versions"):
+        assert torch.equal(before[name], after[name])
+    worker.close()
+
+
+# ------------------------------------------------------------------------------- kept tokens
+
+
+async def test_kept_ids_are_the_tokens_that_could_be_drawn(ending_model: Path):
+    worker, prompts = RolloutWorker(job_of(ending_model, top_k=9, top_p=0.5)), prompts_of(13)
+    answer = await generated(worker, prompts)
+    kept, mask = answer["kept_ids"], answer["response_mask"]
+    assert kept.shape == (13, T, 9)
+    assert kept.dtype == torch.int32
+    drawn = (kept == answer["responses"][..., None]).sum(-1)
+    assert torch.equal(drawn == 1, mask)
+    assert (kept[~mask] == -1).all()
+    counts = (kept >= 0).sum(-1)[mask]
+    assert ((counts >= 1) & (counts < 9)).all()
+    worker.close()
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 9, "temperature": 0}, {}])
+async def test_where_nothing_is_cut_off_there_are_no_kept_ids(tiny_model: Path, sampling: dict[str, Any]):
+    worker = RolloutWorker(job_of(tiny_model, **sampling))
+    assert "kept_ids" not in await generated(worker, prompts_of(2))
+    worker.close()
+
+
+async def test_nor_in_validation_on_which_nobody_trains(tiny_model: Path):
+    worker = RolloutWorker(job_of(tiny_model, top_k=9, val_kwargs={"do_sample": True, "top_p": 0.5}))
+    assert "kept_ids" in await generated(worker, prompts_of(2))
+    assert "kept_ids" not in await generated(worker, prompts_of(2, "validation"))
     worker.close()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rolemesh.config.rollout import SamplingConfig
+from rolemesh.config.rollout import RolloutConfig, SamplingConfig
 from services.rollout.engines.sampling import draw_uniforms, log_distribution, sample
 
 # Probabilities 0.1, 0.4, 0.2, 0.3 of tokens 0 to 3.
@@ -51,7 +51,7 @@ def test_of_equal_tokens_the_lower_ids_are_kept():
 def test_greedy_takes_the_lowest_id_of_the_likeliest_with_its_plain_log_probability():
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
     for sampling in (SamplingConfig(temperature=0), SamplingConfig(do_sample=False, top_k=1, temperature=0.5)):
-        token, log_prob = sample(logits, torch.tensor([0.99], dtype=torch.float64), sampling)
+        token, log_prob, _ = sample(logits, torch.tensor([0.99], dtype=torch.float64), sampling)
         assert token.tolist() == [1]
         assert log_prob.item() == pytest.approx(logits.log_softmax(-1)[0, 1].item())
 
@@ -60,7 +60,7 @@ def test_the_inverse_cumulative_distribution_by_hand():
     uniforms = torch.tensor(
         [0.0, 0.0999, 0.1001, 0.4999, 0.5001, 0.6999, 0.7001, 1 - 2**-53], dtype=torch.float64
     )
-    tokens, log_probs = sample(LOGITS.expand(8, 4), uniforms, SamplingConfig())
+    tokens, log_probs, _ = sample(LOGITS.expand(8, 4), uniforms, SamplingConfig())
     assert tokens.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert log_probs.dtype == torch.float32
     assert log_probs.exp().tolist() == pytest.approx([0.1, 0.1, 0.4, 0.4, 0.2, 0.2, 0.3, 0.3])
@@ -68,8 +68,23 @@ def test_the_inverse_cumulative_distribution_by_hand():
 
 def test_a_token_without_mass_is_never_drawn_even_at_the_ends():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]]).expand(2, 4)
-    tokens, _ = sample(logits, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), SamplingConfig())
+    tokens, _, _ = sample(logits, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), SamplingConfig())
     assert tokens.tolist() == [1, 2]
+
+
+def kept(**sampling: float) -> list[int]:
+    uniforms = torch.zeros(1, dtype=torch.float64)
+    kept_ids = sample(LOGITS, uniforms, RolloutConfig(**sampling))[2]
+    assert kept_ids.dtype == torch.int32
+    return kept_ids[0].tolist()
+
+
+def test_kept_tokens_are_those_of_any_mass_the_likeliest_first():
+    assert kept(top_k=3) == [1, 3, 2]
+    assert kept(top_k=3, top_p=0.7) == [1, 3, -1]  # of 0.9 they have 4/9 and 3/9
+    assert kept(top_k=6) == [1, 3, 2, 0, -1, -1]
+    assert kept(top_k=6, top_p=0.85) == [1, 3, 2, -1, -1, -1]
+    assert kept() == kept(top_k=3, do_sample=False) == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +95,7 @@ def test_frequencies_follow_the_distribution(filters: dict[str, float]):
     logits = torch.randn(1, 8, generator=torch.Generator().manual_seed(1))
     expected = log_distribution(logits, sampling).exp()[0] * draws
     uniforms = draw_uniforms(range(draws // 10), 10).flatten()  # across rows and along them
-    tokens, _ = sample(logits.expand(draws, 8), uniforms, sampling)
+    tokens, _, _ = sample(logits.expand(draws, 8), uniforms, sampling)
     counts = torch.bincount(tokens, minlength=8).double()
     possible = expected > 0
     assert counts[~possible].sum() == 0

@@ -10,8 +10,7 @@ given (transformers drops one that masks nothing, and takes another kernel).
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ class HfEngine:
         self._worker = worker
         self.ignore_eos = job.rollout.ignore_eos
         self._max_num_seqs = job.rollout.max_num_seqs
-        self._max_tokens = job.data.max_response_length
+        self.max_tokens = job.data.max_response_length
         self.device = resolve_device(job.trainer.device)
         self._dtype: torch.dtype = getattr(torch, job.rollout.dtype)
         self.model = load_causal_lm(job.actor.model, "rollout").to(self.device)
@@ -116,6 +115,7 @@ class HfEngine:
         with self.precision():
             self.min_rows = neutral_rows(self.model, max(PROBED_ROWS, self._max_num_seqs))
         self._version = 0
+        self._turn = asyncio.Lock()  # calls wait in line
 
     @property
     def version(self) -> int:
@@ -126,43 +126,33 @@ class HfEngine:
         return torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32)
 
     async def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
-        loop = asyncio.get_running_loop()
         finished: asyncio.Queue[DataProto | None] = asyncio.Queue()  # holds no more than the request's rows
-        stop = threading.Event()
-
-        def decode() -> None:
-            for rows in self.decode(prompts, sampling, stop.is_set):
-                loop.call_soon_threadsafe(finished.put_nowait, rows)
-
-        decoding = asyncio.ensure_future(self._worker.run(decode))
+        decoding = asyncio.create_task(self._decode(prompts, sampling, finished.put_nowait))
         decoding.add_done_callback(lambda _: finished.put_nowait(None))
         try:
             while (rows := await finished.get()) is not None:
                 yield rows
             await decoding
         finally:
-            stop.set()
             decoding.cancel()
+            await asyncio.wait([decoding])
 
-    def decode(
-        self, prompts: DataProto, sampling: SamplingConfig, stopped: Callable[[], bool] = lambda: False
-    ) -> Iterator[DataProto]:
-        """What `generate` yields, on the calling thread; ends at the next token once `stopped` says so."""
+    async def _decode(
+        self, prompts: DataProto, sampling: SamplingConfig, finish: Callable[[DataProto], None]
+    ) -> None:
+        """Gives finished rows to `finish`. Every step is a job of its own on the worker's thread: a new version
+        of the weights is another, between two of them, and rows go on with the keys and values they have."""
         ids, vocabulary = prompts["prompts"], self.model.get_input_embeddings().num_embeddings
         if not ((ids >= 0) & (ids < vocabulary)).all():
             raise InvalidBatch(f"a prompt has a token id outside the model's vocabulary of {vocabulary}")
-        uniforms = draw_uniforms(prompts["seeds"].tolist(), self._max_tokens)
-        for first in range(0, len(prompts), self._max_num_seqs):
-            at = slice(first, first + self._max_num_seqs)
-            batch = _Batch(self, prompts["prompts"][at], prompts["prompt_mask"][at], uniforms[at])
-            while batch.num_unfinished:
-                if stopped():
-                    return
-                done = batch.step(sampling)
-                if len(done):
-                    columns = {name: column[done].cpu() for name, column in batch.columns.items()}
-                    columns["row"] = done.cpu() + first
-                    yield DataProto(columns)
+        async with self._turn:
+            for first in range(0, len(prompts), self._max_num_seqs):
+                some = prompts[first : first + self._max_num_seqs]
+                batch = await self._worker.run(_Batch, self, some, sampling)
+                while batch.num_unfinished:
+                    if rows := await self._worker.run(batch.step):
+                        rows["row"] = rows["row"] + first
+                        finish(rows)
 
     async def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         await self._worker.run(self._load, version, tensors)
@@ -191,46 +181,63 @@ class HfEngine:
 
 
 class _Batch:
-    """Rows that are decoded together. `columns` [B, ...] hold what has been made of every row. The other
+    """Rows that are decoded together. `_columns` [B, ...] hold what has been made of every row. The other
     tensors are [b, ...], of the rows in the forward: first those of `index`, then repetitions up to min_rows.
     """
 
-    def __init__(self, engine: HfEngine, prompts: Tensor, prompt_mask: Tensor, uniforms: Tensor) -> None:
-        device, (rows, self._width), tokens = engine.device, prompts.shape, uniforms.shape[1]
-        self.columns = {
+    def __init__(self, engine: HfEngine, prompts: DataProto, sampling: SamplingConfig) -> None:
+        device, (rows, self._width), tokens = engine.device, prompts["prompts"].shape, engine.max_tokens
+        self.num_unfinished = rows
+        self._columns = {
             "responses": torch.full((rows, tokens), engine.pad, device=device),
             "response_mask": torch.zeros(rows, tokens, dtype=torch.bool, device=device),
             "rollout_log_probs": torch.zeros(rows, tokens, device=device),
             "weight_versions": torch.full((rows, tokens), -1, device=device),
         }
-        self.num_unfinished = rows
-        self._engine = engine
+        if sampling.num_kept:
+            shape = (rows, tokens, sampling.num_kept)
+            self._columns["kept_ids"] = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self._engine, self._sampling = engine, sampling
         self._t = 0
         self._index = torch.arange(rows, device=device)
         forward = self._filled_up(self._index)
-        self._uniforms = uniforms.to(device)[forward]
-        mask = prompt_mask.to(device=device, dtype=torch.bool)[forward]
+        self._uniforms = draw_uniforms(prompts["seeds"].tolist(), tokens).to(device)[forward]
+        mask = prompts["prompt_mask"].to(device=device, dtype=torch.bool)[forward]
         self._lengths = mask.sum(1, keepdim=True)
         # To the right of the prompt lie response tokens; every later token sees them.
         self._visible = F.pad(mask, (0, tokens), value=True)[:, None, None]
-        self._inputs = prompts.to(device)[forward]
+        self._inputs = prompts["prompts"].to(device)[forward]
         self._live = torch.ones(rows, dtype=torch.bool, device=device)
         layers = engine.model.config.get_text_config().num_hidden_layers
         self._cache = Cache(layers=[Columns(self._width + tokens) for _ in range(layers)])
 
+    def step(self) -> DataProto | None:
+        """Makes token t of every row. Returns those that it ended, if any; `row` says which of the batch."""
+        done = self._step()
+        if not len(done):
+            return None
+        return DataProto({"row": done.cpu()} | {name: made[done].cpu() for name, made in self._columns.items()})
+
     @torch.inference_mode()
-    def step(self, sampling: SamplingConfig) -> Tensor:
-        """Makes token t of every row. Returns which rows [k] of the batch it ended."""
-        t, engine, num_rows = self._t, self._engine, len(self._index)
+    def _step(self) -> Tensor:
+        """The same; returns which rows [k] of the batch it ended."""
+        t, engine, num_rows, live = self._t, self._engine, len(self._index), self._live
         with engine.precision():
             logits = self._logits()
-        tokens, log_probs = sample(logits, self._uniforms[:, t], sampling)
+        tokens, log_probs, kept_ids = sample(logits, self._uniforms[:, t], self._sampling)
         self._inputs = tokens[:, None]
-        tokens, log_probs, live = tokens[:num_rows], log_probs[:num_rows], self._live
-        self.columns["responses"][self._index, t] = tokens.where(live, engine.pad)
-        self.columns["response_mask"][self._index, t] = live
-        self.columns["rollout_log_probs"][self._index, t] = log_probs.where(live, 0)
-        self.columns["weight_versions"][self._index, t] = torch.where(live, engine.version, -1)
+        tokens = tokens[:num_rows]
+        made = {
+            "responses": tokens,
+            "response_mask": live,
+            "rollout_log_probs": log_probs[:num_rows],
+            "weight_versions": torch.full_like(tokens, engine.version),
+            "kept_ids": kept_ids[:num_rows],
+        }
+        going = live.nonzero()[:, 0]
+        rows = self._index[going]
+        for name, column in self._columns.items():
+            column[rows, t] = made[name][going]
         self._t += 1
         if self._t == self._uniforms.shape[1]:
             ended = live

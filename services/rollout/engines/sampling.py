@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rolemesh.config.rollout import SamplingConfig
@@ -41,24 +42,10 @@ def log_distribution(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     Returns:
         [B, V] float64; -inf on tokens that cannot be drawn.
     """
-    scaled = logits.double()  # in float32 the sum over a vocabulary of 150,000 loses five digits
-    if sampling.greedy:
-        return scaled.log_softmax(-1)
-    scaled = scaled / sampling.temperature
-    vocabulary = scaled.shape[-1]
-    keep_k = sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary
-    if keep_k == vocabulary and sampling.top_p == 1:
-        return scaled.log_softmax(-1)
-    ranked, ids = scaled.sort(dim=-1, descending=True, stable=True)
-    ranked = ranked[:, :keep_k]
-    mass = ranked.softmax(-1)
-    before = mass.cumsum(-1) - mass
-    ranked = ranked.masked_fill(before >= sampling.top_p, -torch.inf)
-    filtered = torch.full_like(scaled, -torch.inf)
-    return filtered.scatter(-1, ids[:, :keep_k], ranked.log_softmax(-1))
+    return _distribution(logits, sampling)[0]
 
 
-def sample(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Draws one token for each row by the inverse of the cumulative distribution, in order of token ids.
 
     Args:
@@ -66,9 +53,10 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[
         uniforms: [B] float64 in [0, 1); unused when greedy.
 
     Returns:
-        tokens [B] int64, and their log-probabilities [B] float32 in `log_distribution`.
+        tokens [B] int64, their log-probabilities [B] float32 in `log_distribution`, and the tokens that could
+        be drawn [B, sampling.num_kept] int32: the likeliest first, -1 after the last.
     """
-    log_probs = log_distribution(logits, sampling)
+    log_probs, kept_ids = _distribution(logits, sampling)
     if sampling.greedy:
         tokens = logits.argmax(-1, keepdim=True)
     else:
@@ -77,4 +65,22 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[
         tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
         # Rounding may lift the product to the total itself; the last token of any mass is then meant.
         tokens = tokens.minimum(torch.searchsorted(cumulative, total))
-    return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0].float()
+    return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0].float(), kept_ids
+
+
+def _distribution(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """`log_distribution` and, of `sample`, the tokens that could be drawn."""
+    scaled = logits.double()  # in float32 the sum over a vocabulary of 150,000 loses five digits
+    if not sampling.greedy:
+        scaled = scaled / sampling.temperature
+    if not sampling.truncates:
+        return scaled.log_softmax(-1), torch.empty(len(logits), 0, dtype=torch.int32, device=logits.device)
+    ranked, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k > 0:
+        ranked, ids = ranked[:, : sampling.top_k], ids[:, : sampling.top_k]
+    mass = ranked.softmax(-1)
+    cut = mass.cumsum(-1) - mass >= sampling.top_p
+    ranked = ranked.masked_fill(cut, -torch.inf).log_softmax(-1)
+    log_probs = torch.full_like(scaled, -torch.inf).scatter(-1, ids, ranked)
+    kept_ids = ids[:, : sampling.num_kept].masked_fill(cut[:, : sampling.num_kept], -1).int()
+    return log_probs, F.pad(kept_ids, (0, sampling.num_kept - kept_ids.shape[1]), value=-1)
