@@ -1,0 +1,405 @@
+"""Generation that runs ahead of training: whose rows, by which weights, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from in_process import course, small_job, train, workers
+from serving import serve_process, served
+
+from rolemesh.config import JobConfig
+from rolemesh.data import PromptDataset, PromptOrder
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import RewardFailed, RoleFailed
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.roles import Metrics, Roles, Rollout, methods
+from rolemesh.rpc.clients import RolloutClient
+from rolemesh.weights.source import WeightSource
+from rolemesh.workers.local import LocalWorker
+from services.control import CLIENTS
+from services.controller.ahead import Ahead
+from services.controller.experience import fan_out
+from services.controller.loop import Run
+
+ASYNC = "rollout.mode=async"
+NO_CRITIC = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
+
+
+@asynccontextmanager
+async def in_process(job: JobConfig) -> AsyncIterator[Roles]:
+    with workers(job) as roles:
+        yield roles
+
+
+@asynccontextmanager
+async def over_grpc(job: JobConfig) -> AsyncIterator[Roles]:
+    """Every role behind a port, the rollout behind two."""
+    async with AsyncExitStack() as stack:
+        clients: dict[str, Any] = {}
+        for role in job.roles:
+            addresses = await stack.enter_async_context(served(role, *[job] * (1 + (role == "rollout"))))
+            clients[role] = await stack.enter_async_context(CLIENTS[role](addresses, methods(job)))
+        yield Roles(**clients)
+
+
+async def run(job: JobConfig, roles: Roles) -> Run:
+    made = Run(job, load_tokenizer(job.actor.model))
+    await made.train(roles)
+    return made
+
+
+@dataclass
+class Observed:
+    """The rollout and the actor of a run, in between a list of what happened in which order."""
+
+    roles: Roles
+    events: list[str] = field(default_factory=list)
+    batches: list[DataProto] = field(default_factory=list)
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def note(self, event: str) -> None:
+        async with self.changed:
+            self.events.append(event)
+            self.changed.notify_all()
+
+    async def seen(self, event: str) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: event in self.events)
+
+    async def generate(self, prompts: DataProto) -> AsyncGenerator[DataProto]:
+        what = f"step {prompts.meta_info['step']}"
+        await self.note(f"{what} begins")
+        ended = "closed"
+        try:
+            async with aclosing(
+                cast(AsyncGenerator[DataProto], self.roles.rollout.generate(prompts))
+            ) as stream:
+                async for rows in stream:
+                    await self.note(f"{what} has rows")
+                    yield rows
+            ended = "generated"
+        finally:
+            await self.note(f"{what} {ended}")
+
+    async def update_weights(self, source: WeightSource) -> None:
+        await self.roles.rollout.update_weights(source)
+        await self.note(f"weights {source.version} taken")
+
+    async def compute_log_probs(self, batch: DataProto) -> DataProto:
+        return await self.roles.actor.compute_log_probs(batch)
+
+    async def update(self, batch: DataProto) -> Metrics:
+        self.batches.append(batch)
+        await self.note(f"update {len(self.batches)} begins")
+        metrics = await self.roles.actor.update(batch)
+        await self.note(f"update {len(self.batches)} ends")
+        return metrics
+
+    async def publish_weights(self, version: int) -> WeightSource:
+        return await self.roles.actor.publish_weights(version)
+
+    async def save_checkpoint(self, directory: Path) -> None:
+        await self.roles.actor.save_checkpoint(directory)
+
+    async def load_checkpoint(self, directory: Path) -> None:
+        await self.roles.actor.load_checkpoint(directory)
+
+    def watched(self) -> Roles:
+        return replace(self.roles, rollout=self, actor=self)
+
+    @property
+    def begun(self) -> list[str]:
+        return [event for event in self.events if event.endswith("begins") and event.startswith("step")]
+
+
+def assert_rows_are_those_of_the_steps(job: JobConfig, batches: list[DataProto], max_staleness: int) -> None:
+    """The prompts of each step, n times each, in their order; and each token by weights that were in use."""
+    data = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))
+    order = PromptOrder(len(data), job.data)
+    for step, batch in enumerate(batches, 1):
+        rows = fan_out(data.batch(order.rows(step)), job.rollout.n, job.rollout.seed, step)
+        assert batch["uid"].tolist() == rows["uid"].tolist()
+        assert torch.equal(batch["seeds"], rows["seeds"])
+        assert torch.equal(batch["prompts"], rows["prompts"])
+        versions, mask = batch["weight_versions"], batch["response_mask"]
+        assert set(versions[~mask].tolist()) <= {-1}
+        assert set(versions[mask].tolist()) <= set(range(max(0, step - 1 - max_staleness), step))
+        for row, sampled in zip(versions, mask, strict=True):
+            assert (row[sampled].diff() >= 0).all()  # weights only grow newer while a row is made
+
+
+# ------------------------------------------------------------------------------------- the laws
+
+
+@pytest.mark.parametrize("overrides", [(), NO_CRITIC], ids=["ppo", "grpo"])
+async def test_no_step_ahead_is_the_synchronous_run_bit_for_bit(
+    overrides: tuple[str, ...], tiny_model: Path, tmp_path: Path
+) -> None:
+    common = (*overrides, "trainer.save_freq=4", "trainer.test_freq=2")
+    sync = small_job(tmp_path, tiny_model, "sync", *common)
+    zero = small_job(tmp_path, tiny_model, "zero", *common, ASYNC, "trainer.max_staleness=0")
+    await train(sync)
+    await train(zero)
+    assert course(zero) == course(sync)
+    weights = Path("global_step_4", "actor", "model.safetensors")
+    assert (zero.run_dir / weights).read_bytes() == (sync.run_dir / weights).read_bytes()
+    assert all(record["rollout/stale_tokens"] == 0 for record in course(sync)[1:])
+
+
+@pytest.mark.parametrize("roles_of", [in_process, over_grpc], ids=["in process", "over grpc"])
+@pytest.mark.parametrize("max_staleness", [1, 2])
+async def test_each_step_learns_from_its_own_rows_made_by_weights_at_most_so_old(
+    roles_of: Callable[[JobConfig], Any], max_staleness: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    """With validation between the steps, which must be answered by the weights of its step."""
+    job = small_job(
+        tmp_path, tiny_model, "run", ASYNC, f"trainer.max_staleness={max_staleness}",
+        "trainer.total_training_steps=5", "trainer.test_freq=1",
+    )  # fmt: skip
+    async with roles_of(job) as roles:
+        observed = Observed(roles)
+        await run(job, observed.watched())
+    assert sorted(set(observed.begun)) == [f"step {step} begins" for step in range(6)]
+    assert [event for event in observed.begun if "step 0" not in event] == [
+        f"step {step} begins" for step in range(1, 6)
+    ]
+    assert len(observed.batches) == 5
+    assert_rows_are_those_of_the_steps(job, observed.batches, max_staleness)
+    for step, (batch, record) in enumerate(zip(observed.batches, course(job)[1:], strict=True), 1):
+        behind = (step - 1 - batch["weight_versions"])[batch["response_mask"]]
+        assert record["rollout/stale_tokens"] == (behind > 0).sum()
+        assert record["rollout/staleness/max"] == behind.max() <= max_staleness
+        assert record["rollout/staleness/mean"] == pytest.approx(behind.float().mean().item())
+    # step 2 was begun with the weights of step 1, and step 3 too where it may be two behind
+    assert course(job)[2]["rollout/staleness/max"] == 1
+    assert max(record["rollout/staleness/max"] or 0 for record in course(job)[1:]) >= 1
+
+
+async def test_the_next_rows_are_generated_while_the_actor_trains(tiny_model: Path, tmp_path: Path) -> None:
+    """The actor does not end its update before the next step's rows are all there."""
+    job = small_job(tmp_path, tiny_model, "run", ASYNC, *NO_CRITIC, "trainer.total_training_steps=3")
+
+    class Patient(Observed):
+        async def update(self, batch: DataProto) -> Metrics:
+            metrics = await super().update(batch)
+            if (step := len(self.batches)) < 3:
+                await self.seen(f"step {step + 1} generated")
+            await self.note(f"step {step} learnt")
+            return metrics
+
+    async with in_process(job) as roles:
+        observed = Patient(roles)
+        await run(job, observed.watched())
+    order = observed.events.index
+    for step in (1, 2):
+        assert order(f"step {step + 1} generated") < order(f"step {step} learnt")
+        assert order(f"step {step} learnt") < order(f"weights {step} taken")
+
+
+async def test_rows_in_the_making_go_on_with_new_weights(tiny_model: Path, tmp_path: Path) -> None:
+    """Rows are decoded four at a time. The second four of step 2 are being made when version 1 comes."""
+    job = small_job(
+        tmp_path, tiny_model, "run", ASYNC, *NO_CRITIC, "trainer.total_training_steps=2",
+        "rollout.max_num_seqs=4", "data.max_response_length=64", "rollout.ignore_eos=true",
+    )  # fmt: skip
+
+    class Late(Observed):
+        """Begins step 2 when step 1 has learnt; takes version 1 up when it has rows of step 2."""
+
+        async def generate(self, prompts: DataProto) -> AsyncGenerator[DataProto]:
+            if prompts.meta_info["step"] == 2:
+                await self.seen("update 1 ends")
+            async for rows in super().generate(prompts):
+                yield rows
+
+        async def update_weights(self, source: WeightSource) -> None:
+            if source.version == 1:
+                await self.seen("step 2 has rows")
+                for _ in range(8):  # the thread that decodes takes one job of each in turn
+                    await cast(LocalWorker, self.roles.rollout).run(lambda: None)
+            await super().update_weights(source)
+
+    async with in_process(job) as roles:
+        observed = Late(roles)
+        await run(job, observed.watched())
+    versions = observed.batches[1]["weight_versions"]
+    assert (versions[:4] == 0).all()
+    assert set(versions[4:, -1].tolist()) == {1}
+    mixed = int((versions[:, 0] != versions[:, -1]).sum())
+    assert course(job)[2]["rollout/mixed_rows"] == mixed == 4
+    assert course(job)[2]["rollout/stale_tokens"] == (versions == 0).sum()
+
+
+async def test_no_row_is_lost_when_a_replica_dies_while_it_generates_ahead(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its rows are made anew by the other, which by then may have newer weights, and they say so."""
+    job = small_job(
+        tmp_path, tiny_model, "run", ASYNC, *NO_CRITIC, "trainer.total_training_steps=4",
+        "data.max_response_length=32", "rollout.ignore_eos=true", "rollout.max_num_seqs=4",
+    )  # fmt: skip
+    (tmp_path / "other").mkdir()
+    async with AsyncExitStack() as stack:
+        doomed = await stack.enter_async_context(serve_process("rollout", job, tmp_path))
+        other = await stack.enter_async_context(serve_process("rollout", job, tmp_path / "other"))
+        roles: dict[str, Any] = {}
+        for role in ("actor", "reward"):
+            addresses = await stack.enter_async_context(served(role, job))
+            roles[role] = await stack.enter_async_context(CLIENTS[role](addresses, methods(job)))
+        rollout = RolloutClient([doomed.address, other.address], methods(job))
+        roles["rollout"] = await stack.enter_async_context(rollout)
+        for client in roles.values():
+            await client.wait_until_ready(60)
+
+        class Deadly(Observed):
+            async def update(self, batch: DataProto) -> Metrics:
+                if len(self.batches) == 1:
+                    doomed.process.kill()  # step 3 is being made
+                return await super().update(batch)
+
+        observed = Deadly(Roles(**roles))
+        await run(job, observed.watched())
+    assert len(observed.batches) == 4
+    assert_rows_are_those_of_the_steps(job, observed.batches, 1)
+
+
+# ------------------------------------------------------------------------------------- its ends
+
+
+@asynccontextmanager
+async def nothing_left() -> AsyncIterator[None]:
+    """No task goes on, and no error of one is forgotten."""
+    before, forgotten = asyncio.all_tasks(), []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: forgotten.append(context))
+    yield
+    assert asyncio.all_tasks() == before
+    gc.collect()
+    await asyncio.sleep(0)
+    assert forgotten == []
+
+
+def job_of_five(directory: Path, model: Path, *overrides: str) -> JobConfig:
+    return small_job(
+        directory, model, "run", ASYNC, *NO_CRITIC, "trainer.max_staleness=2",
+        "trainer.total_training_steps=5", "trainer.save_freq=5", *overrides,
+    )  # fmt: skip
+
+
+async def test_a_stopped_run_begins_nothing_more_and_resumes(tiny_model: Path, tmp_path: Path) -> None:
+    job = job_of_five(tmp_path, tiny_model)
+
+    async with nothing_left(), in_process(job) as roles:
+        stopped = Run(job, load_tokenizer(job.actor.model))
+
+        class Stopping(Observed):
+            async def update(self, batch: DataProto) -> Metrics:
+                if len(self.batches) == 1:
+                    stopped.request_stop()  # in step 2; steps 3 and 4 are begun
+                return await super().update(batch)
+
+        observed = Stopping(roles)
+        assert (await stopped.train(observed.watched())).step == 2
+    ended = {event.removesuffix(" generated").removesuffix(" closed") for event in observed.events}
+    assert [event for event in observed.begun if "step 0" not in event] == [
+        f"step {step} begins" for step in (1, 2, 3, 4)
+    ]
+    assert {event.removesuffix(" begins") for event in observed.begun} <= ended
+
+    async with nothing_left(), in_process(job) as roles:
+        again = Observed(roles)
+        await run(job, again.watched())
+    assert again.begun == [f"step {step} begins" for step in (3, 4, 5)]  # what was made ahead is made anew
+    assert (again.batches[0]["weight_versions"][again.batches[0]["response_mask"]] == 2).all()
+    assert [record["training/global_step"] for record in course(job)] == [0, 1, 2, 3, 4, 5]
+
+
+async def test_an_error_in_a_step_ends_what_runs_ahead(tiny_model: Path, tmp_path: Path) -> None:
+    job = job_of_five(tmp_path, tiny_model)
+    second = PromptOrder(10, job.data).rows(2).tolist()
+    first = PromptOrder(10, job.data).rows(1).tolist()
+    only = next(index for index in second if index not in first)
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    return 1 / (extra_info['index'] - {only})\n"
+    )
+    async with nothing_left(), in_process(job) as roles:
+        observed = Observed(roles)
+        with pytest.raises(RewardFailed, match=f"train-{only:06d}"):
+            await run(job, observed.watched())
+    assert len(observed.batches) == 1
+    assert len([event for event in observed.events if event.endswith((" generated", " closed"))]) == len(
+        observed.begun
+    )
+
+
+async def test_an_error_ahead_is_raised_in_the_step_that_needs_the_rows(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = job_of_five(tmp_path, tiny_model, "trainer.max_staleness=1")
+
+    class Broken(Observed):
+        async def generate(self, prompts: DataProto) -> AsyncGenerator[DataProto]:
+            async for rows in super().generate(prompts):
+                yield rows
+                if prompts.meta_info["step"] == 3:
+                    raise RoleFailed("the third is one too many")
+
+    async with nothing_left(), in_process(job) as roles:
+        observed = Broken(roles)
+        with pytest.raises(RoleFailed, match="the third"):
+            await run(job, observed.watched())
+    assert len(observed.batches) == 2
+    assert course(job)[-1]["training/global_step"] == 2
+
+
+async def test_a_run_that_is_cancelled_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+    job = job_of_five(tmp_path, tiny_model)
+    async with nothing_left(), in_process(job) as roles:
+        observed = Observed(roles)
+        running = asyncio.create_task(run(job, observed.watched()))
+        await observed.seen("step 3 begins")
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert len([event for event in observed.events if event.endswith((" generated", " closed"))]) == len(
+        observed.begun
+    )
+
+
+async def test_a_token_of_weights_that_are_not_in_use_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    """As from a replica that was restarted behind everybody's back."""
+    job = small_job(tmp_path, tiny_model, "run", *NO_CRITIC)
+
+    class Forgetful(Observed):
+        async def update_weights(self, source: WeightSource) -> None:
+            if source.version < 2:
+                await super().update_weights(source)
+
+    async with nothing_left(), in_process(job) as roles:
+        observed = Forgetful(roles)
+        with pytest.raises(RoleFailed, match=r"tokens for step 3 were made by weights \[1\]"):
+            await run(job, observed.watched())
+    assert len(observed.batches) == 2
+
+
+async def test_other_rows_than_were_begun_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *NO_CRITIC)
+    data = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))
+
+    def rows(step: int, seed: int = 42) -> DataProto:
+        return fan_out(data.batch(range(4)), 2, seed, step)
+
+    async with nothing_left(), in_process(job) as roles:
+        rollout: Rollout = Ahead(roles.rollout, rows, 1)
+        async with aclosing(cast(Ahead, rollout)):
+            assert sum([len(part) async for part in rollout.generate(rows(1))]) == 8
+            with pytest.raises(AssertionError, match="step 2 asks for other rows"):
+                await anext(aiter(rollout.generate(rows(2, seed=43))))
