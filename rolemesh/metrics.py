@@ -20,7 +20,41 @@ SERVER_BYTES = Counter(
 SERVER_IN_FLIGHT = Gauge("rolemesh_rpc_server_in_flight", "Calls that have not ended", ["role", "method"])
 ROLE_READY = Gauge("rolemesh_role_ready", "1 when the role serves, 0 while it loads or drains", ["role"])
 ROLE_LOAD_SECONDS = Gauge("rolemesh_role_load_seconds", "How long the role took to load", ["role"])
+
+# ------------------------------------------------------------------------------ weights (rolemesh/weights/)
 WEIGHTS_VERSION = Gauge("rolemesh_weights_version", "The version held (actor) or in use (rollout)", ["role"])
+WEIGHTS_SENT_BYTES = Counter(
+    "rolemesh_weights_sent_bytes", "Bytes of weights sent by the actor, or relayed by a rollout", ["role"]
+)
+WEIGHTS_RECEIVED_BYTES = Counter(
+    "rolemesh_weights_received_bytes",
+    "Bytes of weights a rollout took: from the actor, from a rollout, or from memory shared on the machine",
+    ["source"],
+)
+WEIGHTS_SYNC_SECONDS = Histogram(
+    "rolemesh_weights_sync_seconds", "From being told of a version until it is in use", buckets=SECONDS
+)
+WEIGHTS_SYNC_FAILURES = Counter("rolemesh_weights_sync_failures", "Versions that a rollout could not take")
+WEIGHTS_SOURCE_FAILURES = Counter(
+    "rolemesh_weights_source_failures",
+    "What a source of weights did wrong: gone, refused, stalled or damaged",
+    ["reason"],
+)
+
+# --------------------------------------------- turns on a shared device (rolemesh/workers/lease.py)
+LEASE_RESIDENT = Gauge("rolemesh_lease_resident", "1 for the role of the group that is on the device", ["role"])
+LEASE_SWITCH_SECONDS = Histogram(
+    "rolemesh_lease_switch_seconds",
+    "One role sleeps and another wakes; the count is that of switches",
+    ["from_role", "to_role"],
+    buckets=SECONDS,
+)
+LEASE_SWITCH_BYTES = Counter(
+    "rolemesh_lease_switch_bytes", "Moved off the device (out) and back (in)", ["role", "direction"]
+)
+LEASE_WAIT_SECONDS = Histogram(
+    "rolemesh_lease_wait_seconds", "What a call waited for its role's turn", ["role"], buckets=SECONDS
+)
 
 # ------------------------------------------------------- the controller's client (rolemesh/rpc/dispatch.py)
 CLIENT_REQUESTS = Counter(

@@ -92,7 +92,10 @@ async def drive(run: Run, addresses: Addresses, listen: str, metrics_listen: str
 
         clients: dict[str, Any] = {}
         for role in job.roles:
-            client = CLIENTS[role](addresses[role], methods(job), timeout_s=job.trainer.rpc_timeout_s)
+            timeouts = {"timeout_s": job.trainer.rpc_timeout_s}
+            if role == "rollout":
+                timeouts["sync_timeout_s"] = job.trainer.weight_sync_timeout_s
+            client = CLIENTS[role](addresses[role], methods(job), **timeouts)
             clients[role] = await stack.enter_async_context(client)
         await until_ready(clients.values(), job.trainer.ready_timeout_s)
         return await run.train(Roles(**{"critic": NoCritic(), "reference": NoReference(), **clients}))

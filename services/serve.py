@@ -24,6 +24,7 @@ from rolemesh.logs import LogFormat, setup_logging
 from rolemesh.rpc.allocator import tune
 from rolemesh.rpc.contract import ACTOR, CRITIC, REWARD, ROLLOUT, WEIGHTS
 from rolemesh.rpc.server import RoleServer, serve_metrics
+from rolemesh.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -37,41 +38,41 @@ Servicers = Mapping[ServiceDescriptor, Any]
 # Each imports its role's modules when it is called, so that a reward service does not load an engine.
 
 
-def _actor(job: JobConfig) -> Servicers:
+def _actor(job: JobConfig, store: WeightStore) -> Servicers:
     from rolemesh.weights.service import WeightsServicer
     from services.actor.servicer import ActorServicer
     from services.actor.worker import ActorWorker
 
-    servicer = ActorServicer(ActorWorker(job))
-    return {ACTOR: servicer, WEIGHTS: WeightsServicer(lambda: servicer.held)}
+    return {ACTOR: ActorServicer(ActorWorker(job), store), WEIGHTS: WeightsServicer(store)}
 
 
-def _reference(job: JobConfig) -> Servicers:
+def _reference(job: JobConfig, store: WeightStore) -> Servicers:
     from services.actor.servicer import ActorServicer
     from services.actor.worker import ReferenceWorker
 
     return {ACTOR: ActorServicer(ReferenceWorker(job))}
 
 
-def _critic(job: JobConfig) -> Servicers:
+def _critic(job: JobConfig, store: WeightStore) -> Servicers:
     from services.critic.servicer import CriticServicer
     from services.critic.worker import CriticWorker
 
     return {CRITIC: CriticServicer(CriticWorker(job))}
 
 
-def _reward(job: JobConfig) -> Servicers:
+def _reward(job: JobConfig, store: WeightStore) -> Servicers:
     from services.reward.servicer import RewardServicer
     from services.reward.worker import RewardWorker
 
     return {REWARD: RewardServicer(RewardWorker(job))}
 
 
-def _rollout(job: JobConfig) -> Servicers:
+def _rollout(job: JobConfig, store: WeightStore) -> Servicers:
+    from rolemesh.weights.service import WeightsServicer
     from services.rollout.servicer import RolloutServicer
     from services.rollout.worker import RolloutWorker
 
-    return {ROLLOUT: RolloutServicer(RolloutWorker(job))}
+    return {ROLLOUT: RolloutServicer(RolloutWorker(job), store), WEIGHTS: WeightsServicer(store)}
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,11 @@ class Served:
     """What a role's server serves, and how it is loaded (which blocks until the model is there)."""
 
     services: tuple[ServiceDescriptor, ...]
-    load: Callable[[JobConfig], Servicers]
+    make: Callable[[JobConfig, WeightStore], Servicers]
+
+    def load(self, job: JobConfig, store: WeightStore | None = None) -> Servicers:
+        """The role's servicers; roles of one process share a store of weights."""
+        return self.make(job, store or WeightStore())
 
 
 ROLES: dict[str, Served] = {
@@ -87,7 +92,7 @@ ROLES: dict[str, Served] = {
     "reference": Served((ACTOR,), _reference),
     "critic": Served((CRITIC,), _critic),
     "reward": Served((REWARD,), _reward),
-    "rollout": Served((ROLLOUT,), _rollout),
+    "rollout": Served((ROLLOUT, WEIGHTS), _rollout),
 }
 
 

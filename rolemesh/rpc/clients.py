@@ -7,7 +7,7 @@ All are made alike: `RewardClient(addresses, methods(job), timeout_s=job.trainer
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import ClassVar, Self, cast
@@ -15,10 +15,10 @@ from typing import ClassVar, Self, cast
 from google.protobuf.descriptor import ServiceDescriptor
 
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidConfig, WeightsUnavailable
+from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Method, Metrics
 from rolemesh.rpc.contract import ACTOR, CRITIC, REWARD, ROLLOUT
-from rolemesh.rpc.dispatch import Dispatcher
+from rolemesh.rpc.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher, all_of
 from rolemesh.rpc.guard import VERSION_KEY
 from rolemesh.rpc.pool import Replica, ReplicaPool
 from rolemesh.v1.actor_pb2 import PublishWeightsRequest
@@ -116,8 +116,8 @@ class ActorClient(_Trained):
 
     async def publish_weights(self, version: int) -> WeightSource:
         """The weights stay at the actor; the source says where rollouts pull them."""
-        await self._dispatcher.call("PublishWeights", PublishWeightsRequest(version=version))
-        return RemoteWeights(self.addresses[0], version)
+        answer = await self._dispatcher.call("PublishWeights", PublishWeightsRequest(version=version))
+        return RemoteWeights(self.addresses, version, answer.digest)
 
 
 class ReferenceClient(RoleClient):
@@ -153,6 +153,18 @@ class RolloutClient(RoleClient):
 
     role, service = "rollout", ROLLOUT
 
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        methods: Mapping[str, Method],
+        *,
+        sync_timeout_s: float = 300.0,
+        **timeouts: float,
+    ) -> None:
+        """Like every client; sync_timeout_s: seconds for a replica to take a version of the weights."""
+        super().__init__(addresses, methods, **timeouts)
+        self._sync_timeout_s = sync_timeout_s
+
     async def generate(self, prompts: DataProto) -> AsyncGenerator[DataProto, None]:
         method = self._methods["rollout.generate"]
         finished = cast(
@@ -164,20 +176,49 @@ class RolloutClient(RoleClient):
                 yield rows
 
     async def update_weights(self, source: WeightSource) -> None:
-        """Raises WeightsUnavailable where a replica could not take the version, naming it; it keeps the old."""
-        if source.address is None:
+        """Every replica that is there takes the version, each from the one before it (the first from the
+        actor). One that cannot leaves the pool, and comes back when it can.
+
+        Raises:
+            WeightsUnavailable: no replica could take it; the message says why for each. The old weights stay.
+        """
+        if not isinstance(source, RemoteWeights):
             raise WeightsUnavailable(
                 f"weights version {source.version} are held in this process alone; a rollout service pulls "
                 "from an address (publish them from an actor that is served)"
             )
-        request = UpdateWeightsRequest(source=source.address, version=source.version)
+
+        async def take(replica: Replica, relays: Sequence[Replica]) -> None:
+            sources = [*(relay.address for relay in reversed(relays)), *source.sources]
+            request = UpdateWeightsRequest(sources=sources, version=source.version, digest=source.digest)
+            await self._dispatcher.tell("UpdateWeights", replica, request, self._sync_timeout_s)
 
         async def bring_up_to_date(replica: Replica) -> None:
-            await self._dispatcher.tell("UpdateWeights", replica, request)
+            await take(replica, self._pool.live)
 
+        self._dispatcher.metadata[VERSION_KEY] = source.name
         self._pool.on_return = bring_up_to_date
-        await self._dispatcher.call("UpdateWeights", request)
-        self._dispatcher.metadata[VERSION_KEY] = str(source.version)
+        for _ in range(ATTEMPTS_PER_REPLICA):
+            await self._pool.wait_for_live()
+            live = self._pool.live
+            problems = await all_of([_problem(take(replica, live[:i])) for i, replica in enumerate(live)])
+            for replica, problem in zip(live, problems, strict=True):
+                if problem:
+                    self._pool.suspect(replica, str(problem))
+            if not all(problems):
+                return
+            if any(not isinstance(p, RoleUnavailable) or isinstance(p, RoleTimeout) for p in problems):
+                break
+        failed = "; ".join(str(problem) for problem in problems)
+        raise WeightsUnavailable(f"no rollout could take weights version {source.version}: {failed}")
+
+
+async def _problem(call: Awaitable[None]) -> RolemeshError | None:
+    try:
+        await call
+    except RolemeshError as error:
+        return error
+    return None
 
 
 def _absolute(directory: Path) -> str:

@@ -170,39 +170,42 @@ class Dispatcher:
 
     # -------------------------------------------------------------------- messages
 
-    async def _broadcast(self, rpc: Rpc, request: Message, deadline: float) -> None:
-        """The same message to every replica. A replica that is gone is left out as long as another one is
-        there (`ReplicaPool.on_return` brings it up to date); any other failure of any replica is raised.
+    async def _broadcast(self, rpc: Rpc, request: Message, deadline: float) -> Any:
+        """The same message to every replica; the answer of the first. A replica that is gone is left out as
+        long as another one is there; any other failure of any replica is raised.
 
         Raises:
             RoleUnavailable: every replica is gone.
             RolemeshError: what a replica raised; the message names it.
         """
-        lost: list[RoleUnavailable | None] = []
+        answers: list[Any] = []
         for _ in range(ATTEMPTS_PER_REPLICA if rpc.pure else 1):
             await self.pool.wait_for_live()
-            replicas = [replica for replica in self.pool.replicas if replica.live]
-            lost = await all_of([self._told(rpc, replica, request, deadline) for replica in replicas])
-            if any(error is None for error in lost):
-                return
-        raise next(error for error in lost if error)
+            answers = await all_of([self._told(rpc, replica, request, deadline) for replica in self.pool.live])
+            for answer in answers:
+                if not isinstance(answer, RoleUnavailable):
+                    return answer
+        raise answers[0]
 
-    async def _told(
-        self, rpc: Rpc, replica: Replica, request: Message, deadline: float
-    ) -> RoleUnavailable | None:
+    async def _told(self, rpc: Rpc, replica: Replica, request: Message, deadline: float) -> Any:
+        """The answer, or the error of a replica that is gone."""
         try:
-            await self.tell(rpc.name, replica, request, deadline)
+            async with self._call(rpc, replica, request, deadline) as call:
+                return await call
         except RoleTimeout:
             raise
         except RoleUnavailable as error:
             self.pool.suspect(replica, str(error))
             return error
-        return None
 
-    async def tell(self, name: str, replica: Replica, request: Message, deadline: float | None = None) -> Any:
+    async def tell(self, name: str, replica: Replica, request: Message, timeout_s: float) -> Any:
         """One message to one replica."""
-        async with self._call(self._rpcs[name], replica, request, deadline or self._deadline()) as call:
-            return await call
+        rpc = self._rpcs[name]
+        try:
+            async with self._call(rpc, replica, request, time.monotonic() + timeout_s) as call:
+                return await call
+        except RoleTimeout as error:
+            raise RoleTimeout(f"{self._where(rpc, replica)}: no answer within {timeout_s:g} s") from error
 
     # ---------------------------------------------------------------------- one call
 

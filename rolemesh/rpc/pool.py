@@ -94,6 +94,11 @@ class ReplicaPool:
         metrics.REPLICAS_LIVE.labels(role).set(len(self.replicas))
 
     @property
+    def live(self) -> list[Replica]:
+        """Those that are not known to be gone."""
+        return [replica for replica in self.replicas if replica.live]
+
+    @property
     def addresses(self) -> str:
         return ", ".join(replica.address for replica in self.replicas)
 
@@ -194,9 +199,11 @@ class ReplicaPool:
         if problem := await replica.health(self.role):
             return problem
         if not replica.live:
-            if self.on_return is not None:
+            done: Callable[[Replica], Awaitable[None]] | None = None
+            while (bring := self.on_return) is not None and bring is not done:  # meanwhile there may be news
                 try:
-                    await self.on_return(replica)
+                    await bring(replica)
+                    done = bring
                 except RolemeshError as error:
                     return str(error)
             log.warning("%s at %s is back", self.role, replica.address)

@@ -69,7 +69,7 @@ class ActorServiceServicer:
     """
 
     def ComputeLogProbs(self, request_iterator, context):
-        """Log-probabilities (and, from the actor, entropies) of given responses under the current weights.
+        """Log-probabilities and entropies of given responses under the current weights.
         Pure: may be tried again and split by rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -63,8 +63,10 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Pulls a version from its holder's WeightsService, verifies it and swaps it in whole. On any failure
-        the weights stay what they were.
+        """Pulls a version from the WeightsService of one of its sources, verifies it and swaps it in whole; taking
+        a version twice is the same as once. On any failure the weights stay what they were, and what was
+        verified is kept for the next attempt. Health of this service's full name is SERVING only while the
+        version last told is in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from rolemesh.v1 import frame_pb2 as rolemesh_dot_v1_dot_frame__pb2
 from rolemesh.v1 import weights_pb2 as rolemesh_dot_v1_dot_weights__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -26,7 +27,10 @@ if _version_not_supported:
 
 
 class WeightsServiceStub:
-    """Served by whoever holds weights that others may take: the actor.
+    """Served by whoever holds weights that others may take: the actor, and every rollout, which relays a version
+    as far as it has verified it. A version is named by its number and its manifest's digest: version 5 of one
+    run is not version 5 of another. NOT_FOUND: the version is not (or no longer) held; the message names the
+    one that is.
     """
 
     def __init__(self, channel):
@@ -43,25 +47,41 @@ class WeightsServiceStub:
         self.FetchRange = channel.unary_stream(
                 '/rolemesh.v1.WeightsService/FetchRange',
                 request_serializer=rolemesh_dot_v1_dot_weights__pb2.FetchRangeRequest.SerializeToString,
-                response_deserializer=rolemesh_dot_v1_dot_weights__pb2.FetchRangeResponse.FromString,
+                response_deserializer=rolemesh_dot_v1_dot_frame__pb2.Frame.FromString,
+                _registered_method=True)
+        self.WatchRegion = channel.unary_stream(
+                '/rolemesh.v1.WeightsService/WatchRegion',
+                request_serializer=rolemesh_dot_v1_dot_weights__pb2.WatchRegionRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_weights__pb2.WatchRegionResponse.FromString,
                 _registered_method=True)
 
 
 class WeightsServiceServicer:
-    """Served by whoever holds weights that others may take: the actor.
+    """Served by whoever holds weights that others may take: the actor, and every rollout, which relays a version
+    as far as it has verified it. A version is named by its number and its manifest's digest: version 5 of one
+    run is not version 5 of another. NOT_FOUND: the version is not (or no longer) held; the message names the
+    one that is.
     """
 
     def GetManifest(self, request, context):
-        """What a version consists of. NOT_FOUND when the version is not (or no longer) held; the message
-        names the version that is.
+        """What a version consists of. A holder that lacks the version waits for it as long as it is asked to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchRange(self, request, context):
-        """The bytes [offset, offset + length) of a version's region, in order, in parts of about 1 MiB. A cut
-        stream is resumed by asking for the rest. NOT_FOUND as above; INVALID_ARGUMENT beyond the region.
+        """The bytes [offset, offset + length) of a version's region, in order, as payloads of frames without a
+        header, about 1 MiB each. A relay sends them as it verifies them. A cut stream is resumed by asking for
+        the rest. NOT_FOUND as above; INVALID_ARGUMENT beyond the region.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchRegion(self, request, context):
+        """For a receiver that has opened the shared region: how far it is verified, now and whenever that grows;
+        ends when the region is whole.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -78,7 +98,12 @@ def add_WeightsServiceServicer_to_server(servicer, server):
             'FetchRange': grpc.unary_stream_rpc_method_handler(
                     servicer.FetchRange,
                     request_deserializer=rolemesh_dot_v1_dot_weights__pb2.FetchRangeRequest.FromString,
-                    response_serializer=rolemesh_dot_v1_dot_weights__pb2.FetchRangeResponse.SerializeToString,
+                    response_serializer=rolemesh_dot_v1_dot_frame__pb2.Frame.SerializeToString,
+            ),
+            'WatchRegion': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRegion,
+                    request_deserializer=rolemesh_dot_v1_dot_weights__pb2.WatchRegionRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_weights__pb2.WatchRegionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,7 +114,10 @@ def add_WeightsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightsService:
-    """Served by whoever holds weights that others may take: the actor.
+    """Served by whoever holds weights that others may take: the actor, and every rollout, which relays a version
+    as far as it has verified it. A version is named by its number and its manifest's digest: version 5 of one
+    run is not version 5 of another. NOT_FOUND: the version is not (or no longer) held; the message names the
+    one that is.
     """
 
     @staticmethod
@@ -135,7 +163,34 @@ class WeightsService:
             target,
             '/rolemesh.v1.WeightsService/FetchRange',
             rolemesh_dot_v1_dot_weights__pb2.FetchRangeRequest.SerializeToString,
-            rolemesh_dot_v1_dot_weights__pb2.FetchRangeResponse.FromString,
+            rolemesh_dot_v1_dot_frame__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRegion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolemesh.v1.WeightsService/WatchRegion',
+            rolemesh_dot_v1_dot_weights__pb2.WatchRegionRequest.SerializeToString,
+            rolemesh_dot_v1_dot_weights__pb2.WatchRegionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,85 +2,146 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Mapping
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from rolemesh.errors import InvalidBatch
+from rolemesh.errors import WeightsUnavailable
 from rolemesh.v1.weights_pb2 import WeightManifest
-from rolemesh.weights.manifest import aligned, tensor_bytes, weight_spec
+from rolemesh.weights.manifest import checksum, digest_of, lay_out, tensor_bytes, unpack
+from rolemesh.weights.region import Region
+
+
+class Bell:
+    """Wakes all who wait for the next change."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+    def ring(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+
+class Holding:
+    """A version as this process has it: its first `num_verified` bytes may be read, used and given on.
+
+    Args:
+        serialized: the manifest as it goes over the wire.
+        manifest: the same, checked.
+        region: the bytes.
+        role: who made the version available here: "actor" published it, "rollout" pulled it.
+        num_verified: how many of them are what the manifest says.
+    """
+
+    def __init__(
+        self, serialized: bytes, manifest: WeightManifest, region: Region, role: str, num_verified: int = 0
+    ) -> None:
+        self.serialized, self.manifest, self.role = serialized, manifest, role
+        self.version, self.digest = manifest.version, digest_of(serialized)
+        self.num_bytes = manifest.region_bytes
+        self.num_verified = num_verified
+        self._region: Region | None = region
+        self._changed = Bell()
+        self._why_gone = ""
+
+    @property
+    def region(self) -> Region:
+        if self._region is None:
+            raise WeightsUnavailable(f"weights version {self.version} is held no longer: {self._why_gone}")
+        return self._region
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_verified == self.num_bytes
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the region. Whoever keeps one keeps the region."""
+        assert self.is_whole
+        return unpack(self.manifest, self.region.tensor())
+
+    async def beyond(self, offset: int) -> int:
+        """How many bytes are verified, as soon as they are more than `offset`.
+
+        Raises:
+            WeightsUnavailable: the version has been let go, or nobody gets the rest of it.
+        """
+        while self.num_verified <= offset and not self.is_whole:
+            if self._why_gone:
+                have = f"weights version {self.version} is held as far as byte {self.num_verified}"
+                raise WeightsUnavailable(f"{have}: {self._why_gone}")
+            await self._changed.wait()
+        self.region  # noqa: B018  # raises if it is gone
+        return self.num_verified
+
+    def verified_until(self, end: int) -> int:
+        """How far the region's first `end` bytes are what the manifest says, by whole pieces."""
+        at, size = self.num_verified, self.manifest.piece_bytes
+        expected = self.manifest.piece_checksums
+        while at < end and (after := min(at + size, self.num_bytes)) <= end:
+            if checksum(self.region.read(at, after)) != expected[at // size]:
+                break
+            at = after
+        return at
+
+    def advance(self, num_verified: int) -> None:
+        """Lets others have what is verified."""
+        if num_verified == self.num_bytes:
+            self.region.seal()
+        self.num_verified, self._why_gone = num_verified, ""
+        self._changed.ring()
+
+    def own(self) -> None:
+        """Moves from another process's region, which that one no longer fills, to one of our own."""
+        if not self.region.is_own:
+            region = Region(self.num_bytes)
+            region.write(0, self.region.read(0, self.num_verified))
+            self._region = region
+
+    def stop(self, why: str) -> None:
+        """Nobody gets the rest for now: those who wait for it are told."""
+        self._why_gone = why
+        self._changed.ring()
+
+    def close(self, why: str) -> None:
+        """Lets the memory go, also while others read it: they are told."""
+        self._region = None
+        self.stop(why)
 
 
 class HeldWeights:
-    """Implements rolemesh.weights.source.WeightSource. The tensors must not change while they are held.
+    """Implements rolemesh.weights.source.WeightSource.
 
     Args:
         version: of the weights.
-        tensors: Hugging Face name to tensor, on the CPU; tied ones once
-            (rolemesh.models.loading.named_weights).
+        tensors: Hugging Face name to tensor, on any device; tied ones once
+            (rolemesh.models.loading.named_weights). They are copied.
     """
 
-    def __init__(self, version: int, tensors: dict[str, Tensor]) -> None:
-        self._version = version
-        # A view of each tensor's memory; only one that is not contiguous is copied.
-        self._tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    def __init__(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        self._manifest = lay_out(version, tensors)
+        self._region = Region(self._manifest.region_bytes)
+        for spec, tensor in zip(self._manifest.weights, tensors.values(), strict=True):
+            self._region.write(spec.offset, tensor_bytes(tensor.detach().cpu().contiguous()).data)
+        self._region.seal()
 
     @property
     def version(self) -> int:
-        return self._version
-
-    @property
-    def address(self) -> str | None:
-        return None
+        return self._manifest.version
 
     async def fetch(self) -> dict[str, Tensor]:
-        return dict(self._tensors)
+        return unpack(self._manifest, self._region.tensor())
 
     @cached_property
-    def manifest(self) -> WeightManifest:
-        """Names, dtypes, shapes, offsets and checksums. Reads every byte once, when first asked."""
-        manifest, offset = WeightManifest(version=self._version), 0
-        for name, tensor in self._tensors.items():
-            spec = weight_spec(name, tensor, aligned(offset))
-            manifest.weights.append(spec)
-            offset = spec.offset + spec.num_bytes
-        manifest.region_bytes = offset
-        return manifest
-
-    @cached_property
-    def _spans(self) -> list[tuple[int, NDArray[np.uint8]]]:
-        """Where in the region each tensor begins, and its bytes."""
-        return [
-            (spec.offset, tensor_bytes(tensor))
-            for spec, tensor in zip(self.manifest.weights, self._tensors.values(), strict=True)
-        ]
-
-    def read(self, offset: int, length: int, part_bytes: int) -> Iterator[bytes]:
-        """The bytes [offset, offset + length) of the region, in parts. Between tensors lie zeros.
-
-        Raises:
-            InvalidBatch: they reach beyond the region.
-        """
-        if offset + length > self.manifest.region_bytes:
-            raise InvalidBatch(
-                f"bytes {offset} to {offset + length} of a region of {self.manifest.region_bytes} "
-                f"(weights version {self._version})"
-            )
-        for start in range(offset, offset + length, part_bytes):
-            yield self._part(start, min(part_bytes, offset + length - start))
-
-    def _part(self, start: int, length: int) -> bytes:
-        part = np.zeros(length, np.uint8)
-        # From the last tensor that begins at or before the part.
-        first = max(0, bisect_right(self._spans, start, key=lambda span: span[0]) - 1)
-        for at, source in self._spans[first:]:
-            if at >= start + length:
-                break
-            low, high = max(at, start), min(at + len(source), start + length)
-            if low < high:
-                part[low - start : high - start] = source[low - at : high - at]
-        return part.tobytes()
+    def holding(self) -> Holding:
+        """For a store. Reads every byte once, for the checksums, when first asked."""
+        manifest, size = self._manifest, self._manifest.piece_bytes
+        pieces = (self._region.read(at, at + size) for at in range(0, manifest.region_bytes, size))
+        manifest.piece_checksums[:] = [checksum(piece) for piece in pieces]
+        serialized = manifest.SerializeToString(deterministic=True)
+        return Holding(serialized, manifest, self._region, "actor", manifest.region_bytes)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 import xxhash
+from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,6 +20,9 @@ from rolemesh.v1.weights_pb2 import WeightManifest, WeightSpec
 
 ALIGNMENT = 64
 MAX_REGION_BYTES = 1 << 42  # 4 TiB: a trillion parameters in float32
+# A relay gives on a piece once it is whole: small beside a model, large beside a call's overhead.
+PIECE_BYTES = 4 << 20
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 16, 1 << 26
 
 
 def aligned(offset: int) -> int:
@@ -25,36 +31,66 @@ def aligned(offset: int) -> int:
 
 
 def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """A contiguous tensor's memory, not copied."""
+    """A contiguous CPU tensor's memory, not copied."""
     array: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
     return array
 
 
-def checksum(data: NDArray[np.uint8]) -> int:
+def checksum(piece: memoryview) -> int:
     """xxh3, 64 bits."""
-    return xxhash.xxh3_64_intdigest(data.data)
+    return xxhash.xxh3_64_intdigest(piece)
 
 
-def weight_spec(name: str, tensor: Tensor, offset: int) -> WeightSpec:
-    """Describes a contiguous CPU tensor that lies at an offset of the region."""
-    data = tensor_bytes(tensor)
-    return WeightSpec(
-        name=name,
-        dtype=Dtype.Name(TO_WIRE[tensor.dtype]),
-        shape=tensor.shape,
-        offset=offset,
-        num_bytes=len(data),
-        checksum=checksum(data),
-    )
+def digest_of(manifest: bytes) -> str:
+    """SHA-256 of a serialized manifest, in hex."""
+    return hashlib.sha256(manifest).hexdigest()
+
+
+def name_of(version: int, digest: str) -> str:
+    """A version and which one of that number, for metadata and comparison."""
+    return f"{version}@{digest}"
+
+
+def lay_out(version: int, tensors: Mapping[str, Tensor]) -> WeightManifest:
+    """Where each tensor lies in the region. The pieces' checksums are still to be filled in."""
+    manifest, end = WeightManifest(version=version, piece_bytes=PIECE_BYTES), 0
+    for name, tensor in tensors.items():
+        offset = aligned(end)
+        manifest.weights.append(
+            WeightSpec(
+                name=name,
+                dtype=Dtype.Name(TO_WIRE[tensor.dtype]),
+                shape=tensor.shape,
+                offset=offset,
+                num_bytes=tensor.nbytes,
+            )
+        )
+        end = offset + tensor.nbytes
+    manifest.region_bytes = end
+    return manifest
+
+
+def read_manifest(data: bytes, version: int, digest: str) -> WeightManifest:
+    """A manifest as it came, checked before any memory is taken for what it describes.
+
+    Raises:
+        WeightsUnavailable: another digest or version; a dtype unknown; a name twice; sizes, offsets, pieces
+            and region that do not agree.
+    """
+    if (found := digest_of(data)) != digest:
+        raise WeightsUnavailable(
+            f"weights version {version} of another digest: {found[:12]}, not {digest[:12]}"
+        )
+    try:
+        manifest = WeightManifest.FromString(data)
+    except DecodeError as error:
+        raise WeightsUnavailable(f"weights version {version}: not a manifest") from error
+    check_manifest(manifest, version)
+    return manifest
 
 
 def check_manifest(manifest: WeightManifest, version: int) -> None:
-    """Before any memory is taken for it.
-
-    Raises:
-        WeightsUnavailable: another version; a dtype unknown; a name twice; sizes, offsets and region that do
-            not agree.
-    """
+    """Raises WeightsUnavailable where `read_manifest` does, but for the digest."""
     if manifest.version != version:
         raise WeightsUnavailable(f"asked for weights version {version}, got the manifest of {manifest.version}")
     names, end = set(), 0
@@ -76,6 +112,14 @@ def check_manifest(manifest: WeightManifest, version: int) -> None:
             f"weights version {version}: the tensors end at byte {end}, the region at {manifest.region_bytes}, "
             f"and {MAX_REGION_BYTES} is the limit"
         )
+    if not MIN_PIECE_BYTES <= manifest.piece_bytes <= MAX_PIECE_BYTES:
+        raise WeightsUnavailable(
+            f"weights version {version}: pieces of {manifest.piece_bytes} bytes; {MIN_PIECE_BYTES} to "
+            f"{MAX_PIECE_BYTES} are accepted"
+        )
+    num_checksums, num_pieces = len(manifest.piece_checksums), -(-end // manifest.piece_bytes)
+    if num_checksums != num_pieces:
+        raise WeightsUnavailable(f"weights version {version}: {num_checksums} checksums, {num_pieces} pieces")
 
 
 def unpack(manifest: WeightManifest, region: Tensor) -> dict[str, Tensor]:

@@ -1,126 +1,235 @@
-"""A version of the weights, pulled from the process that holds it."""
+"""A version of the weights, pulled from whoever holds it."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc
-import torch
 from torch import Tensor
 
+from rolemesh import metrics
 from rolemesh.errors import WeightsUnavailable
+from rolemesh.rpc.contract import WEIGHTS, deserializer, rpcs, serializer
+from rolemesh.rpc.frame import split_frame
 from rolemesh.rpc.pool import CLIENT_OPTIONS
-from rolemesh.v1.weights_pb2 import FetchRangeRequest, GetManifestRequest, WeightManifest, WeightSpec
-from rolemesh.v1.weights_pb2_grpc import WeightsServiceStub
-from rolemesh.weights.manifest import check_manifest, checksum, unpack
+from rolemesh.v1.weights_pb2 import FetchRangeRequest, GetManifestRequest, WatchRegionRequest
+from rolemesh.weights.held import Holding
+from rolemesh.weights.manifest import name_of, read_manifest
+from rolemesh.weights.region import Region
+from rolemesh.weights.store import WeightStore
 
-MAX_RESUMES = 5
-RECONNECT_S = 10.0  # how long a holder that went away may take to come back
+log = logging.getLogger(__name__)
+
+RELAY_WAIT_S = 5.0  # for a relay to be told of the version; all are told at about the same time
+STALL_S = 10.0  # without a byte, after which a source is left for the next
+PATIENCE_S = 10.0  # without a byte from any source, after which nobody is asked again
+RETRY_S = 0.1  # between two rounds
 # How a call ends when its server does: cut, or cancelled by the server's last act.
-CUT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+RPCS = {rpc.name: rpc for rpc in rpcs(WEIGHTS)}
+
+
+class _Left(Exception):
+    """A source is left for the next; `reason` is for the metric, `final`: it is not asked again."""
+
+    def __init__(self, reason: str, message: str, final: bool) -> None:
+        super().__init__(message)
+        self.reason, self.final = reason, final
 
 
 class RemoteWeights:
-    """Implements rolemesh.weights.source.WeightSource by pulling from a WeightsService.
+    """Implements rolemesh.weights.source.WeightSource by pulling from WeightsServices.
 
     Args:
-        address: host:port of the holder.
+        sources: host:port of each holder, the best first: relays, the actor last.
         version: which one to pull.
-        timeout_s: seconds for a whole fetch, with all that is tried again.
+        digest: of its manifest.
+        timeout_s: seconds for the whole, whatever is tried again.
+        store: where the version goes, and can be read by others as far as it is verified.
     """
 
-    def __init__(self, address: str, version: int, timeout_s: float = 1800.0) -> None:
-        self._address, self._version, self._timeout_s = address, version, timeout_s
+    def __init__(
+        self,
+        sources: Sequence[str],
+        version: int,
+        digest: str,
+        *,
+        timeout_s: float = 300.0,
+        store: WeightStore | None = None,
+    ) -> None:
+        self.sources, self.digest = list(sources), digest
+        self._version, self._timeout_s = version, timeout_s
+        self._store = store or WeightStore()
+        self._problems: dict[str, str] = {}
 
     @property
     def version(self) -> int:
         return self._version
 
     @property
-    def address(self) -> str | None:
-        return self._address
+    def name(self) -> str:
+        """Number and digest."""
+        return name_of(self._version, self.digest)
 
     async def fetch(self) -> dict[str, Tensor]:
-        async with grpc.aio.insecure_channel(self._address, options=CLIENT_OPTIONS) as channel:
-            pull = _Pull(channel, self._address, self._version, time.monotonic() + self._timeout_s)
-            manifest = await pull.manifest()
-            # Pages of memory are taken as bytes arrive, not for what the manifest claims.
-            region = torch.empty(manifest.region_bytes, dtype=torch.uint8)
-            await pull.range(region, 0)
-            for spec in await asyncio.to_thread(_damaged, manifest, region):
-                await pull.range(_bytes_of(spec, region), spec.offset)
-            if damaged := await asyncio.to_thread(_damaged, manifest, region):
-                raise WeightsUnavailable(
-                    f"weights version {self._version} from {self._address}: checksum of "
-                    f"{', '.join(repr(spec.name) for spec in damaged[:5])} is wrong, twice"
-                )
-        return unpack(manifest, region)
-
-
-class _Pull:
-    """The calls of one fetch, which share a deadline. Whatever fails is WeightsUnavailable."""
-
-    def __init__(self, channel: grpc.aio.Channel, address: str, version: int, deadline: float) -> None:
-        self._channel, self._stub = channel, WeightsServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._version, self._deadline = version, deadline
-        self._what = f"weights version {version} from {address}"
-
-    def _left_s(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
-
-    async def manifest(self) -> WeightManifest:
-        request = GetManifestRequest(version=self._version)
-        try:
-            answer = await self._stub.GetManifest(request, timeout=self._left_s())
-        except grpc.aio.AioRpcError as error:
-            raise self._failed(error) from error
-        check_manifest(answer.manifest, self._version)
-        manifest: WeightManifest = answer.manifest
-        return manifest
-
-    async def range(self, into: Tensor, offset: int) -> None:
-        """Fills a uint8 tensor with the bytes of the region from `offset` on. A stream that is cut goes on
-        where it was cut."""
-        buffer, received, resumes = into.numpy().data, 0, 0
-        while received < len(buffer):
-            request = FetchRangeRequest(
-                version=self._version, offset=offset + received, length=len(buffer) - received
-            )
+        """Not copied where this process holds the version already."""
+        held = self._held()
+        if held is None or not held.is_whole:
             try:
-                async for part in self._stub.FetchRange(request, timeout=self._left_s()):
-                    end = received + len(part.data)
-                    if part.offset != offset + received or not part.data or end > len(buffer):
-                        raise WeightsUnavailable(
-                            f"{self._what}: got {len(part.data)} bytes at {part.offset}, expected up to "
-                            f"{len(buffer) - received} at {offset + received}"
-                        )
-                    buffer[received:end] = part.data
-                    received = end
-                if received < len(buffer):
-                    raise WeightsUnavailable(
-                        f"{self._what}: the stream ended after {received} of {len(buffer)} bytes"
-                    )
+                async with asyncio.timeout(self._timeout_s):
+                    held = await self._pull()
+            except TimeoutError:
+                raise self._failed(f" within {self._timeout_s:g} s") from None
+            finally:
+                if (part := self._held()) is not None and not part.is_whole:
+                    part.stop("the rest could not be had")
+        return held.tensors()
+
+    def _held(self) -> Holding | None:
+        return self._store.find(self._version, self.digest)
+
+    async def _pull(self) -> Holding:
+        """Goes from source to source, on from the last verified byte, until all is there or nobody is left."""
+        candidates, now = list(self.sources), asyncio.get_running_loop().time
+        last_progress = now()
+        while candidates and now() < last_progress + PATIENCE_S:
+            for address in list(candidates):
+                before = self._num_verified()
+                try:
+                    return await self._pull_from(address)
+                except _Left as left:
+                    log.warning("weights version %d: %s is left: %s", self._version, address, left)
+                    metrics.WEIGHTS_SOURCE_FAILURES.labels(left.reason).inc()
+                    self._problems[address] = str(left)
+                    if left.final:
+                        candidates.remove(address)
+                if self._num_verified() > before:
+                    last_progress = now()
+            await asyncio.sleep(RETRY_S)
+        raise self._failed()
+
+    def _num_verified(self) -> int:
+        held = self._held()
+        return held.num_verified if held is not None else 0
+
+    def _failed(self, when: str = "") -> WeightsUnavailable:
+        held = self._held()
+        have = f"byte {held.num_verified} of {held.num_bytes}" if held is not None else "the manifest"
+        told = [f"from {address}: {self._problems.get(address, 'no answer')}" for address in self.sources]
+        return WeightsUnavailable(
+            f"weights version {self._version} did not arrive beyond {have}{when}; " + "; ".join(told)
+        )
+
+    async def _pull_from(self, address: str) -> Holding:
+        kind = "actor" if address == self.sources[-1] else "rollout"
+        async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
+            source = _Source(channel, self._version, self.digest)
+            try:
+                holding = await self._open(source, 0.0 if kind == "actor" else RELAY_WAIT_S)
+                damaged = 0
+                while not holding.is_whole:
+                    more = source.receive(holding, kind) if holding.region.is_own else source.map(holding)
+                    damaged += not await more
+                    if damaged == 2:
+                        raise _Left("damaged", f"the piece at byte {holding.num_verified}, twice", final=True)
+                return holding
             except grpc.aio.AioRpcError as error:
-                resumes += 1
-                if error.code() not in CUT or resumes > MAX_RESUMES:
-                    raise self._failed(error, f" after {received} of {len(buffer)} bytes") from error
-                await self._reconnect(error)
+                gone = error.code() in GONE
+                message = f"{error.code().name}: {error.details()}"
+                raise _Left("gone" if gone else "refused", message, final=not gone) from error
+            except TimeoutError as error:
+                raise _Left("stalled", f"nothing came for {STALL_S:g} s", final=False) from error
+            except WeightsUnavailable as error:
+                raise _Left("refused", str(error), final=True) from error
 
-    async def _reconnect(self, error: grpc.aio.AioRpcError) -> None:
+    async def _open(self, source: _Source, wait_s: float) -> Holding:
+        """The version as far as it is here, with memory for the rest."""
+        serialized, shared = await source.manifest(wait_s)
+        if (held := self._held()) is not None:
+            await asyncio.to_thread(held.own)  # what was read from another's memory before may not be finished
+            return held
+        manifest = read_manifest(serialized, self._version, self.digest)
+        region = Region.open(shared, manifest.region_bytes) if shared else None
+        holding = Holding(serialized, manifest, region or Region(manifest.region_bytes), "rollout")
+        self._store.put(holding)
+        return holding
+
+
+class _Source:
+    """The calls to one holder. A message that does not come for STALL_S is TimeoutError."""
+
+    def __init__(self, channel: grpc.aio.Channel, version: int, digest: str) -> None:
+        self._channel = channel
+        self._of: dict[str, Any] = {"version": version, "digest": digest}
+
+    async def manifest(self, wait_s: float) -> tuple[bytes, Any]:
+        """The serialized manifest, and the shared region or None."""
+        call = self._call("GetManifest", GetManifestRequest(**self._of, wait_s=wait_s))
+        async with asyncio.timeout(wait_s + STALL_S):
+            answer = await call
+        return answer.manifest, answer.shared if answer.HasField("shared") else None
+
+    async def receive(self, holding: Holding, kind: str) -> bool:
+        """Fetches what is not verified yet. False: a piece came damaged."""
+        at, end = holding.num_verified, holding.num_bytes
+        received = metrics.WEIGHTS_RECEIVED_BYTES.labels(kind)
+        request = FetchRangeRequest(**self._of, offset=at, length=end - at)
+        async with aclosing(self._stream("FetchRange", request)) as frames:
+            async for frame in frames:
+                _, data = split_frame(frame)
+                if not data.nbytes or at + data.nbytes > end:
+                    raise WeightsUnavailable(f"got {data.nbytes} bytes at {at} of {end}")
+                holding.region.write(at, data)
+                at += data.nbytes
+                received.inc(data.nbytes)
+                verified = holding.verified_until(at)
+                if verified > holding.num_verified:
+                    holding.advance(verified)
+                elif at - verified >= holding.manifest.piece_bytes or at == end:
+                    return False
+        if at < end:
+            raise WeightsUnavailable(f"the stream ended at byte {at} of {end}")
+        return True
+
+    async def map(self, holding: Holding) -> bool:
+        """Verifies what lies in the other process's memory, as far as it goes. False: a piece is damaged."""
+        if holding.region.is_sealed:
+            return await self._verify(holding, holding.num_bytes)
+        async with aclosing(self._stream("WatchRegion", WatchRegionRequest(**self._of))) as answers:
+            async for answer in answers:
+                if not await self._verify(holding, min(answer.num_verified, holding.num_bytes)):
+                    return False
+        if not (holding.is_whole and holding.region.is_sealed):
+            raise WeightsUnavailable(
+                f"the shared region is not whole and sealed at byte {holding.num_verified}"
+            )
+        return True
+
+    async def _verify(self, holding: Holding, end: int) -> bool:
+        before = holding.num_verified
+        verified = await asyncio.to_thread(holding.verified_until, end)
+        metrics.WEIGHTS_RECEIVED_BYTES.labels("memory").inc(verified - before)
+        holding.advance(verified)
+        return verified == end
+
+    async def _stream(self, name: str, request: Any) -> AsyncGenerator[Any, None]:
+        call = self._call(name, request)
+        messages = aiter(call)
         try:
-            await asyncio.wait_for(self._channel.channel_ready(), min(RECONNECT_S, self._left_s()))
-        except TimeoutError:
-            raise self._failed(error) from error
+            while True:
+                async with asyncio.timeout(STALL_S):
+                    message = await anext(messages, None)
+                if message is None:
+                    return
+                yield message
+        finally:
+            call.cancel()
 
-    def _failed(self, error: Any, where: str = "") -> WeightsUnavailable:
-        return WeightsUnavailable(f"{self._what}{where}: {error.code().name}: {error.details()}")
-
-
-def _bytes_of(spec: WeightSpec, region: Tensor) -> Tensor:
-    return region[spec.offset : spec.offset + spec.num_bytes]
-
-
-def _damaged(manifest: WeightManifest, region: Tensor) -> list[WeightSpec]:
-    return [spec for spec in manifest.weights if checksum(_bytes_of(spec, region).numpy()) != spec.checksum]
+    def _call(self, name: str, request: Any) -> Any:
+        rpc = RPCS[name]
+        make: Any = self._channel.unary_stream if rpc.streams[1] else self._channel.unary_unary
+        return make(rpc.path, serializer(rpc.request), deserializer(rpc.response))(request)

@@ -1,49 +1,56 @@
-"""Serves a held version to whoever pulls it (weights.proto)."""
+"""Serves what a process holds to whoever pulls it (weights.proto)."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from rolemesh.errors import WeightsUnavailable
+from rolemesh import metrics
+from rolemesh.errors import InvalidBatch
+from rolemesh.rpc.carrier import FRAME_BYTES
+from rolemesh.rpc.frame import join_frame
 from rolemesh.v1.weights_pb2 import (
     FetchRangeRequest,
-    FetchRangeResponse,
     GetManifestRequest,
     GetManifestResponse,
+    WatchRegionRequest,
+    WatchRegionResponse,
 )
-from rolemesh.v1.weights_pb2_grpc import WeightsServiceServicer
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.store import WeightStore
 
-PART_BYTES = 1 << 20
+MAX_WAIT_S = 30.0
 
 
-class WeightsServicer(WeightsServiceServicer):
-    """Implements WeightsService.
+class WeightsServicer:
+    """Implements WeightsService."""
 
-    Args:
-        get: the version that is held now, or None.
-    """
-
-    def __init__(self, get: Callable[[], HeldWeights | None]) -> None:
-        self._get = get
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
 
     async def GetManifest(self, request: GetManifestRequest, context: Any) -> GetManifestResponse:
-        held = self._held(request.version)
-        # On a thread: checksums read every byte.
-        return GetManifestResponse(manifest=await asyncio.to_thread(lambda: held.manifest))
+        holding = await self._store.get(request.version, request.digest, min(request.wait_s, MAX_WAIT_S))
+        return GetManifestResponse(manifest=holding.serialized, shared=holding.region.shared)
 
-    async def FetchRange(self, request: FetchRangeRequest, context: Any) -> AsyncIterator[FetchRangeResponse]:
-        held, offset = self._held(request.version), request.offset
-        await asyncio.to_thread(lambda: held.manifest)
-        for data in held.read(offset, request.length, PART_BYTES):
-            yield FetchRangeResponse(offset=offset, data=data)
-            offset += len(data)
+    async def FetchRange(self, request: FetchRangeRequest, context: Any) -> AsyncIterator[bytes]:
+        holding = await self._store.get(request.version, request.digest)
+        at, end = request.offset, request.offset + request.length
+        if end > holding.num_bytes:
+            raise InvalidBatch(
+                f"bytes {at} to {end} of a region of {holding.num_bytes} (weights version {holding.version})"
+            )
+        sent = metrics.WEIGHTS_SENT_BYTES.labels(holding.role)
+        while at < end:
+            part = min(end, await holding.beyond(at), at + FRAME_BYTES)
+            yield join_frame(None, (holding.region.read(at, part),), part - at)
+            sent.inc(part - at)
+            at = part
 
-    def _held(self, version: int) -> HeldWeights:
-        held = self._get()
-        if held is None or held.version != version:
-            now = "none is held" if held is None else f"version {held.version} is held"
-            raise WeightsUnavailable(f"weights version {version} is not held here; {now}")
-        return held
+    async def WatchRegion(
+        self, request: WatchRegionRequest, context: Any
+    ) -> AsyncIterator[WatchRegionResponse]:
+        holding = await self._store.get(request.version, request.digest)
+        yield WatchRegionResponse(num_verified=holding.num_verified)
+        at = holding.num_verified
+        while at < holding.num_bytes:
+            at = await holding.beyond(at)
+            yield WatchRegionResponse(num_verified=at)

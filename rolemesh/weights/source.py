@@ -1,4 +1,4 @@
-"""Where a version of the weights can be had: in this process (held.py) or from another (remote.py)."""
+"""Where a version of the weights can be had: in this process (held.py) or from others (remote.py)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ class WeightSource(Protocol):
         """Grows with every update."""
         ...
 
-    @property
-    def address(self) -> str | None:
-        """host:port of a WeightsService that holds the version; None: it is in this process alone."""
-        ...
-
     async def fetch(self) -> dict[str, Tensor]:
-        """All tensors, whole and verified.
+        """All tensors, whole and verified. They are to be read, not written.
 
         Raises:
             WeightsUnavailable: the version is gone, or what came does not match its manifest.

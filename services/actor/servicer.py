@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,17 @@ from rolemesh import metrics
 from rolemesh.roles import Actor
 from rolemesh.rpc.streams import receive, send
 from rolemesh.v1 import actor_pb2, checkpoint_pb2
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.held import HeldWeights, Holding
+from rolemesh.weights.store import WeightStore
 
 
 class ActorServicer:
     """Implements ActorService, for the actor and for the reference policy (whose worker refuses the rest)."""
 
-    def __init__(self, worker: Actor) -> None:
+    def __init__(self, worker: Actor, store: WeightStore | None = None) -> None:
         self._worker = worker
-        self.held: HeldWeights | None = None  # what WeightsService gives out
+        self._store = store or WeightStore()
+        self._published: Holding | None = None
 
     async def ComputeLogProbs(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         log_probs = await self._worker.compute_log_probs(await receive(frames))
@@ -31,11 +34,16 @@ class ActorServicer:
     async def PublishWeights(
         self, request: actor_pb2.PublishWeightsRequest, context: Any
     ) -> actor_pb2.PublishWeightsResponse:
-        if self.held is None or self.held.version != request.version:
+        if self._published is None or self._published.version != request.version:
+            self._store.clear(f"version {request.version} is being published")  # its memory first
+            self._published = None
             source = await self._worker.publish_weights(request.version)
-            self.held = HeldWeights(source.version, await source.fetch())
+            assert isinstance(source, HeldWeights)
+            # On a thread: checksums read every byte.
+            self._published = await asyncio.to_thread(lambda: source.holding)
+            self._store.put(self._published)
         metrics.WEIGHTS_VERSION.labels("actor").set(request.version)
-        return actor_pb2.PublishWeightsResponse(version=request.version)
+        return actor_pb2.PublishWeightsResponse(version=request.version, digest=self._published.digest)
 
     async def SaveCheckpoint(
         self, request: checkpoint_pb2.SaveCheckpointRequest, context: Any
@@ -47,5 +55,6 @@ class ActorServicer:
         self, request: checkpoint_pb2.LoadCheckpointRequest, context: Any
     ) -> checkpoint_pb2.LoadCheckpointResponse:
         await self._worker.load_checkpoint(Path(request.directory))
-        self.held = None  # of other weights, be the version's number the same
+        self._store.clear("a checkpoint was loaded")
+        self._published = None  # of other weights, be the version's number the same
         return checkpoint_pb2.LoadCheckpointResponse()

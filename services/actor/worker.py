@@ -165,8 +165,7 @@ class ActorWorker(PolicyWorker):
     @on_worker_thread
     def publish_weights(self, version: int) -> WeightSource:
         """A copy of the weights as they are now, under a version."""
-        weights = named_weights(self.model)
-        return HeldWeights(version, {name: w.detach().to("cpu", copy=True) for name, w in weights.items()})
+        return HeldWeights(version, named_weights(self.model))
 
     @on_worker_thread
     def save_checkpoint(self, directory: Path) -> None:

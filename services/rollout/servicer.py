@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, cast
 
 from rolemesh import metrics
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import RoleUnavailable
+from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Rollout
 from rolemesh.rpc.guard import VERSION_KEY
 from rolemesh.rpc.streams import receive, send
 from rolemesh.v1 import rollout_pb2
 from rolemesh.weights.remote import RemoteWeights
+from rolemesh.weights.store import WeightStore
+
+NO_DEADLINE_S = 300.0
+OWN_SHARE = 0.9  # of the caller's deadline: what went wrong is to arrive before it
 
 
 class RolloutServicer:
-    """Implements RolloutService."""
+    """Implements RolloutService.
 
-    def __init__(self, worker: Rollout) -> None:
+    Args:
+        worker: generates.
+        store: what this process holds of the weights; WeightsServicer gives it on.
+    """
+
+    def __init__(self, worker: Rollout, store: WeightStore | None = None) -> None:
         self._worker = worker
-        self._version = "none"
+        self._store = store or WeightStore()
+        # Names of versions: in use ("" while that is unsure), and last told to take.
+        self._taken, self._told = "", "none"
+        self._taking = asyncio.Lock()
+        self._on_serving: Callable[[bool], Awaitable[None]] | None = None
+
+    async def watch_serving(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
+        """Tells, now and at each change, whether the version last told is in use."""
+        self._on_serving = on_change
+        await self._tell_serving()
+
+    async def _tell_serving(self) -> None:
+        if self._on_serving is not None:
+            await self._on_serving(self._taken == self._told)
 
     async def Generate(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         prompts = await receive(frames)
-        self._check_version(context)
+        await self._check_version(context)
         generated = self._worker.generate(prompts)
         async with aclosing(cast(AsyncGenerator[DataProto, None], generated)) as batches:
             async for batch in batches:
@@ -35,14 +59,42 @@ class RolloutServicer:
     async def UpdateWeights(
         self, request: rollout_pb2.UpdateWeightsRequest, context: Any
     ) -> rollout_pb2.UpdateWeightsResponse:
-        await self._worker.update_weights(RemoteWeights(request.source, request.version))
-        self._version = str(request.version)
-        metrics.WEIGHTS_VERSION.labels("rollout").set(request.version)
+        left_s = context.time_remaining() or NO_DEADLINE_S
+        source = RemoteWeights(
+            request.sources,
+            request.version,
+            request.digest,
+            timeout_s=OWN_SHARE * left_s,
+            store=self._store,
+        )
+        self._told = source.name
+        await self._tell_serving()
+        async with self._taking:
+            if self._taken != source.name:
+                await self._take(source)
+        await self._tell_serving()
         return rollout_pb2.UpdateWeightsResponse(version=request.version)
 
-    def _check_version(self, context: Any) -> None:
+    async def _take(self, source: RemoteWeights) -> None:
+        started = time.perf_counter()
+        before, self._taken = self._taken, ""
+        try:
+            await self._worker.update_weights(source)
+        except WeightsUnavailable:  # the old ones stay; after any other end nobody knows
+            self._taken = before
+            metrics.WEIGHTS_SYNC_FAILURES.inc()
+            raise
+        self._taken = source.name
+        metrics.WEIGHTS_SYNC_SECONDS.observe(time.perf_counter() - started)
+        metrics.WEIGHTS_VERSION.labels("rollout").set(source.version)
+
+    async def _check_version(self, context: Any) -> None:
         """A replica that was restarted holds the model directory's weights. It is as good as gone until the
         client has given it the version in use."""
         expected = dict(context.invocation_metadata() or ()).get(VERSION_KEY)
-        if expected is not None and expected != self._version:
-            raise RoleUnavailable(f"weights version {expected} is asked for, this replica took {self._version}")
+        if expected is None or expected == self._taken:
+            return
+        async with self._taking:  # the version may be on its way
+            if expected != self._taken:
+                now = self._taken or "none"
+                raise RoleUnavailable(f"weights version {expected} is asked for, this replica took {now}")

@@ -1,15 +1,23 @@
 """A version's region, byte by byte, and what a manifest may not claim."""
 
+import gc
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from rolemesh.errors import InvalidBatch, WeightsUnavailable
-from rolemesh.v1.weights_pb2 import WeightManifest
+from rolemesh.errors import WeightsUnavailable
+from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest
 from rolemesh.weights.held import HeldWeights
-from rolemesh.weights.manifest import check_manifest, unpack
+from rolemesh.weights.manifest import check_manifest, digest_of, read_manifest, unpack
+from rolemesh.weights.region import CAN_SHARE, Region
+from rolemesh.weights.store import WeightStore
+
+MIB = 1 << 20
+shares = pytest.mark.skipif(not CAN_SHARE, reason="sealed memory is Linux's")
 
 
 def three_tensors() -> dict[str, Tensor]:
@@ -20,12 +28,12 @@ def three_tensors() -> dict[str, Tensor]:
     }
 
 
-def whole(held: HeldWeights, part_bytes: int = 1 << 20) -> bytes:
-    return b"".join(held.read(0, held.manifest.region_bytes, part_bytes))
+def whole(held: HeldWeights) -> bytes:
+    return bytes(held.holding.region.read(0, held.holding.num_bytes))
 
 
 def test_tensors_lie_at_multiples_of_64_in_order():
-    manifest = HeldWeights(4, three_tensors()).manifest
+    manifest = HeldWeights(4, three_tensors()).holding.manifest
     assert manifest.version == 4
     assert [(w.name, list(w.shape), w.offset, w.num_bytes) for w in manifest.weights] == [
         ("a", [5], 0, 10),
@@ -42,33 +50,45 @@ def test_the_region_holds_the_tensors_and_zeros_between_them():
     assert region[:10] == bytes([0, 0, 1, 0, 2, 0, 3, 0, 4, 0])
     assert region[10:64] == bytes(54)
     assert region[112:] == bytes(16) + b"\x07"
-    back = unpack(held.manifest, torch.frombuffer(bytearray(region), dtype=torch.uint8))
+    back = unpack(held.holding.manifest, torch.frombuffer(bytearray(region), dtype=torch.uint8))
     for name, tensor in three_tensors().items():
         assert back[name].dtype == tensor.dtype
         assert torch.equal(back[name], tensor)
 
 
-def test_any_range_in_any_parts_is_that_piece_of_the_region():
-    held = HeldWeights(0, three_tensors())
-    region = whole(held)
-    for offset in range(0, 130, 3):
-        for length in (0, 1, 7, 64, 129 - offset):
-            if 0 <= length <= 129 - offset:
-                parts = list(held.read(offset, length, part_bytes=10))
-                assert b"".join(parts) == region[offset : offset + length]
-                assert all(len(part) <= 10 for part in parts)
+async def test_held_weights_stay_what_they_were_when_the_model_learns_on():
+    tensors = three_tensors()
+    held = HeldWeights(0, tensors)
+    tensors["a"] += 1
+    assert torch.equal((await held.fetch())["a"], three_tensors()["a"])
 
 
-def test_a_range_beyond_the_region_is_refused():
-    with pytest.raises(InvalidBatch, match="120 to 130 of a region of 129"):
-        list(HeldWeights(0, three_tensors()).read(120, 10, 10))
+def test_a_digest_names_version_and_every_bit():
+    digests = {HeldWeights(version, three_tensors()).holding.digest for version in (1, 1, 2)}
+    other = three_tensors() | {"c": torch.tensor(8, dtype=torch.uint8)}
+    assert len(digests) == 2
+    assert HeldWeights(1, other).holding.digest not in digests
+
+
+def test_pieces_are_verified_one_by_one_up_to_the_first_that_differs():
+    held = HeldWeights(0, {"a": torch.arange(10 * MIB, dtype=torch.uint8)}).holding
+    assert len(held.manifest.piece_checksums) == 3
+    held.num_verified = 0
+    assert [held.verified_until(end) for end in (4 * MIB - 1, 4 * MIB, 9 * MIB, 10 * MIB)] == [
+        0,
+        4 * MIB,
+        8 * MIB,
+        10 * MIB,
+    ]
+    held.manifest.piece_checksums[1] += 1
+    assert held.verified_until(10 * MIB) == 4 * MIB
 
 
 def test_no_tensors_and_empty_tensors_are_versions_too():
     assert whole(HeldWeights(0, {})) == b""
     held = HeldWeights(0, {"a": torch.zeros(0, 3), "b": torch.ones(1), "c": torch.zeros(0)})
-    check_manifest(held.manifest, 0)
-    back = unpack(held.manifest, torch.frombuffer(bytearray(whole(held)), dtype=torch.uint8))
+    check_manifest(held.holding.manifest, 0)
+    back = unpack(held.holding.manifest, torch.frombuffer(bytearray(whole(held)), dtype=torch.uint8))
     assert [list(tensor.shape) for tensor in back.values()] == [[0, 3], [1], [0]]
 
 
@@ -83,13 +103,25 @@ def test_no_tensors_and_empty_tensors_are_versions_too():
         (lambda m: setattr(m.weights[1], "dtype", 0), "unknown dtype 0"),
         (lambda m: setattr(m.weights[1], "dtype", 99), "unknown dtype 99"),
         (lambda m: m.weights[1].shape.append(1 << 63), "make 4"),
+        (lambda m: setattr(m, "piece_bytes", 0), "pieces of 0 bytes"),
+        (lambda m: setattr(m, "piece_bytes", 1 << 40), "pieces of 1099511627776 bytes"),
+        (lambda m: m.piece_checksums.append(0), "2 checksums, 1 pieces"),
     ],
 )
 def test_a_manifest_that_does_not_add_up_is_refused(lie: Callable[[WeightManifest], None], message: str):
-    manifest = HeldWeights(4, three_tensors()).manifest
+    manifest = HeldWeights(4, three_tensors()).holding.manifest
     lie(manifest)
+    data = manifest.SerializeToString()
     with pytest.raises(WeightsUnavailable, match=message):
-        check_manifest(manifest, 4)
+        read_manifest(data, 4, digest_of(data))
+
+
+def test_a_manifest_of_another_digest_or_none_at_all_is_refused():
+    data = HeldWeights(4, three_tensors()).holding.serialized
+    with pytest.raises(WeightsUnavailable, match="another digest"):
+        read_manifest(data, 4, digest_of(data + b" "))
+    with pytest.raises(WeightsUnavailable, match="not a manifest"):
+        read_manifest(b"\xff", 4, digest_of(b"\xff"))
 
 
 def test_a_manifest_larger_than_any_model_is_refused():
@@ -97,3 +129,98 @@ def test_a_manifest_larger_than_any_model_is_refused():
     manifest.weights.add(name="a", dtype="DTYPE_UINT8", shape=[1 << 43], num_bytes=1 << 43)
     with pytest.raises(WeightsUnavailable, match="is the limit"):
         check_manifest(manifest, 1)
+
+
+# ------------------------------------------------------------------------------------ regions
+
+
+def num_mapped() -> int:
+    """Regions that are mapped into this process."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:rolemesh-weights")
+
+
+@shares
+def test_another_mapping_has_the_same_bytes_and_neither_can_change_them():
+    region = Region(2 * MIB)
+    region.write(5, memoryview(b"weights"))
+    shared = region.shared
+    assert shared is not None
+    other = Region.open(shared, 2 * MIB)
+    assert other is not None
+    assert bytes(other.read(4, 13)) == b"\0weights\0"
+    region.write(5, memoryview(b"W"))
+    assert bytes(other.read(5, 6)) == b"W"  # it is the same memory, not a copy
+    assert not other.is_sealed
+    region.seal()
+    assert other.is_sealed
+    with pytest.raises(PermissionError):
+        region.write(5, memoryview(b"w"))
+    other.tensor()[5] = 0  # a mistake of the reader's damages the reader's alone
+    assert bytes(region.read(5, 6)) == b"W"
+    with pytest.raises(PermissionError):
+        os.truncate(shared.path, 0)
+
+
+@shares
+def test_the_memory_outlives_its_maker_and_goes_with_the_last_reader():
+    before = num_mapped()
+    region = Region(MIB)
+    region.write(0, memoryview(b"weights"))
+    shared = region.shared
+    assert shared is not None
+    other = Region.open(shared, MIB)
+    assert other is not None
+    assert num_mapped() == before + 2
+    del region
+    assert bytes(other.read(0, 7)) == b"weights"
+    assert num_mapped() == before + 1
+    del other
+    assert num_mapped() == before
+
+
+@shares
+def test_what_is_not_exactly_that_region_is_not_opened(tmp_path: Path):
+    region = Region(MIB)
+    shared = region.shared
+    assert shared is not None
+    ordinary = tmp_path / "file"
+    ordinary.write_bytes(bytes(MIB))
+    with ordinary.open("rb") as file:
+        fd = file.fileno()
+        ours = f"/proc/{os.getpid()}/fd"
+        for path, inode, num_bytes in [
+            (shared.path, shared.inode + 1, MIB),
+            (shared.path, shared.inode, MIB + 1),
+            (f"{ours}/99999", shared.inode, MIB),
+            (f"{ours}/{fd}", os.fstat(fd).st_ino, MIB),  # it could be changed or cut short at any time
+            (str(ordinary), os.fstat(fd).st_ino, MIB),
+        ]:
+            assert Region.open(SharedRegion(path=path, inode=inode), num_bytes) is None
+
+
+@shares
+def test_memory_is_taken_for_what_was_written_and_not_for_what_was_announced():
+    region = Region(1 << 31)
+    region.write(1 << 30, memoryview(bytes(MIB)))
+    shared = region.shared
+    assert shared is not None
+    assert os.stat(shared.path).st_blocks * 512 == MIB
+    with pytest.raises(WeightsUnavailable, match="no memory for 4398046511104 bytes"):
+        Region(1 << 42)
+
+
+async def test_a_store_holds_one_version_and_lets_the_one_before_go_even_while_it_is_read():
+    before = num_mapped()
+    store = WeightStore()
+    first, second = (HeldWeights(version, {"a": torch.zeros(MIB)}).holding for version in (1, 2))
+    store.put(first)
+    assert await store.get(1, first.digest) is first
+    store.put(second)
+    assert num_mapped() == before + 1
+    with pytest.raises(WeightsUnavailable, match="version 1 is held no longer: version 2 is held"):
+        await first.beyond(0)
+    with pytest.raises(WeightsUnavailable, match="version 1 is not held here; version 2 is held"):
+        await store.get(1, first.digest)
+    with pytest.raises(WeightsUnavailable, match="version 2 is held, of another digest"):
+        await store.get(2, first.digest)
