@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -88,6 +89,13 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._servicers = {service.full_name: servicer for service, servicer in servicers.items()}
         self._refusal = ""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        for service, servicer in servicers.items():
+            if hasattr(servicer, "watch_serving"):  # it knows better whether its service can be used
+                await servicer.watch_serving(partial(self._set_serving, service))
+
+    async def _set_serving(self, service: ServiceDescriptor, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(service.full_name, status.SERVING if serving else status.NOT_SERVING)
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new calls, lets running ones end, and stops.
