@@ -1,0 +1,161 @@
+"""Whose turn it is. The roles of a group share a device, and at any time one of them is on it: the resident. A
+call of another role waits until the resident's calls have ended; then the resident sleeps and the other wakes.
+
+Calls of one role run side by side. A switch costs seconds, so a turn is long: calls of the resident that come
+while it runs join it, for TURN_S seconds though others wait; after that they wait as well, and the role whose
+first call has waited longest is next. So a step's calls pass with one switch for each role, and nobody waits
+for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from rolemesh import metrics
+from rolemesh.errors import RoleFailed
+
+log = logging.getLogger(__name__)
+
+TURN_S = 60.0
+
+
+class Member(Protocol):
+    """A role that takes turns. A `sleep` that raises has left it awake, a `wake` asleep."""
+
+    role: str
+
+    async def sleep(self) -> int:
+        """Leaves the device, once what still runs on it has ended. Returns bytes moved."""
+        ...
+
+    async def wake(self) -> int:
+        """Takes the device again. Returns bytes moved."""
+        ...
+
+
+class Lease:
+    """The device of one group, in one event loop.
+
+    Args:
+        turn_s: seconds for which a turn that others wait for takes in calls.
+    """
+
+    def __init__(self, turn_s: float = TURN_S) -> None:
+        self.resident: str | None = None
+        self._turn_s = turn_s
+        self._members: dict[str, Member] = {}
+        self._num_running = 0  # calls of the resident
+        self._turn_began = 0.0
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}  # roles in the order of their first call
+        self._switch: asyncio.Task[None] | None = None
+
+    def seat(self, member: Member) -> None:
+        """Takes in a role that has just been loaded, and so is on the device, which was vacated before."""
+        assert self.resident is None, f"{member.role} was loaded beside {self.resident}"
+        self._members[member.role] = member
+        self._set_resident(member.role)
+
+    async def vacate(self) -> None:
+        """The resident, if there is one, sleeps."""
+        if self.resident is not None:
+            await self._moved("out", self.resident, self._members[self.resident].sleep())
+            self._set_resident(None)
+
+    @asynccontextmanager
+    async def turn(self, role: str) -> AsyncIterator[None]:
+        """While it is entered, the role is on the device.
+
+        Raises:
+            RoleFailed: the resident could not sleep, or this role not wake. Whoever was on the device still is.
+        """
+        began = time.monotonic()
+        await self._join(role)
+        metrics.LEASE_WAIT_SECONDS.labels(role).observe(time.monotonic() - began)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _join(self, role: str) -> None:
+        is_open = not self._waiting or time.monotonic() < self._turn_began + self._turn_s
+        if role == self.resident and self._switch is None and is_open:
+            self._admit()
+            return
+        admitted = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(role, []).append(admitted)
+        self._pass_on()
+        try:
+            await admitted
+        except asyncio.CancelledError:
+            if admitted.cancelled():
+                self._withdraw(role, admitted)
+            elif admitted.exception() is None:  # admitted and cancelled in the same moment
+                self._leave()
+            raise
+
+    def _admit(self) -> None:
+        if not self._num_running:
+            self._turn_began = time.monotonic()
+        self._num_running += 1
+
+    def _leave(self) -> None:
+        self._num_running -= 1
+        self._pass_on()
+
+    def _withdraw(self, role: str, call: asyncio.Future[None]) -> None:
+        calls = self._waiting.get(role, [])
+        if call in calls:
+            calls.remove(call)
+            if not calls:
+                del self._waiting[role]
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Lets in whose turn it is."""
+        if self._switch is not None or not self._waiting:
+            return
+        role = next(iter(self._waiting))
+        if role == self.resident:
+            for call in self._waiting.pop(role):
+                if not call.done():
+                    self._admit()
+                    call.set_result(None)
+            self._pass_on()  # all of them may have been cancelled
+        elif not self._num_running:
+            # A task of its own: a caller that goes away does not leave two roles half on the device.
+            self._switch = asyncio.create_task(self._switch_to(role))
+
+    async def _switch_to(self, role: str) -> None:
+        before, began = self.resident, time.monotonic()
+        try:
+            await self.vacate()
+            await self._moved("in", role, self._members[role].wake())
+            self._set_resident(role)
+            seconds = time.monotonic() - began
+            metrics.LEASE_SWITCH_SECONDS.labels(before or "none", role).observe(seconds)
+            log.info("%s sleeps, %s is on the device, after %.3f s", before or "none", role, seconds)
+        except Exception as error:
+            now = f"{self.resident} still is" if self.resident else "none is"
+            log.exception("%s could not take its turn on the device; %s on it", role, now)
+            failed = (
+                f"{role} could not take its turn on the device ({now} on it): {type(error).__name__}: {error}"
+            )
+            for call in self._waiting.pop(role, []):
+                if not call.done():
+                    call.set_exception(RoleFailed(failed))
+        finally:
+            self._switch = None
+            self._pass_on()
+
+    async def _moved(self, direction: str, role: str, moving: Awaitable[int]) -> None:
+        metrics.LEASE_SWITCH_BYTES.labels(role, direction).inc(await moving)
+
+    def _set_resident(self, role: str | None) -> None:
+        self.resident = role
+        for name in self._members:
+            metrics.LEASE_RESIDENT.labels(name).set(name == role)
