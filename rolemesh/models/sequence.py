@@ -20,6 +20,7 @@ from rolemesh.models.heads import ScoreModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MIN_MATRIX_ROWS = 256  # tokens in a forward pass
+NO_MASS = -1e30  # a logit whose exp() is 0; of -inf, and of the lowest number, gradients would be NaN
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
@@ -39,7 +40,8 @@ def steady_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def check_sequences(batch: DataProto, method: str) -> None:
-    """Raises InvalidBatch where the columns of roles.SEQUENCE do not fit together."""
+    """Raises InvalidBatch where the columns of roles.SEQUENCE, and kept_ids if they are there, do not fit
+    together."""
     sequences = {name: list(batch[name].shape) for name in ("input_ids", "attention_mask", "position_ids")}
     mask = batch["response_mask"]
     width = batch["input_ids"].shape[-1]
@@ -48,6 +50,19 @@ def check_sequences(batch: DataProto, method: str) -> None:
             f"{method}: input_ids, attention_mask and position_ids [B, P + T] and response_mask [B, T] with "
             f"P > 0 expected; got {sequences | {'response_mask': list(mask.shape)}}"
         )
+    if "kept_ids" in batch:
+        kept_ids, responses = batch["kept_ids"], batch["input_ids"][:, width - mask.shape[1] :]
+        if kept_ids.shape[:-1] != mask.shape:
+            raise InvalidBatch(
+                f"{method}: kept_ids [B, T, K] of response_mask {list(mask.shape)} expected; got "
+                f"{list(kept_ids.shape)}"
+            )
+        if (strange := mask & (kept_ids != responses[..., None]).all(-1)).any():
+            row, token = strange.nonzero()[0].tolist()
+            raise InvalidBatch(
+                f"{method}: response token {token} of row {row} is {int(responses[row, token])}, which is not "
+                "among the kept_ids that it was drawn from"
+            )
 
 
 def token_log_probs(
@@ -61,9 +76,15 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of the response tokens under the distribution that they are drawn from.
 
+    Where sampling truncates, that is the distribution over the tokens which could be drawn. An engine's
+    log-probabilities are of it, and over the whole vocabulary every ratio of the two would be off by the mass
+    that was cut off; the model under training would besides cut off others. So the kept tokens are replayed
+    ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
+
     Args:
         model: a transformers causal LM.
-        rows: the columns of roles.SEQUENCE [b, ...], on the model's device.
+        rows: the columns of roles.SEQUENCE [b, ...], on the model's device; kept_ids [b, T, K] where sampling
+            truncates.
         temperature: logits are divided by it; 0 (greedy) counts as 1.
         dtype: a ModelConfig's.
         entropy: compute it too.
@@ -71,7 +92,7 @@ def token_log_probs(
 
     Returns:
         log_probs [b, T] and entropy in nats [b, T] or None; float32 (float64 of a float64 model). Cells where
-        response_mask is False hold the number of whatever token stands there.
+        response_mask is False hold some finite number.
     """
     num_rows, num_tokens = rows["response_mask"].shape
     ids, mask, positions = steady_rows(rows["input_ids"], rows["attention_mask"], rows["position_ids"])
@@ -85,12 +106,17 @@ def token_log_probs(
             use_cache=False,
             logits_to_keep=kept,
         ).logits[:num_rows, -num_tokens - 1 : -1]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    drawn = rows["input_ids"][:, -num_tokens:, None]
+    if "kept_ids" in rows:
+        kept_ids = rows["kept_ids"].long()
+        logits = logits.gather(-1, kept_ids.clamp(min=0)).to(wide).masked_fill(kept_ids < 0, NO_MASS)
+        drawn = (kept_ids == drawn).int().argmax(-1, keepdim=True)  # its place among them
+    logits = logits.to(wide)
     if temperature not in (0, 1):
         logits = logits / temperature
     log_softmax = torch.log_softmax(logits, -1)
-    responses = rows["input_ids"][:, -num_tokens:]
-    log_probs = log_softmax.gather(-1, responses[..., None])[..., 0]
+    log_probs = log_softmax.gather(-1, drawn)[..., 0]
     if not entropy:
         return log_probs, None
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
