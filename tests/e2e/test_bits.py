@@ -58,11 +58,13 @@ async def in_process(
     return job, overrides
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("replicas", "mode"), [(1, "sync"), (2, "sync"), (2, "async")])
 async def test_steps_over_grpc_equal_steps_in_process_bit_for_bit(
-    in_process: tuple[JobConfig, tuple[str, ...]], replicas: int, tiny_model: Path, tmp_path: Path
+    in_process: tuple[JobConfig, tuple[str, ...]], replicas: int, mode: str, tiny_model: Path, tmp_path: Path
 ) -> None:
+    """Also where rollouts may run 0 steps ahead."""
     expected, overrides = in_process
+    overrides = (*overrides, f"rollout.mode={mode}", "trainer.max_staleness=0")
     job = small_job(tmp_path, tiny_model, "run", *overrides)
     await train_over_grpc(job, replicas)
     assert course(job) == course(expected)

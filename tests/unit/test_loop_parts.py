@@ -18,7 +18,7 @@ from rolemesh.rpc.clients import ActorClient, RewardClient, RolloutClient
 from services.controller.advantages import apply_kl_penalty, compute_advantages
 from services.controller.checkpoints import Checkpoints, ControllerState
 from services.controller.curves import draw_curves
-from services.controller.metrics import batch_metrics
+from services.controller.metrics import batch_metrics, staleness_metrics
 from services.controller.status import RunStatus, State
 from services.controller.stopwatch import Stopwatch
 from services.controller.validation import validation_metrics
@@ -80,6 +80,22 @@ def test_metrics_of_a_batch_by_hand() -> None:
         "perf/total_num_tokens": 7.0,
     }
     assert {key: metrics[key] for key in expected} == expected
+
+
+def test_staleness_by_hand() -> None:
+    """The step began with version 7. Its tokens are 2, 1 and 0 steps behind; and 1."""
+    batch = DataProto({"response_mask": MASK, "weight_versions": tensor([[5, 6, 7], [6, -1, -1]])})
+    assert staleness_metrics(batch, newest=7) == {
+        "rollout/stale_tokens": 3.0,
+        "rollout/staleness/mean": 1.0,
+        "rollout/staleness/max": 2.0,
+        "rollout/mixed_rows": 1.0,
+    }
+
+
+def test_tokens_of_the_newest_weights_are_not_stale() -> None:
+    batch = DataProto({"response_mask": MASK, "weight_versions": torch.where(MASK, 7, -1)})
+    assert set(staleness_metrics(batch, newest=7).values()) == {0.0}
 
 
 def test_validation_is_told_for_each_data_source() -> None:
