@@ -97,11 +97,13 @@ class Holding:
         self._changed.ring()
 
     def own(self) -> None:
-        """Moves from another process's region, which that one no longer fills, to one of our own."""
+        """Moves from another process's region, which that one no longer fills, to one of our own. `advance` is
+        to follow: what could still be changed is verified once more."""
         if not self.region.is_own:
-            region = Region(self.num_bytes)
-            region.write(0, self.region.read(0, self.num_verified))
-            self._region = region
+            region, arrived = Region(self.num_bytes), self.num_verified
+            region.write(0, self.region.read(0, arrived))
+            self._region, self.num_verified = region, 0
+            self.num_verified = self.verified_until(arrived)
 
     def stop(self, why: str) -> None:
         """Nobody gets the rest for now: those who wait for it are told."""

@@ -150,7 +150,10 @@ class RemoteWeights:
         """The version as far as it is here, with memory for the rest."""
         serialized, shared = await source.manifest(wait_s)
         if (held := self._held()) is not None:
-            await asyncio.to_thread(held.own)  # what was read from another's memory before may not be finished
+            await asyncio.to_thread(
+                held.own
+            )  # what was read from another's memory before may never be finished
+            held.advance(held.num_verified)
             return held
         manifest = read_manifest(serialized, self._version, self.digest)
         region = Region.open(shared, manifest.region_bytes) if shared else None

@@ -1,42 +1,56 @@
 """Weights pulled over real servers: every bit arrives, and what goes wrong is repaired or named."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from rolemesh.config.job import make_job
+from rolemesh import metrics
 from rolemesh.errors import WeightsUnavailable
-from rolemesh.models.loading import named_weights
-from rolemesh.models.tiny import make_tiny_model
 from rolemesh.rpc.contract import WEIGHTS
 from rolemesh.rpc.dtypes import TO_WIRE
 from rolemesh.rpc.server import RoleServer
-from rolemesh.weights.held import HeldWeights
+from rolemesh.weights import region, remote
+from rolemesh.weights.held import HeldWeights, Holding
+from rolemesh.weights.region import Region
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
-from services.rollout.worker import RolloutWorker
+from rolemesh.weights.store import WeightStore
 
 MIB = 1 << 20
 
 
-async def start(get: Callable[[], HeldWeights | None]) -> tuple[RoleServer, str]:
-    server = RoleServer("actor", [WEIGHTS])
-    address = await server.start("127.0.0.1:0")
-    await server.ready({WEIGHTS: WeightsServicer(get)})
-    return server, address
+@pytest.fixture
+def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a system that has none, and as between two machines: every byte goes over the network."""
+    monkeypatch.setattr(region, "CAN_SHARE", False)
 
 
 @asynccontextmanager
-async def serving(get: Callable[[], HeldWeights | None]) -> AsyncIterator[str]:
-    server, address = await start(get)
-    yield address
-    await server.drain(0)
+async def serving(*servicers: WeightsServicer) -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(_server(servicer)) for servicer in servicers]
+
+
+@asynccontextmanager
+async def _server(servicer: WeightsServicer, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    server = RoleServer("actor", [WEIGHTS])
+    address = await server.start(listen)
+    await server.ready({WEIGHTS: servicer})
+    try:
+        yield address
+    finally:
+        await server.drain(0)
+
+
+def stored(held: HeldWeights) -> WeightStore:
+    store = WeightStore()
+    store.put(held.holding)
+    return store
 
 
 def of_every_dtype() -> dict[str, Tensor]:
@@ -48,155 +62,368 @@ def of_every_dtype() -> dict[str, Tensor]:
     }
 
 
-def noise(num_bytes: int) -> Tensor:
-    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+def noise(num_bytes: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-async def test_every_bit_of_every_dtype_arrives():
-    held = HeldWeights(7, {**of_every_dtype(), "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)})
-    async with serving(lambda: held) as address:
-        source = RemoteWeights(address, 7)
-        assert (source.version, source.address) == (7, address)
-        tensors = await source.fetch()
+def large(version: int = 1) -> HeldWeights:
+    """Six pieces and a bit."""
+    return HeldWeights(version, {"a": noise(10 * MIB + 5), "b": noise(14 * MIB)})
+
+
+async def assert_same(tensors: dict[str, Tensor], held: HeldWeights) -> None:
     expected = await held.fetch()
     assert list(tensors) == list(expected)
     for name, tensor in expected.items():
         assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(tensors[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
-        assert tensors[name].data_ptr() % 64 == 0
 
 
-async def test_a_version_of_several_parts_arrives():
-    held = HeldWeights(1, {"a": noise(3 * MIB + 5), "b": noise(2 * MIB - 1)})
-    async with serving(lambda: held) as address:
-        tensors = await RemoteWeights(address, 1).fetch()
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in (await held.fetch()).items())
+def pull(
+    sources: Sequence[str], held: HeldWeights, store: WeightStore | None = None, **arguments: Any
+) -> RemoteWeights:
+    return RemoteWeights(sources, held.version, held.holding.digest, store=store, **arguments)
+
+
+def counted(counter: Any, *labels: str) -> Callable[[], int]:
+    """How much a counter has grown since now."""
+    value = counter.labels(*labels)._value
+    before = value.get()
+    return lambda: int(value.get() - before)
+
+
+# ---------------------------------------------------------------------------- servers that fail
+
+
+class Faulty(WeightsServicer):
+    """The real service, in whose stream of bytes something happens. `starts` are the offsets asked for."""
+
+    def __init__(self, held: HeldWeights) -> None:
+        super().__init__(stored(held))
+        self.starts: list[int] = []
+
+    async def FetchRange(self, request: Any, context: Any) -> AsyncIterator[bytes]:
+        self.starts.append(request.offset)
+        at = request.offset
+        async for frame in super().FetchRange(request, context):
+            yield await self.on_frame(at, frame)
+            at += MIB
+
+    async def on_frame(self, at: int, frame: bytes) -> bytes:
+        return frame
+
+
+class Flipping(Faulty):
+    """Damages one byte of a frame, so many times."""
+
+    def __init__(self, held: HeldWeights, at: int, times: int) -> None:
+        super().__init__(held)
+        self._at, self._times = at, times
+
+    async def on_frame(self, at: int, frame: bytes) -> bytes:
+        if at != self._at or not self._times:
+            return frame
+        self._times -= 1
+        return frame[:-1] + bytes([frame[-1] ^ 1])
+
+
+class Gated(Faulty):
+    """Sends up to a byte, and the rest once it is let."""
+
+    def __init__(self, held: HeldWeights, until: int) -> None:
+        super().__init__(held)
+        self.reached, self.open = asyncio.Event(), asyncio.Event()
+        self._until = until
+
+    async def on_frame(self, at: int, frame: bytes) -> bytes:
+        if at >= self._until:
+            self.reached.set()
+            await self.open.wait()
+        return frame
+
+
+# ------------------------------------------------------------------------------- what arrives
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_every_bit_of_every_dtype_arrives(shared: bool, request: pytest.FixtureRequest):
+    if not shared:
+        request.getfixturevalue("no_shared_memory")
+    held = HeldWeights(7, {**of_every_dtype(), "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4)})
+    async with serving(WeightsServicer(stored(held))) as addresses:
+        source = pull(addresses, held)
+        assert source.version == 7
+        tensors = await source.fetch()
+    await assert_same(tensors, held)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_a_version_of_several_pieces_arrives_and_each_byte_is_counted_once(
+    shared: bool, request: pytest.FixtureRequest
+):
+    if not shared:
+        request.getfixturevalue("no_shared_memory")
+    held = large()
+    sent = counted(metrics.WEIGHTS_SENT_BYTES, "actor")
+    received = counted(metrics.WEIGHTS_RECEIVED_BYTES, "memory" if shared else "actor")
+    async with serving(WeightsServicer(stored(held))) as addresses:
+        await assert_same(await pull(addresses, held).fetch(), held)
+    assert received() == held.holding.num_bytes
+    assert sent() == (0 if shared else held.holding.num_bytes)
+
+
+async def test_a_version_without_bytes_arrives():
+    held = HeldWeights(1, {"empty": torch.zeros(0, 4)})
+    async with serving(WeightsServicer(stored(held))) as addresses:
+        await assert_same(await pull(addresses, held).fetch(), held)
+
+
+async def test_what_the_process_holds_already_is_taken_by_reference():
+    held = large()
+    tensors = await pull(["127.0.0.1:1"], held, stored(held)).fetch()
+    assert tensors["b"].data_ptr() == (await held.fetch())["b"].data_ptr()
+
+
+# -------------------------------------------------------------------------- what is not there
 
 
 async def test_a_version_that_is_not_held_is_named_with_the_one_that_is():
-    held: list[HeldWeights | None] = [HeldWeights(2, {"a": torch.zeros(1)}), None]
-    for now, message in zip(
-        held, ["version 1 is not held here; version 2 is held", "none is held"], strict=True
-    ):
-        async with serving(lambda now=now: now) as address:
-            with pytest.raises(WeightsUnavailable, match=f"from {address}.*{message}"):
-                await RemoteWeights(address, 1).fetch()
+    wanted = large(1)
+    for store, message in [
+        (stored(large(2)), "version 1 is not held here; version 2 is held"),
+        (WeightStore(), "none is held"),
+        (stored(HeldWeights(1, {"a": noise(9)})), "version 1 is held, of another digest"),
+    ]:
+        async with serving(WeightsServicer(store)) as addresses:
+            with pytest.raises(WeightsUnavailable, match=f"from {addresses[0]}.*{message}"):
+                await pull(addresses, wanted).fetch()
 
 
-async def test_a_version_that_goes_while_it_is_pulled_is_unavailable():
-    versions = iter([HeldWeights(1, {"a": noise(100)}), HeldWeights(2, {"a": noise(100)})])
-    async with serving(lambda: next(versions)) as address:
-        with pytest.raises(WeightsUnavailable, match="version 2 is held"):
-            await RemoteWeights(address, 1).fetch()
+async def test_weights_of_another_digest_are_refused_also_from_a_holder_that_gives_them():
+    class Careless(WeightStore):
+        async def get(self, version: int, digest: str, wait_s: float = 0.0) -> Holding:
+            held = self._held
+            assert held is not None
+            return held
+
+    wanted, careless = large(1), Careless()
+    careless.put(HeldWeights(1, {"a": noise(9)}).holding)
+    async with serving(WeightsServicer(careless), WeightsServicer(stored(wanted))) as addresses:
+        with pytest.raises(WeightsUnavailable, match="version 1 of another digest"):
+            await pull(addresses[:1], wanted).fetch()
+        await assert_same(await pull(addresses, wanted).fetch(), wanted)
 
 
-async def test_bytes_that_do_not_match_their_checksum_are_refused():
-    held = HeldWeights(1, {"a": noise(100), "b": noise(200)})
-    assert held.manifest.version == 1  # made now
-    (await held.fetch())["b"][150] += 1
-    async with serving(lambda: held) as address:
-        with pytest.raises(WeightsUnavailable, match="checksum of 'b' is wrong, twice"):
-            await RemoteWeights(address, 1).fetch()
+async def test_a_version_that_goes_while_it_is_pulled_is_unavailable(no_shared_memory: None):
+    held = large(1)
+    gated = Gated(held, 6 * MIB)
+    async with serving(gated) as addresses:
+        fetching = asyncio.create_task(pull(addresses, held).fetch())
+        await gated.reached.wait()
+        gated._store.put(large(2).holding)
+        gated.open.set()
+        with pytest.raises(WeightsUnavailable, match="version 1 is held no longer: version 2 is held"):
+            await fetching
 
 
-async def test_a_damaged_tensor_is_fetched_again_once():
-    held = HeldWeights(1, {"a": noise(100), "b": noise(200)})
-    assert held.manifest.version == 1
-    tensor, calls = (await held.fetch())["b"], 0
-    tensor[150] += 1
-
-    def get() -> HeldWeights:  # called for the manifest, the region, the tensor
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            tensor[150] -= 1
-        return held
-
-    async with serving(get) as address:
-        tensors = await RemoteWeights(address, 1).fetch()
-    assert calls == 3
-    assert torch.equal(tensors["b"], noise(200))
-
-
-async def test_nobody_there_and_nobody_answering_are_unavailable():
-    async with serving(lambda: None) as address:
+async def test_every_source_is_named_with_what_it_did(no_shared_memory: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote, "STALL_S", 0.2)
+    monkeypatch.setattr(remote, "PATIENCE_S", 0.5)
+    held = large()
+    async with serving(WeightsServicer(WeightStore())) as gone:
         pass
-    with pytest.raises(WeightsUnavailable, match=f"from {address}.*UNAVAILABLE"):
-        await RemoteWeights(address, 1).fetch()
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    port = silent.sockets[0].getsockname()[1]
-    with pytest.raises(WeightsUnavailable, match=r"UNAVAILABLE|DEADLINE_EXCEEDED"):
-        await RemoteWeights(f"127.0.0.1:{port}", 1, timeout_s=0.2).fetch()
-    silent.close()
+    bad = [Flipping(held, at=5 * MIB, times=9), Gated(held, 0), WeightsServicer(stored(large(2)))]
+    async with serving(*bad) as addresses:
+        with pytest.raises(WeightsUnavailable) as raised:
+            await pull([*gone, *addresses], held).fetch()
+    said = ["UNAVAILABLE", "piece at byte 4194304, twice", "nothing came for 0.2 s", "version 2 is held"]
+    have, *told = str(raised.value).split("; from ")
+    assert "beyond byte 4194304 of" in have
+    for line, address, what in zip(told, [*gone, *addresses], said, strict=True):
+        assert line.startswith(address)
+        assert what in line
 
 
-class Cable:
-    """A TCP cable to a server, which is cut once, after so many bytes from the server."""
-
-    def __init__(self, address: str, cut_after: int) -> None:
-        self.address, self.cut_after = address, cut_after
-        self.cut, self.mended = asyncio.Event(), asyncio.Event()
-        self.num_bytes = 0
-
-    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.cut.is_set():
-            await self.mended.wait()
-        host, port = self.address.split(":")
-        from_server, to_server = await asyncio.open_connection(host, int(port))
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._pump(reader, to_server))
-            both.create_task(self._pump(from_server, writer, count=True))
-
-    async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, count: bool = False
-    ) -> None:
-        try:
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-                self.num_bytes += len(data) * count
-                if count and self.num_bytes >= self.cut_after and not self.cut.is_set():
-                    self.cut.set()
-                    break
-        except ConnectionError:
-            pass
-        writer.close()
+async def test_a_pull_ends_by_its_deadline_and_the_next_goes_on_where_it_ended(no_shared_memory: None):
+    held, store = large(), WeightStore()
+    gated = Gated(held, 9 * MIB)
+    async with serving(gated) as addresses:
+        with pytest.raises(WeightsUnavailable, match=r"beyond byte 8388608 of 25165\d+ within 0.5 s"):
+            await pull(addresses, held, store, timeout_s=0.5).fetch()
+        gated.open.set()
+        await assert_same(await pull(addresses, held, store).fetch(), held)
+    assert gated.starts == [0, 8 * MIB]
 
 
-async def test_a_holder_stopped_in_mid_stream_and_started_again_is_resumed():
-    held = HeldWeights(1, {"a": noise(12 * MIB), "b": noise(12 * MIB)})
-    server, address = await start(lambda: held)
-    cable = Cable(address, cut_after=10 * MIB)
-    listener = await asyncio.start_server(cable.connect, "127.0.0.1", 0)
-    host, port = listener.sockets[0].getsockname()
-    fetching = asyncio.create_task(RemoteWeights(f"{host}:{port}", 1).fetch())
-    await cable.cut.wait()
-    await server.drain(0)
-    server, cable.address = await start(lambda: held)
-    cable.mended.set()
-    tensors = await fetching
-    assert torch.equal(tensors["a"], noise(12 * MIB))
-    assert torch.equal(tensors["b"], noise(12 * MIB))
-    # Begun anew it would be 34 MiB; what was under way when the cable was cut came twice.
-    assert cable.num_bytes < 32 * MIB
-    listener.close()
-    await server.drain(0)
+# ---------------------------------------------------------------------------- what is repaired
 
 
-async def test_a_rollout_takes_pulled_weights_as_it_takes_held_ones(tiny_model: Path, tmp_path: Path):
-    job = make_job(
-        {
-            "actor": {"model": {"path": str(tiny_model)}},
-            "data": {"max_prompt_length": 4, "max_response_length": 4},
-        }
-    )
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, seed=5))
-    held, worker = HeldWeights(3, named_weights(model)), RolloutWorker(job)
-    async with serving(lambda: held) as address:
-        await worker.update_weights(RemoteWeights(address, 3))
-        with pytest.raises(WeightsUnavailable):
-            await worker.update_weights(RemoteWeights(address, 4))
-    assert worker.version == 3
-    for name, tensor in named_weights(worker._engine.model).items():
-        assert torch.equal(tensor, named_weights(model)[name])
-    worker.close()
+async def test_a_damaged_piece_is_fetched_again_and_only_it(no_shared_memory: None):
+    held = large()
+    flipping = Flipping(held, at=9 * MIB, times=1)
+    async with serving(flipping) as addresses:
+        await assert_same(await pull(addresses, held).fetch(), held)
+    assert flipping.starts == [0, 8 * MIB]
+
+
+async def test_a_holder_whose_memory_has_changed_is_left_for_the_next(no_shared_memory: None):
+    held, damaged = large(), large()
+    assert damaged.holding.digest == held.holding.digest
+    (await damaged.fetch())["b"][150] += 1
+    good = Faulty(held)
+    async with serving(WeightsServicer(stored(damaged)), good) as addresses:
+        await assert_same(await pull(addresses, held).fetch(), held)
+        with pytest.raises(WeightsUnavailable, match="the piece at byte 8388608, twice"):
+            await pull(addresses[:1], held).fetch()
+    assert good.starts == [8 * MIB]  # what was verified is kept
+
+
+@pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
+@pytest.mark.parametrize("fault", ["damaged", "never sealed"])
+async def test_shared_memory_that_is_damaged_or_could_still_be_changed_is_not_used(fault: str):
+    held = large()
+    honest = held.holding
+    lying = Region(honest.num_bytes)
+    lying.write(0, honest.region.read(0, honest.num_bytes))
+    if fault == "damaged":
+        lying.write(9 * MIB, memoryview(bytes([honest.region.read(9 * MIB, 9 * MIB + 1)[0] ^ 1])))
+        lying.seal()
+    store = WeightStore()
+    store.put(Holding(honest.serialized, honest.manifest, lying, "rollout", honest.num_bytes))
+    good = Faulty(held)
+    async with serving(WeightsServicer(store), good) as addresses:
+        pulled = WeightStore()
+        await assert_same(await pull(addresses, held, pulled).fetch(), held)
+    assert good.starts == ([8 * MIB] if fault == "damaged" else [])  # else a copy, which nobody can change
+    taken = pulled.find(1, honest.digest)
+    assert taken is not None
+    assert taken.region.is_sealed
+
+
+async def test_a_sender_that_stalls_is_left_for_the_next(
+    no_shared_memory: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote, "STALL_S", 0.3)
+    held = large()
+    stalled, good = Gated(held, 5 * MIB), Faulty(held)
+    failures = counted(metrics.WEIGHTS_SOURCE_FAILURES, "stalled")
+    async with serving(stalled, good) as addresses:
+        await assert_same(await pull(addresses, held).fetch(), held)
+    assert good.starts == [4 * MIB]
+    assert failures() == 1
+
+
+async def test_a_sender_that_disappears_is_left_for_the_next(no_shared_memory: None):
+    held = large()
+    gated, good = Gated(held, 5 * MIB), Faulty(held)
+    async with serving(good) as second:
+        async with serving(gated) as first:
+            fetching = asyncio.create_task(pull([*first, *second], held).fetch())
+            await gated.reached.wait()
+        await assert_same(await fetching, held)
+    assert good.starts == [4 * MIB]
+
+
+async def test_the_only_holder_stopped_in_mid_stream_and_started_again_is_resumed(no_shared_memory: None):
+    held = large()
+    gated = Gated(held, 9 * MIB)
+    async with _server(gated) as address:
+        fetching = asyncio.create_task(pull([address], held).fetch())
+        await gated.reached.wait()
+    gated.open.set()
+    async with _server(gated, address):
+        await assert_same(await fetching, held)
+    assert gated.starts == [0, 8 * MIB]
+
+
+# -------------------------------------------------------------------------------------- relays
+
+
+async def test_a_relay_gives_on_what_it_has_verified_before_it_has_all(no_shared_memory: None):
+    held, relay, last = large(), WeightStore(), WeightStore()
+    gated = Gated(held, 13 * MIB)
+    async with serving(gated, WeightsServicer(relay)) as (actor, first):
+        fetching = [asyncio.create_task(pull([actor], held, relay).fetch())]
+        fetching += [asyncio.create_task(pull([first, actor], held, last).fetch())]
+        await gated.reached.wait()
+        held_last = await last.get(1, held.holding.digest, 30)
+        assert await held_last.beyond(11 * MIB) == 12 * MIB
+        gated.open.set()
+        for tensors in await asyncio.gather(*fetching):
+            await assert_same(tensors, held)
+    assert gated.starts == [0]
+
+
+async def test_a_relay_that_is_not_told_yet_is_waited_for(no_shared_memory: None):
+    held, relay = large(), WeightStore()
+    relay.put(large(0).holding)
+    served = Faulty(held)
+    async with serving(served, WeightsServicer(relay)) as (actor, first):
+        fetching = asyncio.create_task(pull([first, actor], held).fetch())
+        while not asyncio.all_tasks() - {fetching, asyncio.current_task()}:  # the call has left
+            await asyncio.sleep(0)
+        await pull([actor], held, relay).fetch()
+        await assert_same(await fetching, held)
+    assert served.starts == [0]
+
+
+async def test_the_actor_sends_each_byte_once_however_many_replicas_there_are(no_shared_memory: None):
+    held, stores = large(), [WeightStore() for _ in range(8)]
+    sent, relayed = (counted(metrics.WEIGHTS_SENT_BYTES, role) for role in ("actor", "rollout"))
+    async with serving(WeightsServicer(stored(held)), *map(WeightsServicer, stores)) as (actor, *relays):
+        chain = [[*reversed(relays[:i]), actor] for i in range(8)]
+        pulls = [pull(sources, held, store).fetch() for sources, store in zip(chain, stores, strict=True)]
+        for tensors in await asyncio.gather(*pulls):
+            await assert_same(tensors, held)
+    assert sent() == held.holding.num_bytes
+    assert relayed() == 7 * held.holding.num_bytes
+
+
+@pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
+async def test_replicas_of_one_machine_share_one_region_which_the_first_receives():
+    """The actor is on another machine; of eight replicas here one receives, and all have the same pages."""
+    held, stores = large(), [WeightStore() for _ in range(8)]
+
+    class Elsewhere(Faulty):
+        async def GetManifest(self, request: Any, context: Any) -> Any:
+            answer = await super().GetManifest(request, context)
+            answer.ClearField("shared")
+            return answer
+
+    elsewhere = Elsewhere(held)
+    async with serving(elsewhere, *map(WeightsServicer, stores)) as (actor, *relays):
+        chain = [[*reversed(relays[:i]), actor] for i in range(8)]
+        pulls = [pull(sources, held, store).fetch() for sources, store in zip(chain, stores, strict=True)]
+        for tensors in await asyncio.gather(*pulls):
+            await assert_same(tensors, held)
+    assert elsewhere.starts == [0]
+    taken = [store.find(1, held.holding.digest) for store in stores]
+    inodes = {holding.region.shared.inode for holding in taken if holding and holding.region.shared}
+    assert len(inodes) == 1
+    assert all(holding and holding.region.is_sealed for holding in taken)
+
+
+@pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
+async def test_a_relay_that_dies_while_others_map_its_memory_costs_them_nothing_verified():
+    held, relay, last = large(), WeightStore(), WeightStore()
+
+    class Elsewhere(Gated):
+        async def GetManifest(self, request: Any, context: Any) -> Any:
+            answer = await super().GetManifest(request, context)
+            answer.ClearField("shared")
+            return answer
+
+    gated = Elsewhere(held, 13 * MIB)
+    async with serving(gated) as (actor,):
+        async with serving(WeightsServicer(relay)) as (first,):
+            relaying = asyncio.create_task(pull([actor], held, relay).fetch())
+            fetching = asyncio.create_task(pull([first, actor], held, last).fetch())
+            held_last = await last.get(1, held.holding.digest, 30)
+            assert await held_last.beyond(11 * MIB) == 12 * MIB
+            assert not held_last.region.is_own
+            relaying.cancel()
+        gated.open.set()
+        await assert_same(await fetching, held)
+        assert held_last.region.is_own
+    assert gated.starts == [0, 12 * MIB]
