@@ -1,0 +1,64 @@
+"""Where servers find the weights: a directory of this engine's own, in one that the servers see too."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rolemesh.errors import InvalidConfig, WeightsUnavailable
+
+PREFIX = "rolemesh-"
+
+
+class WeightsFolder:
+    """Versions as directories with one safetensors file. Removed when it is closed; if this process is killed,
+    by the next engine that starts there: who holds the lock is alive."""
+
+    def __init__(self, parent: Path) -> None:
+        try:
+            _remove_abandoned(parent)
+            self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent.resolve()))
+            self._lock = (self._path / "lock").open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InvalidConfig(
+                f"rollout.openai.weights_dir is {str(parent)!r}, and weights cannot be written there: {error}"
+            ) from error
+
+    def write(self, version: int, tensors: Mapping[str, Tensor]) -> Path:
+        """Writes a version, under a name that no other has.
+
+        Raises:
+            WeightsUnavailable: the disk is full, or gone.
+        """
+        directory = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._path))
+        own = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        try:
+            save_file(own, directory / "model.safetensors", metadata={"format": "pt"})
+        except Exception as error:  # safetensors has its own for OSError
+            shutil.rmtree(directory, ignore_errors=True)
+            raise WeightsUnavailable(f"version {version} cannot be written to {directory}: {error}") from error
+        return directory
+
+    def remove(self, directory: Path) -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def close(self) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._lock.close()
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for file in parent.glob(f"{PREFIX}*/lock"):
+        with file.open("wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            shutil.rmtree(file.parent, ignore_errors=True)

@@ -1,0 +1,315 @@
+"""What is said to a server over HTTP. A third kind is another class here and a name in rollout.openai.api."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from rolemesh.config import JobConfig
+from rolemesh.config.rollout import SamplingConfig
+
+LEAST_LOG_PROB = -9999.0  # vLLM's word for minus infinity, and for a token of which it knows none
+EXTENSION = "services.rollout.engines.vllm.extension.RolloutExtension"
+
+
+class ServerLost(Exception):
+    """A server that cannot be worked with. The message says what it was asked and how it answered."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a completion is asked for.
+
+    Args:
+        tokens: prompt, and what has been made of the response already.
+        seed: of this request's random stream, 0 or more.
+        num_tokens: at most so many new ones.
+        ends: tokens that end a response; they are part of it.
+        vocabulary: how many token ids there are.
+    """
+
+    tokens: list[int]
+    seed: int
+    num_tokens: int
+    sampling: SamplingConfig
+    ends: list[int]
+    ignore_eos: bool
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came of it: n tokens, their log-probabilities under the distribution they were drawn from, and where
+    training's sampling truncates the tokens that could be drawn, the likeliest first."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    kept_ids: list[list[int]] = field(default_factory=list)
+    broken_off: bool = False
+
+    def check(self, request: Request) -> Completion:
+        """Itself, if it is an answer to the request. Nothing is filled up or cut to fit."""
+        wrong = None
+        if not (self.tokens or self.broken_off) or len(self.tokens) > request.num_tokens:
+            wrong = f"{len(self.tokens)} tokens, of {request.num_tokens}"
+        elif len(self.log_probs) != len(self.tokens):
+            wrong = f"{len(self.log_probs)} log-probs for {len(self.tokens)} tokens"
+        elif any(not 0 <= token < request.vocabulary for token in self.tokens):
+            wrong = f"a token outside the vocabulary of {request.vocabulary}"
+        elif any(not math.isfinite(x) or x <= LEAST_LOG_PROB for x in self.log_probs):
+            wrong = "a log-prob that is no number"
+        elif request.sampling.num_kept and any(
+            token not in kept for token, kept in zip(self.tokens, self.kept_ids, strict=True)
+        ):
+            wrong = "a token that is not among those that could be drawn"
+        if wrong:
+            raise ServerLost(f"it completed a prompt with {wrong}")
+        return self
+
+
+class Server(ABC):
+    """One server: its address, and what the engine knows of it.
+
+    Attributes:
+        holds: the version that it is known to compute with; None: it is asked before the next row.
+        lost: why it is left out; None: it is not.
+        num_rows: rows that have chosen it; num_asked: of these, requests that it has.
+        quiet: set while num_asked is 0.
+        lock: who has it may change the weights, or ask for a row.
+    """
+
+    name: str
+
+    def __init__(self, url: str, job: JobConfig) -> None:
+        self.url, self._job = url.rstrip("/"), job
+        self.model = self.root = ""
+        self.holds: int | None = None
+        self.lost: str | None = None
+        self.num_rows = self.num_asked = 0
+        self.quiet, self.lock = asyncio.Event(), asyncio.Lock()
+        self.quiet.set()
+
+    async def call(self, client: httpx.AsyncClient, method: str, path: str, body: Any = None) -> Any:
+        """Its answer, from JSON. Raises ServerLost."""
+        try:
+            response = await client.request(method, self.url + path, json=body)
+            if response.status_code != httpx.codes.OK:
+                raise ServerLost(f"{method} {path}: {response.status_code} {response.text[:300]}")
+            return response.json() if response.content else None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise ServerLost(f"{method} {path}: {type(error).__name__} {error}") from error
+
+    async def inspect(self, client: httpx.AsyncClient, tokenizer: Any) -> list[str]:
+        """Learns the model's name. Returns what is wrong with the server for this job, and what to do."""
+        card = (await self.call(client, "GET", "/v1/models"))["data"][0]
+        self.model, self.root = card["id"], card["root"]
+        wrong = []
+        length = self._job.data.max_prompt_length + self._job.data.max_response_length
+        if card["max_model_len"] < length:
+            wrong.append(
+                f"it takes {card['max_model_len']} tokens, and data.max_prompt_length + "
+                f"data.max_response_length is {length}"
+            )
+        text = "Rolemesh: 12 × 34 = 408, ¿verdad?\n"
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        tokens = (await self.call(client, "POST", "/tokenize", body))["tokens"]
+        if tokens != tokenizer(text, add_special_tokens=False)["input_ids"]:
+            wrong.append(
+                f"it serves {self.model!r} with another tokenizer than actor.model.path "
+                f"{self._job.actor.model.path!r}"
+            )
+        return wrong
+
+    @abstractmethod
+    async def complete(self, client: httpx.AsyncClient, request: Request) -> Completion:
+        """Asks for a completion. Leaving the call closes the connection, which ends the generation."""
+
+    @abstractmethod
+    async def break_off(self, client: httpx.AsyncClient) -> None:
+        """Ends all requests that it has by now: they answer with what they have."""
+
+    @abstractmethod
+    async def take_weights(self, client: httpx.AsyncClient, path: str, label: str) -> None:
+        """Loads a directory of safetensors, forgets cached keys and values, and gives the weights a label."""
+
+    @abstractmethod
+    async def label(self, client: httpx.AsyncClient) -> str:
+        """What it calls its weights; after its start a word of its own."""
+
+
+class VllmServer(Server):
+    """`vllm serve` with VLLM_SERVER_DEV_MODE=1, 0.32 or newer."""
+
+    name = "vllm"
+
+    async def inspect(self, client: httpx.AsyncClient, tokenizer: Any) -> list[str]:
+        wrong = await super().inspect(client, tokenizer)
+        try:
+            info = await self.call(client, "GET", "/server_info?config_format=json")
+        except ServerLost as error:
+            return [*wrong, f"{error}; start it with VLLM_SERVER_DEV_MODE=1 in its environment"]
+        return wrong + self.unfit(info["vllm_config"])
+
+    def unfit(self, config: dict[str, Any]) -> list[str]:
+        """What in its configuration does not suit the job."""
+        rollout, model = self._job.rollout, config["model_config"]
+        wrong = []
+        if model["logprobs_mode"] != "processed_logprobs":
+            wrong.append(
+                f"its log-probs are {model['logprobs_mode']}, not of the distribution that tokens are drawn "
+                "from; start it with --logprobs-mode processed_logprobs"
+            )
+        if model["dtype"] != f"torch.{rollout.dtype}":
+            wrong.append(f"it computes in {model['dtype']}, and rollout.dtype is {rollout.dtype}")
+        if 0 <= model["max_logprobs"] < rollout.num_kept:
+            wrong.append(
+                f"rollout.top_k is {rollout.top_k}, and it tells of {model['max_logprobs']} tokens; start it "
+                f"with --max-logprobs {rollout.top_k}"
+            )
+        self._on_cpu = config["device_config"]["device"] == "cpu"
+        if self._on_cpu and config["parallel_config"]["worker_extension_cls"] != EXTENSION:
+            wrong.append(
+                "on a CPU it keeps packed copies of the weights, and an update leaves that of a tied head as "
+                f"it was; start it with --worker-extension-cls {EXTENSION}"
+            )
+        return wrong
+
+    async def complete(self, client: httpx.AsyncClient, request: Request) -> Completion:
+        sampling = request.sampling
+        # All that a server may have other defaults for is said: it takes them from generation_config.json.
+        body = {
+            "model": self.model,
+            "prompt": request.tokens,
+            "max_tokens": request.num_tokens,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_k": -1 if sampling.greedy else sampling.top_k,
+            "top_p": 1.0 if sampling.greedy else sampling.top_p,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": request.seed,
+            "ignore_eos": request.ignore_eos,
+            "stop_token_ids": [] if request.ignore_eos else request.ends,
+            "logprobs": sampling.num_kept,  # the drawn token's, and so many of the likeliest
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # as the names of `top_logprobs`
+        }
+        choice = (await self.call(client, "POST", "/v1/completions", body))["choices"][0]
+        if choice["finish_reason"] not in ("stop", "length", "abort"):
+            raise ServerLost(f"it ended a completion with {choice['finish_reason']!r}")
+        tokens, log_probs = choice.get("token_ids") or [], choice["logprobs"] or {}
+        kept_ids = []
+        if sampling.num_kept:
+            for token, likely in zip(tokens, log_probs.get("top_logprobs") or [], strict=False):
+                kept_ids.append(_kept(token, likely, sampling.num_kept))
+        return Completion(
+            tokens, log_probs.get("token_logprobs") or [], kept_ids, choice["finish_reason"] == "abort"
+        ).check(request)
+
+    async def break_off(self, client: httpx.AsyncClient) -> None:
+        await self.call(client, "POST", "/abort_requests", {})
+
+    async def take_weights(self, client: httpx.AsyncClient, path: str, label: str) -> None:
+        await self.call(client, "POST", "/pause")  # which empties the cache
+        try:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+            await self.call(client, "POST", "/collective_rpc", reload)
+            if self._on_cpu:
+                await self.call(client, "POST", "/collective_rpc", {"method": "pack_tied"})
+            await self.call(client, "POST", "/update_weight_version", {"new_version": label})
+        finally:
+            await self.call(client, "POST", "/resume")
+
+    async def label(self, client: httpx.AsyncClient) -> str:
+        return str((await self.call(client, "GET", "/weight_info"))["weight_version"])
+
+
+class SglangServer(Server):
+    """`python -m sglang.launch_server`, by its documentation: /generate gives token ids and log-probs, which
+    /v1/completions does not. Log-probs are of the distribution before top_k and top_p, so neither may cut."""
+
+    name = "sglang"
+
+    async def inspect(self, client: httpx.AsyncClient, tokenizer: Any) -> list[str]:
+        wrong = await super().inspect(client, tokenizer)
+        if self._job.rollout.truncates:
+            wrong.append("its log-probs do not heed rollout.top_k and rollout.top_p; leave both unset")
+        info = await self.call(client, "GET", "/get_server_info")
+        if not info.get("enable_deterministic_inference"):
+            wrong.append("it does not heed seeds; start it with --enable-deterministic-inference")
+        cold, warm = [await self._gap(client, temperature) for temperature in (0.5, 1.0)]
+        if abs(cold - 2 * warm) > abs(cold - warm):
+            wrong.append(
+                "its log-probs do not heed the temperature; unset SGLANG_RETURN_ORIGINAL_LOGPROB there"
+            )
+        return wrong
+
+    async def _gap(self, client: httpx.AsyncClient, temperature: float) -> float:
+        """Between the log-probs of the two likeliest tokens, which a temperature of one half doubles."""
+        sampling = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
+        body = {
+            "input_ids": [0, 1, 2],
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+        }
+        answer = await self.call(client, "POST", "/generate", body)
+        first, second = answer["meta_info"]["output_top_logprobs"][0]
+        return float(first[0] - second[0])
+
+    async def complete(self, client: httpx.AsyncClient, request: Request) -> Completion:
+        sampling = {
+            "temperature": 0.0 if request.sampling.greedy else request.sampling.temperature,
+            "top_k": -1 if request.sampling.greedy else request.sampling.top_k,
+            "top_p": 1.0 if request.sampling.greedy else request.sampling.top_p,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "max_new_tokens": request.num_tokens,
+            "sampling_seed": request.seed,
+            "ignore_eos": request.ignore_eos,
+            "stop_token_ids": [] if request.ignore_eos else request.ends,
+        }
+        body = {"input_ids": request.tokens, "sampling_params": sampling, "return_logprob": True}
+        info = (await self.call(client, "POST", "/generate", body))["meta_info"]
+        reason = info["finish_reason"]["type"]
+        if reason not in ("stop", "length", "abort"):
+            raise ServerLost(f"it ended a completion with {info['finish_reason']}")
+        made = info.get("output_token_logprobs") or []
+        return Completion(
+            [token for _, token, *_ in made], [log_prob for log_prob, *_ in made], broken_off=reason == "abort"
+        ).check(request)
+
+    async def break_off(self, client: httpx.AsyncClient) -> None:
+        await self.call(client, "POST", "/abort_request", {"rid": "", "abort_all": True})
+
+    async def take_weights(self, client: httpx.AsyncClient, path: str, label: str) -> None:
+        body = {"model_path": path, "weight_version": label, "flush_cache": True}
+        answer = await self.call(client, "POST", "/update_weights_from_disk", body)
+        if not answer["success"]:
+            raise ServerLost(f"POST /update_weights_from_disk: {answer['message']}")
+
+    async def label(self, client: httpx.AsyncClient) -> str:
+        return str((await self.call(client, "GET", "/get_model_info"))["weight_version"])
+
+
+KINDS: dict[str, type[Server]] = {kind.name: kind for kind in (VllmServer, SglangServer)}
+
+
+def _kept(token: int, likely: dict[str, float], num_kept: int) -> list[int]:
+    """Tokens with a probability, the likeliest first, at most num_kept. Of tokens as likely as the last one a
+    server may keep more: the drawn one then goes before its equals.
+
+    Args:
+        likely: log-probs by `token_id:7`.
+    """
+    ids = ((int(name.removeprefix("token_id:")), log_prob) for name, log_prob in likely.items())
+    ranked = sorted((-log_prob, i != token, i) for i, log_prob in ids if log_prob > LEAST_LOG_PROB)
+    return [i for *_, i in ranked[:num_kept]]
