@@ -38,7 +38,7 @@ async def serving(*servicers: WeightsServicer) -> AsyncIterator[list[str]]:
 
 @asynccontextmanager
 async def _server(servicer: WeightsServicer, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
-    server = RoleServer("actor", [WEIGHTS])
+    server = RoleServer({"actor": [WEIGHTS]})
     address = await server.start(listen)
     await server.ready({WEIGHTS: servicer})
     try:
@@ -356,13 +356,19 @@ async def test_a_relay_gives_on_what_it_has_verified_before_it_has_all(no_shared
 
 
 async def test_a_relay_that_is_not_told_yet_is_waited_for(no_shared_memory: None):
-    held, relay = large(), WeightStore()
+    asked = asyncio.Event()
+
+    class Asked(WeightStore):
+        async def get(self, version: int, digest: str, wait_s: float = 0.0) -> Holding:
+            asked.set()
+            return await super().get(version, digest, wait_s)
+
+    held, relay = large(), Asked()
     relay.put(large(0).holding)
     served = Faulty(held)
     async with serving(served, WeightsServicer(relay)) as (actor, first):
         fetching = asyncio.create_task(pull([first, actor], held).fetch())
-        while not asyncio.all_tasks() - {fetching, asyncio.current_task()}:  # the call has left
-            await asyncio.sleep(0)
+        await asked.wait()
         await pull([actor], held, relay).fetch()
         await assert_same(await fetching, held)
     assert served.starts == [0]
