@@ -71,6 +71,26 @@ def load_causal_lm(config: ModelConfig, role: str) -> Any:
     return _load(AutoModelForCausalLM, model_directory(config, role), config, role)
 
 
+def load_outline(config: ModelConfig, role: str) -> Any:
+    """A causal LM without its numbers: `named_weights` of it says what the directory's model consists of. Its
+    tensors are float32 on the device `meta`.
+
+    Raises:
+        ModelNotFound: the directory is not there or not a causal LM.
+    """
+    directory = model_directory(config, role)
+    try:
+        settings = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+        with _LOADING, torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+            )
+    except Exception as error:  # as in _load
+        raise ModelNotFound(f"{role}: the model in {directory} cannot be read: {error}") from error
+
+
 def load_body(config: ModelConfig, role: str) -> Any:
     """The same without its head, of a causal LM or of a classification model.
 

@@ -81,8 +81,24 @@ def _load_hf(job: JobConfig, worker: LocalWorker) -> Engine:
     return HfEngine(job, worker)
 
 
+def _load_vllm(job: JobConfig, worker: LocalWorker) -> Engine:
+    from services.rollout.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(job)
+
+
+def _load_openai(job: JobConfig, worker: LocalWorker) -> Engine:
+    from services.rollout.engines.openai.engine import OpenAIEngine
+
+    return OpenAIEngine(job)
+
+
 # Each imports its engine when it is asked for: an engine that is not used need not be installed.
-LOADERS: dict[str, Callable[[JobConfig, LocalWorker], Engine]] = {"hf": _load_hf}
+LOADERS: dict[str, Callable[[JobConfig, LocalWorker], Engine]] = {
+    "hf": _load_hf,
+    "vllm": _load_vllm,
+    "openai": _load_openai,
+}
 
 
 def load_engine(job: JobConfig, worker: LocalWorker) -> Engine:

@@ -1,0 +1,32 @@
+"""Whether tensors are a model's weights: looked at as a whole before the first one is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from rolemesh.errors import WeightsUnavailable
+
+
+def check_fit(version: int, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Holds names, shapes and dtypes against those of the model.
+
+    Args:
+        own: the model's, as rolemesh.models.loading.named_weights gives them; on any device.
+
+    Raises:
+        WeightsUnavailable: a tensor is missing, unknown, or of another shape or dtype.
+    """
+    wrong = [f"{name} is missing" for name in own.keys() - tensors.keys()]
+    wrong += [f"{name} is unknown" for name in tensors.keys() - own.keys()]
+    wrong += [
+        f"{name} is {list(tensors[name].shape)} {tensors[name].dtype}, not {list(mine.shape)} {mine.dtype}"
+        for name, mine in own.items()
+        if name in tensors and (tensors[name].shape, tensors[name].dtype) != (mine.shape, mine.dtype)
+    ]
+    if wrong:
+        raise WeightsUnavailable(
+            f"version {version} does not fit the rollout's model in {len(wrong)} tensors: "
+            + "; ".join(sorted(wrong)[:5])
+        )

@@ -1,0 +1,177 @@
+"""Methods that vLLM adds to its worker class, called through `collective_rpc`; this file is imported in vLLM's
+worker processes.
+
+On a CPU vLLM multiplies by packed copies of the weights and throws the originals away. What is here knows two
+things of it: a layer with `cpu_linear` has such a copy, and `dispatch_cpu_unquantized_gemm` makes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import select
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.rollout.engines.vllm.region import Place, tensors_in
+
+OWNER = "ROLEMESH_ENGINE_OWNER"  # the environment variable with the process id of who started the engine
+LIBC = ctypes.CDLL(None)
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+class RolloutExtension:
+    """What the engine asks of each rank."""
+
+    model_runner: Any
+    _file: Any  # what sleeps: the matrices of _only_packed, then every storage
+    _only_packed: list[tuple[Any, torch.Size, torch.dtype]]
+
+    def take_weights(self, path: str, num_bytes: int, places: list[Place]) -> None:
+        """Loads tensors of a region, under their Hugging Face names, into vLLM's layers."""
+        weights = tensors_in(path, num_bytes, places)
+        # It warns of every layer to which no weights belong, each time. That none are missing was looked at.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+        self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+        self.pack_tied()
+
+    def pack_tied(self) -> None:
+        """What a reload leaves undone on a CPU: it packs each layer whose weights arrive. None arrive for a
+        head that is tied to the embedding: its copy would stay the old one, silently."""
+        for layer in self._packed_layers():
+            if layer.weight.numel():
+                _pack(layer, remove_weight=False)
+
+    def give_weights(self, path: str, num_bytes: int, places: list[Place]) -> list[str]:
+        """Writes what the layers compute with into a region, under Hugging Face names; packed copies are read
+        by multiplying with the unit matrix, which is exact. Returns the names it found. For one rank alone."""
+        room = tensors_in(path, num_bytes, places)
+        found = []
+        for name, tensor in self._hugging_face_weights():
+            if name in room:
+                room[name].copy_(tensor)
+                found.append(name)
+        return found
+
+    def _hugging_face_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, layer in self.model_runner.get_model().named_modules():
+            own = dict(layer.named_parameters(recurse=False))
+            if hasattr(layer, "cpu_linear"):
+                own["weight"] = _unpacked(layer)
+            parent, _, last = name.rpartition(".")
+            for parameter, tensor in own.items():
+                if last not in FUSED:
+                    size = getattr(layer, "org_vocab_size", len(tensor))  # vocabularies are padded
+                    yield f"{name}.{parameter}", tensor[:size]
+                    continue
+                parts = tensor.split(layer.output_sizes)
+                for part_name, part in zip(FUSED[last], parts, strict=True):
+                    yield f"{parent}.{part_name}.{parameter}", part
+
+    # ----------------------------------------------------------------------- sleep, on a CPU
+
+    def release_memory(self) -> int:
+        """Gives back the memory of weights and KV cache; weights wait in a file without a name. Returns the
+        bytes that it has."""
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed, and gone, when the memory is back)
+        self._only_packed = []
+        for layer in self._packed_layers():
+            if layer.weight.numel() == 0:
+                weight = _unpacked(layer)
+                _bytes_of(weight).tofile(self._file)
+                self._only_packed.append((layer, weight.shape, weight.dtype))
+            layer.cpu_linear = None
+        for tensor in self._storages():
+            _bytes_of(tensor).tofile(self._file)
+            _drop_pages(tensor)
+        for cache in self.model_runner.kv_caches:
+            _drop_pages(cache)
+        LIBC.malloc_trim(0)
+        num_bytes: int = self._file.tell()
+        return num_bytes
+
+    def restore_memory(self) -> int:
+        """Takes back what release_memory gave: the same weights, an empty cache. Returns the bytes read."""
+        self._file.seek(0)
+        for layer, shape, dtype in self._only_packed:
+            layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+            self._file.readinto(_bytes_of(layer.weight.data))
+        only_packed = [layer for layer, _, _ in self._only_packed]
+        fresh = {layer.weight.untyped_storage().data_ptr() for layer in only_packed}
+        for tensor in self._storages():
+            if tensor.untyped_storage().data_ptr() not in fresh:
+                self._file.readinto(_bytes_of(tensor))
+        for layer in self._packed_layers():
+            _pack(layer, remove_weight=layer in only_packed)
+        num_bytes: int = self._file.tell()
+        self._file.close()
+        return num_bytes
+
+    def _storages(self) -> list[Tensor]:
+        """The memory of parameters and buffers, each piece once, as tensors of bytes."""
+        model = self.model_runner.get_model()
+        storages = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                storages[storage.data_ptr()] = torch.tensor([], dtype=torch.uint8).set_(storage)
+        return list(storages.values())
+
+    def _packed_layers(self) -> list[Any]:
+        return [layer for layer in self.model_runner.get_model().modules() if hasattr(layer, "cpu_linear")]
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """A contiguous tensor's memory as an array of bytes."""
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def _drop_pages(tensor: Tensor) -> None:
+    """Gives the whole pages of a tensor's memory to the system. It stays where it is, and reads as zeros."""
+    storage = tensor.untyped_storage()
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < end:
+        LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
+def _pack(layer: Any, *, remove_weight: bool) -> None:
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=remove_weight)
+
+
+def _unpacked(layer: Any, rows: int = 256) -> Tensor:
+    """The matrix [outputs, inputs] that a packed layer multiplies by."""
+    inputs = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+    dtype = layer.weight.dtype
+    columns = []
+    for first in range(0, inputs, rows):
+        unit = torch.eye(inputs, dtype=dtype)[first : first + rows]
+        columns.append(layer.cpu_linear(unit, layer.weight, None))
+    return torch.cat(columns).t().contiguous()
+
+
+def _end_with(pid: int) -> None:
+    """Ends this process with the one that owns the engine, also when that is killed: vLLM's own processes watch
+    each other, and would outlive it."""
+    owner = os.pidfd_open(pid)
+
+    def watch() -> None:
+        select.select([owner], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="owner").start()
+
+
+# At the import, since a worker may be orphaned before the engine that could call it is ready.
+if os.environ.get(OWNER, str(os.getpid())) != str(os.getpid()):
+    _end_with(int(os.environ[OWNER]))
