@@ -39,20 +39,29 @@ class RolloutWorker(LocalWorker):
                 meta_info["sampling"] is neither "train" nor "validation".
         """
         sampling = self._check(prompts)
-        async with aclosing(self._engine.generate(prompts, sampling)) as finished:
+        async with self.turn(), aclosing(self._engine.generate(prompts, sampling)) as finished:
             async for rows in finished:
                 yield rows
 
     async def update_weights(self, source: WeightSource) -> None:
-        """Fetches a version whole, then swaps it in between decodes. A version taken twice is the same as once.
+        """Fetches a version whole, then swaps it in between two decode steps: rows that are being made go on
+        with it. A version taken twice is the same as once.
 
         Raises:
             WeightsUnavailable: it could not be had or is not this model's; the old weights stay.
         """
-        await self._engine.load_weights(source.version, await source.fetch())
+        tensors = await source.fetch()
+        async with self.turn():
+            await self._engine.load_weights(source.version, tensors)
+
+    async def sleep(self) -> int:
+        return await self._engine.sleep()
+
+    async def wake(self) -> int:
+        return await self._engine.wake()
 
     def close(self) -> None:
-        """Lets the running decode end, then gives back what the engine holds."""
+        """Lets the running step end, then gives back what the engine holds."""
         super().close()
         self._engine.close()
 

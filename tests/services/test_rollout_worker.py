@@ -17,6 +17,9 @@ from rolemesh.errors import InvalidBatch, InvalidConfig, WeightsUnavailable
 from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.weights.held import HeldWeights
+from rolemesh.workers.lease import Lease
+from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.parking import Parking
 from services.rollout.engines import load_engine
 from services.rollout.engines.hf import MIN_ROWS, neutral_rows
 from services.rollout.engines.sampling import log_distribution
@@ -32,6 +35,7 @@ def job_of(model: Path, **rollout: Any) -> JobConfig:
             "actor": {"model": {"path": str(model)}},
             "data": {"max_prompt_length": P, "max_response_length": T},
             "rollout": {"temperature": 1.0, **rollout},
+            "trainer": {"default_local_dir": str(model / "runs")},
         }
     )
 
@@ -394,6 +398,62 @@ async def test_weights_that_do_not_fit_leave_a_running_decode_as_it_was(ending_m
     for name in (*COLUMNS, "weight_versions"):
         assert torch.equal(before[name], after[name])
     worker.close()
+
+
+# --------------------------------------------------------------------------------------- sleep
+
+
+async def test_after_sleep_it_generates_as_before(ending_model: Path):
+    worker, prompts = RolloutWorker(job_of(ending_model)), prompts_of(13)
+    before = await generated(worker, prompts)
+    weights = list(worker._engine.model.parameters())
+    num_bytes = sum(weight.nbytes for weight in weights)
+    moved = await worker.sleep()
+    assert moved >= num_bytes
+    assert not any(weight.untyped_storage().nbytes() for weight in weights)
+    assert await worker.wake() == moved
+    after = await generated(worker, prompts)
+    for name in (*COLUMNS, "weight_versions"):
+        assert torch.equal(before[name], after[name])
+    worker.close()
+
+
+async def test_a_stream_holds_the_device_to_its_end_and_new_weights_wait_for_the_turn(
+    ending_model: Path, tmp_path: Path
+):
+    """Beside a role that wants the device while rows are made."""
+    worker, prompts = RolloutWorker(job_of(ending_model)), prompts_of(13)
+    alone = await generated(worker, prompts)
+    other, lease = LocalWorker("actor"), Lease(turn_s=0)
+    other.parking = Parking(lambda: [], torch.device("cpu"), tmp_path)
+    for each in (other, worker):
+        await lease.vacate()
+        lease.seat(each)
+        each.lease = lease
+    order = []
+
+    async def train() -> None:
+        async with other.turn():
+            order.append("actor")
+            assert all(w.untyped_storage().nbytes() == 0 for w in worker._engine.model.parameters())
+
+    async with aclosing(worker.generate(prompts)) as stream:
+        answers = [await anext(stream)]
+        training = asyncio.create_task(train())
+        async for rows in stream:
+            answers.append(rows)
+            order.append("rollout")
+    await training
+    assert order[-1] == "actor"
+    assert "rollout" in order
+    assert lease.resident == "actor"
+    answer = DataProto.concat(answers)
+    assert torch.equal(answer[answer["row"].argsort()]["responses"], alone["responses"])
+    await worker.update_weights(HeldWeights(2, named_weights(trained(ending_model))))
+    assert lease.resident == "rollout"
+    assert worker.version == 2
+    worker.close()
+    other.close()
 
 
 # ------------------------------------------------------------------------------- kept tokens

@@ -22,9 +22,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch, InvalidConfig, Unsupported, WeightsUnavailable
+from rolemesh.errors import InvalidBatch, InvalidConfig, Unsupported
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
 from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.parking import Parking, model_tensors
+from services.rollout.engines.fitting import check_fit
 from services.rollout.engines.sampling import draw_uniforms, sample
 
 MIN_ROWS = 16
@@ -114,6 +116,7 @@ class HfEngine:
         self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         with self.precision():
             self.min_rows = neutral_rows(self.model, max(PROBED_ROWS, self._max_num_seqs))
+        self._parking = Parking(lambda: model_tensors(self.model), self.device, job.run_dir)
         self._version = 0
         self._turn = asyncio.Lock()  # calls wait in line
 
@@ -159,22 +162,19 @@ class HfEngine:
 
     def _load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         own = named_weights(self.model)
-        wrong = [f"{name} is missing" for name in own.keys() - tensors.keys()]
-        wrong += [f"{name} is unknown" for name in tensors.keys() - own.keys()]
-        wrong += [
-            f"{name} is {list(tensors[name].shape)} {tensors[name].dtype}, not {list(mine.shape)} {mine.dtype}"
-            for name, mine in own.items()
-            if name in tensors and (tensors[name].shape, tensors[name].dtype) != (mine.shape, mine.dtype)
-        ]
-        if wrong:
-            raise WeightsUnavailable(
-                f"version {version} does not fit the rollout's model in {len(wrong)} tensors: "
-                + "; ".join(sorted(wrong)[:5])
-            )
+        check_fit(version, tensors, own)
         with torch.no_grad():
             for name, mine in own.items():
                 mine.copy_(tensors[name])
         self._version = version
+
+    # Keys and values are there only while something generates.
+
+    async def sleep(self) -> int:
+        return await self._worker.run(self._parking.park)
+
+    async def wake(self) -> int:
+        return await self._worker.run(self._parking.unpark)
 
     def close(self) -> None:
         return None
