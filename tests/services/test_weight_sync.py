@@ -1,0 +1,406 @@
+"""New weights for all rollouts of a role: who cannot take them leaves the pool and comes back with them, and
+nobody ever generates with others than were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from sequences import sequence_batch
+from serving import serve_process, served
+from test_weight_transfer import Faulty, Gated, noise, serving
+from torch import nn
+
+from rolemesh import metrics
+from rolemesh.config.job import JobConfig, make_job
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import RoleUnavailable, WeightsUnavailable
+from rolemesh.models.loading import named_weights
+from rolemesh.models.tiny import make_tiny_model
+from rolemesh.roles import methods
+from rolemesh.rpc.clients import ActorClient, RolloutClient
+from rolemesh.rpc.contract import ACTOR, ROLLOUT, WEIGHTS
+from rolemesh.rpc.server import RoleServer
+from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest
+from rolemesh.weights import region
+from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.remote import RemoteWeights
+from rolemesh.weights.service import WeightsServicer
+from rolemesh.weights.source import WeightSource
+from rolemesh.weights.store import WeightStore
+from services.actor.servicer import ActorServicer
+from services.actor.worker import ActorWorker
+from services.rollout.servicer import RolloutServicer
+from services.rollout.worker import RolloutWorker
+
+P, T = 6, 10
+
+
+def job_of(model: Path, **trainer: Any) -> JobConfig:
+    return make_job(
+        {
+            "data": {"train_batch_size": 16, "max_prompt_length": P, "max_response_length": T},
+            "trainer": {"device": "cpu", **trainer},
+            "actor": {
+                "model": {"path": str(model)},
+                "ppo_mini_batch_size": 8,
+                "ppo_micro_batch_size_per_gpu": 4,
+                "optim": {"lr": 1e-3},
+            },
+            "rollout": {"max_num_seqs": 4},
+        }
+    )
+
+
+@pytest.fixture
+def job(tiny_model: Path) -> JobConfig:
+    return job_of(tiny_model)
+
+
+def prompts_of(rows: int) -> DataProto:
+    columns = {"prompts": torch.arange(rows * P).reshape(rows, P) % 250, "seeds": torch.arange(rows) * 7919}
+    columns["prompt_mask"] = torch.ones(rows, P, dtype=torch.bool)
+    return DataProto(columns, {}, {"sampling": "train"})
+
+
+async def generated(client: RolloutClient, rows: int = 4) -> DataProto:
+    answer = DataProto.concat([batch async for batch in client.generate(prompts_of(rows))])
+    assert sorted(answer["row"].tolist()) == list(range(rows))
+    return answer[answer["row"].argsort()]
+
+
+class Node:
+    """A rollout service that can be stopped and started again on its port, with its worker at hand."""
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        self.worker, self.address = worker, "127.0.0.1:0"
+
+    async def start(self) -> None:
+        self.server = RoleServer({"rollout": [ROLLOUT, WEIGHTS]})
+        self.address = await self.server.start(self.address)
+        store = WeightStore()
+        await self.server.ready({ROLLOUT: RolloutServicer(self.worker, store), WEIGHTS: WeightsServicer(store)})
+
+    async def stop(self) -> None:
+        await self.server.drain(0)
+
+    @property
+    def model(self) -> nn.Module:
+        engine: Any = self.worker._engine
+        model: nn.Module = engine.model
+        return model
+
+
+@asynccontextmanager
+async def nodes(*workers: RolloutWorker) -> AsyncIterator[list[Node]]:
+    async with AsyncExitStack() as stack:
+        started = [Node(worker) for worker in workers]
+        for node in started:
+            await node.start()
+            stack.push_async_callback(node.stop)
+        yield started
+
+
+def client(job: JobConfig, *replicas: Node) -> RolloutClient:
+    timeouts = {"sync_timeout_s": 20.0, "patience_s": 5.0}
+    return RolloutClient([node.address for node in replicas], methods(job), **timeouts)
+
+
+@asynccontextmanager
+async def trained_actor(job: JobConfig) -> AsyncIterator[tuple[ActorClient, ActorWorker]]:
+    worker, store = ActorWorker(job), WeightStore()
+    server = RoleServer({"actor": [ACTOR, WEIGHTS]})
+    address = await server.start("127.0.0.1:0")
+    await server.ready({ACTOR: ActorServicer(worker, store), WEIGHTS: WeightsServicer(store)})
+    async with ActorClient([address], methods(job)) as actor:
+        await actor.update(sequence_batch(16))
+        yield actor, worker
+    await server.drain(0)
+
+
+def assert_equal_models(left: nn.Module, right: nn.Module) -> None:
+    weights = named_weights(right)
+    for name, tensor in named_weights(left).items():
+        assert torch.equal(tensor.view(torch.uint8), weights[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_every_engine_has_the_actors_parameters_bit_for_bit(
+    job: JobConfig, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shared:
+        monkeypatch.setattr(region, "CAN_SHARE", False)
+    sent = metrics.WEIGHTS_SENT_BYTES.labels("actor")._value
+    async with (
+        nodes(*(RolloutWorker(job) for _ in range(4))) as replicas,
+        trained_actor(job) as (actor, worker),
+        client(job, *replicas) as rollout,
+    ):
+        for version in (1, 2):
+            before = sent.get()
+            await rollout.update_weights(await actor.publish_weights(version))
+            for node in replicas:
+                assert node.worker.version == version
+                assert_equal_models(node.model, worker.model)
+            num_bytes = sum(tensor.nbytes for tensor in named_weights(worker.model).values())
+            assert sent.get() - before <= 1.2 * num_bytes * (not shared)
+            await actor.update(sequence_batch(16))
+
+
+async def test_a_rollout_beside_its_actor_takes_the_weights_without_a_copy_or_a_socket(job: JobConfig) -> None:
+    taken: list[dict[str, torch.Tensor]] = []
+
+    class Watching(RolloutWorker):
+        async def update_weights(self, source: WeightSource) -> None:
+            taken.append(await source.fetch())
+            await super().update_weights(source)
+
+    store, server = WeightStore(), RoleServer({"actor": [ACTOR, WEIGHTS], "rollout": [ROLLOUT]})
+    actor_worker, worker = ActorWorker(job), Watching(job)
+    address = await server.start("127.0.0.1:0")
+    await server.ready(
+        {
+            ACTOR: ActorServicer(actor_worker, store),
+            WEIGHTS: WeightsServicer(store),
+            ROLLOUT: RolloutServicer(worker, store),
+        }
+    )
+    received = [metrics.WEIGHTS_RECEIVED_BYTES.labels(source)._value for source in ("actor", "memory")]
+    before = [value.get() for value in received]
+    async with ActorClient([address], methods(job)) as actor, RolloutClient([address], methods(job)) as rollout:
+        await actor.update(sequence_batch(16))
+        source = await actor.publish_weights(1)
+        assert isinstance(source, RemoteWeights)
+        await rollout.update_weights(source)
+    held = store.find(1, source.digest)
+    assert held is not None
+    there = held.tensors()
+    assert all(tensor.data_ptr() == there[name].data_ptr() for name, tensor in taken[0].items())
+    assert [value.get() for value in received] == before
+    assert_equal_models(worker._engine.model, actor_worker.model)  # type: ignore[attr-defined]
+    await server.drain(0)
+
+
+# ------------------------------------------------------------------- replicas that come and go
+
+
+class Once(RolloutWorker):
+    """Cannot take weights until it is let."""
+
+    def __init__(self, job: JobConfig) -> None:
+        super().__init__(job)
+        self.open = False
+
+    async def update_weights(self, source: WeightSource) -> None:
+        if not self.open:
+            raise WeightsUnavailable(f"no room for version {source.version}")
+        await super().update_weights(source)
+
+
+async def test_a_replica_that_cannot_take_a_version_leaves_the_pool_and_returns_with_the_current_one(
+    job: JobConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = Once(job)
+    failures = metrics.WEIGHTS_SYNC_FAILURES._value
+    before = failures.get()
+    async with nodes(RolloutWorker(job), late) as replicas, trained_actor(job) as (actor, _):
+        async with client(job, *replicas) as rollout:
+            for version in (1, 2):
+                await rollout.update_weights(await actor.publish_weights(version))
+                assert [r.live for r in rollout._pool.replicas] == [True, False]
+                await actor.update(sequence_batch(16))
+            assert failures.get() > before
+            assert f"rollout at {replicas[1].address} is avoided" in caplog.text
+            assert "no room for version 1" in caplog.text
+            alone = await generated(rollout)
+            late.open = True
+            await rollout.wait_until_ready(20)
+            assert late.version == 2
+            assert_equal_models(replicas[1].model, replicas[0].model)
+            both = await generated(rollout)
+            assert torch.equal(both["rollout_log_probs"], alone["rollout_log_probs"])
+
+
+async def test_where_no_replica_can_take_a_version_the_error_says_why_for_each(
+    job: JobConfig, tmp_path: Path
+) -> None:
+    other = job_of(make_tiny_model(tmp_path, "llama"))
+    async with (
+        nodes(RolloutWorker(other), Once(job)) as replicas,
+        trained_actor(job) as (actor, _),
+        client(job, *replicas) as rollout,
+    ):
+        with pytest.raises(WeightsUnavailable) as raised:
+            await rollout.update_weights(await actor.publish_weights(1))
+    first, second = (f"rollout.UpdateWeights at {node.address}, step 0: " for node in replicas)
+    assert re.search(f"no rollout could take weights version 1: {first}.*does not fit", str(raised.value))
+    assert f"{second}no room for version 1" in str(raised.value)
+
+
+async def test_a_replica_that_starts_late_or_anew_catches_up_from_the_others(job: JobConfig) -> None:
+    async with (
+        nodes(*(RolloutWorker(job) for _ in range(3))) as replicas,
+        trained_actor(job) as (actor, worker),
+    ):
+        await replicas[1].stop()
+        async with client(job, *replicas) as rollout:
+            await rollout.update_weights(await actor.publish_weights(1))
+            replicas[1].worker = RolloutWorker(job)
+            await replicas[1].start()
+            await rollout.wait_until_ready(20)
+            assert replicas[1].worker.version == 1
+            assert_equal_models(replicas[1].model, worker.model)
+
+
+async def test_a_chain_is_made_of_live_replicas(job: JobConfig) -> None:
+    """The middle one is gone: the last pulls from the first, and the actor still sends each byte once."""
+    asked: list[list[str]] = []
+
+    class Asked(RolloutServicer):
+        async def UpdateWeights(self, request: UpdateWeightsRequest, context: Any) -> Any:
+            asked.append(list(request.sources))
+            return await super().UpdateWeights(request, context)
+
+    async with nodes(*(RolloutWorker(job) for _ in range(3))) as replicas, trained_actor(job) as (actor, _):
+        store = WeightStore()
+        last = {ROLLOUT: Asked(replicas[2].worker, store), WEIGHTS: WeightsServicer(store)}
+        await replicas[2].server.ready(last)
+        async with client(job, *replicas) as rollout:
+            await replicas[1].stop()
+            rollout._pool.suspect(rollout._pool.replicas[1], "it is gone")
+            await rollout.update_weights(await actor.publish_weights(1))
+    assert asked == [[replicas[0].address, *actor.addresses]]
+
+
+# -------------------------------------------------------------------- what generates, and with what
+
+
+async def test_a_version_of_the_right_number_and_another_digest_generates_nothing(job: JobConfig) -> None:
+    """A rollout service outlives a run; another run's version 1 is not this run's."""
+    async with nodes(RolloutWorker(job)) as replicas:
+        async with trained_actor(job) as (actor, _), client(job, *replicas) as rollout:
+            await rollout.update_weights(await actor.publish_weights(1))
+            of_first_run = await generated(rollout)
+        async with trained_actor(job) as (actor, worker), client(job, *replicas) as rollout:
+            await actor.update(sequence_batch(16))
+            source = await actor.publish_weights(1)
+            assert isinstance(source, RemoteWeights)
+            rollout._dispatcher.metadata["rolemesh-weights-version"] = source.name
+            with pytest.raises(RoleUnavailable, match=r"version 1@\w+ is asked for, this replica took 1@"):
+                await generated(rollout)
+            await rollout.update_weights(source)
+            assert_equal_models(replicas[0].model, worker.model)
+            assert not torch.equal(
+                (await generated(rollout))["rollout_log_probs"], of_first_run["rollout_log_probs"]
+            )
+
+
+async def test_a_request_that_comes_while_a_version_is_taken_is_answered_with_it(
+    job: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region, "CAN_SHARE", False)
+    worker = RolloutWorker(job)
+    held = HeldWeights(
+        1, {name: torch.randn_like(w) for name, w in named_weights(worker._engine.model).items()}
+    )  # type: ignore[attr-defined]
+    gated = Gated(held, 0)
+    async with nodes(worker) as replicas, serving(gated) as addresses, client(job, *replicas) as rollout:
+        update = asyncio.create_task(rollout.update_weights(RemoteWeights(addresses, 1, held.holding.digest)))
+        await gated.reached.wait()
+        asked = asyncio.create_task(generated(rollout))
+        gated.open.set()
+        await update
+        assert set((await asked)["weight_versions"].unique().tolist()) <= {-1, 1}
+
+
+async def test_the_service_is_healthy_while_it_holds_what_it_was_last_told_to_take(
+    job: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def health(address: str) -> list[bool]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            names = ("rolemesh.v1.RolloutService", "rollout", "")
+            answers = [await stub.Check(health_pb2.HealthCheckRequest(service=name)) for name in names]
+            return [answer.status == health_pb2.HealthCheckResponse.SERVING for answer in answers]
+
+    monkeypatch.setattr(region, "CAN_SHARE", False)
+    worker = RolloutWorker(job)
+    own = named_weights(worker._engine.model)  # type: ignore[attr-defined]
+    versions = [HeldWeights(version, own) for version in (1, 2)]
+    gated = Gated(versions[1], 0)
+    async with nodes(worker) as (node,), serving(Faulty(versions[0]), gated) as (first, second):
+        assert await health(node.address) == [False, True, True]
+        async with client(job, node) as rollout:
+            await rollout.update_weights(RemoteWeights([first], 1, versions[0].holding.digest))
+            assert await health(node.address) == [True, True, True]
+            update = asyncio.create_task(
+                rollout.update_weights(RemoteWeights([second], 2, versions[1].holding.digest))
+            )
+            await gated.reached.wait()
+            assert await health(node.address) == [False, True, True]
+            gated.open.set()
+            await update
+            assert await health(node.address) == [True, True, True]
+            with pytest.raises(WeightsUnavailable):
+                await rollout.update_weights(RemoteWeights([second], 3, "0" * 64))
+            assert await health(node.address) == [False, True, True]
+
+
+# ------------------------------------------------------------------------------------ processes
+
+
+async def test_a_relay_process_that_is_killed_in_mid_pull_costs_only_what_was_not_verified(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real relay between a sender and a receiver of this process, over the network."""
+    monkeypatch.setattr(region, "CAN_SHARE", False)
+    held = HeldWeights(1, {"a": noise(24 << 20)})
+    store, gated, good = WeightStore(), Gated(held, 13 << 20), Faulty(held)
+    digest = held.holding.digest
+    async with (
+        serve_process("rollout", job_of(tiny_model), tmp_path) as relay,
+        serving(gated, good) as (first, second),
+        RolloutClient([relay.address], methods(job_of(tiny_model))) as rollout,
+    ):
+        await rollout.wait_until_ready(120)
+        telling = asyncio.create_task(rollout.update_weights(RemoteWeights([first], 1, digest)))
+        fetching = asyncio.create_task(RemoteWeights([relay.address, second], 1, digest, store=store).fetch())
+        await gated.reached.wait()
+        part = await store.get(1, digest, 30)
+        assert await part.beyond(11 << 20) == 12 << 20
+        os.kill(relay.process.pid, 9)
+        assert torch.equal((await fetching)["a"], noise(24 << 20))
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+    assert good.starts == [12 << 20]
+
+
+@pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
+async def test_a_rollout_process_never_holds_more_than_two_regions(tiny_model: Path, tmp_path: Path) -> None:
+    job = job_of(tiny_model)
+    async with (
+        serve_process("rollout", job, tmp_path) as process,
+        served("actor", job) as actors,
+        ActorClient(actors, methods(job)) as actor,
+        RolloutClient([process.address], methods(job)) as rollout,
+    ):
+        await rollout.wait_until_ready(120)
+        for version in range(1, 5):
+            await actor.update(sequence_batch(16))
+            await rollout.update_weights(await actor.publish_weights(version))
+            maps = await asyncio.to_thread(Path(f"/proc/{process.process.pid}/maps").read_text)
+            assert maps.count("memfd:rolemesh-weights") == 1
+        shown = urllib.request.urlopen(f"http://{process.metrics}/metrics").read().decode()  # noqa: ASYNC210
+    assert 'rolemesh_weights_version{role="rollout"} 4.0' in shown
+    assert "rolemesh_weights_sync_seconds_count 4.0" in shown
+    assert re.search(r'rolemesh_weights_received_bytes_total\{source="memory"\} [1-9]', shown)
