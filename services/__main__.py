@@ -1,4 +1,4 @@
-"""The command line: `rolemesh run|serve|control|graph|data|demo|model`.
+"""The command line: `rolemesh run|serve|control|plan|graph|data|demo|model`.
 
 Each command imports what it needs when it is called, and the models' libraries after it has read the job file:
 `--help` and a misspelt key answer at once.
@@ -7,6 +7,7 @@ Each command imports what it needs when it is called, and the models' libraries 
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -19,21 +20,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="RLHF in which every role is a gRPC service of its own.",
+    help="RLHF in which every role is a gRPC service, alone on its device or taking turns with others.",
     epilog="Begin with: rolemesh demo outputs/tiny && rolemesh run configs/tiny.yaml",
 )
 data_app = typer.Typer(no_args_is_help=True, help="Write Parquet in the layout that the data section reads.")
 app.add_typer(data_app, name="data")
-
-
-class Role(StrEnum):
-    """What `serve` can be."""
-
-    ACTOR = "actor"
-    REFERENCE = "reference"
-    CRITIC = "critic"
-    REWARD = "reward"
-    ROLLOUT = "rollout"
 
 
 class LogFormat(StrEnum):
@@ -77,7 +68,8 @@ LogFormatOption = Annotated[
 
 @app.command(epilog="Example: rolemesh run configs/tiny.yaml trainer.total_training_steps=5")
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Train: start every role as a process of this machine, make the steps, and stop them all."""
+    """Train: start a process of this machine for each group of roles (placement.strategy; by default each role
+    is its own), make the steps, and stop them all."""
     from rolemesh.config import load_job
 
     job = load_job(config, overrides or ())
@@ -88,7 +80,14 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 @app.command(epilog="Example: rolemesh serve reward --config job.yaml --listen 127.0.0.1:50051")
 def serve(
-    role: Annotated[Role, typer.Argument(help="Which role this process is.")],
+    roles: Annotated[
+        str,
+        typer.Argument(
+            help="actor, reference, critic, reward or rollout; or several, separated by commas, which take turns "
+            "on this process's device.",
+            metavar="ROLES",
+        ),
+    ],
     config: ConfigOption,
     listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = "127.0.0.1:0",
     metrics_listen: Annotated[
@@ -104,15 +103,15 @@ def serve(
     log_format: LogFormatOption = LogFormat.TEXT,
     overrides: Overrides = None,
 ) -> None:
-    """Serve one role over gRPC until SIGTERM."""
+    """Serve a role, or the roles of a group, over gRPC until SIGTERM."""
     from rolemesh.config import load_job
 
     job = load_job(config, overrides or ())
-    from services.serve import serve as serve_role
+    from services.serve import serve as serve_roles
 
     asyncio.run(
-        serve_role(
-            role.value,
+        serve_roles(
+            roles.split(","),
             job,
             listen,
             metrics_listen=metrics_listen or None,
@@ -166,6 +165,34 @@ def graph(
 
     step = record_step(job)
     typer.echo(step.to_mermaid() if format is GraphFormat.MERMAID else step.to_text())
+
+
+@app.command(epilog="Example: rolemesh plan job.yaml --gpus 8 --gpu-memory 80GiB --search")
+def plan(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option(min=0, help="How many there are; 0: this machine's CPU.")] = 0,
+    gpu: Annotated[str, typer.Option(help="Their kind: a100, b200, h100, h200, l40s or rtx4090.")] = "h100",
+    gpu_memory: Annotated[
+        str, typer.Option(help="Of one of them, e.g. 80GiB; empty: what the kind has.", metavar="SIZE")
+    ] = "",
+    search: Annotated[bool, typer.Option("--search", help="Look through all groupings as well.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines: bytes and seconds.")] = False,
+) -> None:
+    """Tell what each placement takes in memory and time, the best first; nothing is loaded or started. Exits with
+    1 where none fits."""
+    from rolemesh.config import load_job
+
+    job = load_job(config, overrides or ())
+    from services.plan import cluster_of, make_plans, show, to_json
+
+    plans = make_plans(job, cluster_of(gpus, gpu, gpu_memory), searching=search)
+    if as_json:
+        typer.echo(json.dumps(to_json(plans), indent=2))
+    else:
+        show(job, plans)
+    if not plans[0].fits:
+        raise typer.Exit(1)
 
 
 @data_app.command("gsm8k", epilog="Example: rolemesh data gsm8k path/to/grade-school-math data/gsm8k")

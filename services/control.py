@@ -83,7 +83,7 @@ async def drive(run: Run, addresses: Addresses, listen: str, metrics_listen: str
     if missing := [role for role in job.roles if not addresses.get(role)]:
         raise InvalidConfig(f"the job has roles {list(job.roles)}; no address was given for {missing}")
     async with AsyncExitStack() as stack:
-        server = RoleServer("controller", [SERVICE])
+        server = RoleServer({"controller": [SERVICE]})
         stack.push_async_callback(server.drain, 1.0)
         address = await server.start(listen)
         await server.ready({SERVICE: ControllerServicer(run.status)})

@@ -1,6 +1,6 @@
 """Role processes of this machine: started, watched, and ended together.
 
-A role process holds the reading end of a pipe whose writing end the launcher holds. The launcher's end,
+There is one for each group of roles, or as many as the group has replicas. A role process holds the reading end of a pipe whose writing end the launcher holds. The launcher's end,
 even by kill -9, closes the pipe, and the role ends itself: no process stays behind.
 """
 
@@ -28,9 +28,9 @@ STATELESS = ("rollout", "reference", "reward")  # a replica of these may die whi
 
 @dataclass
 class RoleProcess:
-    """One replica of one role."""
+    """One replica of one group."""
 
-    role: str
+    roles: tuple[str, ...]
     name: str
     process: asyncio.subprocess.Process
     log_file: Path
@@ -41,13 +41,18 @@ class RoleProcess:
         """Name, how it ended, and the last words of its log."""
         return f"{self.how_ended()}; the end of {self.log_file}:\n{self._last_lines()}"
 
+    @property
+    def is_stateless(self) -> bool:
+        return set(self.roles) <= set(STATELESS)
+
     def how_ended(self) -> str:
-        """Name, and how it ended."""
+        """Name, roles where it has several, and how it ended."""
         code = self.process.returncode
         ended = "still runs"
         if code is not None:
             ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return f"{self.name} (pid {self.process.pid}) {ended}"
+        roles = f"with {', '.join(self.roles)}, " if len(self.roles) > 1 else ""
+        return f"{self.name} ({roles}pid {self.process.pid}) {ended}"
 
     def _last_lines(self, count: int = 15) -> str:
         with self.log_file.open("rb") as file:
@@ -73,7 +78,8 @@ class RoleProcesses:
             async with asyncio.timeout(timeout_s):
                 for member in self.members:
                     member.address = (await self._bound(member))["address"]
-                    found.setdefault(member.role, []).append(member.address)
+                    for role in member.roles:
+                        found.setdefault(role, []).append(member.address)
         except TimeoutError:
             waiting = [m for m in self.members if not m.address_file.exists()]
             raise RoleUnavailable(
@@ -106,8 +112,8 @@ class RoleProcesses:
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for wait in done:
                     member = waits.pop(wait)
-                    others = [m for m in waits.values() if m.role == member.role]
-                    if member.role not in STATELESS or not others:
+                    others = [m for m in waits.values() if m.roles == member.roles]
+                    if not member.is_stateless or not others:
                         raise RoleUnavailable(member.fate())
                     # the run goes on: a line, and where to read more
                     log.warning(
@@ -139,27 +145,28 @@ class RoleProcesses:
 
 @contextlib.asynccontextmanager
 async def role_processes(job: JobConfig) -> AsyncIterator[RoleProcesses]:
-    """Starts every role of a job, as many replicas as placement.replicas says, and ends them all on the
-    way out. Logs are in `<run directory>/logs/<role>-<index>.log`."""
+    """Starts every group of a job's roles, as many replicas as placement.replicas says, and ends them all on the
+    way out. Logs are in `<run directory>/logs/<group>-<index>.log`."""
     directory = job.run_dir / "logs"
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "job.yaml"
     config.write_text(job.to_yaml(), encoding="utf-8")
     processes = RoleProcesses([])
     try:
-        for role in job.roles:
-            for index in range(getattr(job.placement.replicas, role, 1)):
-                processes.members.append(await _start(role, f"{role}-{index}", directory, config))
+        for group, roles in job.groups.items():
+            for index in range(job.num_replicas(group)):
+                processes.members.append(await _start(roles, f"{group}-{index}", directory, config))
         yield processes
     finally:
         await asyncio.shield(processes.end())
 
 
-async def _start(role: str, name: str, directory: Path, config: Path) -> RoleProcess:
+async def _start(roles: tuple[str, ...], name: str, directory: Path, config: Path) -> RoleProcess:
     log_file, address_file = directory / f"{name}.log", directory / f"{name}.address.json"
     address_file.unlink(missing_ok=True)
     command = [
-        *(sys.executable, "-P", "-m", "services", "serve", role, "--config", str(config), "--exit-with-parent"),
+        *(sys.executable, "-P", "-m", "services", "serve", ",".join(roles)),
+        *("--config", str(config), "--exit-with-parent"),
         *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--address-file", str(address_file)),
     ]
     with log_file.open("wb") as output:
@@ -171,7 +178,7 @@ async def _start(role: str, name: str, directory: Path, config: Path) -> RolePro
             env=role_environment(),
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which drains the roles
         )
-    return RoleProcess(role, name, process, log_file, address_file)
+    return RoleProcess(roles, name, process, log_file, address_file)
 
 
 def role_environment() -> dict[str, str]:

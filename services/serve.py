@@ -1,4 +1,4 @@
-"""What `rolemesh serve ROLE` does: binds at once, loads, serves, drains."""
+"""What `rolemesh serve ROLES` does: binds at once, loads, serves, drains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from rolemesh import context, metrics
 from rolemesh.config import JobConfig
-from rolemesh.errors import RoleFailed, RolemeshError
+from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
 from rolemesh.logs import LogFormat, setup_logging
 from rolemesh.rpc.allocator import tune
-from rolemesh.rpc.contract import ACTOR, CRITIC, REWARD, ROLLOUT, WEIGHTS
+from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, WEIGHTS
 from rolemesh.rpc.server import RoleServer, serve_metrics
+from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
+from rolemesh.workers.lease import Lease
+from rolemesh.workers.local import LocalWorker
 
 log = logging.getLogger(__name__)
 
@@ -38,66 +41,114 @@ Servicers = Mapping[ServiceDescriptor, Any]
 # Each imports its role's modules when it is called, so that a reward service does not load an engine.
 
 
-def _actor(job: JobConfig, store: WeightStore) -> Servicers:
-    from rolemesh.weights.service import WeightsServicer
+def _actor(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
     from services.actor.servicer import ActorServicer
     from services.actor.worker import ActorWorker
 
-    return {ACTOR: ActorServicer(ActorWorker(job), store), WEIGHTS: WeightsServicer(store)}
+    worker = ActorWorker(job)
+    return worker, {ACTOR: ActorServicer(worker, store), WEIGHTS: WeightsServicer(store)}
 
 
-def _reference(job: JobConfig, store: WeightStore) -> Servicers:
-    from services.actor.servicer import ActorServicer
+def _reference(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
+    from services.actor.servicer import ReferenceServicer
     from services.actor.worker import ReferenceWorker
 
-    return {ACTOR: ActorServicer(ReferenceWorker(job))}
+    worker = ReferenceWorker(job)
+    return worker, {REFERENCE: ReferenceServicer(worker)}
 
 
-def _critic(job: JobConfig, store: WeightStore) -> Servicers:
+def _critic(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
     from services.critic.servicer import CriticServicer
     from services.critic.worker import CriticWorker
 
-    return {CRITIC: CriticServicer(CriticWorker(job))}
+    worker = CriticWorker(job)
+    return worker, {CRITIC: CriticServicer(worker)}
 
 
-def _reward(job: JobConfig, store: WeightStore) -> Servicers:
+def _reward(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
     from services.reward.servicer import RewardServicer
     from services.reward.worker import RewardWorker
 
-    return {REWARD: RewardServicer(RewardWorker(job))}
+    worker = RewardWorker(job)
+    return worker, {REWARD: RewardServicer(worker)}
 
 
-def _rollout(job: JobConfig, store: WeightStore) -> Servicers:
-    from rolemesh.weights.service import WeightsServicer
+def _rollout(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
     from services.rollout.servicer import RolloutServicer
     from services.rollout.worker import RolloutWorker
 
-    return {ROLLOUT: RolloutServicer(RolloutWorker(job), store), WEIGHTS: WeightsServicer(store)}
+    worker = RolloutWorker(job)
+    return worker, {ROLLOUT: RolloutServicer(worker, store), WEIGHTS: WeightsServicer(store)}
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a role's server serves, and how it is loaded (which blocks until the model is there)."""
+    """What a role's server serves, and how it is loaded (which blocks until the model is there). Roles of one
+    process share a store of weights."""
 
     services: tuple[ServiceDescriptor, ...]
-    make: Callable[[JobConfig, WeightStore], Servicers]
-
-    def load(self, job: JobConfig, store: WeightStore | None = None) -> Servicers:
-        """The role's servicers; roles of one process share a store of weights."""
-        return self.make(job, store or WeightStore())
+    load: Callable[[JobConfig, WeightStore], tuple[LocalWorker, Servicers]]
 
 
 ROLES: dict[str, Served] = {
     "actor": Served((ACTOR, WEIGHTS), _actor),
-    "reference": Served((ACTOR,), _reference),
+    "reference": Served((REFERENCE,), _reference),
     "critic": Served((CRITIC,), _critic),
     "reward": Served((REWARD,), _reward),
     "rollout": Served((ROLLOUT, WEIGHTS), _rollout),
 }
 
 
+def group_server(roles: Sequence[str]) -> RoleServer:
+    """The server of a group, not yet bound.
+
+    Raises:
+        InvalidConfig: an unknown role, or one that is named twice.
+    """
+    unknown = [role for role in roles if role not in ROLES]
+    if unknown or not roles or len(set(roles)) < len(roles):
+        raise InvalidConfig(f"a group is of different roles out of {', '.join(ROLES)}; got {', '.join(roles)}")
+    return RoleServer({role: ROLES[role].services for role in roles})
+
+
+async def load_group(roles: Sequence[str], job: JobConfig) -> Servicers:
+    """The servicers of a group's roles. Those that share the device are loaded one after another, each asleep
+    before the next comes, so that the device never holds two.
+
+    Raises:
+        RolemeshError: a role could not be loaded.
+    """
+    lease, store = Lease(), WeightStore()
+    sharing = [role for role in roles if job.on_device(role)]
+    servicers: dict[ServiceDescriptor, Any] = {}
+    for role in roles:
+        shares = len(sharing) > 1 and role in sharing
+        if shares:
+            await lease.vacate()
+        worker, its_servicers = await _load(role, job, store)
+        if shares:
+            lease.seat(worker)
+            worker.lease = lease
+        servicers.update(its_servicers)
+    return servicers
+
+
+async def _load(role: str, job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
+    started = time.perf_counter()
+    try:
+        loaded = await asyncio.to_thread(ROLES[role].load, job, store)
+    except RolemeshError as error:  # the user's to mend: a line, no traceback
+        log.error("%s could not load: %s", role, error)
+        raise
+    except Exception as error:
+        log.exception("%s could not load", role)
+        raise RoleFailed(f"{role} could not load: {type(error).__name__}: {error}") from error
+    metrics.ROLE_LOAD_SECONDS.labels(role).set(time.perf_counter() - started)
+    return loaded
+
+
 async def serve(
-    role: str,
+    roles: Sequence[str],
     job: JobConfig,
     listen: str,
     *,
@@ -106,10 +157,10 @@ async def serve(
     exit_with_parent: bool = False,
     log_format: LogFormat = "text",
 ) -> None:
-    """Serves a role until SIGTERM or SIGINT; a second signal ends the process at once.
+    """Serves a role, or a group's roles, until SIGTERM or SIGINT; a second signal ends the process at once.
 
     Args:
-        role: a key of ROLES.
+        roles: keys of ROLES; they take turns on the device.
         listen: host:port; port 0 takes a free one.
         metrics_listen: host:port of /metrics; None: no metrics.
         address_file: gets {"address", "metrics", "pid"} as JSON once both are bound.
@@ -117,23 +168,23 @@ async def serve(
         log_format: of the lines on standard error.
 
     Raises:
-        InvalidConfig: an address that cannot be had.
-        RolemeshError: the role could not be loaded.
+        InvalidConfig: no such group, or an address that cannot be had.
+        RolemeshError: a role could not be loaded.
     """
     tune()
     torch.manual_seed(0)  # nothing should draw from it; what does is the same in every process
     setup_logging(log_format)
-    context.role.set(role)
+    server = group_server(roles)
+    context.role.set(",".join(roles))
     context.job.set(job.trainer.experiment_name)
     ending = _Ending(exit_with_parent)
-    server = RoleServer(role, ROLES[role].services)
     metrics_address = serve_metrics(metrics_listen) if metrics_listen else None
     address = await server.start(listen)
     if address_file is not None:
         _write_whole(address_file, {"address": address, "metrics": metrics_address, "pid": os.getpid()})
     log.info("listens on %s, metrics on %s", address, metrics_address or "no port")
 
-    loading = asyncio.create_task(_load(role, job))
+    loading = asyncio.create_task(load_group(roles, job))
     ended = asyncio.create_task(ending.begun.wait())
     try:
         await asyncio.wait({loading, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -145,20 +196,6 @@ async def serve(
     finally:
         await server.drain(ending.grace_s)
         _end_in(LAST_WORDS_S, 1 if loading.done() and loading.exception() else 0)
-
-
-async def _load(role: str, job: JobConfig) -> Servicers:
-    started = time.perf_counter()
-    try:
-        servicers = await asyncio.to_thread(ROLES[role].load, job)
-    except RolemeshError as error:  # the user's to mend: a line, no traceback
-        log.error("could not load: %s", error)
-        raise
-    except Exception as error:
-        log.exception("could not load")
-        raise RoleFailed(f"{role} could not load: {type(error).__name__}: {error}") from error
-    metrics.ROLE_LOAD_SECONDS.labels(role).set(time.perf_counter() - started)
-    return servicers
 
 
 # ------------------------------------------------------------------------------------ the end

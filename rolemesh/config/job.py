@@ -15,9 +15,10 @@ from rolemesh.config.base import Config, explain, merge, parse_overrides, read_y
 from rolemesh.config.critic import CriticConfig
 from rolemesh.config.data import DataConfig
 from rolemesh.config.model import ModelConfig
+from rolemesh.config.placement import ROLES, PlacementConfig, num_replicas, place
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import RolloutConfig
-from rolemesh.config.trainer import PlacementConfig, TrainerConfig
+from rolemesh.config.trainer import TrainerConfig
 
 
 class JobConfig(Config):
@@ -56,9 +57,26 @@ class JobConfig(Config):
                 "algorithm.adv_estimator grpo compares the responses to one prompt, and rollout.n is 1; "
                 "set rollout.n to 2 or more"
             )
+        for key in ("prompt_length", "response_length"):
+            own, common = getattr(self.rollout, key), getattr(self.data, f"max_{key}")
+            if own not in (None, common):
+                raise ValueError(
+                    f"rollout.{key} is {own} and data.max_{key} {common}; the latter holds everywhere"
+                )
         if self.trainer.resume_mode == "resume_path" and not self.trainer.resume_from_path:
             raise ValueError("trainer.resume_mode is resume_path and trainer.resume_from_path is not set")
+        self._check_groups()
         return self
+
+    def _check_groups(self) -> None:
+        for group, members in self.groups.items():
+            others = [role for role in members if role != "rollout" and self.on_device(role)]
+            if "rollout" in members and others and self.rollout.mode == "async" and self.trainer.max_staleness:
+                raise ValueError(
+                    f"rollout.mode is async, and rollout shares the device of group {group} with "
+                    f"{', '.join(others)}: a stream keeps its turn to its end, so nothing would run beside it; "
+                    "give rollout a group of its own (placement.strategy), or set rollout.mode to sync"
+                )
 
     # ------------------------------------------------------- what roles the job has
 
@@ -75,7 +93,23 @@ class JobConfig(Config):
     def roles(self) -> tuple[str, ...]:
         """The roles of this job, in the order in which they are started."""
         wanted = {"reference": self.uses_reference, "critic": self.uses_critic}
-        return tuple(r for r in ("actor", "rollout", "reference", "critic", "reward") if wanted.get(r, True))
+        return tuple(role for role in ROLES if wanted.get(role, True))
+
+    # ------------------------------------------------------------ where they run
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """What placement makes of this job's roles: those of a group share a process and take turns on its
+        device."""
+        return place(self.placement, self.roles)
+
+    def num_replicas(self, group: str) -> int:
+        """Processes of a group."""
+        return num_replicas(self.placement, group, self.groups[group])
+
+    def on_device(self, role: str) -> bool:
+        """A reward without a model computes nothing there, and waits for no turn."""
+        return role != "reward" or self.reward.reward_model.enable
 
     # --------------------------------------------------------------- derived values
 

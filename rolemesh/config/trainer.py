@@ -1,4 +1,4 @@
-"""trainer: the loop around the steps, and placement: where the roles run."""
+"""trainer: the loop around the steps."""
 
 from typing import Literal
 
@@ -40,14 +40,3 @@ class TrainerConfig(Config):
         300.0, gt=0, description="seconds for a rollout replica to take new weights; one that cannot is left out"
     )
     ready_timeout_s: float = Field(600.0, gt=0, description="seconds until every role must be ready")
-
-
-class ReplicasConfig(Config):
-    rollout: int = Field(1, gt=0)
-    reference: int = Field(1, gt=0)
-    reward: int = Field(1, gt=0)
-
-
-class PlacementConfig(Config):
-    strategy: Literal["standalone"] = Field("standalone", description="one process for each role")
-    replicas: ReplicasConfig = Field(ReplicasConfig(), description="processes of each stateless role")

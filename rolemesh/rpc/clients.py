@@ -17,7 +17,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Method, Metrics
-from rolemesh.rpc.contract import ACTOR, CRITIC, REWARD, ROLLOUT
+from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
 from rolemesh.rpc.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher, all_of
 from rolemesh.rpc.guard import VERSION_KEY
 from rolemesh.rpc.pool import Replica, ReplicaPool
@@ -123,7 +123,7 @@ class ActorClient(_Trained):
 class ReferenceClient(RoleClient):
     """Implements rolemesh.roles.Reference."""
 
-    role, service = "reference", ACTOR
+    role, service = "reference", REFERENCE
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return await self._batch("compute_log_probs", batch)

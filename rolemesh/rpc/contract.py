@@ -10,10 +10,20 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.descriptor_pb2 import MethodOptions
 
-from rolemesh.v1 import actor_pb2, critic_pb2, data_pb2, frame_pb2, reward_pb2, rollout_pb2, weights_pb2
+from rolemesh.v1 import (
+    actor_pb2,
+    critic_pb2,
+    data_pb2,
+    frame_pb2,
+    reference_pb2,
+    reward_pb2,
+    rollout_pb2,
+    weights_pb2,
+)
 
 ACTOR = actor_pb2.DESCRIPTOR.services_by_name["ActorService"]
 CRITIC = critic_pb2.DESCRIPTOR.services_by_name["CriticService"]
+REFERENCE = reference_pb2.DESCRIPTOR.services_by_name["ReferenceService"]
 REWARD = reward_pb2.DESCRIPTOR.services_by_name["RewardService"]
 ROLLOUT = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
 WEIGHTS = weights_pb2.DESCRIPTOR.services_by_name["WeightsService"]

@@ -33,26 +33,25 @@ Behaviour = Callable[[Any, Context], Any]
 
 
 class Guard:
-    """Wraps the methods of one role's services, and knows how many calls are running."""
+    """Wraps the methods of one process's services, and knows how many calls are running."""
 
-    def __init__(self, role: str) -> None:
-        self.role = role
+    def __init__(self) -> None:
         self.idle = asyncio.Event()
         self.idle.set()
         self._running = 0
         self._life = uuid.uuid4().hex
 
-    def wrap(self, rpc: Rpc, behaviour: Behaviour) -> Behaviour:
-        """The method, guarded. A streaming answer is written from here and not yielded, so that a cancelled
+    def wrap(self, role: str, rpc: Rpc, behaviour: Behaviour) -> Behaviour:
+        """The role's method, guarded. A streaming answer is written from here and not yielded, so that a cancelled
         call is counted out at once and not when its generator happens to be collected."""
 
         async def unary(request: Any, context: Context) -> Any:
-            async with self._call(rpc, context) as count:
+            async with self._call(role, rpc, context) as count:
                 return count("out", await behaviour(_counted(request, rpc.streams[0], count), context))
 
         async def stream(request: Any, context: Context) -> None:
             async with (
-                self._call(rpc, context) as count,
+                self._call(role, rpc, context) as count,
                 aclosing(behaviour(_counted(request, rpc.streams[0], count), context)) as responses,
             ):
                 async for response in responses:
@@ -61,10 +60,10 @@ class Guard:
         return stream if rpc.streams[1] else unary
 
     @asynccontextmanager
-    async def _call(self, rpc: Rpc, context: Context) -> AsyncIterator[Callable[[str, Any], Any]]:
-        call = _enter_context(self.role, context)
+    async def _call(self, role: str, rpc: Rpc, context: Context) -> AsyncIterator[Callable[[str, Any], Any]]:
+        call = _enter_context(role, context)
         context.set_trailing_metadata(((LIFE_KEY, self._life),))
-        labels = (self.role, rpc.name)
+        labels = (role, rpc.name)
         received = {way: metrics.SERVER_BYTES.labels(*labels, way) for way in ("in", "out")}
         size = {"in": 0, "out": 0}
 

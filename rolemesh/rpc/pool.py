@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
@@ -28,7 +29,8 @@ CLIENT_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
-# One piece computes while the next is on its way; more would take choice away from the balancing.
+# One piece computes while the next is on its way; more would take choice away from the balancing. Where there is
+# no choice there is no limit: a role that shares a device should see all that waits for its turn.
 MAX_IN_FLIGHT = 2
 CHECK_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 2.0
@@ -78,7 +80,7 @@ class ReplicaPool:
     """Gives out replicas: the live one with the least outstanding rows first.
 
     Args:
-        role: whose health says that a replica is ready. Not its service's: actor and reference share one.
+        role: whose health says that a replica is ready.
         addresses: host:port of each replica.
         patience_s: how long a call waits while every replica is gone, before it fails.
     """
@@ -135,8 +137,9 @@ class ReplicaPool:
         Raises:
             RoleUnavailable: every replica has been gone for `patience_s`.
         """
+        most = MAX_IN_FLIGHT if len(self.replicas) > 1 else math.inf
         async with self._changed:
-            while not (free := [r for r in self.replicas if r.live and r.in_flight < MAX_IN_FLIGHT]):
+            while not (free := [r for r in self.replicas if r.live and r.in_flight < most]):
                 if any(replica.live for replica in self.replicas):
                     await self._changed.wait()
                 else:

@@ -20,7 +20,7 @@ from rolemesh import metrics
 from rolemesh.errors import InvalidConfig
 from rolemesh.rpc.carrier import CHANNEL_OPTIONS
 from rolemesh.rpc.contract import deserializer, rpcs, serializer
-from rolemesh.rpc.guard import Context, Guard
+from rolemesh.rpc.guard import Behaviour, Context, Guard
 
 log = logging.getLogger(__name__)
 
@@ -41,26 +41,32 @@ HANDLERS = {
 
 
 class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Services of one role on one port, with health and reflection.
+    """Services of one role, or of the roles of a group, on one port, with health and reflection.
 
     loading: health NOT_SERVING, calls get UNAVAILABLE. ready(): SERVING. drain(): NOT_SERVING, what runs may
     end, new calls get UNAVAILABLE.
+
+    Args:
+        roles: each role's services. One that two roles have is the first one's.
     """
 
-    def __init__(self, role: str, services: Sequence[ServiceDescriptor]) -> None:
-        self._role = role
-        self._services = services
+    def __init__(self, roles: Mapping[str, Sequence[ServiceDescriptor]]) -> None:
+        self._role_of: dict[str, str] = {}  # by service
+        for role, its_services in roles.items():
+            for service in its_services:
+                self._role_of.setdefault(service.full_name, role)
+        services = [service for its_services in roles.values() for service in its_services]
+        self._roles = ", ".join(roles)
         self._rpcs = {rpc.path: rpc for service in services for rpc in rpcs(service)}
         self._servicers: dict[str, Any] = {}
         self._refusal = "is still loading"
-        self._guard = Guard(role)
+        self._guard = Guard()
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((self,))
         add_HealthServicer_to_server(self._health, self._server)
-        names = [service.full_name for service in services]
         reflection.enable_server_reflection(
-            [*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
+            [*self._role_of, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
         )
 
     async def start(self, listen: str) -> str:
@@ -79,7 +85,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         try:
             bound = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
-            raise InvalidConfig(f"{self._role} cannot listen on {listen}: {_why(host, port)}") from error
+            raise InvalidConfig(f"{self._roles} cannot listen on {listen}: {_why(host, port)}") from error
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
         return f"{host}:{bound}"
@@ -104,7 +110,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
             grace_s: seconds after which running calls are cancelled.
         """
         self._refusal = "is draining"
-        metrics.ROLE_READY.labels(self._role).set(0)
+        self._show_ready(False)
         await self._health.enter_graceful_shutdown()
         try:
             # Not left to Server.stop(grace), which would also wait for those who watch our health for ever.
@@ -115,9 +121,13 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         await self._server.stop(0.2)
 
     async def _set_health(self, status: Any) -> None:
-        metrics.ROLE_READY.labels(self._role).set(int(status == health_pb2.HealthCheckResponse.SERVING))
-        for name in ("", self._role, *(service.full_name for service in self._services)):
+        self._show_ready(status == health_pb2.HealthCheckResponse.SERVING)
+        for name in ("", *self._role_of.values(), *self._role_of):
             await self._health.set(name, status)
+
+    def _show_ready(self, ready: bool) -> None:
+        for role in self._role_of.values():
+            metrics.ROLE_READY.labels(role).set(ready)
 
     # ------------------------------------------------------------ grpc.GenericRpcHandler
 
@@ -126,11 +136,10 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         rpc = self._rpcs.get(handler_call_details.method)
         if rpc is None:
             return None
-        behaviour = (
-            self._guard.wrap(rpc, getattr(self._servicers[rpc.service], rpc.name))
-            if not self._refusal
-            else self._refuse
-        )
+        behaviour: Behaviour = self._refuse
+        if not self._refusal:
+            method = getattr(self._servicers[rpc.service], rpc.name)
+            behaviour = self._guard.wrap(self._role_of[rpc.service], rpc, method)
         make: Any = HANDLERS[rpc.streams]
         handler: grpc.RpcMethodHandler[Any, Any] = make(
             behaviour,
@@ -140,7 +149,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         return handler
 
     async def _refuse(self, request: Any, context: Context) -> None:
-        await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._role} {self._refusal}")
+        await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._roles} {self._refusal}")
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -24,7 +24,7 @@ class LocalWorker:
 
     Attributes:
         role: its name.
-        parking: what it has on its device; None: nothing, and it need not wait for a turn.
+        parking: what it has on its device; None: nothing, or what it keeps there it parks in a way of its own.
         lease: of the device that it shares; None: the device is its own.
     """
 
@@ -33,11 +33,6 @@ class LocalWorker:
         self.parking: Parking | None = None
         self.lease: Lease | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=role)
-
-    @property
-    def on_device(self) -> bool:
-        """It has something on the device."""
-        return self.parking is not None
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """While it is entered, the role is on the device; not to be entered from within itself."""
@@ -52,11 +47,13 @@ class LocalWorker:
 
     async def sleep(self) -> int:
         """Leaves the device to another role. Returns bytes moved."""
-        return await self.run(self.parking.park) if self.parking else 0
+        assert self.parking is not None, f"{self.role} shares a device and cannot leave it"
+        return await self.run(self.parking.park)
 
     async def wake(self) -> int:
         """Takes the device again. Returns bytes moved."""
-        return await self.run(self.parking.unpark) if self.parking else 0
+        assert self.parking is not None
+        return await self.run(self.parking.unpark)
 
     def close(self) -> None:
         """Lets the running method end and takes no other."""

@@ -1,4 +1,4 @@
-"""ActorService: protobuf to DataProto and back."""
+"""ActorService and ReferenceService: protobuf to DataProto and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh import metrics
-from rolemesh.roles import Actor
+from rolemesh.roles import Actor, Reference
 from rolemesh.rpc.streams import receive, send
 from rolemesh.v1 import actor_pb2, checkpoint_pb2
 from rolemesh.weights.held import HeldWeights, Holding
@@ -16,7 +16,7 @@ from rolemesh.weights.store import WeightStore
 
 
 class ActorServicer:
-    """Implements ActorService, for the actor and for the reference policy (whose worker refuses the rest)."""
+    """Implements ActorService."""
 
     def __init__(self, worker: Actor, store: WeightStore | None = None) -> None:
         self._worker = worker
@@ -58,3 +58,15 @@ class ActorServicer:
         self._store.clear("a checkpoint was loaded")
         self._published = None  # of other weights, be the version's number the same
         return checkpoint_pb2.LoadCheckpointResponse()
+
+
+class ReferenceServicer:
+    """Implements ReferenceService."""
+
+    def __init__(self, worker: Reference) -> None:
+        self._worker = worker
+
+    async def ComputeLogProbs(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        log_probs = await self._worker.compute_log_probs(await receive(frames))
+        async for frame in send(log_probs):
+            yield frame

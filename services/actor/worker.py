@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from rolemesh.config import JobConfig
 from rolemesh.config.actor import ActorConfig
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import Unsupported
 from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
 from rolemesh.models.optimizer import Optimizer, num_warmup_steps
@@ -25,6 +24,7 @@ from rolemesh.roles import Metrics, methods
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker, on_worker_thread
+from rolemesh.workers.parking import Parking, model_tensors
 
 
 class PolicyWorker(LocalWorker):
@@ -46,8 +46,13 @@ class PolicyWorker(LocalWorker):
         self.job, self.role, self.config = job, role, config
         self.device = resolve_device(job.trainer.device)
         self.model = load_causal_lm(config, role).to(self.device)
+        self.parking = Parking(self._tensors, self.device, job.run_dir)
         self._micro_batch_size = micro_batch_size
         self._temperature = 0.0 if job.rollout.greedy else job.rollout.temperature
+
+    def _tensors(self) -> Iterable[Tensor]:
+        """What is on the device."""
+        return model_tensors(self.model)
 
     @torch.no_grad()
     def _log_probs(self, batch: DataProto, *, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -70,7 +75,7 @@ class PolicyWorker(LocalWorker):
 
 
 class ReferenceWorker(PolicyWorker):
-    """Implements rolemesh.roles.Reference, and says of an actor's other methods that it has none."""
+    """Implements rolemesh.roles.Reference."""
 
     def __init__(self, job: JobConfig) -> None:
         size = job.reference.log_prob_micro_batch_size_per_gpu
@@ -80,23 +85,6 @@ class ReferenceWorker(PolicyWorker):
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """ref_log_probs [B, T], 0 where response_mask is False."""
         return DataProto({"ref_log_probs": self._log_probs(batch, entropy=False)[0]})
-
-    async def update(self, batch: DataProto) -> Metrics:
-        self._refuse("update")
-
-    async def publish_weights(self, version: int) -> WeightSource:
-        self._refuse("publish_weights")
-
-    async def save_checkpoint(self, directory: Path) -> None:
-        self._refuse("save_checkpoint")
-
-    async def load_checkpoint(self, directory: Path) -> None:
-        self._refuse("load_checkpoint")
-
-    def _refuse(self, method: str) -> NoReturn:
-        raise Unsupported(
-            f"reference.{method}: the reference policy never changes; the role actor has {method}"
-        )
 
 
 class ActorWorker(PolicyWorker):
@@ -125,6 +113,9 @@ class ActorWorker(PolicyWorker):
         self.optimizer = Optimizer(
             self.model, actor.optim, grad_clip=actor.grad_clip, warmup_steps=warmup_steps, role="actor"
         )
+
+    def _tensors(self) -> Iterable[Tensor]:
+        return [*model_tensors(self.model), *self.optimizer.tensors()]
 
     @on_worker_thread
     def compute_log_probs(self, batch: DataProto) -> DataProto:

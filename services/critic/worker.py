@@ -20,6 +20,7 @@ from rolemesh.models.sequence import check_sequences, token_values
 from rolemesh.models.training import Schedule, refuse_float16, train
 from rolemesh.roles import Metrics, methods
 from rolemesh.workers.local import LocalWorker, on_worker_thread
+from rolemesh.workers.parking import Parking, model_tensors
 
 
 class CriticWorker(LocalWorker):
@@ -49,6 +50,9 @@ class CriticWorker(LocalWorker):
             self.model.body.gradient_checkpointing_enable({"use_reentrant": False})
         self.optimizer = Optimizer(
             self.model, critic.optim, grad_clip=critic.grad_clip, warmup_steps=warmup_steps, role="critic"
+        )
+        self.parking = Parking(
+            lambda: [*model_tensors(self.model), *self.optimizer.tensors()], self.device, job.run_dir
         )
 
     @on_worker_thread

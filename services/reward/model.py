@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
@@ -29,7 +29,13 @@ class ModelScorer:
         self._policy_tokenizer = policy_tokenizer
         self._tokenizer = load_tokenizer(config.model, "reward.reward_model")
         self._same_ids = self._tokenizer.get_vocab() == policy_tokenizer.get_vocab()
-        self._model = RewardModel.load(config.model, resolve_device(job.trainer.device))
+        self.device = resolve_device(job.trainer.device)
+        self._scores = RewardModel.load(config.model, self.device)
+
+    @property
+    def model(self) -> nn.Module:
+        """What is on the device."""
+        return self._scores.model
 
     def score(self, rows: DataProto) -> Tensor:
         """[B] float32."""
@@ -66,4 +72,4 @@ class ModelScorer:
         attention = mask.to(torch.int64)
         positions = (attention.cumsum(1) - 1).clamp(min=0)
         parts = (torch.split(part, self._micro_batch) for part in (input_ids, attention, positions))
-        return torch.cat([self._model.score(*rows) for rows in zip(*parts, strict=True)])
+        return torch.cat([self._scores.score(*rows) for rows in zip(*parts, strict=True)])

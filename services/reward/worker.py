@@ -17,6 +17,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RewardFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.workers.local import LocalWorker, on_worker_thread
+from rolemesh.workers.parking import Parking, model_tensors
 from services.reward.functions import ScoreFunction, UnknownDataSource, default_compute_score
 from services.reward.functions.custom import load_function
 from services.reward.model import ModelScorer
@@ -41,7 +42,10 @@ class RewardWorker(LocalWorker):
         self._function_name = "default_compute_score"
         if custom.path is not None:
             self._function, self._function_name = load_function(custom), f"{custom.name} of {custom.path}"
-        self._model = ModelScorer(job, self._tokenizer) if job.reward.reward_model.enable else None
+        self._model: ModelScorer | None = None
+        if job.reward.reward_model.enable:
+            self._model = scorer = ModelScorer(job, self._tokenizer)
+            self.parking = Parking(lambda: model_tensors(scorer.model), scorer.device, job.run_dir)
 
     @on_worker_thread
     def compute_scores(self, batch: DataProto) -> DataProto:

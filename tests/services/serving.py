@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,7 @@ import torch
 
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.rpc.server import RoleServer
-from services.serve import ROLES
+from services.serve import group_server, load_group
 
 P, T = 6, 8
 
@@ -120,15 +119,16 @@ def reward_batch(rows: int) -> DataProto:
 async def served(role: str, *jobs: JobConfig) -> AsyncIterator[list[str]]:
     """A replica of the role for each job, in this process; their addresses."""
     async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(_replica(role, job)) for job in jobs]
+        yield [await stack.enter_async_context(served_group([role], job)) for job in jobs]
 
 
 @asynccontextmanager
-async def _replica(role: str, job: JobConfig) -> AsyncIterator[str]:
-    server = RoleServer(role, ROLES[role].services)
+async def served_group(roles: Sequence[str], job: JobConfig) -> AsyncIterator[str]:
+    """The roles of a group, in this process; their address."""
+    server = group_server(roles)
     address = await server.start("127.0.0.1:0")
     try:
-        await server.ready(await asyncio.to_thread(ROLES[role].load, job))
+        await server.ready(await load_group(roles, job))
         yield address
     finally:
         await server.drain(0)

@@ -183,7 +183,7 @@ async def test_the_service_tells_pauses_resumes_and_stops_a_run(tiny_model: Path
     job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=100", "trainer.total_training_steps=50")
     with workers(job) as roles:
         run = Run(job, load_tokenizer(job.actor.model))
-        server = RoleServer("controller", [SERVICE])
+        server = RoleServer({"controller": [SERVICE]})
         address = await server.start("127.0.0.1:0")
         await server.ready({SERVICE: ControllerServicer(run.status)})
         async with grpc.aio.insecure_channel(address) as channel:

@@ -20,21 +20,19 @@ from rolemesh.errors import (
     InvalidBatch,
     RoleFailed,
     RoleUnavailable,
-    Unsupported,
     WeightsUnavailable,
 )
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import ActorClient, CriticClient, ReferenceClient, RolloutClient
 from rolemesh.rpc.contract import ROLLOUT
 from rolemesh.rpc.server import RoleServer
-from rolemesh.v1.actor_pb2 import PublishWeightsRequest
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.remote import RemoteWeights
 from services.actor.worker import ActorWorker, ReferenceWorker
 from services.critic.worker import CriticWorker
 from services.rollout.servicer import RolloutServicer
 from services.rollout.worker import RolloutWorker
-from services.serve import ROLES
+from services.serve import group_server, load_group
 
 P, T, PAD = 6, 10, 256
 
@@ -125,15 +123,15 @@ async def test_a_trained_role_that_was_restarted_is_an_error_and_never_goes_on_u
     job: JobConfig, client: type[ActorClient | CriticClient]
 ) -> None:
     """It lies idle while it is restarted, so that no call of the run fails."""
-    batch, served_role = sequence_batch(16), ROLES[client.role]
-    first, second = (RoleServer(client.role, served_role.services) for _ in range(2))
+    batch, group = sequence_batch(16), [client.role]
+    first, second = group_server(group), group_server(group)
     address = await first.start("127.0.0.1:0")
-    await first.ready(served_role.load(job))
+    await first.ready(await load_group(group, job))
     async with client([address], methods(job)) as remote:
         await remote.update(batch)
         await first.drain(0)
         await second.start(address)
-        await second.ready(served_role.load(job))
+        await second.ready(await load_group(group, job))
         compute = remote.compute_log_probs if isinstance(remote, ActorClient) else remote.compute_values
         with pytest.raises(RoleFailed, match=rf"{client.role}\..* at {address}.*was restarted"):
             await compute(batch)
@@ -163,7 +161,9 @@ async def test_published_weights_reach_every_rollout(job: JobConfig) -> None:
         # A version that is not held: the error names who could not and why, and the old weights stay.
         await actor.publish_weights(2)
         await rollout.update_weights(source)  # taken twice is the same as once
-        with pytest.raises(WeightsUnavailable, match=r"rollout.UpdateWeights at .*version 1 .*version 2 is held"):
+        with pytest.raises(
+            WeightsUnavailable, match=r"rollout.UpdateWeights at .*version 1 .*version 2 is held"
+        ):
             await rollout.update_weights(RemoteWeights(actors, 1, "0" * 64))
 
 
@@ -172,7 +172,7 @@ async def test_a_rollout_that_was_restarted_takes_the_version_in_use_before_it_w
     on a later version; the client hands that over, and the answer is as if nothing had happened."""
     prompts = prompts_of(4)
     restarted = RolloutServicer(RolloutWorker(job))
-    server = RoleServer("rollout", [ROLLOUT])
+    server = RoleServer({"rollout": [ROLLOUT]})
     address = await server.start("127.0.0.1:0")
     async with (
         served("actor", job) as actors,
@@ -190,7 +190,7 @@ async def test_a_rollout_that_was_restarted_takes_the_version_in_use_before_it_w
 
 async def test_a_rollout_that_was_away_gets_the_version_when_it_returns(job: JobConfig) -> None:
     prompts = prompts_of(8)
-    servers = [RoleServer("rollout", [ROLLOUT]) for _ in range(2)]
+    servers = [RoleServer({"rollout": [ROLLOUT]}) for _ in range(2)]
     addresses = [await server.start("127.0.0.1:0") for server in servers]
     for server in servers:
         await server.ready({ROLLOUT: RolloutServicer(RolloutWorker(job))})
@@ -203,7 +203,7 @@ async def test_a_rollout_that_was_away_gets_the_version_when_it_returns(job: Job
         await servers[1].drain(0)
         await rollout.update_weights(await actor.publish_weights(1))
         alone = await in_row_order(rollout.generate(prompts), 8)
-        servers[1], returned = RoleServer("rollout", [ROLLOUT]), RolloutWorker(job)
+        servers[1], returned = RoleServer({"rollout": [ROLLOUT]}), RolloutWorker(job)
         await servers[1].start(addresses[1])
         await servers[1].ready({ROLLOUT: RolloutServicer(returned)})
         await rollout.wait_until_ready(30)
@@ -219,7 +219,7 @@ async def test_a_rollout_that_stops_in_the_middle_loses_and_doubles_no_row(job: 
     job = job.model_copy(update={"data": job.data.model_copy(update={"max_response_length": 100})})
     prompts = prompts_of(16)
     expected = await in_row_order(RolloutWorker(job).generate(prompts), 16)
-    servers = [RoleServer("rollout", [ROLLOUT]) for _ in range(2)]
+    servers = [RoleServer({"rollout": [ROLLOUT]}) for _ in range(2)]
     addresses = [await server.start("127.0.0.1:0") for server in servers]
     for server in servers:
         await server.ready({ROLLOUT: RolloutServicer(RolloutWorker(job))})
@@ -249,7 +249,7 @@ async def test_an_update_is_asked_once(job: JobConfig) -> None:
         return sum(metrics.CLIENT_REQUESTS.labels("actor", "Update", code)._value.get() for code in codes)
 
     batch = sequence_batch(16)
-    server = RoleServer("actor", [ActorClient.service])
+    server = RoleServer({"actor": [ActorClient.service]})
     address = await server.start("127.0.0.1:0")  # and never loads
     before = asked()
     async with ActorClient([address], methods(job), patience_s=0.2) as client:
@@ -257,12 +257,6 @@ async def test_an_update_is_asked_once(job: JobConfig) -> None:
             await client.update(batch)
     assert asked() == before + 1
     await server.drain(0)
-
-
-async def test_the_reference_refuses_what_would_change_it(job: JobConfig) -> None:
-    async with served("reference", job) as addresses, ReferenceClient(addresses, methods(job)) as client:
-        with pytest.raises(Unsupported, match=rf"reference.PublishWeights at {addresses[0]}"):
-            await client._dispatcher.call("PublishWeights", PublishWeightsRequest(version=1))
 
 
 async def test_weights_of_this_process_alone_cannot_be_sent_to_a_service(job: JobConfig) -> None:

@@ -139,14 +139,14 @@ async def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(InvalidConfig, match=f"reward cannot listen on {re.escape(listen)}: .*in use"):
-            await RoleServer("reward", [REWARD]).start(listen)
+            await RoleServer({"reward": [REWARD]}).start(listen)
 
 
 async def test_two_roles_cannot_share_a_port() -> None:
-    first = RoleServer("reward", [REWARD])
+    first = RoleServer({"reward": [REWARD]})
     address = await first.start("127.0.0.1:0")
     with pytest.raises(InvalidConfig, match="in use"):
-        await RoleServer("reward", [REWARD]).start(address)
+        await RoleServer({"reward": [REWARD]}).start(address)
     await first.drain(0)
 
 
@@ -154,4 +154,4 @@ async def test_two_roles_cannot_share_a_port() -> None:
 async def test_an_address_names_its_host(listen: str) -> None:
     """An address without a host would listen to the world."""
     with pytest.raises(InvalidConfig, match="host:port"):
-        await RoleServer("reward", [REWARD]).start(listen)
+        await RoleServer({"reward": [REWARD]}).start(listen)
