@@ -14,6 +14,7 @@ import pytest
 import torch
 from in_process import course, small_job, train, workers
 from serving import serve_process, served
+from torch.testing import assert_close
 
 from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset, PromptOrder
@@ -238,6 +239,35 @@ async def test_rows_in_the_making_go_on_with_new_weights(tiny_model: Path, tmp_p
     assert course(job)[2]["rollout/stale_tokens"] == (versions == 0).sum()
 
 
+async def test_stale_tokens_are_weighed_by_how_the_policy_has_changed(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(
+        tmp_path, tiny_model, "run", ASYNC, *NO_CRITIC, "trainer.total_training_steps=3",
+        "algorithm.rollout_correction.rollout_is=token", "actor.optim.lr=1e-2",
+        "algorithm.rollout_correction.rollout_is_threshold=1.01",
+    )  # fmt: skip
+
+    class AtOnce(Observed):
+        """New weights wait until the rows of the next step are there: all of them are one step old."""
+
+        async def update_weights(self, source: WeightSource) -> None:
+            if source.version in (1, 2):
+                await self.seen(f"step {source.version + 1} generated")
+            await super().update_weights(source)
+
+    async with in_process(job) as roles:
+        observed = AtOnce(roles)
+        await run(job, observed.watched())
+    fresh, *stale = observed.batches
+    assert (fresh["rollout_is_weights"][fresh["response_mask"]] - 1).abs().max() < 1e-4
+    for batch, record in zip(stale, course(job)[2:], strict=True):
+        mask = batch["response_mask"]
+        ratio = (batch["old_log_probs"] - batch["rollout_log_probs"]).exp()
+        assert_close(batch["rollout_is_weights"], ratio.clamp(max=1.01) * mask)
+        assert ratio[mask].max() > 1.01
+        assert record["rollout_corr/rollout_is_max"] == pytest.approx(ratio[mask].max().item())
+        assert record["rollout/stale_tokens"] == mask.sum()
+
+
 async def test_no_row_is_lost_when_a_replica_dies_while_it_generates_ahead(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -257,7 +287,7 @@ async def test_no_row_is_lost_when_a_replica_dies_while_it_generates_ahead(
         rollout = RolloutClient([doomed.address, other.address], methods(job))
         roles["rollout"] = await stack.enter_async_context(rollout)
         for client in roles.values():
-            await client.wait_until_ready(60)
+            await client.wait_until_ready(240)
 
         class Deadly(Observed):
             async def update(self, batch: DataProto) -> Metrics:
