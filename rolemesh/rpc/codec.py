@@ -283,9 +283,9 @@ def _widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
 
 
 def _spans(what: str, spec: frame_pb2.TensorSpec, shape: tuple[int, ...], spans: list[memoryview]) -> Spans:
-    if len(shape) != 2 or spec.span_index >= len(spans):
+    if len(shape) < 2 or spec.span_index >= len(spans):
         raise InvalidBatch(f"{what} of shape {list(shape)} by spans {spec.span_index} of {len(spans)}")
-    rows, width = shape
+    rows, width = math.prod(shape[:-1]), shape[-1]
     both = spans[spec.span_index]
     if both.nbytes != rows * layouts.SPAN_ROW_BYTES:
         raise InvalidBatch(f"{what}: spans of {rows} rows in {both.nbytes} bytes")

@@ -24,11 +24,11 @@ NARROWER = (torch.uint8, torch.uint16, torch.int32)  # tried in this order
 
 
 class Spans:
-    """Which elements of each row of a [B, N] column are held: [starts[b], starts[b] + lengths[b]).
+    """Which elements of each row of a [R, N] matrix are held: [starts[r], starts[r] + lengths[r]).
 
     Args:
-        starts: [B] int32.
-        lengths: [B] int32; a row that holds nothing starts at 0.
+        starts: [R] int32.
+        lengths: [R] int32; a row that holds nothing starts at 0.
         width: N.
     """
 
@@ -38,7 +38,7 @@ class Spans:
 
     @cached_property
     def inside(self) -> Array:
-        """[B, N] bool, True on held elements."""
+        """[R, N] bool, True on held elements."""
         at = np.arange(self.width, dtype=np.int32)
         starts = self.starts[:, None]
         inside: Array = (at >= starts) & (at < starts + self.lengths[:, None])
@@ -46,7 +46,7 @@ class Spans:
 
     @cached_property
     def positions(self) -> Array:
-        """[B, N] int32: 0 before the span, 0, 1, 2, … on it, the last count after it."""
+        """[R, N] int32: 0 before the span, 0, 1, 2, … on it, the last count after it."""
         at = np.arange(self.width, dtype=np.int32) - self.starts[:, None]
         last = np.maximum(self.lengths - 1, 0)[:, None]
         positions: Array = np.clip(at, 0, last, out=at)
@@ -61,9 +61,11 @@ class Spans:
 
     def covers(self, other: Spans) -> bool:
         """Every element that the other holds is held here."""
+        if (len(self.starts), self.width) != (len(other.starts), other.width):
+            return False
         ends, other_ends = self.starts + self.lengths, other.starts + other.lengths
         within = (self.starts <= other.starts) & (other_ends <= ends)
-        return self.width == other.width and bool((within | (other.lengths == 0)).all())
+        return bool((within | (other.lengths == 0)).all())
 
 
 @dataclass
@@ -92,23 +94,24 @@ def pack(tensors: Mapping[str, Tensor]) -> list[Packed]:
     Raises:
         InvalidBatch: a tensor has no place on the wire (complex, sparse, …).
     """
-    bits = {name: bits_of(name, tensor) for name, tensor in tensors.items()}
+    bits = {name: _by_rows(bits_of(name, tensor)) for name, tensor in tensors.items()}
     known: list[Spans] = []
     masks: dict[str, Spans] = {}
     for name, column in bits.items():
         found = _spans_of_mask(column, element_bits(1, tensors[name].dtype))
         if found is not None:
             masks[name] = _shared(found, known)
-    return [_pack(name, tensors[name].dtype, column, masks.get(name), known) for name, column in bits.items()]
+    return [_pack(name, tensors[name], column, masks.get(name), known) for name, column in bits.items()]
 
 
 def pack_plainly(tensors: Mapping[str, Tensor]) -> list[Packed]:
     """The tensors with every element sent; integers still as narrow as they allow."""
-    return [_dense(name, tensor.dtype, bits_of(name, tensor)) for name, tensor in tensors.items()]
+    return [_dense(name, tensor, bits_of(name, tensor)) for name, tensor in tensors.items()]
 
 
-def _pack(name: str, dtype: torch.dtype, bits: Array, mask: Spans | None, known: list[Spans]) -> Packed:
-    packed = Packed(name, dtype, dtype, bits.shape)
+def _pack(name: str, tensor: Tensor, bits: Array, mask: Spans | None, known: list[Spans]) -> Packed:
+    dtype = tensor.dtype
+    packed = Packed(name, dtype, dtype, tuple(tensor.shape))
     if mask is not None:
         packed.layout, packed.spans = data_pb2.LAYOUT_MASK, mask
     elif _is_constant(bits):
@@ -119,17 +122,22 @@ def _pack(name: str, dtype: torch.dtype, bits: Array, mask: Spans | None, known:
         packed.layout, packed.spans, packed.fill = data_pb2.LAYOUT_RAGGED, spans, fill.tobytes()
         packed.values, packed.wire_dtype = _narrowed(dtype, bits[spans.inside])
     else:
-        return _dense(name, dtype, bits)
+        return _dense(name, tensor, bits)
     return packed
 
 
-def _dense(name: str, dtype: torch.dtype, bits: Array) -> Packed:
-    values, wire_dtype = _narrowed(dtype, bits)
-    return Packed(name, dtype, wire_dtype, bits.shape, values=values)
+def _dense(name: str, tensor: Tensor, bits: Array) -> Packed:
+    values, wire_dtype = _narrowed(tensor.dtype, bits)
+    return Packed(name, tensor.dtype, wire_dtype, tuple(tensor.shape), values=values)
+
+
+def _by_rows(bits: Array) -> Array:
+    """As a matrix where there are more than two axes: all but the last one are its rows."""
+    return bits.reshape(-1, bits.shape[-1]) if bits.ndim > 2 and bits.size else bits
 
 
 def _is_matrix(bits: Array) -> bool:
-    """A [B, N] column on which spans save anything and can say where they lie (int32)."""
+    """A [R, N] column on which spans save anything and can say where they lie (int32)."""
     return bits.ndim == 2 and bits.shape[0] > 0 and SPAN_ROW_BYTES < bits.shape[1] * bits.itemsize < 2**31
 
 
@@ -185,7 +193,7 @@ def _spans_of_ragged(bits: Array, fill: np.generic, known: list[Spans]) -> Spans
 
 
 def _spans_around(held: Array) -> Spans:
-    """[B, N] bool: from each row's first True to its last."""
+    """[R, N] bool: from each row's first True to its last."""
     width = held.shape[1]
     starts = held.argmax(axis=1)
     ends = width - held[:, ::-1].argmax(axis=1)
@@ -236,7 +244,7 @@ def unpack(packed: Packed) -> Tensor:
     if packed.layout == data_pb2.LAYOUT_DENSE:
         assert values is not None
         return tensor_of(values.reshape(packed.shape), packed.dtype)
-    return tensor_of(_unpacked(packed, values), packed.dtype)
+    return tensor_of(_unpacked(packed, values).reshape(packed.shape), packed.dtype)
 
 
 def _unpacked(packed: Packed, values: Array | None) -> Array:
@@ -247,7 +255,7 @@ def _unpacked(packed: Packed, values: Array | None) -> Array:
     assert spans is not None
     if packed.layout == data_pb2.LAYOUT_RAGGED:
         assert values is not None
-        column: Array = np.full(packed.shape, np.frombuffer(packed.fill, unsigned)[0])
+        column: Array = np.full(spans.inside.shape, np.frombuffer(packed.fill, unsigned)[0])
         column[spans.inside] = values.view(unsigned)
         return column
     if packed.layout == data_pb2.LAYOUT_MASK:

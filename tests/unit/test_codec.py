@@ -194,6 +194,28 @@ def test_a_score_on_the_last_token_sends_that_token_only():
     assert_same(load(dump(batch)), batch)
 
 
+def test_of_three_axes_each_token_has_a_span_of_its_own():
+    """256 x 128 tokens with 1 to 20 of 50 places filled, half of the tokens padding."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(1, 21, (256, 128, 1), generator=generator)
+    counts[:, 64:] = 0
+    ids = torch.randint(0, 150_000, (256, 128, 50), dtype=torch.int32, generator=generator)
+    batch = DataProto({"kept_ids": ids.where(torch.arange(50) < counts, -1)})
+    assert layout(batch, "kept_ids") == "RAGGED"
+    assert encode(batch).region_bytes < 4 * counts.sum() + 8 * 256 * 128 + 64
+    assert encode(batch).region_bytes < batch["kept_ids"].nbytes / 6
+    assert_same(load(dump(batch)), batch)
+
+
+def test_spans_of_tokens_are_none_of_rows_that_are_as_wide():
+    mask = torch.ones(16, 24, dtype=torch.bool).tril()
+    cube = mask.expand(3, 16, 24).long() * 3
+    batch = DataProto({"mask": mask[:3], "cube": cube, "masks": mask.expand(3, 16, 24)})
+    assert layout(batch, "cube") == "RAGGED"
+    assert layout(batch, "masks") == "MASK"
+    assert_same(load(dump(batch)), batch)
+
+
 def test_negative_zero_is_not_padding():
     column = torch.zeros(4, 64)
     column[:, 0] = 1.0
@@ -450,10 +472,10 @@ def tensors(draw: st.DrawFn, rows: int) -> torch.Tensor:
         bits = bits.reshape(-1)[:1].expand(bits.numel()).reshape(shape).clone()
     if kind == "small":
         bits = torch.randint(0, 2, shape, generator=generator).to(dtype)
-    if kind in ("padded", "mask") and len(shape) == 2:
-        ends = torch.randint(0, shape[1] + 1, (rows, 2), generator=generator).sort(dim=1).values
-        at = torch.arange(shape[1])
-        inside = (at >= ends[:, :1]) & (at < ends[:, 1:])
+    if kind in ("padded", "mask") and len(shape) > 1:
+        ends = torch.randint(0, shape[-1] + 1, (*shape[:-1], 2), generator=generator).sort(dim=-1).values
+        at = torch.arange(shape[-1])
+        inside = (at >= ends[..., :1]) & (at < ends[..., 1:])
         bits = inside.to(dtype) if kind == "mask" else padded(bits, inside)
     return bits.transpose(0, -1).contiguous().transpose(0, -1) if draw(st.booleans()) else bits
 
