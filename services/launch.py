@@ -7,11 +7,15 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import torch
 from rich.logging import RichHandler
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import RoleUnavailable
-from rolemesh.models.loading import model_directory
+from rolemesh.models.loading import model_directory, resolve_device
+from rolemesh.planner.devices import available_memory
+from rolemesh.planner.memory import role_shapes
+from rolemesh.planner.refusal import refuse_what_cannot_fit
 from rolemesh.rpc.allocator import tune
 from services.control import Brakes, drive, prepare
 from services.controller.loop import Run
@@ -33,6 +37,7 @@ async def launch(job: JobConfig) -> None:
     tune()
     run = await prepare(job)
     check_models(job)
+    check_memory(job)
     # Through the display's console: another writer would tear the live lines.
     shown = RichHandler(console=run.display.console, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown], force=True)
@@ -52,6 +57,21 @@ def check_models(job: JobConfig) -> None:
     for role, config in models.items():
         if role in job.roles:
             model_directory(config, role)
+
+
+def check_memory(job: JobConfig) -> None:
+    """What certainly does not fit is refused: weights, gradients and moments of all groups beside each other.
+
+    Raises:
+        InvalidConfig: how much is missing, the largest part and what to lower.
+    """
+    memory, where = available_memory(), "this machine's free memory"
+    if resolve_device(job.trainer.device).type == "cuda":
+        gpus = range(torch.cuda.device_count())
+        memory = sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+        where = "the memory of this machine's GPUs"
+    copies = {f"{name}-{i}": roles for name, roles in job.groups.items() for i in range(job.num_replicas(name))}
+    refuse_what_cannot_fit(job, role_shapes(job), copies, memory, where)
 
 
 async def _train(run: Run, processes: RoleProcesses) -> Summary:

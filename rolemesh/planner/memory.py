@@ -58,12 +58,14 @@ Shapes = Mapping[str, ModelShape]
 
 
 def role_shapes(job: JobConfig) -> Shapes:
-    """The model of each role that has one; a reward of rules has none.
+    """The model of each role that has one here; a reward of rules has none, nor a rollout of other servers.
 
     Raises:
         ModelNotFound: a directory is missing or does not describe a model.
     """
-    models = {"actor": job.actor.model, "rollout": job.actor.model}
+    models = {"actor": job.actor.model}
+    if job.rollout.name != "openai":
+        models["rollout"] = job.actor.model
     if job.uses_reference:
         models["reference"] = job.reference_model
     if job.uses_critic:

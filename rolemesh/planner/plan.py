@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
 from rolemesh.config import JobConfig
 from rolemesh.planner.cost import handover_seconds, role_seconds
@@ -72,13 +73,27 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to place a job."""
+    """One way to place a job.
+
+    Args:
+        ahead: the job's rollouts run ahead of training.
+        handover: seconds from the actor's new weights to the rollouts'.
+    """
 
     name: str
     groups: tuple[Group, ...]
     cluster: Cluster
     ahead: bool
     handover: float
+
+    @cached_property
+    def blocked(self) -> str:
+        """Why the job may not be placed so, whatever the devices; empty: it may."""
+        home = next(group for group in self.groups if "rollout" in group.roles)
+        others = [role for role in home.roles if role != "rollout" and home.memory[role].total]
+        if self.ahead and others:
+            return f"rollout.mode async, and rollout shares its group with {', '.join(others)}"
+        return ""
 
     @cached_property
     def missing_bytes(self) -> int:
@@ -95,7 +110,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return not self.missing_bytes and not self.missing_devices
+        return not self.missing_bytes and not self.missing_devices and not self.blocked
 
     @cached_property
     def phases(self) -> dict[str, float]:
@@ -123,16 +138,21 @@ class Plan:
     def seconds(self) -> float:
         """Of one step."""
         seconds = self.phases
-        if not self.ahead:
+        if not self.ahead or self.blocked or self.cluster.device.shared:
             return sum(seconds.values())
         rest = seconds["judge"] + seconds["update"] + seconds["switches"]
         return max(seconds["generate"], rest) + seconds["weights"]
 
+    def gain_over(self, smaller: Plan) -> tuple[float, float]:
+        """For each device more: bytes that are missing no longer, seconds."""
+        more = sum(g.devices for g in self.groups) - sum(g.devices for g in smaller.groups)
+        return (smaller.missing_bytes - self.missing_bytes) / more, (smaller.seconds - self.seconds) / more
+
     @property
-    def order(self) -> tuple[int, int, float, float]:
+    def order(self) -> tuple[bool, int, int, float, float]:
         """Smaller is better: fits, is fast, leaves devices idle."""
         busy = sum(sum(g.busy(phase) for phase in PHASES) for g in self.groups)
-        return self.missing_devices, self.missing_bytes, self.seconds, busy
+        return bool(self.blocked), self.missing_devices, self.missing_bytes, self.seconds, busy
 
 
 CHUNKS = 8  # a batch is judged in about so many calls: the last of them begins when the generation has ended
@@ -153,28 +173,35 @@ class Planner:
         """The groups with the devices divided among them.
 
         Greedy, as in HybridFlow's mapping (arXiv:2409.19256, §6): every group has the fewest that it can run
-        on, and each further device goes where it is missed the most: to a group whose roles do not fit, else to
-        the one that it makes the step shorter for. Devices that shorten nothing stay idle.
+        on; then the groups that do not fit grow, and then those whose growth shortens the step the most for
+        each device. Groups that work beside each other shorten nothing alone, so they grow together too.
+        Devices that shorten nothing stay idle.
         """
-        groups = {}
-        for label, roles in grouping.items():
-            if present := tuple(role for role in roles if role in self.job.roles):
-                groups[label] = self._group(present, self._fewest(present))
-        best = self._plan(name, groups)
-        while True:
-            used = sum(group.devices for group in best.groups)
-            candidates = [
-                self._plan(name, groups | {label: grown})
-                for label, group in groups.items()
-                if group.devices
-                and not self.cluster.device.shared
-                and used + self._fewest(group.roles) <= self.cluster.devices
-                for grown in [self._group(group.roles, group.devices + self._fewest(group.roles))]
-            ]
-            better = min(candidates, key=lambda plan: plan.order, default=best)
-            if better.order >= best.order:
-                return best
-            best, groups = better, {group.name: group for group in better.groups}
+        best = self._plan(name, self._smallest(grouping))
+        while grown := [plan for plan in self._grown(best) if plan.order < best.order]:
+            best = max(grown, key=lambda plan: plan.gain_over(best))
+        return best
+
+    def _smallest(self, grouping: Grouping) -> dict[str, Group]:
+        roles = {
+            label: tuple(role for role in roles if role in self.job.roles) for label, roles in grouping.items()
+        }
+        return {
+            label: self._group(present, self._fewest(present)) for label, present in roles.items() if present
+        }
+
+    def _grown(self, plan: Plan) -> Iterator[Plan]:
+        """With a device, or a replica's devices, more for any of the groups that have devices."""
+        if self.cluster.device.shared:
+            return
+        growing = [group for group in plan.groups if group.devices]
+        groups = {group.name: group for group in plan.groups}
+        for count in range(1, len(growing) + 1):
+            for chosen in combinations(growing, count):
+                larger = {g.name: self._group(g.roles, g.devices + self._fewest(g.roles)) for g in chosen}
+                candidate = self._plan(plan.name, groups | larger)
+                if not candidate.missing_devices:
+                    yield candidate
 
     def divided(self, name: str, grouping: Grouping, devices: Mapping[str, int]) -> Plan:
         """The groups with so many devices each."""
@@ -186,13 +213,9 @@ class Planner:
         named = tuple(replace(group, name=label) for label, group in groups.items())
         home = {role: group for group in named for role in group.roles}
         together = home["actor"].name == home["rollout"].name
-        job = self.job
-        # A rollout that shares its devices with a role that trains cannot run ahead of it.
-        ahead = (
-            job.rollout.mode == "async" and job.trainer.max_staleness > 0 and len(home["rollout"].roles) == 1
-        )
-        handover = handover_seconds(job, self.shapes, self.cluster.device, together=together)
-        return Plan(name, named, self.cluster, ahead and not self.cluster.device.shared, handover)
+        handover = handover_seconds(self.job, self.shapes, self.cluster.device, together=together)
+        ahead = self.job.rollout.mode == "async" and self.job.trainer.max_staleness > 0
+        return Plan(name, named, self.cluster, ahead, handover)
 
     def _group(self, roles: tuple[str, ...], devices: int) -> Group:
         if (roles, devices) not in self._groups:

@@ -25,8 +25,11 @@ def partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
 
 
 def as_grouping(groups: Sequence[Sequence[str]]) -> Grouping:
-    """Groups under the names of their roles."""
-    return {"-".join(roles): tuple(roles) for roles in groups}
+    """Groups under names that a job file may give them: 24 letters at most."""
+    return {
+        "-".join(roles) if len(roles) < 3 else f"{roles[0]}-and-{len(roles) - 1}-more": tuple(roles)
+        for roles in groups
+    }
 
 
 def search(planner: Planner, name: str = "custom") -> Plan:

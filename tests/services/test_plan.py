@@ -1,0 +1,142 @@
+"""`rolemesh plan` as people use it, and a job that is too large for its machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import LlamaConfig
+
+from rolemesh.config import load_job
+from rolemesh.data.arithmetic import write_arithmetic
+from rolemesh.models.tiny import byte_tokenizer, make_tiny_model
+
+STRATEGIES = {"collocate", "hybrid", "split-collocate", "standalone"}
+
+
+def rolemesh(*arguments: object, width: int = 160) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": str(width)},
+        timeout=240,
+    )
+
+
+@pytest.fixture(scope="module")
+def job_7b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job file whose models have Llama-2-7B's shape: config.json, and a weights file of the right size, of
+    which only the header is written."""
+    directory = tmp_path_factory.mktemp("7b")
+    config = LlamaConfig(tie_word_embeddings=False)
+    config.save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    train, _ = write_arithmetic(directory / "data")
+    block = {f"self_attn.{name}_proj": [4096, 4096] for name in "qkvo"}
+    block |= {"mlp.gate_proj": [11008, 4096], "mlp.up_proj": [11008, 4096], "mlp.down_proj": [4096, 11008]}
+    block |= {"input_layernorm": [4096], "post_attention_layernorm": [4096]}
+    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(32) for name, shape in block.items()}
+    shapes |= {"model.embed_tokens.weight": [32000, 4096], "lm_head.weight": [32000, 4096]}
+    shapes |= {"model.norm.weight": [4096]}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    half = {"dtype": "bfloat16"}
+    job = {
+        "algorithm": {"use_kl_in_reward": True},
+        "data": {"train_batch_size": 512, "train_files": str(train)},
+        "actor": {"model": {"path": str(directory), **half}},
+        "reference": {"model": half},
+        "critic": {"model": half},
+        "rollout": {"name": "vllm", "gpu_memory_utilization": 0.8, **half},
+        "trainer": {"device": "cpu", "default_local_dir": str(directory / "run")},
+    }
+    path = directory / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def test_the_demo_fits_on_this_machine_in_every_strategy(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path)
+    answer = rolemesh("plan", "configs/tiny.yaml", f"actor.model.path={model}")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.count("  fits  ") == len(STRATEGIES)
+    for word in (*STRATEGIES, "weights", "gradients", "optimizer", "activations", "KV cache", "update"):
+        assert word in answer.stdout
+
+
+def test_json_has_every_part_in_bytes_and_the_best_first(job_7b: Path) -> None:
+    answer = rolemesh("plan", job_7b, "--gpus", 8, "--gpu-memory", "80GiB", "--json")
+    assert answer.returncode == 0, answer.stderr
+    plans: list[dict[str, Any]] = json.loads(answer.stdout)
+    assert {plan["strategy"] for plan in plans} == STRATEGIES
+    assert all(plan["fits"] for plan in plans)
+    seconds = [plan["seconds_per_step"] for plan in plans]
+    assert seconds == sorted(seconds)
+    alone = next(plan for plan in plans if plan["strategy"] == "standalone")
+    groups = {group["name"]: group for group in alone["groups"]}
+    assert sum(group["devices"] for group in groups.values()) <= 8
+    ranks = groups["actor"]["devices"]  # 108 GB of state want two of 80 GiB
+    assert ranks >= 2
+    assert groups["actor"]["roles"]["actor"]["optimizer"] == 8 * 6_738_415_616 // ranks
+    assert groups["reference"]["roles"]["reference"]["weights"] == 4 * 6_738_415_616
+    assert groups["rollout"]["roles"]["rollout"]["weights"] == 2 * 6_738_415_616
+    assert any("ranks" in note for note in alone["notes"])
+
+
+def test_what_fits_nowhere_says_by_how_much_and_exits_with_1(job_7b: Path) -> None:
+    answer = rolemesh("plan", job_7b, "--gpus", 2, "--gpu-memory", "24 GB")
+    assert answer.returncode == 1
+    assert answer.stdout.count("does not fit") == len(STRATEGIES)
+    assert "misses" in answer.stdout
+    assert "2 more GPUs are needed" in answer.stdout  # standalone: four groups with a model
+
+
+def test_the_search_prints_a_placement_that_a_job_takes(job_7b: Path, tmp_path: Path) -> None:
+    answer = rolemesh("plan", job_7b, "--gpus", 8, "--gpu", "a100", "--search")
+    assert answer.returncode == 0, answer.stderr
+    _, _, text = answer.stdout.partition("for the job file:")
+    placed = yaml.safe_load(job_7b.read_text()) | yaml.safe_load(text)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(placed))
+    job = load_job(tmp_path / "job.yaml")
+    assert job.placement.strategy == "custom"
+    assert sorted(role for roles in job.groups.values() for role in roles) == sorted(job.roles)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gpus", "8", "--gpu-memory", "80"), "80GiB"),
+        (("--gpus", "8", "--gpu", "voodoo2"), "h100"),
+        (("actor.model.path=nowhere",), "nowhere"),
+    ],
+)
+def test_errors_are_one_line(job_7b: Path, arguments: tuple[str, ...], words: str) -> None:
+    answer = rolemesh("plan", job_7b, *arguments)
+    assert answer.returncode in (1, 2)
+    (line,) = answer.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_a_job_that_cannot_fit_is_refused_before_a_process_starts(job_7b: Path) -> None:
+    """Each role alone: 16 bytes a parameter for actor and critic, 4 for reference and rollout."""
+    answer = rolemesh("run", job_7b, "rollout.name=hf", "rollout.gpu_memory_utilization=0.5")
+    assert answer.returncode == 2, answer.stdout + answer.stderr
+    assert "at least 249 GiB" in answer.stderr
+    assert "actor's optimizer, 50.2 GiB" in answer.stderr
+    assert "collocate needs at least 100 GiB" in answer.stderr
+    assert not (job_7b.parent / "run" / "logs").exists()
