@@ -11,6 +11,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
+from rolemesh.roles import COLUMNS, methods
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker
 from services.rollout.engines import load_engine
@@ -22,7 +23,8 @@ class RolloutWorker(LocalWorker):
     def __init__(self, job: JobConfig) -> None:
         super().__init__("rollout")
         self._sampling: dict[str, SamplingConfig] = {"train": job.rollout, "validation": job.rollout.val_kwargs}
-        self._prompt_length = job.data.max_prompt_length
+        self._prompt_length, self._response_length = job.data.max_prompt_length, job.data.max_response_length
+        self._writes = methods(job)["rollout.generate"].writes
         self._engine = load_engine(job, self)
 
     @property
@@ -41,6 +43,7 @@ class RolloutWorker(LocalWorker):
         sampling = self._check(prompts)
         async with self.turn(), aclosing(self._engine.generate(prompts, sampling)) as finished:
             async for rows in finished:
+                self._check_answer(rows, sampling)
                 yield rows
 
     async def update_weights(self, source: WeightSource) -> None:
@@ -64,6 +67,19 @@ class RolloutWorker(LocalWorker):
         """Lets the running step end, then gives back what the engine holds."""
         super().close()
         self._engine.close()
+
+    def _check_answer(self, rows: DataProto, sampling: SamplingConfig) -> None:
+        """That an engine keeps the contract, before anybody else wonders."""
+        sizes = {"B": len(rows), "T": self._response_length, "K": sampling.num_kept}
+        expected = {
+            name: (COLUMNS[name].dtype, [sizes[axis] for axis in COLUMNS[name].axes])
+            for name in self._writes
+            if name != "kept_ids" or sampling.num_kept
+        }
+        got = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in rows.tensors.items()}
+        assert got == expected, (
+            f"{type(self._engine).__name__} answered {got}; an engine's columns are {expected}"
+        )
 
     def _check(self, prompts: DataProto) -> SamplingConfig:
         batch = prompts.select_columns(["prompts", "prompt_mask", "seeds"])

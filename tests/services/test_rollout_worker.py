@@ -1,7 +1,7 @@
 """The hf engine in its worker: a row's bits are its own, its log-probabilities are the model's, rows stream."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from rolemesh.weights.held import HeldWeights
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking
-from services.rollout.engines import load_engine
-from services.rollout.engines.hf import MIN_ROWS, neutral_rows
+from services.rollout.engines import LOADERS, load_engine
+from services.rollout.engines.hf import MIN_ROWS, HfEngine, neutral_rows
 from services.rollout.engines.sampling import log_distribution
 from services.rollout.worker import RolloutWorker
 
@@ -254,6 +254,34 @@ def test_an_unknown_engine_is_refused_with_those_there_are(tiny_model: Path):
         load_engine(other, None)
 
 
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rows: rows.pop(["weight_versions"]), "an engine's columns are .*weight_versions"),
+        (lambda rows: rows.tensors.update(row=rows["row"].int()), "'row': .torch.int32"),
+        (lambda rows: rows.tensors.update(responses=rows["responses"][:, 1:]), r"'responses': .* \[1, 15\]"),
+        (lambda rows: rows.tensors.update(logits=torch.zeros(len(rows), 3)), "'logits'"),
+    ],
+)
+async def test_an_engine_that_breaks_the_contract_is_found_out_at_once(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str
+):
+    class Careless(HfEngine):
+        async def generate(
+            self, prompts: DataProto, sampling: SamplingConfig
+        ) -> AsyncGenerator[DataProto, None]:
+            async with aclosing(super().generate(prompts, sampling)) as finished:
+                async for rows in finished:
+                    spoil(rows)
+                    yield rows
+
+    monkeypatch.setitem(LOADERS, "hf", Careless)
+    worker = RolloutWorker(job_of(tiny_model))
+    with pytest.raises(AssertionError, match=message):
+        await generated(worker, prompts_of(1))
+    worker.close()
+
+
 def test_lengths_beyond_the_models_are_refused_at_start(tmp_path: Path):
     make_tiny_model(tmp_path, max_position_embeddings=P + T - 1)
     with pytest.raises(InvalidConfig, match="27"):
@@ -415,6 +443,13 @@ async def test_after_sleep_it_generates_as_before(ending_model: Path):
     after = await generated(worker, prompts)
     for name in (*COLUMNS, "weight_versions"):
         assert torch.equal(before[name], after[name])
+    worker.close()
+
+
+async def test_an_engine_may_be_told_to_keep_its_memory(tiny_model: Path):
+    worker = RolloutWorker(job_of(tiny_model, free_cache_engine=False))
+    assert await worker.sleep() == await worker.wake() == 0
+    assert len(await generated(worker, prompts_of(2))) == 2
     worker.close()
 
 

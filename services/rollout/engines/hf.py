@@ -116,6 +116,7 @@ class HfEngine:
         self.pad: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         with self.precision():
             self.min_rows = neutral_rows(self.model, max(PROBED_ROWS, self._max_num_seqs))
+        self._frees_memory = job.rollout.free_cache_engine
         self._parking = Parking(lambda: model_tensors(self.model), self.device, job.run_dir)
         self._version = 0
         self._turn = asyncio.Lock()  # calls wait in line
@@ -171,7 +172,7 @@ class HfEngine:
     # Keys and values are there only while something generates.
 
     async def sleep(self) -> int:
-        return await self._worker.run(self._parking.park)
+        return await self._worker.run(self._parking.park) if self._frees_memory else 0
 
     async def wake(self) -> int:
         return await self._worker.run(self._parking.unpark)
