@@ -92,9 +92,19 @@ class RolloutServicer:
         """A replica that was restarted holds the model directory's weights. It is as good as gone until the
         client has given it the version in use."""
         expected = dict(context.invocation_metadata() or ()).get(VERSION_KEY)
-        if expected is None or expected == self._taken:
+        if expected is None or self._serves(expected):
             return
         async with self._taking:  # the version may be on its way
-            if expected != self._taken:
+            if not self._serves(expected):
                 now = self._taken or "none"
                 raise RoleUnavailable(f"weights version {expected} is asked for, this replica took {now}")
+
+    def _serves(self, expected: str) -> bool:
+        """The version itself, or one after it that was swapped in while the request was on its way."""
+        return expected == self._taken or _number(self._taken) > _number(expected) >= 0
+
+
+def _number(name: str) -> int:
+    """The version's number in a name of rolemesh.weights.manifest.name_of; -1 where it is none."""
+    number = name.partition("@")[0]
+    return int(number) if number.isdecimal() else -1

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import grpc
 import pytest
 import torch
 from in_process import course, small_job, train, workers
@@ -23,6 +24,8 @@ from rolemesh.errors import RewardFailed, RoleFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles, Rollout, methods
 from rolemesh.rpc.clients import RolloutClient
+from rolemesh.rpc.guard import VERSION_KEY
+from rolemesh.rpc.streams import receive_batches, send
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker
 from services.control import CLIENTS
@@ -299,6 +302,34 @@ async def test_no_row_is_lost_when_a_replica_dies_while_it_generates_ahead(
         await run(job, observed.watched())
     assert len(observed.batches) == 4
     assert_rows_are_those_of_the_steps(job, observed.batches, 1)
+
+
+async def test_a_request_that_crosses_a_swap_is_answered_by_the_newer_weights(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """It names version 1 when it is sent, and version 2 is there when its rows arrive."""
+    job = small_job(tmp_path, tiny_model, "run")
+    data = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))
+    rows = methods(job)["rollout.generate"].prune(fan_out(data.batch(range(4)), 2, seed=1, step=3))
+    swapped = asyncio.Event()
+
+    async def frames() -> AsyncIterator[bytes]:
+        await swapped.wait()
+        async for frame in send(rows):
+            yield frame
+
+    async with over_grpc(job) as roles:
+        rollout = cast(RolloutClient, roles.rollout)
+        await roles.sync_weights(1)
+        async with grpc.aio.insecure_channel(rollout.addresses[0]) as channel:
+            named = ((VERSION_KEY, rollout._dispatcher.metadata[VERSION_KEY]),)
+            generate = channel.stream_stream("/rolemesh.v1.RolloutService/Generate")
+            call = generate(frames(), metadata=named)
+            await roles.sync_weights(2)
+            swapped.set()
+            answer = DataProto.concat([part async for part in receive_batches(call)])
+    assert len(answer) == 8
+    assert (answer["weight_versions"][answer["response_mask"]] == 2).all()
 
 
 # ------------------------------------------------------------------------------------- its ends
