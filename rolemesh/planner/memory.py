@@ -11,7 +11,7 @@ for the CUDA context (about half a GiB).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from rolemesh.config import JobConfig
 from rolemesh.config.model import ModelConfig
@@ -94,12 +94,15 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
     if role == "rollout":
         return vllm_memory(job, shape, device) if job.rollout.name == "vllm" else hf_memory(job, shape, device)
     if role == "actor":
-        rows, logits = job.actor.ppo_micro_batch_size_per_gpu, logits_bytes
-        head = logits(shape, rows, job.data.max_response_length, entropy=job.actor.entropy_coeff != 0)
-        return trained(shape.policy_parameters, shape, job.actor.model, rows, width, head, ranks, device)
+        rows = job.actor.ppo_micro_batch_size_per_gpu
+        entropy = job.actor.entropy_coeff != 0
+        head = logits_bytes(shape, rows, job.data.max_response_length, entropy=entropy)
+        memory = trained(shape.policy_parameters, shape, job.actor.model, rows, width, head, ranks)
+        # On a CPU the version that is published lies in the same memory.
+        return replace(memory, weights=2 * memory.weights) if device.shared else memory
     if role == "critic":
         rows = job.critic.ppo_micro_batch_size_per_gpu
-        return trained(shape.score_parameters, shape, job.critic_model, rows, width, 0, ranks, device)
+        return trained(shape.score_parameters, shape, job.critic_model, rows, width, 0, ranks)
     if role == "reference":
         rows, model = job.reference.log_prob_micro_batch_size_per_gpu, job.reference_model
         weights = shape.policy_parameters
@@ -122,21 +125,20 @@ def trained(
     width: int,
     head_bytes: int,
     ranks: int,
-    device: Device,
 ) -> Memory:
-    """16 bytes a parameter over the ranks, and the activations of `rows` rows of `width` tokens."""
+    """16 bytes a parameter over the ranks, the activations of `rows` rows of `width` tokens, and a block's
+    gradients on their way."""
     tokens = rows * width
+    block = block_bytes(shape, tokens, model.dtype)
+    stored = block * shape.layers
     if model.enable_gradient_checkpointing:  # each block's input, and one block as it is computed again
-        stored = FLOAT32 * shape.hidden * tokens * shape.layers + block_bytes(shape, tokens, model.dtype)
-    else:
-        stored = block_bytes(shape, tokens, model.dtype) * shape.layers
+        stored = FLOAT32 * shape.hidden * tokens * shape.layers + block
     gathered = 2 * FLOAT32 * num_parameters // shape.layers if ranks > 1 else 0  # a block, and the next one
-    copies = 2 if device.shared else 1  # on a CPU the published version lies in the same memory
     return Memory(
-        weights=copies * FLOAT32 * num_parameters // ranks,
+        weights=FLOAT32 * num_parameters // ranks,
         gradients=FLOAT32 * num_parameters // ranks,
         optimizer=2 * FLOAT32 * num_parameters // ranks,
-        activations=stored + head_bytes + autocast_bytes(shape, model.dtype) // ranks + gathered,
+        activations=stored + block + head_bytes + autocast_bytes(shape, model.dtype) // ranks + gathered,
     )
 
 
