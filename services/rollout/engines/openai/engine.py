@@ -189,6 +189,8 @@ class OpenAIEngine:
         async with server.lock:
             if server.lost is not None:
                 raise ServerLost(server.lost)
+            if not server.num_asked:
+                server.holds = None  # a restart breaks connections: here is none that would have told
             while server.holds != self._version:  # another may come up meanwhile
                 await self._make_sure(client, server)
             version = self._version
@@ -200,7 +202,6 @@ class OpenAIEngine:
             server.num_asked -= 1
             if not server.num_asked:
                 server.quiet.set()
-                server.holds = None  # a restart breaks connections; from now on there is none that would tell
         if part.broken_off and not server.lock.locked():
             server.holds = None  # not by us
         return part, version
