@@ -36,9 +36,9 @@ class Engine(Protocol):
         Yields:
             Rows as they finish: `row` [b] int64 (position in the request), `responses` [b, T] int64 with the
             end token, `response_mask` [b, T] bool, `rollout_log_probs` [b, T] float32 (of the distribution
-            that the token was drawn from), `weight_versions` [b, T] int64, and where training's sampling
-            truncates, `kept_ids` [b, T, top_k] int32; all on the CPU. Leaving the iterator ends the generation
-            soon.
+            that the token was drawn from), `weight_versions` [b, T] int64, and where sampling.num_kept is not 0
+            `kept_ids` [b, T, num_kept] int32: the tokens that could be drawn, the drawn one among them, in any
+            order, then -1. All on the CPU, and no other column. Leaving the iterator ends the generation soon.
 
         Raises:
             InvalidBatch: a token id is not in the vocabulary.
