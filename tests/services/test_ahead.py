@@ -1,127 +1,33 @@
-"""Generation that runs ahead of training: whose rows, by which weights, and how it ends."""
+"""Generation that runs ahead of training: whose rows, and by which weights."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import pytest
 import torch
-from in_process import course, small_job, train, workers
+from in_process import course, small_job, train
+from observed import ASYNC, NO_CRITIC, Observed, in_process, over_grpc, run
 from serving import serve_process, served
 from torch.testing import assert_close
 
 from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import RewardFailed, RoleFailed
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.roles import Metrics, Roles, Rollout, methods
+from rolemesh.roles import Metrics, Roles, methods
 from rolemesh.rpc.clients import RolloutClient
 from rolemesh.rpc.guard import VERSION_KEY
 from rolemesh.rpc.streams import receive_batches, send
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker
 from services.control import CLIENTS
-from services.controller.ahead import Ahead
 from services.controller.experience import fan_out
-from services.controller.loop import Run
-
-ASYNC = "rollout.mode=async"
-NO_CRITIC = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
-
-
-@asynccontextmanager
-async def in_process(job: JobConfig) -> AsyncIterator[Roles]:
-    with workers(job) as roles:
-        yield roles
-
-
-@asynccontextmanager
-async def over_grpc(job: JobConfig) -> AsyncIterator[Roles]:
-    """Every role behind a port, the rollout behind two."""
-    async with AsyncExitStack() as stack:
-        clients: dict[str, Any] = {}
-        for role in job.roles:
-            addresses = await stack.enter_async_context(served(role, *[job] * (1 + (role == "rollout"))))
-            clients[role] = await stack.enter_async_context(CLIENTS[role](addresses, methods(job)))
-        yield Roles(**clients)
-
-
-async def run(job: JobConfig, roles: Roles) -> Run:
-    made = Run(job, load_tokenizer(job.actor.model))
-    await made.train(roles)
-    return made
-
-
-@dataclass
-class Observed:
-    """The rollout and the actor of a run, in between a list of what happened in which order."""
-
-    roles: Roles
-    events: list[str] = field(default_factory=list)
-    batches: list[DataProto] = field(default_factory=list)
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    async def note(self, event: str) -> None:
-        async with self.changed:
-            self.events.append(event)
-            self.changed.notify_all()
-
-    async def seen(self, event: str) -> None:
-        async with self.changed:
-            await self.changed.wait_for(lambda: event in self.events)
-
-    async def generate(self, prompts: DataProto) -> AsyncGenerator[DataProto]:
-        what = f"step {prompts.meta_info['step']}"
-        await self.note(f"{what} begins")
-        ended = "closed"
-        try:
-            async with aclosing(
-                cast(AsyncGenerator[DataProto], self.roles.rollout.generate(prompts))
-            ) as stream:
-                async for rows in stream:
-                    await self.note(f"{what} has rows")
-                    yield rows
-            ended = "generated"
-        finally:
-            await self.note(f"{what} {ended}")
-
-    async def update_weights(self, source: WeightSource) -> None:
-        await self.roles.rollout.update_weights(source)
-        await self.note(f"weights {source.version} taken")
-
-    async def compute_log_probs(self, batch: DataProto) -> DataProto:
-        return await self.roles.actor.compute_log_probs(batch)
-
-    async def update(self, batch: DataProto) -> Metrics:
-        self.batches.append(batch)
-        await self.note(f"update {len(self.batches)} begins")
-        metrics = await self.roles.actor.update(batch)
-        await self.note(f"update {len(self.batches)} ends")
-        return metrics
-
-    async def publish_weights(self, version: int) -> WeightSource:
-        return await self.roles.actor.publish_weights(version)
-
-    async def save_checkpoint(self, directory: Path) -> None:
-        await self.roles.actor.save_checkpoint(directory)
-
-    async def load_checkpoint(self, directory: Path) -> None:
-        await self.roles.actor.load_checkpoint(directory)
-
-    def watched(self) -> Roles:
-        return replace(self.roles, rollout=self, actor=self)
-
-    @property
-    def begun(self) -> list[str]:
-        return [event for event in self.events if event.endswith("begins") and event.startswith("step")]
 
 
 def assert_rows_are_those_of_the_steps(job: JobConfig, batches: list[DataProto], max_staleness: int) -> None:
@@ -330,137 +236,3 @@ async def test_a_request_that_crosses_a_swap_is_answered_by_the_newer_weights(
             answer = DataProto.concat([part async for part in receive_batches(call)])
     assert len(answer) == 8
     assert (answer["weight_versions"][answer["response_mask"]] == 2).all()
-
-
-# ------------------------------------------------------------------------------------- its ends
-
-
-@asynccontextmanager
-async def nothing_left() -> AsyncIterator[None]:
-    """No task goes on, and no error of one is forgotten."""
-    before, forgotten = asyncio.all_tasks(), []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: forgotten.append(context))
-    yield
-    assert asyncio.all_tasks() == before
-    gc.collect()
-    await asyncio.sleep(0)
-    assert forgotten == []
-
-
-def job_of_five(directory: Path, model: Path, *overrides: str) -> JobConfig:
-    return small_job(
-        directory, model, "run", ASYNC, *NO_CRITIC, "trainer.max_staleness=2",
-        "trainer.total_training_steps=5", "trainer.save_freq=5", *overrides,
-    )  # fmt: skip
-
-
-async def test_a_stopped_run_begins_nothing_more_and_resumes(tiny_model: Path, tmp_path: Path) -> None:
-    job = job_of_five(tmp_path, tiny_model)
-
-    async with nothing_left(), in_process(job) as roles:
-        stopped = Run(job, load_tokenizer(job.actor.model))
-
-        class Stopping(Observed):
-            async def update(self, batch: DataProto) -> Metrics:
-                if len(self.batches) == 1:
-                    stopped.request_stop()  # in step 2; steps 3 and 4 are begun
-                return await super().update(batch)
-
-        observed = Stopping(roles)
-        assert (await stopped.train(observed.watched())).step == 2
-    ended = {event.removesuffix(" generated").removesuffix(" closed") for event in observed.events}
-    assert [event for event in observed.begun if "step 0" not in event] == [
-        f"step {step} begins" for step in (1, 2, 3, 4)
-    ]
-    assert {event.removesuffix(" begins") for event in observed.begun} <= ended
-
-    async with nothing_left(), in_process(job) as roles:
-        again = Observed(roles)
-        await run(job, again.watched())
-    assert again.begun == [f"step {step} begins" for step in (3, 4, 5)]  # what was made ahead is made anew
-    assert (again.batches[0]["weight_versions"][again.batches[0]["response_mask"]] == 2).all()
-    assert [record["training/global_step"] for record in course(job)] == [0, 1, 2, 3, 4, 5]
-
-
-async def test_an_error_in_a_step_ends_what_runs_ahead(tiny_model: Path, tmp_path: Path) -> None:
-    job = job_of_five(tmp_path, tiny_model)
-    second = PromptOrder(10, job.data).rows(2).tolist()
-    first = PromptOrder(10, job.data).rows(1).tolist()
-    only = next(index for index in second if index not in first)
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        f"    return 1 / (extra_info['index'] - {only})\n"
-    )
-    async with nothing_left(), in_process(job) as roles:
-        observed = Observed(roles)
-        with pytest.raises(RewardFailed, match=f"train-{only:06d}"):
-            await run(job, observed.watched())
-    assert len(observed.batches) == 1
-    assert len([event for event in observed.events if event.endswith((" generated", " closed"))]) == len(
-        observed.begun
-    )
-
-
-async def test_an_error_ahead_is_raised_in_the_step_that_needs_the_rows(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    job = job_of_five(tmp_path, tiny_model, "trainer.max_staleness=1")
-
-    class Broken(Observed):
-        async def generate(self, prompts: DataProto) -> AsyncGenerator[DataProto]:
-            async for rows in super().generate(prompts):
-                yield rows
-                if prompts.meta_info["step"] == 3:
-                    raise RoleFailed("the third is one too many")
-
-    async with nothing_left(), in_process(job) as roles:
-        observed = Broken(roles)
-        with pytest.raises(RoleFailed, match="the third"):
-            await run(job, observed.watched())
-    assert len(observed.batches) == 2
-    assert course(job)[-1]["training/global_step"] == 2
-
-
-async def test_a_run_that_is_cancelled_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
-    job = job_of_five(tmp_path, tiny_model)
-    async with nothing_left(), in_process(job) as roles:
-        observed = Observed(roles)
-        running = asyncio.create_task(run(job, observed.watched()))
-        await observed.seen("step 3 begins")
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-    assert len([event for event in observed.events if event.endswith((" generated", " closed"))]) == len(
-        observed.begun
-    )
-
-
-async def test_a_token_of_weights_that_are_not_in_use_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
-    """As from a replica that was restarted behind everybody's back."""
-    job = small_job(tmp_path, tiny_model, "run", *NO_CRITIC)
-
-    class Forgetful(Observed):
-        async def update_weights(self, source: WeightSource) -> None:
-            if source.version < 2:
-                await super().update_weights(source)
-
-    async with nothing_left(), in_process(job) as roles:
-        observed = Forgetful(roles)
-        with pytest.raises(RoleFailed, match=r"tokens for step 3 were made by weights \[1\]"):
-            await run(job, observed.watched())
-    assert len(observed.batches) == 2
-
-
-async def test_other_rows_than_were_begun_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    job = small_job(tmp_path, tiny_model, "run", *NO_CRITIC)
-    data = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))
-
-    def rows(step: int, seed: int = 42) -> DataProto:
-        return fan_out(data.batch(range(4)), 2, seed, step)
-
-    async with nothing_left(), in_process(job) as roles:
-        rollout: Rollout = Ahead(roles.rollout, rows, 1)
-        async with aclosing(cast(Ahead, rollout)):
-            assert sum([len(part) async for part in rollout.generate(rows(1))]) == 8
-            with pytest.raises(AssertionError, match="step 2 asks for other rows"):
-                await anext(aiter(rollout.generate(rows(2, seed=43))))
