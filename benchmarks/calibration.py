@@ -1,4 +1,5 @@
-"""The rates of this machine, measured in a second or two."""
+"""The rates of one thread of this machine, measured in a second or two, in CPU time: so they hold while others
+use the machine as well."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ BLOCKS = 4  # of the model whose blocks are too small to compute anything
 
 
 def calibrated(device: Device, *, hidden: int = 256) -> Device:
-    """The CPU with rates that it reaches at present: of one process that uses torch's threads.
+    """The CPU with the rates that one thread reaches.
 
     Args:
         device: rolemesh.planner.devices.cpu(...).
@@ -59,15 +60,15 @@ def _forward_of_nothing() -> Callable[[], Tensor]:
 
 
 def _seconds(work: Callable[[], Tensor]) -> float:
-    """The least of several trials, each of at least a hundredth of a second."""
+    """CPU seconds: the least of several trials, each of at least a fiftieth of a second."""
     work()
-    began = time.perf_counter()
+    began = time.process_time()
     work()
-    repeats = max(1, int(0.01 / (time.perf_counter() - began)))
+    repeats = max(1, int(0.02 / max(1e-6, time.process_time() - began)))
     trials = []
     for _ in range(TRIALS):
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(repeats):
             work()
-        trials.append((time.perf_counter() - began) / repeats)
+        trials.append((time.process_time() - began) / repeats)
     return min(trials)
