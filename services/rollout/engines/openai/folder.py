@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,13 +18,14 @@ PREFIX = "rolemesh-"
 
 
 class WeightsFolder:
-    """Versions as directories with one safetensors file. Removed when it is closed; if this process is killed,
-    by the next engine that starts there: who holds the lock is alive."""
+    """Versions as directories with one safetensors file. Removed when it is closed or the process ends; if that
+    is killed, by the next engine that starts there: who holds the lock is alive."""
 
     def __init__(self, parent: Path) -> None:
         try:
             _remove_abandoned(parent)
             self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent.resolve()))
+            self._removal = weakref.finalize(self, shutil.rmtree, self._path, ignore_errors=True)
             self._lock = (self._path / "lock").open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -50,7 +52,7 @@ class WeightsFolder:
         shutil.rmtree(directory, ignore_errors=True)
 
     def close(self) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
+        self._removal()
         self._lock.close()
 
 
