@@ -422,6 +422,20 @@ def test_a_server_that_is_not_there(model: Path, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_something_else_at_the_address(model: Path, tmp_path: Path):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"hello": "world"}')
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(RoleUnavailable, match="an answer is not as documented: KeyError 'data'"):
+            RolloutWorker(job_of(model, [f"http://127.0.0.1:{server.server_address[1]}"], tmp_path))
+        server.shutdown()
+
+
 def test_a_server_of_another_tokenizer(url: str, model: Path, tmp_path: Path):
     other = tmp_path / "other"
     other.mkdir()

@@ -24,7 +24,14 @@ from rolemesh.errors import InvalidBatch, InvalidConfig, RoleUnavailable
 from rolemesh.models.loading import load_outline, load_tokenizer, named_weights
 from services.rollout.engines.fitting import check_fit
 from services.rollout.engines.openai.folder import WeightsFolder
-from services.rollout.engines.openai.servers import KINDS, Completion, Request, Server, ServerLost
+from services.rollout.engines.openai.servers import (
+    KINDS,
+    Completion,
+    Request,
+    Server,
+    ServerLost,
+    understood,
+)
 from services.rollout.engines.vllm.arguments import end_tokens
 
 log = logging.getLogger(__name__)
@@ -112,10 +119,13 @@ class OpenAIEngine:
         async with self._client() as client:
             for server in self._servers:
                 try:
-                    if wrong := await server.inspect(client, tokenizer):
+                    with understood():
+                        wrong = await server.inspect(client, tokenizer)
+                    if wrong:
                         raise InvalidConfig(f"rollout: server {server.url}: " + "; ".join(wrong))
                     await self._install(client, server)
-                    await server.complete(client, probe)
+                    with understood():
+                        await server.complete(client, probe)
                 except ServerLost as error:
                     raise RoleUnavailable(f"rollout: server {server.url} cannot be used: {error}") from error
 
@@ -197,7 +207,8 @@ class OpenAIEngine:
             server.num_asked += 1
             server.quiet.clear()
         try:
-            part = await server.complete(client, request)
+            with understood():
+                part = await server.complete(client, request)
         finally:
             server.num_asked -= 1
             if not server.num_asked:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,15 @@ EXTENSION = "services.rollout.engines.vllm.extension.RolloutExtension"
 
 class ServerLost(Exception):
     """A server that cannot be worked with. The message says what it was asked and how it answered."""
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """Around what reads a server's answers: one that lacks a field, or has another type there, is none."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ServerLost(f"an answer is not as documented: {type(error).__name__} {error}") from error
 
 
 @dataclass(frozen=True)
@@ -63,9 +74,9 @@ class Completion:
             wrong = f"a token outside the vocabulary of {request.vocabulary}"
         elif any(not math.isfinite(x) or x <= LEAST_LOG_PROB for x in self.log_probs):
             wrong = "a log-prob that is no number"
-        elif request.sampling.num_kept and any(
-            token not in kept for token, kept in zip(self.tokens, self.kept_ids, strict=True)
-        ):
+        elif request.sampling.num_kept and len(self.kept_ids) != len(self.tokens):
+            wrong = f"what could be drawn for {len(self.kept_ids)} of {len(self.tokens)} tokens"
+        elif any(token not in kept for token, kept in zip(self.tokens, self.kept_ids, strict=False)):
             wrong = "a token that is not among those that could be drawn"
         if wrong:
             raise ServerLost(f"it completed a prompt with {wrong}")
@@ -260,7 +271,7 @@ class SglangServer(Server):
             "top_logprobs_num": 2,
         }
         answer = await self.call(client, "POST", "/generate", body)
-        first, second = answer["meta_info"]["output_top_logprobs"][0]
+        first, second = answer["meta_info"]["output_top_logprobs"][0][:2]
         return float(first[0] - second[0])
 
     async def complete(self, client: httpx.AsyncClient, request: Request) -> Completion:
