@@ -61,9 +61,11 @@ class Parking:
         """
         if self._parked:
             return 0
-        storages = _storages(self._tensors())
-        self._shelf.put([_bytes(storage) for storage in storages])
-        self._parked = [(storage, storage.nbytes()) for storage in storages]
+        shared = _by_storage(self._tensors())
+        self._shelf.put([_bytes(storage) for storage, _ in shared])
+        for storage, tensors in shared:
+            own = storage if storage.resizable() else _replaced(storage, tensors)
+            self._parked.append((own, storage.nbytes()))
         self._release()
         return sum(num_bytes for _, num_bytes in self._parked)
 
@@ -96,22 +98,24 @@ class Parking:
             give_back_free_memory()
 
 
-def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """What holds the tensors' bytes, each once. What cannot be emptied, because a file is mapped to it or numpy
-    has seen it, is copied into memory that can."""
-    found: dict[int, UntypedStorage] = {}
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+def _by_storage(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, list[Tensor]]]:
+    """What holds the tensors' bytes, each once, and which tensors it holds."""
+    found: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
+    for tensor in tensors:
         storage = tensor.untyped_storage()
-        if not storage.nbytes():
-            continue
-        own = found.get(storage.data_ptr())
-        if own is None:
-            own = storage if storage.resizable() else _bytes(storage).clone().untyped_storage()
-            found[storage.data_ptr()] = own
-        if not storage.resizable():
-            view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            tensor.data = view.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if storage.nbytes():
+            found.setdefault(storage.data_ptr(), (storage, []))[1].append(tensor)
     return list(found.values())
+
+
+def _replaced(storage: UntypedStorage, tensors: Sequence[Tensor]) -> UntypedStorage:
+    """Gives the tensors memory, still to be filled, that can be resized. What a file is mapped to cannot, as when
+    a model has just been loaded, nor what numpy has seen."""
+    own = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
+    for tensor in tensors:
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = view.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return own
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

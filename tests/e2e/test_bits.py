@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from in_process import course, small_job, train
-from serving import served_group
+from serving import num_switches, served_group
 
-from rolemesh import metrics
 from rolemesh.config import JobConfig
 from rolemesh.config.placement import strategies
 from rolemesh.models.loading import load_tokenizer
@@ -54,12 +53,6 @@ async def train_over_grpc(job: JobConfig) -> None:
                 for role in roles:
                     addresses[role].append(address)
         await drive(Run(job, load_tokenizer(job.actor.model)), addresses, LOCAL, None)
-
-
-def num_switches() -> float:
-    """How often one role has taken another's place on a device, since this process began."""
-    samples = next(iter(metrics.LEASE_SWITCH_SECONDS.collect())).samples
-    return sum(sample.value for sample in samples if sample.name.endswith("_count"))
 
 
 def checkpoint(job: JobConfig) -> dict[str, bytes]:

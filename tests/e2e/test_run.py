@@ -122,16 +122,26 @@ async def all_end(job: JobConfig, within_s: float) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.parametrize(
+    ("placement", "processes"),
+    [
+        (
+            "placement.replicas.reward=2",
+            {"actor-0", "rollout-0", "reference-0", "critic-0", "reward-0", "reward-1"},
+        ),
+        ("placement.strategy=hybrid", {"policy-0", "judges-0"}),
+    ],
+)
 async def test_a_run_in_processes_ends_with_the_bits_of_one_in_process(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, placement: str, processes: set[str]
 ) -> None:
-    overrides = ("trainer.save_freq=4", "trainer.test_freq=2", "placement.replicas.reward=2")
+    overrides = ("trainer.save_freq=4", "trainer.test_freq=2", placement)
     job = small_job(tmp_path, tiny_model, "run", *overrides)
     async with rolemesh("run", written(job, tmp_path)) as launched:
         code, output = await launched.end()
     assert code == 0, output
     assert "4 of 4" in output
-    assert set(pids(job)) == {"actor-0", "rollout-0", "reference-0", "critic-0", "reward-0", "reward-1"}
+    assert set(pids(job)) == processes
     assert not any(map(lives, pids(job).values()))
     assert (job.run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -184,16 +194,24 @@ async def test_kill_9_of_the_launcher_leaves_no_process(tiny_model: Path, tmp_pa
             await all_end(job, within_s=30)  # also the reward, whose function never returns
 
 
-async def test_a_killed_role_ends_the_run_with_its_name_and_its_last_words(
-    tiny_model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("strategy", "victim", "words"),
+    [
+        ("standalone", "critic-0", "critic-0 (pid"),
+        ("hybrid", "policy-0", "policy-0 (with actor, rollout, reference,"),
+    ],
+)
+async def test_a_killed_process_ends_the_run_with_its_name_its_roles_and_its_last_words(
+    tiny_model: Path, tmp_path: Path, strategy: str, victim: str, words: str
 ) -> None:
     with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
-        job = gated(small_job(tmp_path, tiny_model, "run"), tmp_path, started.path, go_on.path)
+        plain = small_job(tmp_path, tiny_model, "run", f"placement.strategy={strategy}")
+        job = gated(plain, tmp_path, started.path, go_on.path)
         async with rolemesh("run", written(job, tmp_path)) as launched:
             async with asyncio.timeout(DEADLINE_S):
                 await started.passed(launched.ended())
-            os.kill(pids(job)["critic-0"], signal.SIGKILL)
-            await launched.says("error: critic-0 (pid")
+            os.kill(pids(job)[victim], signal.SIGKILL)
+            await launched.says(f"error: {words}")
             go_on.open()
             code, output = await launched.end()
         assert code == 1

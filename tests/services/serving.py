@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rolemesh import metrics
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from services.serve import group_server, load_group
@@ -132,6 +133,12 @@ async def served_group(roles: Sequence[str], job: JobConfig) -> AsyncIterator[st
         yield address
     finally:
         await server.drain(0)
+
+
+def num_switches() -> float:
+    """How often one role has taken another's place on a device, since this process began."""
+    samples = next(iter(metrics.LEASE_SWITCH_SECONDS.collect())).samples
+    return sum(sample.value for sample in samples if sample.name.endswith("_count"))
 
 
 @dataclass

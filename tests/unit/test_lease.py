@@ -208,7 +208,7 @@ def test_what_comes_while_a_stream_runs_passes_with_one_switch_for_each_role() -
     async def run() -> None:
         lease, device = await group(2, FOREVER)
         stream = asyncio.create_task(computes(lease, device, "rollout", 50))
-        chunks = [Call(role, 10 * i, 3) for i in range(6) for role in ("actor", "critic")]
+        chunks = [Call(role, 10 * i, 20) for i in range(7) for role in ("actor", "critic")]
         assert set(await asyncio.gather(*(made(lease, device, chunk) for chunk in chunks))) == {"done"}
         await stream
         assert device.turns == ["rollout", "actor", "critic"]
