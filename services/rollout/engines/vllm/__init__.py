@@ -1,6 +1,6 @@
 """Engine `vllm`: AsyncLLM with continuous batching, on CUDA and on a CPU. engine.py is the engine, arguments.py
 what becomes of each key of the job file, extension.py what runs in vLLM's worker processes, region.py the
-memory between those and us.
+memory between those and us, owner.py what ties those to us.
 
 Rows: the tokens of a row follow from its prompt, its seed, the weights and the sampling parameters. Its bits do
 not: which rows share a forward changes the last ones (1e-6 of a log-probability in float32), and may at times

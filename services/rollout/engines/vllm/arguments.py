@@ -5,7 +5,6 @@ vLLM is imported here and in engine.py, after `prepare_environment`, and nowhere
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
@@ -16,6 +15,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_tokenizer, resolve_device
+from services.rollout.engines.vllm import owner
 
 # rollout.* that vLLM takes as they are, under its own names.
 ENGINE = {
@@ -42,13 +42,14 @@ ELSEWHERE = {
     "prompt_length": "the job file checks it against data.max_prompt_length",
     "response_length": "the job file checks it against data.max_response_length",
     "calculate_log_probs": "always true",
+    "openai": "another engine's",
 }
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # nothing leaves for the network
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",  # models are directories
-    "VLLM_CONFIGURE_LOGGING": "0",  # its loggers are ours; its processes write warnings to standard error
+    "VLLM_LOGGING_CONFIG_PATH": str(owner.LOGGING),
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, and gRPC's do not survive a fork
 }
 CPU_ENVIRONMENT = {
@@ -65,6 +66,7 @@ def prepare_environment(device: torch.device) -> None:
     """
     for name, value in {**ENVIRONMENT, **(CPU_ENVIRONMENT if device.type == "cpu" else {})}.items():
         os.environ.setdefault(name, value)
+    os.environ[owner.VARIABLE] = str(os.getpid())
     try:
         import vllm  # noqa: F401
     except ImportError as error:
@@ -72,7 +74,6 @@ def prepare_environment(device: torch.device) -> None:
             f"rollout.name is vllm, and vLLM cannot be imported ({error}): install `rolemesh[vllm]` for a GPU, "
             "requirements-vllm.lock for a CPU, or set rollout.name to hf"
         ) from error
-    logging.getLogger("vllm").setLevel(logging.WARNING)
 
 
 def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -25,7 +24,6 @@ from services.rollout.engines.vllm.arguments import (
     prepare_environment,
     sampling_arguments,
 )
-from services.rollout.engines.vllm.extension import OWNER
 from services.rollout.engines.vllm.region import shared_region, tensors_in
 
 R = TypeVar("R")
@@ -39,7 +37,6 @@ class VllmEngine:
 
     def __init__(self, job: JobConfig) -> None:
         prepare_environment(resolve_device(job.trainer.device))
-        os.environ[OWNER] = str(os.getpid())
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM

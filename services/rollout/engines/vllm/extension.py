@@ -10,11 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import os
-import select
-import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +19,6 @@ from torch import Tensor, nn
 
 from services.rollout.engines.vllm.region import Place, tensors_in
 
-OWNER = "ROLEMESH_ENGINE_OWNER"  # the environment variable with the process id of who started the engine
 LIBC = ctypes.CDLL(None)
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -158,20 +153,3 @@ def _unpacked(layer: Any, rows: int = 256) -> Tensor:
         unit = torch.eye(inputs, dtype=dtype)[first : first + rows]
         columns.append(layer.cpu_linear(unit, layer.weight, None))
     return torch.cat(columns).t().contiguous()
-
-
-def _end_with(pid: int) -> None:
-    """Ends this process with the one that owns the engine, also when that is killed: vLLM's own processes watch
-    each other, and would outlive it."""
-    owner = os.pidfd_open(pid)
-
-    def watch() -> None:
-        select.select([owner], [], [])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="owner").start()
-
-
-# At the import, since a worker may be orphaned before the engine that could call it is ready.
-if os.environ.get(OWNER, str(os.getpid())) != str(os.getpid()):
-    _end_with(int(os.environ[OWNER]))

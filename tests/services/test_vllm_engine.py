@@ -1,0 +1,490 @@
+"""The engine vllm on a CPU: its log-probabilities are the trainer's, its weights the actor's, bit for bit.
+
+A start takes half a minute or more, so one engine serves most tests: a tied Qwen2. A second one is a Llama over
+two ranks."""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rolemesh.config.job import JobConfig, make_job
+from rolemesh.config.rollout import RolloutConfig, SamplingConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch, InvalidConfig, RoleUnavailable, WeightsUnavailable
+from rolemesh.models.loading import named_weights
+from rolemesh.models.tiny import make_tiny_model
+from services.rollout.engines import load_engine
+from services.rollout.engines.sampling import log_distribution
+from services.rollout.engines.vllm import arguments
+from services.rollout.worker import RolloutWorker
+
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed: there is no build for this platform",
+)
+pytestmark = pytest.mark.timeout(900)  # three processes import vLLM, on cores that other tests use too
+on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
+
+P, T, EOS, PAD = 12, 48, 258, 256
+PLAIN = SamplingConfig()
+GREEDY = SamplingConfig(do_sample=False)
+
+
+def job_of(model: Path, **rollout: Any) -> JobConfig:
+    return make_job(
+        {
+            "actor": {"model": {"path": str(model)}},
+            "data": {"max_prompt_length": P, "max_response_length": T},
+            "rollout": {"name": "vllm", **rollout},
+            "trainer": {"device": "cpu"},
+        }
+    )
+
+
+def prompts_of(rows: int) -> DataProto:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, P + 1, (rows,), generator=generator)
+    mask = torch.arange(P) >= P - lengths[:, None]
+    ids = torch.randint(0, 256, (rows, P), generator=generator).where(mask, PAD)
+    return DataProto({"prompts": ids, "prompt_mask": mask, "seeds": torch.arange(rows) * 7919 - 1})
+
+
+def model_with_ends(directory: Path, architecture: Any, seed: int = 0) -> Path:
+    """Heads are 32 wide, which vLLM asks for; one token in 25 ends a response."""
+    make_tiny_model(directory, architecture, num_heads=2, initializer_range=0.1, seed=seed)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    model.generation_config.eos_token_id = [*range(0, 256, 25), EOS]
+    model.generation_config.save_pretrained(directory)
+    return directory
+
+
+async def generated(engine: Any, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
+    """All rows, in the order of the request."""
+    answer = DataProto.concat([rows async for rows in engine.generate(prompts, sampling)])
+    assert sorted(answer["row"].tolist()) == list(range(len(prompts)))
+    return answer[answer["row"].argsort()]
+
+
+def reference(model: Any, prompts: DataProto, answer: DataProto, sampling: SamplingConfig) -> Tensor:
+    """[B, T, V] log-probabilities of the filtered distribution, by one full forward of transformers."""
+    ids = torch.cat([prompts["prompts"], answer["responses"]], 1)
+    mask = torch.cat([prompts["prompt_mask"], answer["response_mask"]], 1).long()
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    return log_distribution(logits[:, P - 1 : -1].flatten(0, 1), sampling).view(len(ids), T, -1)
+
+
+def assert_log_probs_agree(model: Any, prompts: DataProto, answer: DataProto, sampling: SamplingConfig) -> None:
+    expected = reference(model, prompts, answer, sampling).gather(2, answer["responses"][..., None])[..., 0]
+    difference = (answer["rollout_log_probs"] - expected.float()).where(answer["response_mask"], 0)
+    assert difference.abs().max() < 1e-4
+
+
+def weights_of(model: Any, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: weight + 0.05 * torch.randn(weight.shape, generator=generator)
+        for name, weight in named_weights(model).items()
+    }
+
+
+def with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    return model
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_with_ends(tmp_path_factory.mktemp("qwen2"), "qwen2")
+
+
+@pytest.fixture
+def model(model_directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_directory)
+
+
+@pytest.fixture(scope="module")
+def started(model_directory: Path) -> Any:
+    """Eight rows at a time, so that requests of more have rows that wait."""
+    engine = load_engine(job_of(model_directory, top_k=20, top_p=0.9, temperature=0.8, max_num_seqs=8), None)
+    yield engine
+    engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(started: Any, model: Any) -> Any:
+    """With the weights of the model directory."""
+    if started.version:
+        await started.load_weights(0, named_weights(model))
+    return started
+
+
+# ----------------------------------------------------------------------------------- rows
+
+
+@installed
+@on_the_modules_loop
+@pytest.mark.parametrize(
+    "sampling",
+    [PLAIN, GREEDY, SamplingConfig(temperature=0.6, top_k=9), SamplingConfig(top_p=0.7, temperature=1.3)],
+    ids=["plain", "greedy", "top_k", "top_p"],
+)
+async def test_log_probs_are_those_of_a_full_forward(engine: Any, model: Any, sampling: SamplingConfig):
+    prompts = prompts_of(12)
+    answer = await generated(engine, prompts, sampling)
+    assert_log_probs_agree(model, prompts, answer, sampling)
+
+
+@installed
+@on_the_modules_loop
+async def test_kept_ids_are_the_tokens_that_could_be_drawn(engine: Any, model: Any):
+    prompts, sampling = prompts_of(12), engine._job.rollout
+    answer = await generated(engine, prompts, sampling)
+    assert_log_probs_agree(model, prompts, answer, sampling)
+    assert answer["kept_ids"].shape == (12, T, 20)
+    assert answer["kept_ids"].dtype == torch.int32
+    could = reference(model, prompts, answer, sampling).isfinite()
+    for row, t in answer["response_mask"].nonzero().tolist():
+        kept = [token for token in answer["kept_ids"][row, t].tolist() if token >= 0]
+        assert sorted(kept) == could[row, t].nonzero()[:, 0].tolist()
+        assert answer["responses"][row, t] in kept
+    assert (answer["kept_ids"][~answer["response_mask"]] == -1).all()
+
+
+@installed
+@on_the_modules_loop
+async def test_greedy_answers_are_the_hf_engines(engine: Any, model_directory: Path):
+    prompts = prompts_of(12)
+    answer = await generated(engine, prompts, GREEDY)
+    hf = RolloutWorker(job_of(model_directory, name="hf"))
+    expected = await generated(hf._engine, prompts, GREEDY)
+    hf.close()
+    for name in ("responses", "response_mask", "weight_versions"):
+        assert torch.equal(answer[name], expected[name]), name
+
+
+@installed
+@on_the_modules_loop
+async def test_the_end_token_is_part_of_the_response_and_padding_follows(engine: Any):
+    answer = await generated(engine, prompts_of(40), PLAIN)
+    ends = {*range(0, 256, 25), EOS}
+    lengths = answer["response_mask"].sum(1).tolist()
+    assert len(set(lengths)) > 4, "uneven lengths, or the test shows nothing"
+    for ids, versions, log_probs, length in zip(
+        *(answer[name].tolist() for name in ("responses", "weight_versions", "rollout_log_probs")),
+        lengths,
+        strict=True,
+    ):
+        assert length == T or ids[length - 1] in ends
+        assert not ends & set(ids[: length - 1])
+        assert ids[length:] == [PAD] * (T - length)
+        assert versions == [0] * length + [-1] * (T - length)
+        assert log_probs[length:] == [0.0] * (T - length)
+
+
+@installed
+@on_the_modules_loop
+async def test_a_rows_tokens_are_its_seeds(engine: Any):
+    prompts = prompts_of(12)
+    together = await generated(engine, prompts, PLAIN)
+    alone = await generated(engine, prompts[4:5], PLAIN)
+    assert torch.equal(alone["responses"][0], together["responses"][4])
+    # The first row's seed is -1, which vLLM would take for none.
+    assert torch.equal((await generated(engine, prompts[:1], PLAIN))["responses"][0], together["responses"][0])
+    other = DataProto({**prompts.tensors, "seeds": prompts["seeds"] + 1})
+    assert not torch.equal((await generated(engine, other, PLAIN))["responses"], together["responses"])
+
+
+@installed
+@on_the_modules_loop
+async def test_a_consumer_that_leaves_frees_the_engine(engine: Any):
+    async with aclosing(engine.generate(prompts_of(200), PLAIN)) as stream:
+        assert len(await anext(stream)) < 200
+    assert engine._llm.get_num_unfinished_requests() == 0
+    assert len(await generated(engine, prompts_of(3), PLAIN)) == 3
+
+
+@installed
+@on_the_modules_loop
+async def test_no_rows_give_no_rows_and_unknown_tokens_are_refused(engine: Any):
+    prompts = prompts_of(3)
+    assert [rows async for rows in engine.generate(prompts[:0], PLAIN)] == []
+    prompts["prompts"] = torch.full((3, P), 259)
+    with pytest.raises(InvalidBatch, match="vocabulary of 259"):
+        await generated(engine, prompts, PLAIN)
+
+
+# -------------------------------------------------------------------------------- weights
+
+
+@installed
+@on_the_modules_loop
+async def test_after_each_of_ten_updates_it_is_the_actors_model(engine: Any, model: Any):
+    prompts = prompts_of(6)
+    for version in range(1, 11):
+        weights = weights_of(model, version)
+        await engine.load_weights(version, weights)
+        read = await engine.read_weights()
+        assert read.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(read[name], weight), name
+        answer = await generated(engine, prompts, engine._job.rollout)
+        assert (answer["weight_versions"][answer["response_mask"]] == version).all()
+        with_weights(model, weights)  # the head is tied: a stale copy of it would show here
+        assert_log_probs_agree(model, prompts, answer, engine._job.rollout)
+        assert engine.version == version
+
+
+@installed
+@on_the_modules_loop
+async def test_rows_that_live_through_a_swap_say_so_token_by_token(engine: Any, model: Any):
+    """The first rows are there before the others have begun: these are made by weights that come after."""
+    prompts, weights = prompts_of(64), weights_of(model, 1)
+    async with aclosing(engine.generate(prompts, PLAIN)) as stream:
+        answers = [await anext(stream)]
+        await engine.load_weights(1, weights)
+        answers += [rows async for rows in stream]
+    assert (answers[0]["weight_versions"] <= 0).all()
+    answer = DataProto.concat(answers)
+    order = answer["row"].argsort()
+    answer = answer[order]
+    assert answer["row"].tolist() == list(range(64))
+    made, versions = answer["response_mask"], answer["weight_versions"]
+    assert ((versions >= 0) == made).all()
+    assert (versions.diff(dim=1)[made[:, 1:]] >= 0).all()
+    both = ((versions == 0).any(1) & (versions == 1).any(1)).sum()
+    assert 0 < both <= 8
+    # Keys and values are computed anew, so each token is exactly of the version that it names.
+    for version, of_version in enumerate(
+        (model, with_weights(AutoModelForCausalLM.from_config(model.config), weights))
+    ):
+        mine = DataProto({**answer.tensors, "response_mask": made})
+        expected = reference(of_version.eval(), prompts, mine, PLAIN).gather(2, answer["responses"][..., None])
+        difference = (answer["rollout_log_probs"] - expected[..., 0].float())[versions == version]
+        assert difference.abs().max() < 1e-4
+
+
+@installed
+@on_the_modules_loop
+async def test_where_vllm_names_no_versions_a_swap_waits_for_the_rows(
+    engine: Any, model: Any, monkeypatch: Any
+):
+    monkeypatch.setattr(engine, "_names_versions", False)
+    prompts = prompts_of(64)
+    async with aclosing(engine.generate(prompts, PLAIN)) as stream:
+        answers = [await anext(stream)]
+        swap = asyncio.create_task(engine.load_weights(1, weights_of(model, 1)))
+        answers += [rows async for rows in stream]
+    await swap
+    assert all((rows["weight_versions"] <= 0).all() for rows in answers)
+    assert engine.version == 1
+    assert len(await generated(engine, prompts[:3], PLAIN)) == 3
+
+
+@installed
+@on_the_modules_loop
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda w: w.update({"lm_head.weight": torch.zeros(2)}), "lm_head.weight is unknown"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"is \[3\] torch.float32, not \[64\]"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(64).half()}), "float16"),
+    ],
+)
+async def test_weights_that_do_not_fit_change_nothing(engine: Any, model: Any, spoil: Any, message: str):
+    weights = weights_of(model, 1)
+    spoil(weights)
+    with pytest.raises(WeightsUnavailable, match=message):
+        await engine.load_weights(1, weights)
+    assert engine.version == 0
+    read = await engine.read_weights()
+    for name, weight in named_weights(model).items():
+        assert torch.equal(read[name], weight), name
+
+
+# ---------------------------------------------------------------------------------- sleep
+
+
+def resident_bytes() -> int:
+    """Of vLLM's processes."""
+    return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
+
+
+@installed
+@on_the_modules_loop
+async def test_asleep_it_has_given_its_memory_back_and_awake_it_is_as_before(engine: Any):
+    prompts = prompts_of(12)
+    before = await generated(engine, prompts, PLAIN)
+    awake = resident_bytes()
+    moved = await engine.sleep()
+    assert moved > 4 * 259 * 64
+    assert awake - resident_bytes() > moved
+    waiting = asyncio.create_task(generated(engine, prompts, PLAIN))
+    assert await engine.wake() == moved
+    for name in ("responses", "rollout_log_probs"):
+        assert torch.equal((await waiting)[name], before[name])
+    await engine.load_weights(
+        0, named_weights(AutoModelForCausalLM.from_pretrained(engine._job.actor.model.path))
+    )
+    assert torch.equal((await generated(engine, prompts, PLAIN))["responses"], before["responses"])
+
+
+# ----------------------------------------------------------------- two ranks, and their end
+
+
+@installed
+@on_the_modules_loop
+async def test_two_ranks_are_one_engine_whose_death_is_told(tmp_path: Path):
+    directory = model_with_ends(tmp_path, "llama")
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    prompts = prompts_of(12)
+    job = job_of(directory, tensor_model_parallel_size=2, max_num_batched_tokens=16, max_num_seqs=16)
+    engine = load_engine(job, None)
+    try:
+        assert_log_probs_agree(model, prompts, await generated(engine, prompts, PLAIN), PLAIN)
+        weights = weights_of(model, 1)
+        await engine.load_weights(1, weights)
+        assert await engine.sleep() == await engine.wake()
+        with_weights(model, weights)
+        assert_log_probs_agree(model, prompts, await generated(engine, prompts, PLAIN), PLAIN)
+
+        rows = asyncio.create_task(generated(engine, prompts_of(400), PLAIN))
+        update = asyncio.create_task(engine.load_weights(2, weights))
+        for process in psutil.Process().children(recursive=True):
+            if "Worker" in process.name():
+                process.kill()
+        for lost in (rows, update):
+            with pytest.raises(RoleUnavailable, match="has ended"):
+                await lost
+        with pytest.raises(RoleUnavailable):
+            await generated(engine, prompts, PLAIN)
+    finally:
+        engine.close()
+
+
+@installed
+def test_its_processes_end_with_the_one_that_started_them(model_directory: Path):
+    """Also when that is killed while the first of them has only begun."""
+    program = f"""
+        from pathlib import Path
+        from test_vllm_engine import job_of, load_engine
+        load_engine(job_of(Path({str(model_directory)!r})), None)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    owner = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+    children: list[psutil.Process] = []
+    while len(children) < 2:  # multiprocessing's tracker of resources, and the engine
+        assert owner.poll() is None
+        children = psutil.Process(owner.pid).children(recursive=True)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert alive == []
+
+
+# -------------------------------------------------------------------------- the job's keys
+
+
+def test_every_key_of_the_section_has_its_place():
+    places = [arguments.ENGINE, arguments.ENGINE_DERIVED, arguments.SAMPLING, arguments.ELSEWHERE]
+    keys = [key for place in places for key in place]
+    assert sorted(keys) == sorted(RolloutConfig.model_fields)
+
+
+@installed
+def test_the_keys_reach_vllm(model_directory: Path):
+    from transformers import AutoConfig
+
+    keys = {
+        "max_num_seqs": 9,
+        "gpu_memory_utilization": 0.3,
+        "max_num_batched_tokens": 77,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "tensor_model_parallel_size": 2,
+        "dtype": "bfloat16",
+    }
+    job = job_of(model_directory, **keys, stop=["7"], top_k=5, top_p=0.5, ignore_eos=True)
+
+    class Outline:
+        config = AutoConfig.from_pretrained(model_directory)
+
+    given = arguments.engine_arguments(job, Outline)
+    assert {ours: given[theirs] for ours, theirs in arguments.ENGINE.items()} == keys
+    assert given["max_model_len"] == P + T
+    assert given["max_logprobs"] == 5
+    assert not given["skip_tokenizer_init"]  # stop is text
+    asked = arguments.sampling_arguments(job, job.rollout, [1, 2])
+    assert (asked["top_k"], asked["top_p"], asked["stop"], asked["logprobs"]) == (5, 0.5, ["7"], 5)
+    assert asked["ignore_eos"]
+    assert asked["stop_token_ids"] == []
+    greedy = arguments.sampling_arguments(job, job.rollout.val_kwargs, [1, 2])
+    assert greedy["temperature"] == greedy["logprobs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"multi_turn": {"enable": True}}, r"rollout.multi_turn is set, and a response is one turn"),
+        ({"agent": {"num_workers": 8}}, r"rollout.agent is set, and a response is one turn"),
+        ({"calculate_log_probs": False}, "calculate_log_probs is false"),
+        ({"prompt_length": P + 1}, rf"rollout.prompt_length is {P + 1} and data.max_prompt_length {P}"),
+        ({"response_length": T + 1}, rf"rollout.response_length is {T + 1} and data.max_response_length {T}"),
+        ({"load_format": "dummy"}, "'auto' or 'safetensors'"),
+        ({"name": "hf", "tensor_model_parallel_size": 2}, "the engine vllm's, and rollout.name is hf"),
+        ({"name": "hf", "stop": ["x"]}, "the engine vllm's, and rollout.name is hf"),
+    ],
+)
+def test_keys_that_cannot_be_followed_are_refused_with_the_reason(rollout: dict[str, Any], message: str):
+    with pytest.raises(InvalidConfig, match=message):
+        job_of(Path("model"), **rollout)
+
+
+def test_keys_of_other_job_files_that_ask_for_nothing_are_taken():
+    assert job_of(Path("model"), multi_turn={"enable": False}, prompt_length=P, response_length=T)
+
+
+@installed
+def test_heads_that_vllm_cannot_compute_are_refused_at_start(tmp_path: Path):
+    make_tiny_model(tmp_path, num_heads=4)
+    with pytest.raises(InvalidConfig, match="16 wide"):
+        load_engine(job_of(tmp_path), None)
+
+
+def test_where_vllm_is_not_installed_choosing_it_says_what_to_install(tiny_model: Path):
+    """In a process whose interpreter has no module of that name."""
+    program = f"""
+        import sys
+        from pathlib import Path
+        sys.modules["vllm"] = None
+        from test_vllm_engine import job_of, load_engine
+        load_engine(job_of(Path({str(tiny_model)!r})), None)
+    """
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "InvalidConfig: rollout.name is vllm" in ended.stderr
+    assert "install `rolemesh[vllm]` for a GPU" in ended.stderr
