@@ -19,6 +19,8 @@ from rolemesh.planner.shapes import ModelShape
 OPTIMIZER_TRAFFIC = 10 * FLOAT32
 # A backward pass multiplies twice for each product of the forward pass; checkpointing makes that pass again.
 BACKWARD = 2
+# Launches besides the blocks', in blocks: embedding, positions, mask and head; loss or sampling.
+OUTSIDE = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Pass:
         """`passes` forward passes' worth of work, in micro-batches."""
         once = self.flops / device.flops[self.dtype] + self.traffic / device.memory_bandwidth
         calls = max(1.0, self.rows / micro_batch)
-        return passes * (once + calls * self.shape.layers * device.block_s)
+        return passes * (once + calls * (self.shape.layers + OUTSIDE) * device.block_s)
 
 
 def role_seconds(
@@ -127,7 +129,7 @@ def generation_seconds(job: JobConfig, shape: ModelShape, device: Device, rows: 
     flops = 2 * (shape.multiplied_parameters + head) + 4 * width * shape.heads * shape.head_dim * shape.layers
     passed = 2 * together * shape.layers * block_bytes(shape, 1, dtype)
     # vLLM's CUDA graphs launch a whole token at once.
-    launching = 0.0 if vllm and not device.shared else shape.layers * device.block_s
+    launching = 0.0 if vllm and not device.shared else (shape.layers + OUTSIDE) * device.block_s
     token = (
         max(together * flops / device.flops[dtype], read / device.memory_bandwidth)
         + (cache + sampling + passed) / device.memory_bandwidth
