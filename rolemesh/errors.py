@@ -34,7 +34,7 @@ class WeightsUnavailable(RolemeshError, LookupError):
 
 
 class Unsupported(RolemeshError, RuntimeError):
-    """The role as it was started cannot do this, e.g. an update of the reference policy."""
+    """The role as it was started cannot do this, e.g. a critic of a job that has none."""
 
 
 class RoleUnavailable(RolemeshError, ConnectionError):

@@ -109,8 +109,8 @@ def _by_storage(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, list[Te
 
 
 def _replaced(storage: UntypedStorage, tensors: Sequence[Tensor]) -> UntypedStorage:
-    """Gives the tensors memory, still to be filled, that can be resized. What a file is mapped to cannot, as when
-    a model has just been loaded, nor what numpy has seen."""
+    """Gives the tensors memory, still to be filled, that can be resized. What a file is mapped to cannot be, as
+    of a model that was just loaded, nor what numpy has seen."""
     own = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
     for tensor in tensors:
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
