@@ -357,11 +357,11 @@ async def with_a_swap(
     return answer[answer["row"].argsort()]
 
 
-async def test_rows_go_on_with_new_weights_and_the_keys_and_values_that_they_have(ending_model: Path):
-    """Tokens before the swap are those of a run without one; those after it are drawn from what the new weights
-    say on the old ones' keys and values."""
+async def test_after_a_swap_every_token_has_the_distribution_of_the_weights_that_it_names(ending_model: Path):
+    """Tokens before the swap are those of a run without one; those after it are drawn as if the new weights had
+    read the whole row."""
     job, prompts = job_of(ending_model, top_k=20, top_p=0.9), prompts_of(13)
-    old, new = AutoModelForCausalLM.from_pretrained(ending_model), trained(ending_model)
+    new = trained(ending_model)
     worker = RolloutWorker(job)
     before = await generated(worker, prompts)
     answer = await with_a_swap(worker, prompts, 7, named_weights(new))
@@ -378,25 +378,23 @@ async def test_rows_go_on_with_new_weights_and_the_keys_and_values_that_they_hav
     ids = torch.cat([prompts["prompts"], answer["responses"]], 1)
     seen = torch.cat([prompts["prompt_mask"], torch.ones_like(mask)], 1).long()
     positions = (seen.cumsum(1) - 1).clamp(min=0)
-    at = P + swapped - 1  # the token that the new weights are given first
     with torch.no_grad():
-        cache = old(ids[:, :at], attention_mask=seen[:, :at], position_ids=positions[:, :at]).past_key_values
-        logits = new(
-            ids[:, at:-1], attention_mask=seen[:, :-1], position_ids=positions[:, at:-1], past_key_values=cache
-        ).logits
+        logits = new(ids, attention_mask=seen, position_ids=positions).logits[:, P + swapped - 1 : -1]
     expected = log_distribution(logits.flatten(0, 1), job.rollout).view(*logits.shape)
     expected = expected.gather(2, answer["responses"][:, swapped:, None])[..., 0].float()
     difference = (answer["rollout_log_probs"][:, swapped:] - expected)[mask[:, swapped:]]
     assert difference.abs().max() < 1e-5
 
 
-async def test_the_same_weights_under_a_new_version_change_the_versions_alone(ending_model: Path):
+async def test_the_same_weights_under_a_new_version_change_no_token(ending_model: Path):
     worker, prompts = RolloutWorker(job_of(ending_model, top_k=20, top_p=0.9)), prompts_of(13)
     same = {name: weight.clone() for name, weight in named_weights(worker._engine.model).items()}
     before = await generated(worker, prompts)
     after = await with_a_swap(worker, prompts, 1, same)
-    for name in (*COLUMNS, "kept_ids"):
+    for name in ("responses", "response_mask", "kept_ids"):
         assert torch.equal(before[name], after[name]), name
+    # Keys and values that are made anew come from wider matrices.
+    assert (before["rollout_log_probs"] - after["rollout_log_probs"]).abs().max() < 1e-5
     assert set(after["weight_versions"][after["response_mask"]].tolist()) == {0, 1}
     worker.close()
 

@@ -46,8 +46,9 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up a version between two decode steps. Rows that are being made go on with it: each token's
-        `weight_versions` says which one made it.
+        """Takes up a version between two decode steps. Rows that are being made go on with it, their keys and
+        values made anew: a token has exactly the distribution of the version that its `weight_versions` names,
+        given all tokens before it.
 
         Args:
             version: of the weights.

@@ -63,6 +63,10 @@ class Columns(CacheLayerMixin):  # type: ignore[misc]
         """Leaves only these rows, in this order."""
         self.keys, self.values = self.keys[rows], self.values[rows]
 
+    def forget(self) -> None:
+        """Leaves nothing in it."""
+        self._filled = 0
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._filled + query_length, 0
 
@@ -145,7 +149,7 @@ class HfEngine:
         self, prompts: DataProto, sampling: SamplingConfig, finish: Callable[[DataProto], None]
     ) -> None:
         """Gives finished rows to `finish`. Every step is a job of its own on the worker's thread: a new version
-        of the weights is another, between two of them, and rows go on with the keys and values they have."""
+        of the weights is another, between two of them."""
         ids, vocabulary = prompts["prompts"], self.model.get_input_embeddings().num_embeddings
         if not ((ids >= 0) & (ids < vocabulary)).all():
             raise InvalidBatch(f"a prompt has a token id outside the model's vocabulary of {vocabulary}")
@@ -199,15 +203,16 @@ class _Batch:
             shape = (rows, tokens, sampling.num_kept)
             self._columns["kept_ids"] = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._engine, self._sampling = engine, sampling
+        self._version = engine.version  # that made what is in the cache
         self._t = 0
         self._index = torch.arange(rows, device=device)
         forward = self._filled_up(self._index)
         self._uniforms = draw_uniforms(prompts["seeds"].tolist(), tokens).to(device)[forward]
         mask = prompts["prompt_mask"].to(device=device, dtype=torch.bool)[forward]
-        self._lengths = mask.sum(1, keepdim=True)
         # To the right of the prompt lie response tokens; every later token sees them.
-        self._visible = F.pad(mask, (0, tokens), value=True)[:, None, None]
-        self._inputs = prompts["prompts"].to(device)[forward]
+        self._visible = F.pad(mask, (0, tokens), value=True)
+        self._positions = (self._visible.cumsum(1) - 1).clamp(min=0)
+        self._ids = F.pad(prompts["prompts"].to(device)[forward], (0, tokens))
         self._live = torch.ones(rows, dtype=torch.bool, device=device)
         layers = engine.model.config.get_text_config().num_hidden_layers
         self._cache = Cache(layers=[Columns(self._width + tokens) for _ in range(layers)])
@@ -226,7 +231,7 @@ class _Batch:
         with engine.precision():
             logits = self._logits()
         tokens, log_probs, kept_ids = sample(logits, self._uniforms[:, t], self._sampling)
-        self._inputs = tokens[:, None]
+        self._ids[:, self._width + t] = tokens
         tokens = tokens[:num_rows]
         made = {
             "responses": tokens,
@@ -254,20 +259,23 @@ class _Batch:
         return done
 
     def _logits(self) -> Tensor:
-        """[b, V] after the last token of every row."""
-        if self._t == 0:
-            mask = self._visible[..., : self._width]
-            positions = (mask[:, 0, 0].cumsum(1) - 1).clamp(min=0)
+        """[b, V] after the last token of every row. Under new weights its keys and values are made anew: a token
+        has the distribution of the version that it names, given all tokens before it."""
+        if self._version != self._engine.version:
+            self._version = self._engine.version
+            for layer in self._cache.layers:
+                layer.forget()
+        end = self._width + self._t
+        start = self._cache.get_seq_length()
+        mask = self._visible[:, None, None, :end]
+        if end - start > 1:
             # Padding attends to itself: a softmax over nothing would be NaN, and spread.
-            see = torch.ones(self._width, self._width, dtype=torch.bool, device=mask.device).tril()
-            mask = (mask & see) | torch.eye(self._width, dtype=torch.bool, device=mask.device)
-        else:
-            mask = self._visible[..., : self._width + self._t]
-            positions = self._lengths + (self._t - 1)
+            see = torch.ones(end, end, dtype=torch.bool, device=mask.device).tril()
+            mask = (mask & see) | torch.eye(end, dtype=torch.bool, device=mask.device)
         output = self._engine.model(
-            input_ids=self._inputs,
+            input_ids=self._ids[:, start:end],
             attention_mask=mask,
-            position_ids=positions,
+            position_ids=self._positions[:, start:end],
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
@@ -279,8 +287,8 @@ class _Batch:
         keep = self._live.nonzero()[:, 0]
         self._index, self._live = self._index[keep], self._live[keep]
         forward = self._filled_up(keep)
-        self._uniforms, self._lengths = self._uniforms[forward], self._lengths[forward]
-        self._visible, self._inputs = self._visible[forward], self._inputs[forward]
+        self._uniforms, self._ids = self._uniforms[forward], self._ids[forward]
+        self._visible, self._positions = self._visible[forward], self._positions[forward]
         for layer in self._cache.layers:
             layer.keep(forward)
 
