@@ -34,9 +34,10 @@ from services.rollout.engines.openai.servers import Completion, Request, ServerL
 from services.rollout.worker import RolloutWorker
 
 pytest.importorskip("vllm")
+pytestmark = pytest.mark.timeout(500)  # the server's start is the first test's; 45 s where nothing else runs
 
 P, T, MAX_LOGPROBS = 12, 96, 24
-START_S = 240
+START_S = 400
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -112,22 +113,23 @@ class OpenAIEngine:
         )
 
     async def _start(self) -> None:
-        """Holds every server against the job and puts it on version 0, which shows that it takes weights; then
-        asks it for a token."""
         tokenizer = load_tokenizer(self._job.actor.model, "rollout")
-        probe = self._request([0], 0, 1, self._job.rollout)
         async with self._client() as client:
-            for server in self._servers:
-                try:
-                    with understood():
-                        wrong = await server.inspect(client, tokenizer)
-                    if wrong:
-                        raise InvalidConfig(f"rollout: server {server.url}: " + "; ".join(wrong))
+            await asyncio.gather(*(self._admit(client, server, tokenizer) for server in self._servers))
+
+    async def _admit(self, client: httpx.AsyncClient, server: Server, tokenizer: Any) -> None:
+        """Holds a server against the job, puts it on version 0, which shows that it takes weights, and asks it
+        for a token."""
+        try:
+            with understood():
+                wrong = await server.inspect(client, tokenizer)
+                if not wrong:
                     await self._install(client, server)
-                    with understood():
-                        await server.complete(client, probe)
-                except ServerLost as error:
-                    raise RoleUnavailable(f"rollout: server {server.url} cannot be used: {error}") from error
+                    await server.complete(client, self._request([0], 0, 1, self._job.rollout))
+        except ServerLost as error:
+            raise RoleUnavailable(f"rollout: server {server.url} cannot be used: {error}") from error
+        if wrong:
+            raise InvalidConfig(f"rollout: server {server.url}: " + "; ".join(wrong))
 
     # ------------------------------------------------------------------------------ rows
 
@@ -209,6 +211,10 @@ class OpenAIEngine:
         try:
             with understood():
                 part = await server.complete(client, request)
+        except ServerLost:
+            if not server.lock.locked():
+                raise
+            return Completion(broken_off=True), version  # SGLang says 503 of a row that it had not begun
         finally:
             server.num_asked -= 1
             if not server.num_asked:

@@ -214,7 +214,7 @@ class VllmServer(Server):
         choice = (await self.call(client, "POST", "/v1/completions", body))["choices"][0]
         if choice["finish_reason"] not in ("stop", "length", "abort"):
             raise ServerLost(f"it ended a completion with {choice['finish_reason']!r}")
-        tokens, log_probs = choice.get("token_ids") or [], choice["logprobs"] or {}
+        tokens, log_probs = choice["token_ids"], choice["logprobs"] or {}
         kept_ids = []
         if sampling.num_kept:
             for token, likely in zip(tokens, log_probs.get("top_logprobs") or [], strict=False):
