@@ -80,8 +80,8 @@ class WeightsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchRegion(self, request, context):
-        """For a receiver that has opened the shared region: how far it is verified, now and whenever that grows;
-        ends when the region is whole.
+        """For a receiver that has opened the shared region: how far it is verified, now, as that grows (every
+        32 MiB or so), and when it is whole, which ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

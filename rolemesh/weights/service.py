@@ -19,6 +19,7 @@ from rolemesh.v1.weights_pb2 import (
 from rolemesh.weights.store import WeightStore
 
 MAX_WAIT_S = 30.0
+WATCH_BYTES = 32 << 20  # between two answers of WatchRegion: each wakes every process that maps the region
 
 
 class WeightsServicer:
@@ -52,5 +53,5 @@ class WeightsServicer:
         yield WatchRegionResponse(num_verified=holding.num_verified)
         at = holding.num_verified
         while at < holding.num_bytes:
-            at = await holding.beyond(at)
+            at = await holding.beyond(min(at + WATCH_BYTES, holding.num_bytes) - 1)
             yield WatchRegionResponse(num_verified=at)

@@ -14,7 +14,7 @@ from rolemesh.errors import WeightsUnavailable
 from rolemesh.rpc.contract import WEIGHTS
 from rolemesh.rpc.dtypes import TO_WIRE
 from rolemesh.rpc.server import RoleServer
-from rolemesh.weights import region, remote
+from rolemesh.weights import region, remote, service
 from rolemesh.weights.held import HeldWeights, Holding
 from rolemesh.weights.region import Region
 from rolemesh.weights.remote import RemoteWeights
@@ -411,7 +411,10 @@ async def test_replicas_of_one_machine_share_one_region_which_the_first_receives
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
-async def test_a_relay_that_dies_while_others_map_its_memory_costs_them_nothing_verified():
+async def test_a_relay_that_dies_while_others_map_its_memory_costs_them_nothing_verified(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(service, "WATCH_BYTES", 4 * MIB)
     held, relay, last = large(), WeightStore(), WeightStore()
 
     class Elsewhere(Gated):
