@@ -1,0 +1,40 @@
+"""What is installed is whole: a wheel made of this tree finds what it needs beside its code."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("rolemesh", "services", "charts", "pyproject.toml", "README.md", "LICENSE")
+
+
+def test_a_wheel_has_the_placements(tmp_path: Path) -> None:
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    for name in PARTS:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, symlinks=True)
+        else:
+            shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "-w", str(tmp_path), str(source)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from rolemesh.config.placement import TABLES, strategies; print(TABLES, *strategies())",
+        ],
+        cwd=site,
+        env={"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    tables = sorted(path.stem for path in (ROOT / "charts" / "rlhf-job" / "placements").glob("*.yaml"))
+    assert found.stdout.split() == [str(site / "rolemesh" / "placements"), *tables]
