@@ -70,12 +70,14 @@ class JobConfig(Config):
 
     def _check_groups(self) -> None:
         for group, members in self.groups.items():
-            others = [role for role in members if role != "rollout" and self.on_device(role)]
-            if "rollout" in members and others and self.rollout.mode == "async" and self.trainer.max_staleness:
+            sharing = [role for role in members if self.on_device(role)]
+            is_ahead = self.rollout.mode == "async" and self.trainer.max_staleness > 0
+            if is_ahead and "rollout" in sharing and len(sharing) > 1:
                 raise ValueError(
                     f"rollout.mode is async, and rollout shares the device of group {group} with "
-                    f"{', '.join(others)}: a stream keeps its turn to its end, so nothing would run beside it; "
-                    "give rollout a group of its own (placement.strategy), or set rollout.mode to sync"
+                    f"{', '.join(role for role in sharing if role != 'rollout')}: a stream keeps its turn to "
+                    "its end, so nothing would run beside it; give rollout a group of its own "
+                    "(placement.strategy), or set rollout.mode to sync"
                 )
 
     # ------------------------------------------------------- what roles the job has
@@ -108,8 +110,9 @@ class JobConfig(Config):
         return num_replicas(self.placement, group, self.groups[group])
 
     def on_device(self, role: str) -> bool:
-        """A reward without a model computes nothing there, and waits for no turn."""
-        return role != "reward" or self.reward.reward_model.enable
+        """A reward by rules, and a rollout that is other servers, have nothing there and wait for no turn."""
+        elsewhere = {"reward": not self.reward.reward_model.enable, "rollout": self.rollout.name == "openai"}
+        return not elsewhere.get(role, False)
 
     # --------------------------------------------------------------- derived values
 

@@ -104,6 +104,8 @@ def test_rollouts_cannot_run_ahead_on_a_device_that_they_share() -> None:
         job({"strategy": "hybrid"}, **ahead)
     job({"strategy": "hybrid"}, **ahead, trainer={"max_staleness": 0})  # which is not ahead
     job({"strategy": "split-collocate"}, **ahead)
+    other_servers = {"mode": "async", "name": "openai"}
+    assert not job({"strategy": "hybrid"}, rollout=other_servers).on_device("rollout")
 
 
 def test_a_reward_shares_a_device_only_if_it_has_a_model() -> None:
