@@ -33,8 +33,8 @@ class RolloutServicer:
     def __init__(self, worker: Rollout, store: WeightStore | None = None) -> None:
         self._worker = worker
         self._store = store or WeightStore()
-        # Names of versions: in use ("" while that is unsure), and last told to take.
-        self._taken, self._told = "", "none"
+        # Names of versions: in use ("" while that is unsure), in use before it, and last told to take.
+        self._taken, self._replaced, self._told = "", "", "none"
         self._taking = asyncio.Lock()
         self._on_serving: Callable[[bool], Awaitable[None]] | None = None
 
@@ -84,7 +84,7 @@ class RolloutServicer:
             self._taken = before
             metrics.WEIGHTS_SYNC_FAILURES.inc()
             raise
-        self._taken = source.name
+        self._taken, self._replaced = source.name, before
         metrics.WEIGHTS_SYNC_SECONDS.observe(time.perf_counter() - started)
         metrics.WEIGHTS_VERSION.labels("rollout").set(source.version)
 
@@ -100,11 +100,6 @@ class RolloutServicer:
                 raise RoleUnavailable(f"weights version {expected} is asked for, this replica took {now}")
 
     def _serves(self, expected: str) -> bool:
-        """The version itself, or one after it that was swapped in while the request was on its way."""
-        return expected == self._taken or _number(self._taken) > _number(expected) >= 0
-
-
-def _number(name: str) -> int:
-    """The version's number in a name of rolemesh.weights.manifest.name_of; -1 where it is none."""
-    number = name.partition("@")[0]
-    return int(number) if number.isdecimal() else -1
+        """The version itself, or the one that was swapped in for it while the request was on its way. A higher
+        number alone says nothing: it may be another run's."""
+        return bool(self._taken) and expected in (self._taken, self._replaced)

@@ -213,22 +213,25 @@ async def test_a_replica_that_cannot_take_a_version_leaves_the_pool_and_returns_
     late = Once(job)
     failures = metrics.WEIGHTS_SYNC_FAILURES._value
     before = failures.get()
-    async with nodes(RolloutWorker(job), late) as replicas, trained_actor(job) as (actor, _):
-        async with client(job, *replicas) as rollout:
-            for version in (1, 2):
-                await rollout.update_weights(await actor.publish_weights(version))
-                assert [r.live for r in rollout._pool.replicas] == [True, False]
-                await actor.update(sequence_batch(16))
-            assert failures.get() > before
-            assert f"rollout at {replicas[1].address} is avoided" in caplog.text
-            assert "no room for version 1" in caplog.text
-            alone = await generated(rollout)
-            late.open = True
-            await rollout.wait_until_ready(20)
-            assert late.version == 2
-            assert_equal_models(replicas[1].model, replicas[0].model)
-            both = await generated(rollout)
-            assert torch.equal(both["rollout_log_probs"], alone["rollout_log_probs"])
+    async with (
+        nodes(RolloutWorker(job), late) as replicas,
+        trained_actor(job) as (actor, _),
+        client(job, *replicas) as rollout,
+    ):
+        for version in (1, 2):
+            await rollout.update_weights(await actor.publish_weights(version))
+            assert [r.live for r in rollout._pool.replicas] == [True, False]
+            await actor.update(sequence_batch(16))
+        assert failures.get() > before
+        assert f"rollout at {replicas[1].address} is avoided" in caplog.text
+        assert "no room for version 1" in caplog.text
+        alone = await generated(rollout)
+        late.open = True
+        await rollout.wait_until_ready(20)
+        assert late.version == 2
+        assert_equal_models(replicas[1].model, replicas[0].model)
+        both = await generated(rollout)
+        assert torch.equal(both["rollout_log_probs"], alone["rollout_log_probs"])
 
 
 async def test_where_no_replica_can_take_a_version_the_error_says_why_for_each(
@@ -286,17 +289,18 @@ async def test_a_chain_is_made_of_live_replicas(job: JobConfig) -> None:
 
 
 async def test_a_version_of_the_right_number_and_another_digest_generates_nothing(job: JobConfig) -> None:
-    """A rollout service outlives a run; another run's version 1 is not this run's."""
+    """A rollout service outlives a run; neither version 1 nor 2 of another run is this run's version 1."""
     async with nodes(RolloutWorker(job)) as replicas:
         async with trained_actor(job) as (actor, _), client(job, *replicas) as rollout:
             await rollout.update_weights(await actor.publish_weights(1))
             of_first_run = await generated(rollout)
+            await rollout.update_weights(await actor.publish_weights(2))
         async with trained_actor(job) as (actor, worker), client(job, *replicas) as rollout:
             await actor.update(sequence_batch(16))
             source = await actor.publish_weights(1)
             assert isinstance(source, RemoteWeights)
             rollout._dispatcher.metadata["rolemesh-weights-version"] = source.name
-            with pytest.raises(RoleUnavailable, match=r"version 1@\w+ is asked for, this replica took 1@"):
+            with pytest.raises(RoleUnavailable, match=r"version 1@\w+ is asked for, this replica took 2@"):
                 await generated(rollout)
             await rollout.update_weights(source)
             assert_equal_models(replicas[0].model, worker.model)
