@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import statistics
 import time
 import urllib.request
@@ -130,9 +131,7 @@ def measure_switch(num_bytes: int, rounds: int) -> dict[str, list[float]]:
                 while at < num_bytes:
                     at += file.write(data[at:])
                 file.seek(0)
-                into = (
-                    torch.empty(num_bytes, dtype=torch.uint8).numpy().data
-                )  # fresh memory, as a role wakes in
+                into = memoryview(mmap.mmap(-1, num_bytes))  # fresh memory, as a role wakes in
                 at = 0
                 while at < num_bytes:
                     at += file.readinto(into[at:])

@@ -20,8 +20,8 @@ from torch import Tensor, UntypedStorage, nn
 
 from rolemesh.rpc.allocator import give_back_free_memory
 
-# Of pinned memory, of which torch takes powers of two, and of one write: enough for full bandwidth.
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20  # of pinned memory, of which torch takes powers of two
+BUFFER_BYTES = 256 << 10  # in which small tensors are gathered for the file; a larger one passes it by
 
 
 def model_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -180,8 +180,7 @@ class _File:
     def put(self, sources: Sequence[Tensor]) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         with ExitStack() as unless_whole:
-            # The buffer gathers small tensors into large writes; what is larger than it passes it by.
-            file = unless_whole.enter_context(TemporaryFile(dir=self._directory, buffering=PIECE_BYTES))
+            file = unless_whole.enter_context(TemporaryFile(dir=self._directory, buffering=BUFFER_BYTES))
             for source in sources:
                 file.write(_memory(source))
             file.flush()
