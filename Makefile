@@ -46,6 +46,7 @@ proto: setup ## generate rolemesh/v1 from proto/
 bench: setup ## ratios against raw TCP, pickle and plain protobuf, and of gRPC against one process
 	$(BIN)/python -m benchmarks.transport
 	$(BIN)/python -m benchmarks.steps
+	$(BIN)/python -m benchmarks.weights
 
 seeds: setup ## the demo with three seeds: accuracy before and after, a table and a plot
 	$(BIN)/python -m benchmarks.demo

@@ -1,0 +1,278 @@
+"""New weights, 256 MiB, for 1, 2, 4 and 8 replicas on this machine, by each way that they can take.
+
+    python -m benchmarks.weights [--repeats N]
+
+The holder and every replica are processes of their own; replicas relay as a rollout service does. The ways take
+turns, and the fastest and the median turn are kept. A turn is a sync: from when the replicas are told until the
+last one has all bytes verified and copied into its parameters.
+
+memory: holder and replicas on one machine. first by network: the holder is on another machine, the replicas
+are on one. chain: every replica is on a machine of its own and pulls from the one before. star: all pull from
+the holder, which is how it was before there were relays. "Another machine" is this one, its memory left aside:
+the links of a chain share the cores which they would each have for themselves. So the CPU time of all processes
+together is given too; it also depends less on what else the machine does.
+
+Writes benchmarks/results/weights.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rolemesh import metrics
+from rolemesh.rpc import allocator
+from rolemesh.rpc.contract import WEIGHTS
+from rolemesh.rpc.server import RoleServer
+from rolemesh.v1.weights_pb2 import SharedRegion
+from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.region import Region
+from rolemesh.weights.remote import RemoteWeights
+from rolemesh.weights.service import WeightsServicer
+from rolemesh.weights.store import WeightStore
+
+RESULTS = Path(__file__).parent / "results" / "weights.json"
+NUM_TENSORS, TENSOR_BYTES = 64, 4 << 20
+NUM_REPLICAS = (1, 2, 4, 8)
+WAYS = ("memory", "first by network", "chain", "star")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {f"layer.{i}": torch.zeros(TENSOR_BYTES // 4) for i in range(NUM_TENSORS)}
+
+
+# ------------------------------------------------------------------------------------ processes
+
+
+@asynccontextmanager
+async def serving(store: WeightStore) -> AsyncIterator[None]:
+    server = RoleServer({"rollout": [WEIGHTS]})
+    print(await server.start("127.0.0.1:0"), flush=True)
+    await server.ready({WEIGHTS: WeightsServicer(store)})
+    yield
+    await server.drain(0)
+
+
+async def commands() -> AsyncIterator[Any]:
+    """The lines of standard input, until it closes."""
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        yield json.loads(line)
+
+
+async def hold() -> None:
+    """Publishes a version for each line of standard input; answers with its digest and the seconds it took."""
+    store, weights = WeightStore(), tensors()
+    async with serving(store):
+        async for version in commands():
+            for tensor in weights.values():
+                tensor.uniform_()
+            store.clear("the next one comes")
+            begun = time.monotonic()
+            held = HeldWeights(version, weights).holding
+            store.put(held)
+            answer(digest=held.digest, seconds=time.monotonic() - begun)
+
+
+async def replicate() -> None:
+    """Takes a version for each line of standard input; answers with the moment when it was in use."""
+    store, own = WeightStore(), tensors()
+    elsewhere: set[int] = set()  # processes whose memory is not of this machine
+    open_region = Region.open
+
+    def open_near(shared: SharedRegion, num_bytes: int) -> Region | None:
+        return None if int(shared.path.split("/")[2]) in elsewhere else open_region(shared, num_bytes)
+
+    Region.open = open_near  # type: ignore[method-assign]
+    async with serving(store):
+        async for told in commands():
+            store.clear("begun anew")
+            elsewhere.clear()
+            elsewhere.update(told["elsewhere"])
+            if not told["sources"]:
+                answer()
+                continue
+            before = received()
+            source = RemoteWeights(told["sources"], told["version"], told["digest"], store=store)
+            fetched = await source.fetch()
+            arrived = time.monotonic()
+            for name, tensor in own.items():
+                tensor.copy_(fetched[name])
+            del fetched
+            assert received() - before == NUM_TENSORS * TENSOR_BYTES
+            answer(arrived=arrived, in_use=time.monotonic())
+
+
+def received() -> float:
+    """Bytes of weights that this process has taken, from whomever."""
+    samples = next(iter(metrics.WEIGHTS_RECEIVED_BYTES.collect())).samples
+    return sum(sample.value for sample in samples if sample.name.endswith("_total"))
+
+
+def answer(**values: Any) -> None:
+    print(json.dumps(values), flush=True)
+
+
+class Process:
+    """A holder or a replica."""
+
+    def __init__(self, task: str) -> None:
+        command = [sys.executable, "-m", "benchmarks.weights", "--task", task]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.pid = self._process.pid
+
+    @cached_property
+    def address(self) -> str:
+        """Where it serves, once it does."""
+        return self._line()
+
+    def cpu_seconds(self) -> float:
+        """Of all threads since the process began, in steps of 10 ms."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+    def tell(self, words: Any) -> None:
+        print(json.dumps(words), file=self._process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        return cast(dict[str, Any], json.loads(self._line()))
+
+    def _line(self) -> str:
+        line = cast(IO[str], self._process.stdout).readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args!r} ended before it answered")
+        return line.strip()
+
+    def stop(self) -> None:
+        self._process.communicate()
+
+
+# ------------------------------------------------------------------------------------------ run
+
+
+class Bench:
+    def __init__(self) -> None:
+        self._holder = Process("hold")
+        self._replicas = [Process("replicate") for _ in range(max(NUM_REPLICAS))]
+        for process in (self._holder, *self._replicas):
+            assert process.address
+        self._version = 0
+        self.publish_seconds: list[float] = []
+
+    def turn(self, way: str, num_replicas: int) -> dict[str, float]:
+        """Seconds until the last replica had everything, and used it."""
+        self._forget()
+        self._version += 1
+        self._holder.tell(self._version)
+        published = self._holder.answer()
+        self.publish_seconds.append(published["seconds"])
+        used = self._replicas[:num_replicas]
+        far: dict[str, list[Process]] = {"memory": [], "first by network": [self._holder]}
+        cpu = sum(process.cpu_seconds() for process in (self._holder, *used))
+        begun = time.monotonic()
+        for i, replica in enumerate(used):
+            relays = [] if way == "star" else [relay.address for relay in reversed(used[:i])]
+            replica.tell(
+                {
+                    "sources": [*relays, self._holder.address],
+                    "elsewhere": [process.pid for process in far.get(way, [self._holder, *used])],
+                    "version": self._version,
+                    "digest": published["digest"],
+                }
+            )
+        answers = [replica.answer() for replica in used]
+        taken = {key: max(found[key] for found in answers) - begun for key in ("arrived", "in_use")}
+        return {**taken, "cpu": sum(process.cpu_seconds() for process in (self._holder, *used)) - cpu}
+
+    def _forget(self) -> None:
+        for replica in self._replicas:
+            replica.tell({"sources": [], "elsewhere": []})
+        for replica in self._replicas:
+            replica.answer()
+
+    def stop(self) -> None:
+        for process in (self._holder, *self._replicas):
+            process.stop()
+
+
+def measure(repeats: int, console: Console) -> dict[str, Any]:
+    bench = Bench()
+    turns: dict[tuple[str, int], list[dict[str, float]]] = {
+        (way, count): [] for way in WAYS for count in NUM_REPLICAS
+    }
+    for repeat in range(repeats + 1):
+        for (way, count), taken in turns.items():
+            with console.status(f"turn {repeat} of {repeats}: {way}, {count}"):
+                seconds = bench.turn(way, count)
+            if repeat:  # the first one warms up
+                taken.append(seconds)
+    bench.stop()
+    num_bytes = NUM_TENSORS * TENSOR_BYTES
+    result: dict[str, Any] = {
+        "cores": os.cpu_count(),
+        "bytes": num_bytes,
+        "publish": {"min_s": min(bench.publish_seconds), "median_s": statistics.median(bench.publish_seconds)},
+    }
+    for way in WAYS:
+        result[way] = {}
+        for count in NUM_REPLICAS:
+            one, many = ([turn["in_use"] for turn in turns[way, n]] for n in (1, count))
+            arrived = [turn["arrived"] for turn in turns[way, count]]
+            result[way][str(count)] = {
+                "min_s": min(many),
+                "median_s": statistics.median(many),
+                "arrived_min_s": min(arrived),
+                "arrived_median_s": statistics.median(arrived),
+                "cpu_median_s": statistics.median(turn["cpu"] for turn in turns[way, count]),
+                "times_one_replica": min(many) / min(one),
+            }
+    return result
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    table = Table("way", "replicas", "arrived, min s", "in use, min s", "median s", "CPU s", "x one replica")
+    for way in WAYS:
+        for count, row in result[way].items():
+            numbers = (row[key] for key in ("arrived_min_s", "min_s", "median_s", "cpu_median_s"))
+            table.add_row(way, count, *(f"{x:.3f}" for x in numbers), f"{row['times_one_replica']:.2f}")
+    console.print(table)
+    publish = result["publish"]
+    console.print(f"published in {publish['min_s']:.3f} s (median {publish['median_s']:.3f} s)")
+    console.print("wanted: 8 local replicas <= 1.3 x one")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--task", choices=("hold", "replicate"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.task:
+        allocator.tune()
+        asyncio.run(hold() if arguments.task == "hold" else replicate())
+        return
+    console = Console(width=110)
+    result = measure(arguments.repeats, console)
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    show(result, console)
+
+
+if __name__ == "__main__":
+    main()
