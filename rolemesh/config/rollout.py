@@ -92,7 +92,7 @@ class RolloutConfig(SamplingConfig):
     free_cache_engine: bool = Field(True, description="sleeping gives the memory back; false: it only pauses")
     max_num_batched_tokens: int = Field(8192, gt=0, description="tokens of one forward, prompts' and new ones")
     enable_chunked_prefill: bool = Field(
-        True, description="a long prompt is read in pieces, beside decoding rows"
+        True, description="long prompts are read in pieces, beside decoding rows; not on a CPU"
     )
     enable_prefix_caching: bool = Field(True, description="rows with the same beginning share its KV cache")
     enforce_eager: bool = Field(False, description="neither CUDA graphs nor compilation; on a CPU always so")

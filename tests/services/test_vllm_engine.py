@@ -428,7 +428,7 @@ def test_the_keys_reach_vllm(model_directory: Path):
         config = AutoConfig.from_pretrained(model_directory)
 
     given = arguments.engine_arguments(job, Outline)
-    assert {ours: given[theirs] for ours, theirs in arguments.ENGINE.items()} == keys
+    assert {ours: given[theirs] for ours, theirs in arguments.ENGINE.items()} == keys  # prompts whole, on a CPU
     assert given["max_model_len"] == P + T
     assert given["max_logprobs"] == 5
     assert not given["skip_tokenizer_init"]  # stop is text

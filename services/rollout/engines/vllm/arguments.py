@@ -110,6 +110,10 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
     }
     if device == "cpu":
         arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(job, model)
+        # After a piece of a prompt vLLM winds the row's random stream back, which a CPU's generator cannot do:
+        # the engine would end. So prompts are read whole, and a forward must hold the longest.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(rollout.max_num_batched_tokens, arguments["max_model_len"])
     elif rollout.free_cache_engine:
         arguments["enable_sleep_mode"] = True
     return arguments
