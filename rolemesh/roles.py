@@ -57,7 +57,7 @@ COLUMNS: dict[str, Column] = {
     "rollout_log_probs": Column("BT", torch.float32, "the engine's, of the distribution it sampled from"),
     "weight_versions": Column("BT", torch.int64, "by which weights the token was made; -1 where none was"),
     "kept_ids": Column(
-        "BTK", torch.int32, "the tokens that could be drawn, where rollout.top_k or top_p cut some off; -1 beyond"
+        "BTK", torch.int32, "what could be drawn, where rollout.top_k and top_p cut some off; -1 beyond"
     ),
     # prompts and responses together
     "input_ids": Column("BS", torch.int64, "prompts and responses"),
@@ -72,7 +72,7 @@ COLUMNS: dict[str, Column] = {
     "acc": Column("B", torch.float32, "1 where the answer is right (the score itself where none says)"),
     # made by the controller
     "token_level_rewards": Column("BT", torch.float32, "scores less the KL penalty"),
-    "rollout_is_weights": Column("BT", torch.float32, "weight of the token's loss: old over rollout probability"),
+    "rollout_is_weights": Column("BT", torch.float32, "of the token's loss: old over rollout probability"),
     "advantages": Column("BT", torch.float32, ""),
     "returns": Column("BT", torch.float32, ""),
 }

@@ -83,7 +83,7 @@ def serve(
     roles: Annotated[
         str,
         typer.Argument(
-            help="actor, reference, critic, reward or rollout; or several, separated by commas, which take turns "
+            help="actor, reference, critic, reward or rollout; or several, with commas, which take turns "
             "on this process's device.",
             metavar="ROLES",
         ),
@@ -179,8 +179,8 @@ def plan(
     search: Annotated[bool, typer.Option("--search", help="Look through all groupings as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For machines: bytes and seconds.")] = False,
 ) -> None:
-    """Tell what each placement takes in memory and time, the best first; nothing is loaded or started. Exits with
-    1 where none fits."""
+    """Tell what each placement takes in memory and time, the best first; nothing is loaded or started. Exits
+    with 1 where none fits."""
     from rolemesh.config import load_job
 
     job = load_job(config, overrides or ())

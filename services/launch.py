@@ -12,7 +12,7 @@ from rich.logging import RichHandler
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import RoleUnavailable
-from rolemesh.models.loading import model_directory, resolve_device
+from rolemesh.models.loading import model_directory
 from rolemesh.planner.devices import available_memory
 from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.refusal import refuse_what_cannot_fit
@@ -20,7 +20,7 @@ from rolemesh.rpc.allocator import tune
 from services.control import Brakes, drive, prepare
 from services.controller.loop import Run
 from services.controller.summary import Summary
-from services.processes import RoleProcesses, role_processes
+from services.processes import RoleProcesses, gpus_by_process, members_of, role_processes, visible_gpus
 
 R = TypeVar("R")
 
@@ -60,18 +60,22 @@ def check_models(job: JobConfig) -> None:
 
 
 def check_memory(job: JobConfig) -> None:
-    """What certainly does not fit is refused: weights, gradients and moments of all groups beside each other.
+    """What certainly does not fit is refused: weights, gradients and moments, of the processes that a GPU or
+    this machine's memory is to hold.
 
     Raises:
         InvalidConfig: how much is missing, the largest part and what to lower.
     """
-    memory, where = available_memory(), "this machine's free memory"
-    if resolve_device(job.trainer.device).type == "cuda":
-        gpus = range(torch.cuda.device_count())
-        memory = sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
-        where = "the memory of this machine's GPUs"
-    copies = {f"{name}-{i}": roles for name, roles in job.groups.items() for i in range(job.num_replicas(name))}
-    refuse_what_cannot_fit(job, role_shapes(job), copies, memory, where)
+    shapes, members = role_shapes(job), members_of(job)
+    gpus = visible_gpus(job)
+    if not gpus:
+        refuse_what_cannot_fit(job, shapes, members, available_memory(), "this machine's free memory")
+    given = gpus_by_process(job, gpus)
+    for index, gpu in enumerate(gpus):
+        memory = torch.cuda.get_device_properties(index).total_memory
+        # An engine of several ranks has a share of its weights on each: not certain enough to count.
+        alone = {name: roles for name, roles in members.items() if given[name] == [gpu]}
+        refuse_what_cannot_fit(job, shapes, alone, memory, f"the memory of GPU {gpu}")
 
 
 async def _train(run: Run, processes: RoleProcesses) -> Summary:

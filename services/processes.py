@@ -1,6 +1,7 @@
 """Role processes of this machine: started, watched, and ended together.
 
-There is one for each group of roles, or as many as the group has replicas. A role process holds the reading end of a pipe whose writing end the launcher holds. The launcher's end,
+There is one for each group of roles, or as many as the group has replicas. A role process holds the reading
+end of a pipe whose writing end the launcher holds. The launcher's end,
 even by kill -9, closes the pipe, and the role ends itself: no process stays behind.
 """
 
@@ -13,12 +14,15 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from rolemesh.config import JobConfig
 from rolemesh.errors import RoleUnavailable
+from rolemesh.models.loading import resolve_device
 
 log = logging.getLogger(__name__)
 
@@ -145,23 +149,53 @@ class RoleProcesses:
 
 @contextlib.asynccontextmanager
 async def role_processes(job: JobConfig) -> AsyncIterator[RoleProcesses]:
-    """Starts every group of a job's roles, as many replicas as placement.replicas says, and ends them all on the
-    way out. Logs are in `<run directory>/logs/<group>-<index>.log`."""
+    """Starts every group of a job's roles, as many replicas as placement.replicas says, and ends them all on
+    the way out. Logs are in `<run directory>/logs/<group>-<index>.log`."""
     directory = job.run_dir / "logs"
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "job.yaml"
     config.write_text(job.to_yaml(), encoding="utf-8")
     processes = RoleProcesses([])
     try:
-        for group, roles in job.groups.items():
-            for index in range(job.num_replicas(group)):
-                processes.members.append(await _start(roles, f"{group}-{index}", directory, config))
+        gpus = gpus_by_process(job, visible_gpus(job))
+        for name, roles in members_of(job).items():
+            processes.members.append(await _start(roles, name, directory, config, gpus[name]))
         yield processes
     finally:
         await asyncio.shield(processes.end())
 
 
-async def _start(roles: tuple[str, ...], name: str, directory: Path, config: Path) -> RoleProcess:
+def members_of(job: JobConfig) -> dict[str, tuple[str, ...]]:
+    """The processes of a job, in the order in which they are started, and the roles of each."""
+    return {
+        f"{group}-{i}": roles for group, roles in job.groups.items() for i in range(job.num_replicas(group))
+    }
+
+
+def visible_gpus(job: JobConfig) -> list[str]:
+    """The GPUs of this machine that the job may use, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    if resolve_device(job.trainer.device).type != "cuda":
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(gpu) for gpu in range(torch.cuda.device_count())]
+
+
+def gpus_by_process(job: JobConfig, gpus: Sequence[str]) -> dict[str, list[str]]:
+    """Which GPUs each process gets: the next one (an engine of several ranks so many), and when all have been
+    given out, from the first again. A process without a model on a device gets none."""
+    given: dict[str, list[str]] = {}
+    turn = 0
+    for name, roles in members_of(job).items():
+        ranks = job.rollout.tensor_model_parallel_size if "rollout" in roles else 1
+        count = min(ranks, len(gpus)) if any(job.on_device(role) for role in roles) else 0
+        given[name] = [gpus[(turn + i) % len(gpus)] for i in range(count)]
+        turn += count
+    return given
+
+
+async def _start(
+    roles: tuple[str, ...], name: str, directory: Path, config: Path, gpus: Sequence[str]
+) -> RoleProcess:
     log_file, address_file = directory / f"{name}.log", directory / f"{name}.address.json"
     address_file.unlink(missing_ok=True)
     command = [
@@ -175,7 +209,7 @@ async def _start(roles: tuple[str, ...], name: str, directory: Path, config: Pat
             stdin=asyncio.subprocess.PIPE,  # never written to: its end tells the role that we are gone
             stdout=output,
             stderr=asyncio.subprocess.STDOUT,
-            env=role_environment(),
+            env=role_environment() | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which drains the roles
         )
     return RoleProcess(roles, name, process, log_file, address_file)

@@ -37,6 +37,6 @@ class TrainerConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     rpc_timeout_s: float = Field(1800.0, gt=0, description="seconds; deadline of every call to a role")
     weight_sync_timeout_s: float = Field(
-        300.0, gt=0, description="seconds for a rollout replica to take new weights; one that cannot is left out"
+        300.0, gt=0, description="seconds for a rollout to take new weights; a replica that cannot is left out"
     )
     ready_timeout_s: float = Field(600.0, gt=0, description="seconds until every role must be ready")

@@ -149,10 +149,11 @@ class Plan:
         return (smaller.missing_bytes - self.missing_bytes) / more, (smaller.seconds - self.seconds) / more
 
     @property
-    def order(self) -> tuple[bool, int, int, float, float]:
-        """Smaller is better: fits, is fast, leaves devices idle."""
+    def order(self) -> tuple[bool, int, int, int, float, float]:
+        """Smaller is better: fits, can be run today, is fast, leaves devices idle."""
         busy = sum(sum(g.busy(phase) for phase in PHASES) for g in self.groups)
-        return bool(self.blocked), self.missing_devices, self.missing_bytes, self.seconds, busy
+        ranks = sum(g.needs_ranks for g in self.groups)
+        return bool(self.blocked), self.missing_devices, self.missing_bytes, ranks, self.seconds, busy
 
 
 CHUNKS = 8  # a batch is judged in about so many calls: the last of them begins when the generation has ended

@@ -35,8 +35,8 @@ def tune() -> bool:
 
 
 def give_back_free_memory() -> None:
-    """Returns freed pages to the system, once, `tune` or not: another role is to have them. Does nothing where the
-    C library is not glibc, whose allocators return large blocks by themselves."""
+    """Returns freed pages to the system, once, `tune` or not: another role is to have them. Does nothing where
+    the C library is not glibc, whose allocators return large blocks by themselves."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -42,8 +42,8 @@ class Guard:
         self._life = uuid.uuid4().hex
 
     def wrap(self, role: str, rpc: Rpc, behaviour: Behaviour) -> Behaviour:
-        """The role's method, guarded. A streaming answer is written from here and not yielded, so that a cancelled
-        call is counted out at once and not when its generator happens to be collected."""
+        """The role's method, guarded. A streaming answer is written from here and not yielded, so that a
+        cancelled call is counted out at once and not when its generator happens to be collected."""
 
         async def unary(request: Any, context: Context) -> Any:
             async with self._call(role, rpc, context) as count:

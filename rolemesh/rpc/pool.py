@@ -29,8 +29,8 @@ CLIENT_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
-# One piece computes while the next is on its way; more would take choice away from the balancing. Where there is
-# no choice there is no limit: a role that shares a device should see all that waits for its turn.
+# One piece computes while the next is on its way; more would take choice away from the balancing. Where there
+# is no choice there is no limit: a role that shares a device should see all that waits for its turn.
 MAX_IN_FLIGHT = 2
 CHECK_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 2.0

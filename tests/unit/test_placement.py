@@ -10,6 +10,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.placement import GROUP_NAME, ROLES, strategies
 from rolemesh.errors import InvalidConfig
+from services.processes import gpus_by_process
 
 TABLES = {name: groups for name, groups in strategies().items() if groups}
 
@@ -114,3 +115,23 @@ def test_a_reward_shares_a_device_only_if_it_has_a_model() -> None:
     job(placement, **ahead)
     with pytest.raises(InvalidConfig, match="shares the device of group a with reward"):
         job(placement, **ahead, reward={"reward_model": {"enable": True}})
+
+
+def test_processes_take_the_next_gpu_and_begin_again_when_all_are_given() -> None:
+    standalone = job({"strategy": "standalone", "replicas": {"rollout": 2}})
+    assert gpus_by_process(standalone, ["4", "6", "7"]) == {
+        "actor-0": ["4"],
+        "rollout-0": ["6"],
+        "rollout-1": ["7"],
+        "reference-0": ["4"],
+        "critic-0": ["6"],
+        "reward-0": [],  # rules have nothing there
+    }
+    assert gpus_by_process(job({"strategy": "hybrid"}), ["0", "1"]) == {"policy-0": ["0"], "judges-0": ["1"]}
+    assert set(map(tuple, gpus_by_process(standalone, []).values())) == {()}
+
+
+def test_an_engine_of_several_ranks_gets_as_many_gpus() -> None:
+    two_ranks = job({"strategy": "split-collocate"}, rollout={"name": "vllm", "tensor_model_parallel_size": 2})
+    given = gpus_by_process(two_ranks, ["0", "1", "2", "3"])
+    assert given == {"policy-0": ["0"], "judges-0": ["1"], "rollout-0": ["2", "3"]}

@@ -259,7 +259,7 @@ class _Batch:
         return done
 
     def _logits(self) -> Tensor:
-        """[b, V] after the last token of every row. Under new weights its keys and values are made anew: a token
+        """[b, V] after the last token of every row. Under new weights keys and values are made anew: a token
         has the distribution of the version that it names, given all tokens before it."""
         if self._version != self._engine.version:
             self._version = self._engine.version
