@@ -7,10 +7,10 @@ COMPILE := uv pip compile -q pyproject.toml --extra dev --universal --python-ver
 	--generate-hashes --no-emit-index-url --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help run test setup lint proto bench seeds lock clean
+.PHONY: help run test setup lint proto bench bench-rollout bench-plan seeds lock clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 15
 
 run: setup ## train the demo: five roles and a controller on this machine's CPU, a few minutes
 	$(BIN)/rolemesh demo outputs/tiny
@@ -46,7 +46,14 @@ proto: setup ## generate rolemesh/v1 from proto/
 bench: setup ## ratios against raw TCP, pickle and plain protobuf, and of gRPC against one process
 	$(BIN)/python -m benchmarks.transport
 	$(BIN)/python -m benchmarks.steps
+
+bench-rollout: .venv/.vllm ## the rollout service beside vLLM in process; new weights for 1 to 8 replicas; placements
 	$(BIN)/python -m benchmarks.weights
+	$(BIN)/python -m benchmarks.placements
+	$(BIN)/python -m benchmarks.rollout
+
+bench-plan: setup ## the planner's estimates beside measured memory and steps
+	$(BIN)/python -m benchmarks.plan
 
 seeds: setup ## the demo with three seeds: accuracy before and after, a table and a plot
 	$(BIN)/python -m benchmarks.demo
