@@ -3,8 +3,8 @@ when the first and the last row arrive. Interleaved, the same prompts, seeds and
 
     python -m benchmarks.rollout
 
-`make bench-rollout` runs benchmarks.weights and benchmarks.placements before; their numbers join the table and the
-picture. Needs vLLM. Writes benchmarks/results/rollout.json and rollout.png.
+`make bench-rollout` runs benchmarks.weights and benchmarks.placements before; their numbers join the table and
+the picture. Needs vLLM. Writes benchmarks/results/rollout.json and rollout.png.
 """
 
 from __future__ import annotations
