@@ -26,7 +26,9 @@ COLOURS = {
     "activations": "green",
     "kv_cache": "cyan",
 }
+HEADINGS = {"gradients": "grads", "optimizer": "optim", "activations": "activ"}
 BAR_CELLS = 20
+ROOM_FOR_BARS = 104  # columns of the terminal
 SEARCHED = "found by search"
 
 
@@ -73,22 +75,23 @@ def show(job: JobConfig, plans: Sequence[Plan], console: Console | None = None) 
     console.print(legend)
     for place, plan in enumerate(plans, 1):
         console.print()
-        console.print(_block(place, plan))
+        console.print(_block(place, plan, bars=console.width >= ROOM_FOR_BARS))
     if found := next((plan for plan in plans if plan.name == SEARCHED), None):
         console.print("\n[bold]the grouping that the search found[/], for the job file:\n")
         console.print(to_yaml(job, found), highlight=False, markup=False)
 
 
-def _block(place: int, plan: Plan) -> Group:
+def _block(place: int, plan: Plan, *, bars: bool) -> Group:
     verdict = Text("fits", "bold green") if plan.fits else Text("does not fit", "bold red")
     phases = " · ".join(f"{_words(name)} {_seconds(value)}" for name, value in plan.phases.items() if value)
     head = Text.assemble(
-        (f"{place}. {plan.name}", "bold"), "  ", verdict, f"  {_seconds(plan.seconds)} a step: {phases}"
+        (f"{place}. {plan.name}", "bold"), "  ", verdict, f"  {_seconds(plan.seconds)} a step\n   {phases}"
     )
     shared = plan.cluster.device.shared
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for heading in ("group", *([] if shared else ["GPUs"]), "role", *map(_words, COLOURS), "total", ""):
-        table.add_column(heading, justify="left" if heading in ("group", "role", "") else "right", style="")
+    parts = [_words(HEADINGS.get(name, name)) for name in COLOURS]
+    for heading in ("group", *([] if shared else ["GPUs"]), "role", *parts, "total", *([""] if bars else [])):
+        table.add_column(heading, justify="left" if heading in ("group", "role", "") else "right", no_wrap=True)
     for group in plan.groups:
         for role in group.roles:
             first = role == group.roles[0]
@@ -99,7 +102,7 @@ def _block(place: int, plan: Plan) -> Group:
                 role,
                 *(human_size(size) if size else "·" for size in memory.parts().values()),
                 human_size(memory.total) if memory.total else "·",
-                _bar(memory, plan.cluster.device.memory_bytes),
+                *([_bar(memory, plan.cluster.device.memory_bytes)] if bars else []),
             )
     return Group(head, table, *(Text(f"   {note}", "dim") for note in notes(plan)))
 
