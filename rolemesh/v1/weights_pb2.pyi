@@ -37,12 +37,12 @@ class WeightManifest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., weights: _Optional[_Iterable[_Union[WeightSpec, _Mapping]]] = ..., region_bytes: _Optional[int] = ..., piece_bytes: _Optional[int] = ..., piece_checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SharedRegion(_message.Message):
-    __slots__ = ("path", "inode")
+    __slots__ = ("path", "name")
     PATH_FIELD_NUMBER: _ClassVar[int]
-    INODE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     path: str
-    inode: int
-    def __init__(self, path: _Optional[str] = ..., inode: _Optional[int] = ...) -> None: ...
+    name: str
+    def __init__(self, path: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class GetManifestRequest(_message.Message):
     __slots__ = ("version", "digest", "wait_s")

@@ -29,7 +29,8 @@ class Bell:
 
 
 class Holding:
-    """A version as this process has it: its first `num_verified` bytes may be read, used and given on.
+    """A version as this process has it: its first `num_verified` bytes may be read and given on, and all of
+    them used. Another process's region is verified as far as that one says, and whole only when it is sealed.
 
     Args:
         serialized: the manifest as it goes over the wire.
@@ -61,7 +62,7 @@ class Holding:
         return self.num_verified == self.num_bytes
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the region. Whoever keeps one keeps the region."""
+        """Views of the region, which nobody writes to. Whoever keeps one keeps the region."""
         assert self.is_whole
         return unpack(self.manifest, self.region.tensor())
 
@@ -98,7 +99,7 @@ class Holding:
 
     def own(self) -> None:
         """Moves from another process's region, which that one no longer fills, to one of our own. `advance` is
-        to follow: what could still be changed is verified once more."""
+        to follow: what only the other one has verified, and could still be changed, is verified here."""
         if not self.region.is_own:
             region, arrived = Region(self.num_bytes), self.num_verified
             region.write(0, self.region.read(0, arrived))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import re
-import stat
-import tempfile
+import secrets
 import weakref
 
 import torch
@@ -19,9 +19,11 @@ try:  # Linux alone
     from fcntl import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, F_SEAL_WRITE, fcntl
     from os import MFD_ALLOW_SEALING, MFD_CLOEXEC, memfd_create
 
-    CAN_SHARE = True
+    CAN_SHARE, FIXED_SIZE = True, F_SEAL_SHRINK | F_SEAL_GROW
 except ImportError:
     CAN_SHARE = False
+
+log = logging.getLogger(__name__)
 
 SHARED_PATH = re.compile(r"/proc/\d+/fd/\d+")
 
@@ -33,7 +35,8 @@ class Region:
     Other processes of the same user on this machine can map the same pages (`shared`, `open`). The file can
     never shrink under them, and once sealed nobody can change it. It goes when the last one lets it go, however
     processes end. Writing to such a file is also several times cheaper than to fresh memory of a process: no
-    page fault for each 4 KiB.
+    page fault for each 4 KiB. Where there are no such files, or none so large (`ulimit -f`), it is memory of
+    this process alone.
 
     Args:
         num_bytes: its size.
@@ -43,22 +46,19 @@ class Region:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        if CAN_SHARE:
-            fd = memfd_create("rolemesh-weights", MFD_CLOEXEC | MFD_ALLOW_SEALING)
-            os.ftruncate(fd, num_bytes)
-            fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
-            os.ftruncate(fd, num_bytes)
-        self._hold(fd, num_bytes, is_own=True)
+        self._hold(_new_file(num_bytes) if CAN_SHARE else None, num_bytes, is_own=True)
 
-    def _hold(self, fd: int, num_bytes: int, is_own: bool) -> None:
+    def _hold(self, fd: int | None, num_bytes: int, is_own: bool) -> None:
         self._fd, self.num_bytes, self.is_own = fd, num_bytes, is_own
-        weakref.finalize(self, os.close, fd)
+        if fd is not None:
+            weakref.finalize(self, os.close, fd)
         try:
-            # Private: whoever writes into a tensor by mistake damages a copy of his own.
-            self._memory = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY) if num_bytes else bytearray()
+            if not num_bytes:
+                self._memory: mmap.mmap | bytearray = bytearray()
+            elif fd is None:
+                self._memory = mmap.mmap(-1, num_bytes)
+            else:  # Private: whoever writes into a tensor by mistake damages a copy of his own.
+                self._memory = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise WeightsUnavailable(f"no memory for {num_bytes} bytes of weights: {error.strerror}") from error
 
@@ -72,8 +72,8 @@ class Region:
         except OSError:
             return None
         found = os.fstat(fd)
-        same = (found.st_ino, found.st_size, found.st_uid) == (shared.inode, num_bytes, os.geteuid())
-        if not (same and stat.S_ISREG(found.st_mode) and _seals(fd) & F_SEAL_SHRINK):
+        same = (_name(fd), found.st_size, found.st_uid) == (shared.name, num_bytes, os.geteuid())
+        if not (same and _seals(fd) & FIXED_SIZE == FIXED_SIZE):
             os.close(fd)
             return None
         region = cls.__new__(cls)
@@ -83,13 +83,16 @@ class Region:
     @property
     def shared(self) -> SharedRegion | None:
         """Where others find it."""
-        if not CAN_SHARE:
+        if self._fd is None:
             return None
-        return SharedRegion(path=f"/proc/{os.getpid()}/fd/{self._fd}", inode=os.fstat(self._fd).st_ino)
+        return SharedRegion(path=f"/proc/{os.getpid()}/fd/{self._fd}", name=_name(self._fd))
 
     def write(self, offset: int, data: memoryview) -> None:
         """Puts bytes in place."""
         assert self.is_own, "another process's region is read, not written"
+        if self._fd is None:
+            self._memory[offset : offset + data.nbytes] = data
+            return
         while data.nbytes:
             written = os.pwrite(self._fd, data, offset)
             offset, data = offset + written, data[written:]
@@ -106,12 +109,32 @@ class Region:
 
     def seal(self) -> None:
         """From now on nobody can change it."""
-        if CAN_SHARE and self.is_own:
+        if self._fd is not None and self.is_own:
             fcntl(self._fd, F_ADD_SEALS, F_SEAL_WRITE)
 
     @property
     def is_sealed(self) -> bool:
-        return bool(CAN_SHARE and _seals(self._fd) & F_SEAL_WRITE)
+        """Whether it is whole and the system keeps everybody from changing it."""
+        return self._fd is not None and bool(_seals(self._fd) & F_SEAL_WRITE)
+
+
+def _new_file(num_bytes: int) -> int | None:
+    """An anonymous file of a name that no other has; None where the system refuses."""
+    fd = None
+    try:
+        fd = memfd_create(f"rolemesh-weights-{secrets.token_hex(16)}", MFD_CLOEXEC | MFD_ALLOW_SEALING)
+        os.ftruncate(fd, num_bytes)
+        fcntl(fd, F_ADD_SEALS, FIXED_SIZE)
+        return fd
+    except OSError as error:
+        log.info("weights of %d bytes lie in memory that no other process can map: %s", num_bytes, error)
+        if fd is not None:
+            os.close(fd)
+        return None
+
+
+def _name(fd: int) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}")
 
 
 def _seals(fd: int) -> int:

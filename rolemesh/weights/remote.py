@@ -132,8 +132,10 @@ class RemoteWeights:
                 holding = await self._open(source, 0.0 if kind == "actor" else RELAY_WAIT_S)
                 damaged = 0
                 while not holding.is_whole:
-                    more = source.receive(holding, kind) if holding.region.is_own else source.map(holding)
-                    damaged += not await more
+                    if not holding.region.is_own:
+                        await source.map(holding)
+                        continue
+                    damaged += not await source.receive(holding, kind)
                     if damaged == 2:
                         raise _Left("damaged", f"the piece at byte {holding.num_verified}, twice", final=True)
                 return holding
@@ -150,9 +152,7 @@ class RemoteWeights:
         """The version as far as it is here, with memory for the rest."""
         serialized, shared = await source.manifest(wait_s)
         if (held := self._held()) is not None:
-            await asyncio.to_thread(
-                held.own
-            )  # what was read from another's memory before may never be finished
+            await asyncio.to_thread(held.own)  # another's memory may never be finished
             held.advance(held.num_verified)
             return held
         manifest = read_manifest(serialized, self._version, self.digest)
@@ -198,26 +198,19 @@ class _Source:
             raise WeightsUnavailable(f"the stream ended at byte {at} of {end}")
         return True
 
-    async def map(self, holding: Holding) -> bool:
-        """Verifies what lies in the other process's memory, as far as it goes. False: a piece is damaged."""
-        if holding.region.is_sealed:
-            return await self._verify(holding, holding.num_bytes)
-        async with aclosing(self._stream("WatchRegion", WatchRegionRequest(**self._of))) as answers:
-            async for answer in answers:
-                if not await self._verify(holding, min(answer.num_verified, holding.num_bytes)):
-                    return False
-        if not (holding.is_whole and holding.region.is_sealed):
-            raise WeightsUnavailable(
-                f"the shared region is not whole and sealed at byte {holding.num_verified}"
-            )
-        return True
-
-    async def _verify(self, holding: Holding, end: int) -> bool:
-        before = holding.num_verified
-        verified = await asyncio.to_thread(holding.verified_until, end)
-        metrics.WEIGHTS_RECEIVED_BYTES.labels("memory").inc(verified - before)
-        holding.advance(verified)
-        return verified == end
+    async def map(self, holding: Holding) -> None:
+        """Takes up what lies in the other process's memory, as far as that one says that it is verified; the
+        whole once it is sealed, which it is when all of it is verified: nobody can have changed it since. So no
+        byte is read here."""
+        if not holding.region.is_sealed:
+            async with aclosing(self._stream("WatchRegion", WatchRegionRequest(**self._of))) as answers:
+                async for answer in answers:
+                    if answer.num_verified < holding.num_bytes:
+                        holding.advance(answer.num_verified)
+        if not holding.region.is_sealed:
+            raise WeightsUnavailable(f"the shared region is not sealed at byte {holding.num_verified}")
+        metrics.WEIGHTS_RECEIVED_BYTES.labels("memory").inc(holding.num_bytes)
+        holding.advance(holding.num_bytes)
 
     async def _stream(self, name: str, request: Any) -> AsyncGenerator[Any, None]:
         call = self._call(name, request)

@@ -16,7 +16,7 @@ class WeightSource(Protocol):
         ...
 
     async def fetch(self) -> dict[str, Tensor]:
-        """All tensors, whole and verified. They are to be read, not written.
+        """All tensors, whole and verified. Nobody writes to them: they may be kept and used as they are.
 
         Raises:
             WeightsUnavailable: the version is gone, or what came does not match its manifest.

@@ -1,7 +1,8 @@
 """The hf engine in its worker: a row's bits are its own, its log-probabilities are the model's, rows stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import gc
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rolemesh.errors import InvalidBatch, InvalidConfig, WeightsUnavailable
 from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.region import CAN_SHARE
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking
@@ -442,6 +444,47 @@ async def test_after_sleep_it_generates_as_before(ending_model: Path):
     for name in (*COLUMNS, "weight_versions"):
         assert torch.equal(before[name], after[name])
     worker.close()
+
+
+def places(weights: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: weight.data_ptr() for name, weight in weights.items()}
+
+
+async def test_weights_that_were_taken_up_are_shared_not_copied_also_after_sleep(ending_model: Path):
+    worker, prompts = RolloutWorker(job_of(ending_model)), prompts_of(13)
+    model = worker._engine.model
+    held = HeldWeights(1, named_weights(trained(ending_model)))
+    await worker.update_weights(held)
+    assert places(named_weights(model)) == places(await held.fetch())
+    before = await generated(worker, prompts)
+    moved = await worker.sleep()
+    assert moved <= sum(buffer.nbytes for buffer in model.buffers())  # the weights are not its to move
+    assert await worker.wake() == moved
+    assert places(named_weights(model)) == places(await held.fetch())
+    after = await generated(worker, prompts)
+    for name in (*COLUMNS, "weight_versions"):
+        assert torch.equal(before[name], after[name])
+    worker.close()
+
+
+@pytest.mark.skipif(not CAN_SHARE, reason="regions are to be seen on Linux alone")
+async def test_a_new_version_changes_nothing_of_the_last_one_and_lets_it_go(ending_model: Path):
+    def num_mapped() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("memfd:rolemesh-weights")
+
+    worker, prompts, before = RolloutWorker(job_of(ending_model)), prompts_of(13), num_mapped()
+    weights = named_weights(trained(ending_model))
+    held = HeldWeights(1, weights)
+    await worker.update_weights(held)
+    await with_a_swap(worker, prompts, 2, {name: -weight for name, weight in weights.items()})
+    assert num_mapped() == before + 2
+    for name, weight in (await held.fetch()).items():
+        assert torch.equal(weight, weights[name]), name
+    del held, weight
+    assert num_mapped() == before + 1
+    del worker
+    assert num_mapped() == before
 
 
 async def test_an_engine_may_be_told_to_keep_its_memory(tiny_model: Path):

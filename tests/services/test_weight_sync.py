@@ -128,6 +128,19 @@ async def trained_actor(job: JobConfig) -> AsyncIterator[tuple[ActorClient, Acto
     await server.drain(0)
 
 
+def mappings(pid: int | str = "self") -> list[tuple[range, str, dict[str, int]]]:
+    """Of a process's regions: the addresses, the name of the file, and how much is what (KiB, as the kernel
+    counts: Rss, Pss, Private_Dirty, ...)."""
+    found: list[tuple[range, str, dict[str, int]]] = []
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if "-" in (address := line.split()[0]):
+            start, end = (int(part, 16) for part in address.split("-"))
+            found.append((range(start, end), line.split(None, 5)[-1], {}))
+        elif line.endswith("kB"):
+            found[-1][2][address.removesuffix(":")] = int(line.split()[1])
+    return [mapping for mapping in found if "memfd:rolemesh-weights" in mapping[1]]
+
+
 def assert_equal_models(left: nn.Module, right: nn.Module) -> None:
     weights = named_weights(right)
     for name, tensor in named_weights(left).items():
@@ -154,6 +167,34 @@ async def test_every_engine_has_the_actors_parameters_bit_for_bit(
                 assert_equal_models(node.model, worker.model)
             num_bytes = sum(tensor.nbytes for tensor in named_weights(worker.model).values())
             assert sent.get() - before <= 1.2 * num_bytes * (not shared)
+            await actor.update(sequence_batch(16))
+
+
+@pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
+async def test_all_engines_of_a_machine_compute_with_the_same_pages_and_write_to_none(job: JobConfig) -> None:
+    async with (
+        nodes(*(RolloutWorker(job) for _ in range(3))) as replicas,
+        trained_actor(job) as (actor, worker),
+        client(job, *replicas) as rollout,
+    ):
+        for version in (1, 2):
+            await rollout.update_weights(await actor.publish_weights(version))
+            await generated(rollout)
+            there = mappings()
+            owners = {
+                addresses: name
+                for addresses, name, _ in there
+                for node in replicas
+                for weight in named_weights(node.model).values()
+                if weight.data_ptr() in addresses
+            }
+            assert len(owners) == 3  # each replica has a mapping
+            assert len(set(owners.values())) == 1  # of one file
+            for _, name, kib in there:
+                assert kib["Private_Dirty"] == 0
+                assert name in owners.values(), "the version before is still there"
+            for node in replicas:
+                assert_equal_models(node.model, worker.model)
             await actor.update(sequence_batch(16))
 
 
@@ -187,7 +228,9 @@ async def test_a_rollout_beside_its_actor_takes_the_weights_without_a_copy_or_a_
     there = held.tensors()
     assert all(tensor.data_ptr() == there[name].data_ptr() for name, tensor in taken[0].items())
     assert [value.get() for value in received] == before
-    assert_equal_models(worker._engine.model, actor_worker.model)  # type: ignore[attr-defined]
+    model = worker._engine.model  # type: ignore[attr-defined]
+    assert all(tensor.data_ptr() == there[name].data_ptr() for name, tensor in named_weights(model).items())
+    assert_equal_models(model, actor_worker.model)
     await server.drain(0)
 
 
@@ -402,8 +445,10 @@ async def test_a_rollout_process_never_holds_more_than_two_regions(tiny_model: P
         for version in range(1, 5):
             await actor.update(sequence_batch(16))
             await rollout.update_weights(await actor.publish_weights(version))
-            maps = await asyncio.to_thread(Path(f"/proc/{process.process.pid}/maps").read_text)
-            assert maps.count("memfd:rolemesh-weights") == 1
+            await generated(rollout)
+            ((_, name, kib),) = await asyncio.to_thread(mappings, process.process.pid)
+            assert kib["Rss"] > kib["Private_Dirty"] == 0
+            assert name in [own for _, own, _ in mappings()]
         shown = urllib.request.urlopen(f"http://{process.metrics}/metrics").read().decode()  # noqa: ASYNC210
     assert 'rolemesh_weights_version{role="rollout"} 4.0' in shown
     assert "rolemesh_weights_sync_seconds_count 4.0" in shown

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,14 +190,36 @@ def test_what_is_not_exactly_that_region_is_not_opened(tmp_path: Path):
     with ordinary.open("rb") as file:
         fd = file.fileno()
         ours = f"/proc/{os.getpid()}/fd"
-        for path, inode, num_bytes in [
-            (shared.path, shared.inode + 1, MIB),
-            (shared.path, shared.inode, MIB + 1),
-            (f"{ours}/99999", shared.inode, MIB),
-            (f"{ours}/{fd}", os.fstat(fd).st_ino, MIB),  # it could be changed or cut short at any time
-            (str(ordinary), os.fstat(fd).st_ino, MIB),
+        for path, name, num_bytes in [
+            (shared.path, f"{shared.name[:-1]}?", MIB),
+            (shared.path, shared.name, MIB + 1),
+            (f"{ours}/99999", shared.name, MIB),
+            (f"{ours}/{fd}", str(ordinary), MIB),  # it could be changed or cut short at any time
+            (str(ordinary), str(ordinary), MIB),
         ]:
-            assert Region.open(SharedRegion(path=path, inode=inode), num_bytes) is None
+            assert Region.open(SharedRegion(path=path, name=name), num_bytes) is None
+        assert Region.open(shared, MIB) is not None
+
+
+@shares
+def test_no_two_regions_have_the_same_name():
+    """Another machine's path may well be one of ours, with a region of the same size at it."""
+    regions = [Region(MIB) for _ in range(3)]
+    assert len({region.shared.name for region in regions if region.shared}) == 3
+
+
+@shares
+def test_where_no_file_may_be_so_large_the_memory_is_this_process_s_alone():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
+    try:
+        held = HeldWeights(1, {"a": torch.arange(MIB)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    region = held.holding.region
+    assert (region.shared, region.is_sealed) == (None, False)
+    assert held.holding.verified_until(region.num_bytes) == region.num_bytes
+    assert torch.equal(held.holding.tensors()["a"], torch.arange(MIB))
 
 
 @shares

@@ -52,7 +52,8 @@ class Engine(Protocol):
 
         Args:
             version: of the weights.
-            tensors: under the names of rolemesh.models.loading.named_weights.
+            tensors: under the names of rolemesh.models.loading.named_weights, on the CPU. Nobody writes to
+                them: an engine may keep them and compute with them, and must not write to them either.
 
         Raises:
             WeightsUnavailable: the tensors are not this model's; the old weights stay.

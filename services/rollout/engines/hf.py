@@ -10,7 +10,7 @@ given (transformers drops one that masks nothing, and takes another kernel).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -121,8 +121,9 @@ class HfEngine:
         with self.precision():
             self.min_rows = neutral_rows(self.model, max(PROBED_ROWS, self._max_num_seqs))
         self._frees_memory = job.rollout.free_cache_engine
-        self._parking = Parking(lambda: model_tensors(self.model), self.device, job.run_dir)
+        self._parking = Parking(self._own_tensors, self.device, job.run_dir)
         self._version = 0
+        self._adopted: set[int] = set()  # addresses of memory that holds weights and is others' too
         self._turn = asyncio.Lock()  # calls wait in line
 
     @property
@@ -166,14 +167,28 @@ class HfEngine:
         await self._worker.run(self._load, version, tensors)
 
     def _load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        own = named_weights(self.model)
-        check_fit(version, tensors, own)
+        """On the CPU the tensors become the parameters and are not copied: all replicas of a machine compute
+        with one copy of the weights. Its memory goes when the last of them has the next version."""
+        check_fit(version, tensors, named_weights(self.model))
+        own = self.model.state_dict(keep_vars=True)
         with torch.no_grad():
-            for name, mine in own.items():
-                mine.copy_(tensors[name])
+            for name, tensor in tensors.items():
+                if self.device.type == "cpu":
+                    own[name].data = tensor  # a tied one is the same parameter under its other names
+                else:
+                    own[name].copy_(tensor)
+        if self.device.type == "cpu":
+            self._adopted = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
         self._version = version
 
     # Keys and values are there only while something generates.
+
+    def _own_tensors(self) -> Iterator[Tensor]:
+        """What only this engine has. Adopted weights stay where they are: to let them go would release nothing
+        that others hold, and to bring them back would make a copy."""
+        for tensor in model_tensors(self.model):
+            if tensor.untyped_storage().data_ptr() not in self._adopted:
+                yield tensor
 
     async def sleep(self) -> int:
         return await self._worker.run(self._parking.park) if self._frees_memory else 0
