@@ -58,14 +58,18 @@ class Parking:
 
         Raises:
             OSError: the file could not be written. Every tensor is where it was.
+            RuntimeError: there is no memory to begin with. Every tensor is where it was.
         """
         if self._parked:
             return 0
         shared = _by_storage(self._tensors())
+        # All memory before the first tensor moves: a tensor that has moved holds nothing yet.
+        own = [storage if storage.resizable() else _like(storage) for storage, _ in shared]
         self._shelf.put([_bytes(storage) for storage, _ in shared])
-        for storage, tensors in shared:
-            own = storage if storage.resizable() else _replaced(storage, tensors)
-            self._parked.append((own, storage.nbytes()))
+        for (storage, tensors), mine in zip(shared, own, strict=True):
+            if mine is not storage:
+                _move(tensors, mine)
+            self._parked.append((mine, storage.nbytes()))
         self._release()
         return sum(num_bytes for _, num_bytes in self._parked)
 
@@ -108,14 +112,16 @@ def _by_storage(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, list[Te
     return list(found.values())
 
 
-def _replaced(storage: UntypedStorage, tensors: Sequence[Tensor]) -> UntypedStorage:
-    """Gives the tensors memory, still to be filled, that can be resized. What a file is mapped to cannot be, as
-    of a model that was just loaded, nor what numpy has seen."""
-    own = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
+def _like(storage: UntypedStorage) -> UntypedStorage:
+    """As much memory, still to be filled, that can be resized. What a file is mapped to cannot be, as of a model
+    that was just loaded, nor what numpy has seen."""
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
+
+
+def _move(tensors: Sequence[Tensor], storage: UntypedStorage) -> None:
     for tensor in tensors:
         view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        tensor.data = view.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
-    return own
+        tensor.data = view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

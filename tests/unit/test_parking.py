@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,6 +129,29 @@ def test_a_directory_that_cannot_be_written_leaves_everything_where_it_was(tmp_p
         parking.park()
     assert bits(list(model.parameters())) == before
     assert parking.unpark() == 0
+
+
+def test_memory_that_cannot_be_had_leaves_everything_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What numpy has seen gets other memory when it first parks; there is some for the first tensor alone."""
+    tensors = [torch.arange(n, dtype=torch.float32) for n in (1000, 2000)]
+    before, empty = bits(tensors), torch.empty
+
+    def short(size: int, **kwargs: Any) -> Tensor:
+        if size == tensors[1].nbytes:
+            raise RuntimeError("can't allocate memory")
+        return empty(size, **kwargs)
+
+    parking = Parking(lambda: tensors, CPU, tmp_path)
+    with monkeypatch.context() as scarce, pytest.raises(RuntimeError, match="allocate"):
+        scarce.setattr(torch, "empty", short)
+        parking.park()
+    assert bits(tensors) == before
+    assert parking.unpark() == 0
+    assert parking.park() == 12000
+    parking.unpark()
+    assert bits(tensors) == before
 
 
 RESIDENT = """
