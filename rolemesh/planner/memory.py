@@ -201,8 +201,8 @@ def hf_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
 
 def vllm_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
     """Engine vllm on one of a replica's tensor_model_parallel_size devices: its share of the weights in
-    rollout.dtype, and what gpu_memory_utilization leaves of the device as cache; at least one sequence must
-    fit."""
+    rollout.dtype, and what gpu_memory_utilization leaves of the device as cache, on a CPU no more than
+    max_num_seqs rows need; at least one sequence must fit."""
     rollout, width = job.rollout, job.data.max_prompt_length + job.data.max_response_length
     devices = rollout.tensor_model_parallel_size
     weights = shape.policy_parameters * WIDTH[rollout.dtype] // devices
@@ -211,4 +211,6 @@ def vllm_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
     activations = (forward_bytes(shape, tokens, rollout.dtype) + logits) // devices
     left = round(rollout.gpu_memory_utilization * device.memory_bytes) - weights - activations
     sequence = width * kv_bytes_per_token(shape, rollout.dtype) // devices
+    if device.shared:
+        left = min(left, rollout.max_num_seqs * sequence)
     return Memory(weights, 0, 0, activations, max(left, sequence))

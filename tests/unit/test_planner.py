@@ -175,6 +175,8 @@ def test_vllm_takes_its_share_of_the_device() -> None:
     assert memory.total == 60 * GIB
     small = replace(H100, memory_bytes=16 * GIB)
     assert role_memory(job, "rollout", {"rollout": LLAMA_7B}, small).kv_cache == 1024 * 2**19  # one sequence
+    machine = role_memory(job, "rollout", {"rollout": LLAMA_7B}, cpu(2048 * GIB))
+    assert machine.kv_cache == 256 * 1024 * 2**19  # of a CPU's memory no more than max_num_seqs rows fill
 
 
 def test_activations_by_hand() -> None:
