@@ -113,8 +113,8 @@ def _by_storage(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, list[Te
 
 
 def _like(storage: UntypedStorage) -> UntypedStorage:
-    """As much memory, still to be filled, that can be resized. What a file is mapped to cannot be, as of a model
-    that was just loaded, nor what numpy has seen."""
+    """As much memory, still to be filled, that can be resized. What a file is mapped to cannot be, as of a
+    model that was just loaded, nor what numpy has seen."""
     return torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
 
 

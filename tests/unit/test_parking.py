@@ -144,9 +144,10 @@ def test_memory_that_cannot_be_had_leaves_everything_where_it_was(
         return empty(size, **kwargs)
 
     parking = Parking(lambda: tensors, CPU, tmp_path)
-    with monkeypatch.context() as scarce, pytest.raises(RuntimeError, match="allocate"):
+    with monkeypatch.context() as scarce:
         scarce.setattr(torch, "empty", short)
-        parking.park()
+        with pytest.raises(RuntimeError, match="allocate"):
+            parking.park()
     assert bits(tensors) == before
     assert parking.unpark() == 0
     assert parking.park() == 12000
