@@ -21,6 +21,7 @@ from services.control import Brakes, drive, prepare
 from services.controller.loop import Run
 from services.controller.summary import Summary
 from services.processes import RoleProcesses, gpus_by_process, members_of, role_processes, visible_gpus
+from services.rollout.engines.vllm.arguments import check_installed
 
 R = TypeVar("R")
 
@@ -37,6 +38,7 @@ async def launch(job: JobConfig) -> None:
     tune()
     run = await prepare(job)
     check_models(job)
+    check_engine(job)
     check_memory(job)
     # Through the display's console: another writer would tear the live lines.
     shown = RichHandler(console=run.display.console, show_path=False)
@@ -57,6 +59,16 @@ def check_models(job: JobConfig) -> None:
     for role, config in models.items():
         if role in job.roles:
             model_directory(config, role)
+
+
+def check_engine(job: JobConfig) -> None:
+    """That the rollouts' engine is installed.
+
+    Raises:
+        InvalidConfig: what to install.
+    """
+    if job.rollout.name == "vllm":
+        check_installed()
 
 
 def check_memory(job: JobConfig) -> None:

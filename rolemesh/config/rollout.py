@@ -128,6 +128,15 @@ class RolloutConfig(SamplingConfig):
         return self
 
     @model_validator(mode="after")
+    def _other_servers_are_named(self) -> "RolloutConfig":
+        if self.name == "openai" and not (self.openai.urls and self.openai.weights_dir):
+            raise ValueError(
+                "rollout.name is openai: set rollout.openai.urls to the servers, as in [http://10.0.0.7:8000], "
+                "and rollout.openai.weights_dir to a directory that they see too"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _kept_tokens_are_bounded(self) -> "RolloutConfig":
         if self.truncates and not 0 < self.top_k <= MAX_KEPT:
             raise ValueError(

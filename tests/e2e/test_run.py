@@ -18,6 +18,8 @@ from in_process import course, small_job, train
 from serving import gate
 
 from rolemesh.config import JobConfig
+from rolemesh.errors import InvalidConfig
+from services.launch import check_engine
 
 DEADLINE_S = 240  # five processes import torch on a busy machine
 
@@ -255,6 +257,14 @@ async def test_what_is_wrong_from_the_start_is_told_before_any_process_starts(
     assert output.startswith("error: ")
     assert words in output
     assert pids(job) == {}
+
+
+def test_where_vllm_is_not_installed_a_launcher_says_so_before_any_process_starts(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # what the import system keeps of a module that is not there
+    with pytest.raises(InvalidConfig, match=r"vLLM is not installed: .*make vllm"):
+        check_engine(small_job(tmp_path, tiny_model, "run", "rollout.name=vllm"))
 
 
 async def test_a_damaged_model_fails_with_the_roles_own_words(tiny_model: Path, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         (["algorithm.adv_estimator=grpo"], "rollout.n is 1"),
         (["trainer.resume_mode=resume_path"], "resume_from_path is not set"),
         (["rollout.top_k=0"], "-1 takes all"),
+        (["rollout.name=openai"], "set rollout.openai.urls to the servers"),
     ],
 )
 def test_sections_that_disagree_are_refused_at_start(tmp_path: Path, overrides: list[str], words: str) -> None:

@@ -105,7 +105,8 @@ def test_rollouts_cannot_run_ahead_on_a_device_that_they_share() -> None:
         job({"strategy": "hybrid"}, **ahead)
     job({"strategy": "hybrid"}, **ahead, trainer={"max_staleness": 0})  # which is not ahead
     job({"strategy": "split-collocate"}, **ahead)
-    other_servers = {"mode": "async", "name": "openai"}
+    servers = {"urls": ["http://127.0.0.1:8000"], "weights_dir": "/shared"}
+    other_servers = {"mode": "async", "name": "openai", "openai": servers}
     assert not job({"strategy": "hybrid"}, rollout=other_servers).on_device("rollout")
 
 

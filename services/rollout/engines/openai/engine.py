@@ -67,11 +67,6 @@ class OpenAIEngine:
 
     def __init__(self, job: JobConfig) -> None:
         settings = job.rollout.openai
-        if not settings.urls or not settings.weights_dir:
-            raise InvalidConfig(
-                "rollout.name is openai: set rollout.openai.urls to the servers, as in "
-                "[http://127.0.0.1:8000], and rollout.openai.weights_dir to a directory that they see too"
-            )
         self._headers = {}
         if settings.api_key_env:
             if settings.api_key_env not in os.environ:

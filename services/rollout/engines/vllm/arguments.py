@@ -6,6 +6,7 @@ vLLM is imported here and in engine.py, after `prepare_environment`, and nowhere
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # it would compile C++ at the first token, for half a minute, to no gain
 }
 
+REMEDY = (
+    "install `rolemesh[vllm]` for a GPU, requirements-vllm.lock for a CPU (`make vllm`), "
+    "or set rollout.name to hf"
+)
+
 
 def prepare_environment(device: torch.device) -> None:
     """What vLLM and its processes read when they are imported. The user's own settings stay.
@@ -70,10 +76,17 @@ def prepare_environment(device: torch.device) -> None:
     try:
         import vllm  # noqa: F401
     except ImportError as error:
-        raise InvalidConfig(
-            f"rollout.name is vllm, and vLLM cannot be imported ({error}): install `rolemesh[vllm]` for a GPU, "
-            "requirements-vllm.lock for a CPU, or set rollout.name to hf"
-        ) from error
+        raise InvalidConfig(f"rollout.name is vllm, and vLLM cannot be imported ({error}): {REMEDY}") from error
+
+
+def check_installed() -> None:
+    """Without importing it, which takes seconds.
+
+    Raises:
+        InvalidConfig: vLLM is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise InvalidConfig(f"rollout.name is vllm, and vLLM is not installed: {REMEDY}")
 
 
 def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
