@@ -1,10 +1,16 @@
-"""New weights, 256 MiB, for 1, 2, 4 and 8 replicas on this machine, by each way that they can take.
+"""New weights, 241 MiB, for 1, 2, 4 and 8 replicas on this machine, by each way that they can take.
 
     python -m benchmarks.weights [--repeats N]
 
-The holder and every replica are processes of their own; replicas relay as a rollout service does. The ways take
-turns, and the fastest and the median turn are kept. A turn is a sync: from when the replicas are told until the
-last one has all bytes verified and copied into its parameters.
+The holder and every replica are processes of their own; a replica is a rollout worker with the engine hf and a
+real model, and relays as a rollout service does. The ways take turns, and the fastest and the median turn are
+kept. A turn is a sync: from when the replicas are told until the last one has the version in use.
+
+In use: `RolloutWorker.update_weights` has returned, so the next decode step computes with the new weights. The
+engine hf takes the region's memory for its parameters and copies nothing (in whatever way the bytes came), and
+bytes in memory of this machine are verified by whoever put them there: "in use" by memory reads no byte. What
+that leaves for the first step is measured apart, as "read": until the last replica has read every parameter
+once, which maps the pages into its process, all replicas at the same time.
 
 memory: holder and replicas on one machine. first by network: the holder is on another machine, the replicas
 are on one. chain: every replica is on a machine of its own and pulls from the one before. star: all pull from
@@ -29,13 +35,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any, cast
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from rolemesh import metrics
+from rolemesh.config import JobConfig
+from rolemesh.config.job import make_job
+from rolemesh.models.loading import load_causal_lm, named_weights
+from rolemesh.models.tiny import make_tiny_model
 from rolemesh.rpc import allocator
 from rolemesh.rpc.contract import WEIGHTS
 from rolemesh.rpc.server import RoleServer
@@ -45,15 +55,22 @@ from rolemesh.weights.region import Region
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
+from services.rollout.engines.hf import HfEngine
+from services.rollout.worker import RolloutWorker
 
 RESULTS = Path(__file__).parent / "results" / "weights.json"
-NUM_TENSORS, TENSOR_BYTES = 64, 4 << 20
 NUM_REPLICAS = (1, 2, 4, 8)
 WAYS = ("memory", "first by network", "chain", "star")
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    return {f"layer.{i}": torch.zeros(TENSOR_BYTES // 4) for i in range(NUM_TENSORS)}
+def job_of(model: Path) -> JobConfig:
+    return make_job(
+        {
+            "actor": {"model": {"path": str(model)}},
+            "data": {"max_prompt_length": 8, "max_response_length": 8},
+            "trainer": {"device": "cpu", "default_local_dir": str(model / "runs")},
+        }
+    )
 
 
 # ------------------------------------------------------------------------------------ processes
@@ -74,9 +91,9 @@ async def commands() -> AsyncIterator[Any]:
         yield json.loads(line)
 
 
-async def hold() -> None:
+async def hold(job: JobConfig) -> None:
     """Publishes a version for each line of standard input; answers with its digest and the seconds it took."""
-    store, weights = WeightStore(), tensors()
+    store, weights = WeightStore(), named_weights(load_causal_lm(job.actor.model, "actor"))
     async with serving(store):
         async for version in commands():
             for tensor in weights.values():
@@ -85,12 +102,13 @@ async def hold() -> None:
             begun = time.monotonic()
             held = HeldWeights(version, weights).holding
             store.put(held)
-            answer(digest=held.digest, seconds=time.monotonic() - begun)
+            answer(digest=held.digest, bytes=held.num_bytes, seconds=time.monotonic() - begun)
 
 
-async def replicate() -> None:
+async def replicate(job: JobConfig) -> None:
     """Takes a version for each line of standard input; answers with the moment when it was in use."""
-    store, own = WeightStore(), tensors()
+    store, worker = WeightStore(), RolloutWorker(job)
+    model = cast(HfEngine, worker._engine).model
     elsewhere: set[int] = set()  # processes whose memory is not of this machine
     open_region = Region.open
 
@@ -108,13 +126,13 @@ async def replicate() -> None:
                 continue
             before = received()
             source = RemoteWeights(told["sources"], told["version"], told["digest"], store=store)
-            fetched = await source.fetch()
+            await source.fetch()
             arrived = time.monotonic()
-            for name, tensor in own.items():
-                tensor.copy_(fetched[name])
-            del fetched
-            assert received() - before == NUM_TENSORS * TENSOR_BYTES
-            answer(arrived=arrived, in_use=time.monotonic())
+            await worker.update_weights(source)
+            in_use = time.monotonic()
+            for weight in named_weights(model).values():
+                weight.sum()
+            answer(arrived=arrived, in_use=in_use, read=time.monotonic(), bytes=received() - before)
 
 
 def received() -> float:
@@ -130,8 +148,8 @@ def answer(**values: Any) -> None:
 class Process:
     """A holder or a replica."""
 
-    def __init__(self, task: str) -> None:
-        command = [sys.executable, "-m", "benchmarks.weights", "--task", task]
+    def __init__(self, task: str, model: Path) -> None:
+        command = [sys.executable, "-m", "benchmarks.weights", "--task", task, "--model", str(model)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -168,12 +186,13 @@ class Process:
 
 
 class Bench:
-    def __init__(self) -> None:
-        self._holder = Process("hold")
-        self._replicas = [Process("replicate") for _ in range(max(NUM_REPLICAS))]
+    def __init__(self, model: Path) -> None:
+        self._holder = Process("hold", model)
+        self._replicas = [Process("replicate", model) for _ in range(max(NUM_REPLICAS))]
         for process in (self._holder, *self._replicas):
             assert process.address
         self._version = 0
+        self.num_bytes = 0
         self.publish_seconds: list[float] = []
 
     def turn(self, way: str, num_replicas: int) -> dict[str, float]:
@@ -183,6 +202,7 @@ class Bench:
         self._holder.tell(self._version)
         published = self._holder.answer()
         self.publish_seconds.append(published["seconds"])
+        self.num_bytes = published["bytes"]
         used = self._replicas[:num_replicas]
         far: dict[str, list[Process]] = {"memory": [], "first by network": [self._holder]}
         cpu = sum(process.cpu_seconds() for process in (self._holder, *used))
@@ -198,7 +218,8 @@ class Bench:
                 }
             )
         answers = [replica.answer() for replica in used]
-        taken = {key: max(found[key] for found in answers) - begun for key in ("arrived", "in_use")}
+        assert all(found["bytes"] == self.num_bytes for found in answers)
+        taken = {key: max(found[key] for found in answers) - begun for key in ("arrived", "in_use", "read")}
         return {**taken, "cpu": sum(process.cpu_seconds() for process in (self._holder, *used)) - cpu}
 
     def _forget(self) -> None:
@@ -213,7 +234,12 @@ class Bench:
 
 
 def measure(repeats: int, console: Console) -> dict[str, Any]:
-    bench = Bench()
+    with TemporaryDirectory() as directory:
+        model = make_tiny_model(directory, hidden_size=1024, num_layers=4, num_heads=16)
+        return _measure(repeats, console, Bench(model))
+
+
+def _measure(repeats: int, console: Console, bench: Bench) -> dict[str, Any]:
     turns: dict[tuple[str, int], list[dict[str, float]]] = {
         (way, count): [] for way in WAYS for count in NUM_REPLICAS
     }
@@ -224,22 +250,23 @@ def measure(repeats: int, console: Console) -> dict[str, Any]:
             if repeat:  # the first one warms up
                 taken.append(seconds)
     bench.stop()
-    num_bytes = NUM_TENSORS * TENSOR_BYTES
     result: dict[str, Any] = {
         "cores": os.cpu_count(),
-        "bytes": num_bytes,
+        "bytes": bench.num_bytes,
         "publish": {"min_s": min(bench.publish_seconds), "median_s": statistics.median(bench.publish_seconds)},
     }
     for way in WAYS:
         result[way] = {}
         for count in NUM_REPLICAS:
             one, many = ([turn["in_use"] for turn in turns[way, n]] for n in (1, count))
-            arrived = [turn["arrived"] for turn in turns[way, count]]
+            arrived, read = ([turn[key] for turn in turns[way, count]] for key in ("arrived", "read"))
             result[way][str(count)] = {
                 "min_s": min(many),
                 "median_s": statistics.median(many),
                 "arrived_min_s": min(arrived),
                 "arrived_median_s": statistics.median(arrived),
+                "read_min_s": min(read),
+                "read_median_s": statistics.median(read),
                 "cpu_median_s": statistics.median(turn["cpu"] for turn in turns[way, count]),
                 "times_one_replica": min(many) / min(one),
             }
@@ -247,10 +274,11 @@ def measure(repeats: int, console: Console) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    table = Table("way", "replicas", "arrived, min s", "in use, min s", "median s", "CPU s", "x one replica")
+    columns = ("way", "replicas", "arrived, min s", "in use, min s", "median s", "read, min s", "CPU s")
+    table = Table(*columns, "x one replica")
     for way in WAYS:
         for count, row in result[way].items():
-            numbers = (row[key] for key in ("arrived_min_s", "min_s", "median_s", "cpu_median_s"))
+            numbers = (row[key] for key in ("arrived_min_s", "min_s", "median_s", "read_min_s", "cpu_median_s"))
             table.add_row(way, count, *(f"{x:.3f}" for x in numbers), f"{row['times_one_replica']:.2f}")
     console.print(table)
     publish = result["publish"]
@@ -262,10 +290,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--task", choices=("hold", "replicate"), help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.task:
         allocator.tune()
-        asyncio.run(hold() if arguments.task == "hold" else replicate())
+        job = job_of(arguments.model)
+        asyncio.run(hold(job) if arguments.task == "hold" else replicate(job))
         return
     console = Console(width=110)
     result = measure(arguments.repeats, console)
