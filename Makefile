@@ -17,7 +17,7 @@ run: setup ## train the demo: five roles and a controller on this machine's CPU,
 	$(BIN)/rolemesh run configs/tiny.yaml $(ARGS)
 
 test: vllm ## every test that needs no GPU and no cluster
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not cluster" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" $(ARGS)
 
 setup: .venv/.installed ## .venv with everything in requirements.lock
 

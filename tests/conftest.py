@@ -1,8 +1,9 @@
-"""Fixtures: tiny models, made once a session."""
+"""Fixtures: tiny models, made once a session. And which of two test processes runs what."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,21 @@ def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2-shaped Hugging Face directory."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), "qwen2")
+
+
+WITH_VLLM = ("test_vllm_engine.py", "test_openai_engine.py", "test_vllm_run.py")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A test process that has nothing to do takes the next test; but all tests that start vLLM, which takes the
+    better part of a minute, are one process's: each file starts its own once. They come first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneVllm(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "vllm" if nodeid.partition("::")[0].endswith(WITH_VLLM) else nodeid
+
+    return OneVllm(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")
