@@ -98,11 +98,10 @@ class VllmEngine:
 
         params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
         async with self._gate.passed():
-            self._check_alive()
-            version = self._version
+            llm, version = self._living(), self._version
             with _in_our_words():
                 prompt = {"type": "token", "prompt_token_ids": tokens}
-                requests = self._llm.generate(prompt, params, str(next(self._numbers)))
+                requests = llm.generate(prompt, params, str(next(self._numbers)))
                 outputs = [output async for output in requests]
         completion = outputs[-1].outputs[0]
         if completion.finish_reason not in ("stop", "length"):
@@ -153,7 +152,7 @@ class VllmEngine:
                 async with self._paused():
                     await self._on_all_ranks("take_weights", *region)
                     if self._names_versions:
-                        await self._answer(self._llm.update_weight_version(str(version)))
+                        await self._answer(self._living().update_weight_version(str(version)))
                     self._version = version
 
     async def read_weights(self) -> dict[str, Tensor]:
@@ -176,14 +175,22 @@ class VllmEngine:
         if not self._names_versions:
             await self._gate.shut()
         try:
-            await self._answer(self._llm.pause_generation(mode="keep", clear_cache=True))
-            yield
-            await self._answer(self._llm.resume_generation())
-        except Exception:
-            self.close()  # half of the weights may be new
-            raise
+            with self._whole_or_ended():
+                await self._answer(self._living().pause_generation(mode="keep", clear_cache=True))
+                yield
+                await self._answer(self._living().resume_generation())
         finally:
             self._gate.open()
+
+    @contextmanager
+    def _whole_or_ended(self) -> Iterator[None]:
+        """Around what changes all the weights: what fails half-way has left nobody knows which, and the engine
+        ends."""
+        try:
+            yield
+        except Exception:
+            self.close()
+            raise
 
     # ----------------------------------------------------------------------------- sleep
 
@@ -191,16 +198,19 @@ class VllmEngine:
         async with self._changing:
             if self._asleep:
                 return 0
-            await self._answer(self._llm.pause_generation(mode="keep", clear_cache=True))
+            with self._whole_or_ended():
+                await self._answer(self._living().pause_generation(mode="keep", clear_cache=True))
+                moved = await self._move("release_memory", "sleep", 1)  # level 1: weights to host memory
             self._asleep = True
-            return await self._move("release_memory", "sleep", 1)  # level 1: weights to host memory
+            return moved
 
     async def wake(self) -> int:
         async with self._changing:
             if not self._asleep:
                 return 0
-            moved = await self._move("restore_memory", "wake_up")
-            await self._answer(self._llm.resume_generation())
+            with self._whole_or_ended():
+                moved = await self._move("restore_memory", "wake_up")
+                await self._answer(self._living().resume_generation())
             self._asleep = False
             return moved
 
@@ -226,23 +236,25 @@ class VllmEngine:
 
     async def _on_all_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of the workers; the answer of each rank."""
-        return await self._answer(self._llm.collective_rpc(method, args=arguments))
+        return await self._answer(self._living().collective_rpc(method, args=arguments))
 
     async def _answer(self, call: Awaitable[R]) -> R:
         """A call's answer, or the word that nobody is there to give one."""
         answer = asyncio.ensure_future(call)
         try:
             while not answer.done():
-                self._check_alive()
+                self._living()
                 await asyncio.wait([answer], timeout=LIVENESS_S)
             with _in_our_words():
                 return answer.result()
         finally:
             answer.cancel()
 
-    def _check_alive(self) -> None:
+    def _living(self) -> Any:
+        """The engine, if there is one still."""
         if self._llm is None or self._llm.errored:
             raise RoleUnavailable("rollout: vLLM's engine has ended; its log says why")
+        return self._llm
 
 
 class _Gate:

@@ -98,17 +98,22 @@ class RolloutExtension:
         self._file.seek(0)
         for layer, shape, dtype in self._only_packed:
             layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-            self._file.readinto(_bytes_of(layer.weight.data))
+            self._read(layer.weight.data)
         only_packed = [layer for layer, _, _ in self._only_packed]
         fresh = {layer.weight.untyped_storage().data_ptr() for layer in only_packed}
         for tensor in self._storages():
             if tensor.untyped_storage().data_ptr() not in fresh:
-                self._file.readinto(_bytes_of(tensor))
+                self._read(tensor)
         for layer in self._packed_layers():
             _pack(layer, remove_weight=layer in only_packed)
         num_bytes: int = self._file.tell()
         self._file.close()
         return num_bytes
+
+    def _read(self, tensor: Tensor) -> None:
+        wanted = _bytes_of(tensor)
+        if (read := self._file.readinto(wanted)) != wanted.nbytes:  # a full disk may be told of by nobody
+            raise OSError(f"the file of what sleeps ended after {read} of {wanted.nbytes} bytes of a tensor")
 
     def _storages(self) -> list[Tensor]:
         """The memory of parameters and buffers, each piece once, as tensors of bytes."""
