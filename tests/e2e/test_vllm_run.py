@@ -1,0 +1,54 @@
+"""A whole run with vLLM's rollouts, which take turns with the actor and the reference in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from in_process import course, small_job
+
+from rolemesh.models.tiny import make_tiny_model
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.timeout(900),
+]
+
+OVERRIDES = (
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "actor.use_kl_loss=true",
+    "rollout.name=vllm",
+    "rollout.top_k=20",
+    "rollout.top_p=0.9",
+    "placement.strategy=hybrid",
+    "trainer.total_training_steps=3",
+    "trainer.test_freq=3",
+)
+
+
+async def test_the_trainer_learns_from_the_distribution_that_vllm_drew_from(tmp_path: Path) -> None:
+    """Before the first update of the weights and after each, asleep in between, cut by top-k and top-p."""
+    model = make_tiny_model(tmp_path / "model", num_heads=2, initializer_range=0.1)  # heads of 32, for vLLM
+    job = small_job(tmp_path, model, "run", *OVERRIDES)
+    (tmp_path / "job.yaml").write_text(job.to_yaml())
+    launched = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services", "run", str(tmp_path / "job.yaml")),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await launched.communicate()
+    assert launched.returncode == 0, output.decode()
+    steps = course(job)[1:]
+    assert len(steps) == 3
+    for step in steps:
+        assert abs(step["rollout_corr/rollout_is_min"] - 1) < 1e-4
+        assert abs(step["rollout_corr/rollout_is_max"] - 1) < 1e-4
+        assert step["rollout/stale_tokens"] == 0
+        assert step["actor/grad_norm"] > 0
+    log = (job.run_dir / "logs" / "policy-0.log").read_text()
+    assert log.count("actor sleeps, rollout is on the device") >= 3
+    assert log.count("rollout sleeps, ") >= 3
