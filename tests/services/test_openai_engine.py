@@ -344,6 +344,8 @@ async def test_nothing_is_left_in_the_folder(url: str, model: Path, tmp_path: Pa
         for version in (1, 2):
             await worker.update_weights(HeldWeights(version, weights(changed(model, 0.01))))
         assert [path.name.split("-")[0] for path in folders(tmp_path, f"{PREFIX}*/*-*")] == ["2"]
+        (file,) = folders(tmp_path, f"{PREFIX}*/*/*")  # for servers of another user, too
+        assert [path.stat().st_mode & 0o777 for path in (file, *file.parents[:2])] == [0o644, 0o755, 0o755]
     assert folders(tmp_path, "*") == []
 
 

@@ -18,13 +18,14 @@ PREFIX = "rolemesh-"
 
 
 class WeightsFolder:
-    """Versions as directories with one safetensors file. Removed when it is closed or the process ends; if that
-    is killed, by the next engine that starts there: who holds the lock is alive."""
+    """Versions as directories with one safetensors file. Servers may be another user's: whoever can enter the
+    parent can read them. Removed when it is closed or the process ends; if that is killed, by the next engine
+    that starts there: who holds the lock is alive."""
 
     def __init__(self, parent: Path) -> None:
         try:
             _remove_abandoned(parent)
-            self._path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent.resolve()))
+            self._path = _directory(PREFIX, parent.resolve())
             self._removal = weakref.finalize(self, shutil.rmtree, self._path, ignore_errors=True)
             self._lock = (self._path / "lock").open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -39,10 +40,11 @@ class WeightsFolder:
         Raises:
             WeightsUnavailable: the disk is full, or gone.
         """
-        directory = Path(tempfile.mkdtemp(prefix=f"{version}-", dir=self._path))
+        directory = _directory(f"{version}-", self._path)
         own = {name: tensor.contiguous() for name, tensor in tensors.items()}
         try:
             save_file(own, directory / "model.safetensors", metadata={"format": "pt"})
+            (directory / "model.safetensors").chmod(0o644)
         except Exception as error:  # safetensors has its own for OSError
             shutil.rmtree(directory, ignore_errors=True)
             raise WeightsUnavailable(f"version {version} cannot be written to {directory}: {error}") from error
@@ -54,6 +56,12 @@ class WeightsFolder:
     def close(self) -> None:
         self._removal()
         self._lock.close()
+
+
+def _directory(prefix: str, parent: Path) -> Path:
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    path.chmod(0o755)
+    return path
 
 
 def _remove_abandoned(parent: Path) -> None:
