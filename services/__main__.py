@@ -190,7 +190,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(to_json(plans), indent=2))
     else:
-        show(job, plans)
+        show(job, plans, searched=search)
     if not plans[0].fits:
         raise typer.Exit(1)
 

@@ -47,18 +47,24 @@ def cluster_of(num_gpus: int, gpu: str, memory: str) -> Cluster:
 
 
 def make_plans(job: JobConfig, cluster: Cluster, *, searching: bool) -> list[Plan]:
-    """A plan of each strategy, and of the best grouping of all where it is asked for; the best first."""
+    """A plan of each strategy, and where it is asked for that of the best grouping of all, if it is better than
+    they; the best first."""
     planner = Planner(job, role_shapes(job), cluster)
     tables = {name: table or job.placement.groups for name, table in strategies().items()}
-    plans = [planner.plan(name, table) for name, table in tables.items() if table]
-    return best_first([*plans, search(planner, SEARCHED)] if searching else plans)
+    plans = best_first([planner.plan(name, table) for name, table in tables.items() if table])
+    if searching and (found := search(planner, SEARCHED)).order < plans[0].order:
+        return [found, *plans]
+    return plans
 
 
 # ---------------------------------------------------------------------------------- for people
 
 
-def show(job: JobConfig, plans: Sequence[Plan], console: Console | None = None) -> None:
-    """A block for each plan: its groups and roles with their memory, then seconds by phase."""
+def show(
+    job: JobConfig, plans: Sequence[Plan], *, searched: bool = False, console: Console | None = None
+) -> None:
+    """A block for each plan: its groups and roles with their memory, then seconds by phase. After a search the
+    best one's placement section as well."""
     console = console or Console()
     cluster = plans[0].cluster
     device, data = cluster.device, job.data
@@ -76,9 +82,9 @@ def show(job: JobConfig, plans: Sequence[Plan], console: Console | None = None) 
     for place, plan in enumerate(plans, 1):
         console.print()
         console.print(_block(place, plan, bars=console.width >= ROOM_FOR_BARS))
-    if found := next((plan for plan in plans if plan.name == SEARCHED), None):
-        console.print("\n[bold]the grouping that the search found[/], for the job file:\n")
-        console.print(to_yaml(job, found), highlight=False, markup=False)
+    if searched:
+        console.print("\n[bold]the best of all groupings[/], for the job file:\n")
+        console.print(to_yaml(job, plans[0]), highlight=False, markup=False)
 
 
 def _block(place: int, plan: Plan, *, bars: bool) -> Group:
@@ -88,7 +94,7 @@ def _block(place: int, plan: Plan, *, bars: bool) -> Group:
         (f"{place}. {plan.name}", "bold"), "  ", verdict, f"  {_seconds(plan.seconds)} a step\n   {phases}"
     )
     shared = plan.cluster.device.shared
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, int(bars)), pad_edge=False)  # where it is narrow, all fits in 80
     parts = [_words(HEADINGS.get(name, name)) for name in COLOURS]
     for heading in ("group", *([] if shared else ["GPUs"]), "role", *parts, "total", *([""] if bars else [])):
         table.add_column(heading, justify="left" if heading in ("group", "role", "") else "right", no_wrap=True)
@@ -181,10 +187,9 @@ def to_json(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 def to_yaml(job: JobConfig, plan: Plan) -> str:
     """The placement section of a job file."""
-    placement: dict[str, Any] = {
-        "strategy": "custom",
-        "groups": {group.name: list(group.roles) for group in plan.groups},
-    }
+    placement: dict[str, Any] = {"strategy": plan.name}
+    if not strategies().get(plan.name):
+        placement = {"strategy": "custom", "groups": {group.name: list(group.roles) for group in plan.groups}}
     split = job.rollout.tensor_model_parallel_size
     replicas = {
         role: group.devices // (split if "rollout" in group.roles else 1)

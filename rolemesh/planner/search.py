@@ -25,10 +25,9 @@ def partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
 
 
 def as_grouping(groups: Sequence[Sequence[str]]) -> Grouping:
-    """Groups under names that a job file may give them: 24 letters at most."""
+    """Groups under names that a job file may give them, and that are short enough for a table."""
     return {
-        "-".join(roles) if len(roles) < 3 else f"{roles[0]}-and-{len(roles) - 1}-more": tuple(roles)
-        for roles in groups
+        roles[0] if len(roles) == 1 else f"group-{place}": tuple(roles) for place, roles in enumerate(groups, 1)
     }
 
 

@@ -155,7 +155,7 @@ async def test_a_run_in_processes_ends_with_the_bits_of_one_in_process(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_same_command_goes_on(
+async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_another_placement(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
@@ -174,9 +174,11 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_same_command_goes_o
         assert (job.run_dir / "latest").read_text().strip() == "global_step_1"
         assert not any(map(lives, pids(job).values()))
 
-        async with rolemesh("run", written(job, tmp_path)) as again:
+        # where the roles are is no part of a checkpoint
+        async with rolemesh("run", written(job, tmp_path), "placement.strategy=hybrid") as again:
             code, output = await again.end()
         assert code == 0, output
+        assert {"policy-0", "judges-0"} <= set(pids(job))
     (tmp_path / "other").mkdir()
     unbroken = small_job(tmp_path / "other", tiny_model, "run", "trainer.save_freq=100")
     await train(unbroken)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import torch
-from in_process import course, small_job, train
+from in_process import course, small_job
 from observed import ASYNC, NO_CRITIC, Observed, in_process, over_grpc, run
 from serving import serve_process, served
 from torch.testing import assert_close
@@ -47,21 +47,6 @@ def assert_rows_are_those_of_the_steps(job: JobConfig, batches: list[DataProto],
 
 
 # ------------------------------------------------------------------------------------- the laws
-
-
-@pytest.mark.parametrize("overrides", [(), NO_CRITIC], ids=["ppo", "grpo"])
-async def test_no_step_ahead_is_the_synchronous_run_bit_for_bit(
-    overrides: tuple[str, ...], tiny_model: Path, tmp_path: Path
-) -> None:
-    common = (*overrides, "trainer.save_freq=4", "trainer.test_freq=2")
-    sync = small_job(tmp_path, tiny_model, "sync", *common)
-    zero = small_job(tmp_path, tiny_model, "zero", *common, ASYNC, "trainer.max_staleness=0")
-    await train(sync)
-    await train(zero)
-    assert course(zero) == course(sync)
-    weights = Path("global_step_4", "actor", "model.safetensors")
-    assert (zero.run_dir / weights).read_bytes() == (sync.run_dir / weights).read_bytes()
-    assert all(record["rollout/stale_tokens"] == 0 for record in course(sync)[1:])
 
 
 @pytest.mark.parametrize("roles_of", [in_process, over_grpc], ids=["in process", "over grpc"])

@@ -106,14 +106,18 @@ def test_what_fits_nowhere_says_by_how_much_and_exits_with_1(job_7b: Path) -> No
 
 
 def test_the_search_prints_a_placement_that_a_job_takes(job_7b: Path, tmp_path: Path) -> None:
-    answer = rolemesh("plan", job_7b, "--gpus", 8, "--gpu", "a100", "--search")
-    assert answer.returncode == 0, answer.stderr
-    _, _, text = answer.stdout.partition("for the job file:")
-    placed = yaml.safe_load(job_7b.read_text()) | yaml.safe_load(text)
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(placed))
-    job = load_job(tmp_path / "job.yaml")
-    assert job.placement.strategy == "custom"
-    assert sorted(role for roles in job.groups.values() for role in roles) == sorted(job.roles)
+    """Its own grouping where that is better than every strategy, on 4 GPUs, and the strategy's name on 8."""
+    for gpus, strategy in ((4, "custom"), (8, "standalone")):
+        answer = rolemesh("plan", job_7b, "--gpus", gpus, "--gpu", "b200", "--search")
+        assert answer.returncode == 0, answer.stderr
+        assert "…" not in answer.stdout  # 80 columns hold every number
+        assert ("found by search" in answer.stdout) == (strategy == "custom")
+        _, _, text = answer.stdout.partition("for the job file:")
+        placed = yaml.safe_load(job_7b.read_text()) | yaml.safe_load(text)
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(placed))
+        job = load_job(tmp_path / "job.yaml")
+        assert job.placement.strategy == strategy
+        assert sorted(role for roles in job.groups.values() for role in roles) == sorted(job.roles)
 
 
 @pytest.mark.parametrize(
