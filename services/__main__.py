@@ -7,6 +7,8 @@ Each command imports what it needs when it is called, and the models' libraries 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import gc
 import json
 import sys
 from enum import StrEnum
@@ -250,6 +252,7 @@ def main() -> None:
     """The entry point: an error of ours or of the machine is one line, not a traceback."""
     from rolemesh.errors import InvalidConfig, RolemeshError
 
+    atexit.register(gc.freeze)  # the interpreter's last collection would walk all of torch, for seconds
     try:
         app()
     except RolemeshError as error:
