@@ -29,7 +29,9 @@ class ActorServicer:
             yield frame
 
     async def Update(self, frames: AsyncIterator[bytes], context: Any) -> checkpoint_pb2.UpdateResponse:
-        return checkpoint_pb2.UpdateResponse(metrics=await self._worker.update(await receive(frames)))
+        batch = await receive(frames)
+        self._published = None  # other weights, be the next version's number the same
+        return checkpoint_pb2.UpdateResponse(metrics=await self._worker.update(batch))
 
     async def PublishWeights(
         self, request: actor_pb2.PublishWeightsRequest, context: Any
@@ -56,7 +58,7 @@ class ActorServicer:
     ) -> checkpoint_pb2.LoadCheckpointResponse:
         await self._worker.load_checkpoint(Path(request.directory))
         self._store.clear("a checkpoint was loaded")
-        self._published = None  # of other weights, be the version's number the same
+        self._published = None
         return checkpoint_pb2.LoadCheckpointResponse()
 
 

@@ -453,3 +453,12 @@ async def test_a_rollout_process_never_holds_more_than_two_regions(tiny_model: P
     assert 'rolemesh_weights_version{role="rollout"} 4.0' in shown
     assert "rolemesh_weights_sync_seconds_count 4.0" in shown
     assert re.search(r'rolemesh_weights_received_bytes_total\{source="memory"\} [1-9]', shown)
+
+
+async def test_a_number_names_the_weights_of_now_though_it_named_others_before(job: JobConfig) -> None:
+    """A second controller may count from the beginning again, with an actor that has learnt meanwhile."""
+    async with trained_actor(job) as (actor, _):
+        first, same = await actor.publish_weights(1), await actor.publish_weights(1)
+        assert first.digest == same.digest
+        await actor.update(sequence_batch(16))
+        assert (await actor.publish_weights(1)).digest != first.digest
