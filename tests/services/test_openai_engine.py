@@ -283,13 +283,14 @@ def test_an_answer_that_is_none_is_not_mended(completion: Completion, message: s
 
 
 async def test_every_token_names_the_weights_that_made_it(url: str, model: Path, tmp_path: Path):
-    prompts, actors = prompts_of(16), [changed(model, 0.0), changed(model, 0.04)]
-    with worker_of(model, [url], tmp_path, ignore_eos=True) as worker:
-        begun = tokens_made(url)
-        generation = asyncio.create_task(generated(worker, prompts))
-        await until(lambda: tokens_made(url) >= begun + 16)
-        await worker.update_weights(HeldWeights(1, weights(actors[1])))
-        rows = await generation
+    prompts, actors = prompts_of(32), [changed(model, 0.0), changed(model, 0.04)]
+    with worker_of(model, [url], tmp_path, ignore_eos=True, max_num_seqs=4) as worker:
+        async with aclosing(worker.generate(prompts)) as stream:
+            parts = [await anext(stream)]  # most of the others have not begun
+            await worker.update_weights(HeldWeights(1, weights(actors[1])))
+            parts += [part async for part in stream]
+    rows = DataProto.concat(parts)
+    rows = rows[rows["row"].argsort()]
     versions = rows["weight_versions"]
     assert (versions.diff(dim=1) >= 0).all()
     assert set(versions.flatten().tolist()) == {0, 1}, "the swap came while rows were made"
