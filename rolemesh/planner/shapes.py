@@ -125,9 +125,13 @@ def _stored(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[int
     for file in sorted(directory.glob("*.safetensors")):
         try:
             with file.open("rb") as opened:
-                header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        except (OSError, ValueError, MemoryError, OverflowError) as error:
-            raise ModelNotFound(f"{file} cannot be read: {error}") from error
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length))
+            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        except (OSError, ValueError, MemoryError, OverflowError, LookupError, TypeError) as error:
+            raise ModelNotFound(f"{file} is not whole: its header cannot be read: {error}") from error
+        if (there := file.stat().st_size) != (wanted := 8 + length + max(ends, default=0)):
+            raise ModelNotFound(f"{file} is not whole: by its header it has {wanted} bytes, it has {there}")
         tensors |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
     if settings.get("tie_word_embeddings"):  # some writers store the tied head as well
         tensors.pop("lm_head.weight", None)

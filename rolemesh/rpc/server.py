@@ -62,12 +62,6 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._refusal = "is still loading"
         self._guard = Guard()
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((self,))
-        add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            [*self._role_of, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
-        )
 
     async def start(self, listen: str) -> str:
         """Binds and answers probes.
@@ -82,13 +76,24 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
             InvalidConfig: not an address, or one that cannot be had.
         """
         host, port = split_address(listen)
+        self._server = self._new_server()
         try:
             bound = self._server.add_insecure_port(f"{host}:{port}")
         except RuntimeError as error:
+            await self._server.stop(None)  # one that is dropped without keeps a thread for ever
             raise InvalidConfig(f"{self._roles} cannot listen on {listen}: {_why(host, port)}") from error
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
         return f"{host}:{bound}"
+
+    def _new_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((self,))
+        add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(
+            [*self._role_of, health.SERVICE_NAME, reflection.SERVICE_NAME], server
+        )
+        return server
 
     async def ready(self, servicers: Mapping[ServiceDescriptor, Any]) -> None:
         """Begins to answer calls."""

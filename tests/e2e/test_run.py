@@ -269,10 +269,25 @@ def test_where_vllm_is_not_installed_a_launcher_says_so_before_any_process_start
         check_engine(small_job(tmp_path, tiny_model, "run", "rollout.name=vllm"))
 
 
+async def test_a_model_that_was_cut_short_is_refused_before_any_process_starts(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model, broken)
+    os.truncate(broken / "model.safetensors", 100_000)
+    job = small_job(tmp_path, broken, "run")
+    async with rolemesh("run", written(job, tmp_path)) as launched:
+        code, output = await launched.end()
+    assert code in (1, 2)
+    assert f"{broken / 'model.safetensors'} is not whole: by its header it has" in output
+    assert pids(job) == {}
+
+
 async def test_a_damaged_model_fails_with_the_roles_own_words(tiny_model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model, broken)
-    os.truncate(broken / "model.safetensors", 1000)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"F32", b"F23"))
     job = small_job(tmp_path, broken, "run")
     async with rolemesh("run", written(job, tmp_path)) as launched:
         code, output = await launched.end()

@@ -130,7 +130,7 @@ async def trained_actor(job: JobConfig) -> AsyncIterator[tuple[ActorClient, Acto
 
 def mappings(pid: int | str = "self") -> list[tuple[range, str, dict[str, int]]]:
     """Of a process's regions: the addresses, the name of the file, and how much is what (KiB, as the kernel
-    counts: Rss, Pss, Private_Dirty, ...)."""
+    counts: Rss, Pss, Anonymous, ...)."""
     found: list[tuple[range, str, dict[str, int]]] = []
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if "-" in (address := line.split()[0]):
@@ -191,7 +191,7 @@ async def test_all_engines_of_a_machine_compute_with_the_same_pages_and_write_to
             assert len(owners) == 3  # each replica has a mapping
             assert len(set(owners.values())) == 1  # of one file
             for _, name, kib in there:
-                assert kib["Private_Dirty"] == 0
+                assert kib["Anonymous"] == 0  # a page that somebody wrote to becomes a copy of his own
                 assert name in owners.values(), "the version before is still there"
             for node in replicas:
                 assert_equal_models(node.model, worker.model)
@@ -447,7 +447,7 @@ async def test_a_rollout_process_never_holds_more_than_two_regions(tiny_model: P
             await rollout.update_weights(await actor.publish_weights(version))
             await generated(rollout)
             ((_, name, kib),) = await asyncio.to_thread(mappings, process.process.pid)
-            assert kib["Rss"] > kib["Private_Dirty"] == 0
+            assert kib["Rss"] > kib["Anonymous"] == 0
             assert name in [own for _, own, _ in mappings()]
         shown = urllib.request.urlopen(f"http://{process.metrics}/metrics").read().decode()  # noqa: ASYNC210
     assert 'rolemesh_weights_version{role="rollout"} 4.0' in shown
