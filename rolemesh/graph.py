@@ -303,7 +303,8 @@ class RecordedActor:
     async def save_checkpoint(self, directory: Path) -> None:
         raise AssertionError("a page saves no checkpoint; the loop does")
 
-    load_checkpoint = save_checkpoint
+    async def load_checkpoint(self, directory: Path | None) -> None:
+        raise AssertionError("a page loads no checkpoint; the loop does")
 
 
 @dataclass
@@ -358,7 +359,8 @@ class RecordedCritic:
     async def save_checkpoint(self, directory: Path) -> None:
         raise AssertionError("a page saves no checkpoint; the loop does")
 
-    load_checkpoint = save_checkpoint
+    async def load_checkpoint(self, directory: Path | None) -> None:
+        raise AssertionError("a page loads no checkpoint; the loop does")
 
 
 def _blank(name: str, num_rows: int) -> Tensor:

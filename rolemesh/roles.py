@@ -154,8 +154,9 @@ class Actor(Protocol):
         """Writes model and optimizer; nothing random has a state. Raises CheckpointFailed."""
         ...
 
-    async def load_checkpoint(self, directory: Path) -> None:
-        """Takes up what save_checkpoint wrote, bit for bit. Raises CheckpointFailed."""
+    async def load_checkpoint(self, directory: Path | None) -> None:
+        """Takes up what save_checkpoint wrote, bit for bit; None: begins anew, untrained. Raises
+        CheckpointFailed."""
         ...
 
 
@@ -197,8 +198,9 @@ class Critic(Protocol):
         """Writes model and optimizer; nothing random has a state. Raises CheckpointFailed."""
         ...
 
-    async def load_checkpoint(self, directory: Path) -> None:
-        """Takes up what save_checkpoint wrote, bit for bit. Raises CheckpointFailed."""
+    async def load_checkpoint(self, directory: Path | None) -> None:
+        """Takes up what save_checkpoint wrote, bit for bit; None: begins anew, untrained. Raises
+        CheckpointFailed."""
         ...
 
 
@@ -229,7 +231,7 @@ class NoCritic:
     async def save_checkpoint(self, directory: Path) -> None:
         return None
 
-    async def load_checkpoint(self, directory: Path) -> None:
+    async def load_checkpoint(self, directory: Path | None) -> None:
         return None
 
 

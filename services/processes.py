@@ -37,6 +37,7 @@ class RoleProcess:
     roles: tuple[str, ...]
     name: str
     process: asyncio.subprocess.Process
+    gone: asyncio.Future[None]  # it, and whatever it started
     log_file: Path
     address_file: Path
     address: str = ""
@@ -110,7 +111,7 @@ class RoleProcesses:
         Raises:
             RoleUnavailable: which process, how it ended and its last log lines.
         """
-        waits = {asyncio.ensure_future(m.process.wait()): m for m in self.members}
+        waits = {asyncio.shield(m.gone): m for m in self.members}
         try:
             while waits:
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -136,11 +137,11 @@ class RoleProcesses:
             if member.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     member.process.terminate()
-        waits = [asyncio.ensure_future(member.process.wait()) for member in self.members]
+        waits = [member.gone for member in self.members]
         if waits:
             _, late = await asyncio.wait(waits, timeout=GRACE_S)
-            for member, wait in zip(self.members, waits, strict=True):
-                if wait in late:
+            for member in self.members:
+                if member.gone in late:
                     log.warning("%s did not drain within %.0f s and is killed", member.name, GRACE_S)
                     with contextlib.suppress(ProcessLookupError):
                         member.process.kill()
@@ -212,7 +213,16 @@ async def _start(
             env=role_environment() | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which drains the roles
         )
-    return RoleProcess(roles, name, process, log_file, address_file)
+    gone = asyncio.ensure_future(_gone(process))
+    return RoleProcess(roles, name, process, gone, log_file, address_file)
+
+
+async def _gone(process: asyncio.subprocess.Process) -> None:
+    """Waits for a process, and kills what it has left in its process group: an engine's processes end with
+    their role's by themselves, but not in the first seconds of their lives."""
+    await process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def role_environment() -> dict[str, str]:

@@ -111,15 +111,16 @@ def group_server(roles: Sequence[str]) -> RoleServer:
     return RoleServer({role: ROLES[role].services for role in roles})
 
 
-async def load_group(roles: Sequence[str], job: JobConfig) -> Servicers:
-    """The servicers of a group's roles. Those that share the device are loaded one after another, each asleep
-    before the next comes, so that the device never holds two.
+async def load_group(roles: Sequence[str], job: JobConfig) -> tuple[list[LocalWorker], Servicers]:
+    """The workers of a group's roles, and their servicers. Those that share the device are loaded one after
+    another, each asleep before the next comes, so that the device never holds two.
 
     Raises:
         RolemeshError: a role could not be loaded.
     """
     lease, store = Lease(), WeightStore()
     sharing = [role for role in roles if job.on_device(role)]
+    workers: list[LocalWorker] = []
     servicers: dict[ServiceDescriptor, Any] = {}
     for role in roles:
         shares = len(sharing) > 1 and role in sharing
@@ -129,8 +130,9 @@ async def load_group(roles: Sequence[str], job: JobConfig) -> Servicers:
         if shares:
             lease.seat(worker)
             worker.lease = lease
+        workers.append(worker)
         servicers.update(its_servicers)
-    return servicers
+    return workers, servicers
 
 
 async def _load(role: str, job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
@@ -184,18 +186,30 @@ async def serve(
         _write_whole(address_file, {"address": address, "metrics": metrics_address, "pid": os.getpid()})
     log.info("listens on %s, metrics on %s", address, metrics_address or "no port")
 
-    loading = asyncio.create_task(load_group(roles, job))
+    working = asyncio.create_task(_work(server, roles, job))
     ended = asyncio.create_task(ending.begun.wait())
     try:
-        await asyncio.wait({loading, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if not ending.begun.is_set():
-            await server.ready(await loading)
-            log.info("ready")
-            await ended
-            log.info("draining: %s", ending.reason)
+        await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        log.info("draining: %s", ending.reason)
     finally:
         await server.drain(ending.grace_s)
-        _end_in(LAST_WORDS_S, 1 if loading.done() and loading.exception() else 0)
+        _end_in(LAST_WORDS_S, 1 if working.done() and working.exception() else 0)
+
+
+async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig) -> None:
+    """Loads, serves, and ends by an error alone: a process whose worker cannot go on is no use to anybody."""
+    workers, servicers = await load_group(roles, job)
+    await server.ready(servicers)
+    log.info("ready")
+    try:
+        async with asyncio.TaskGroup() as watches:
+            for worker in workers:
+                watches.create_task(worker.watch())
+    except ExceptionGroup as lost:
+        log.error("%s", lost.exceptions[0])
+        raise lost.exceptions[0] from None
 
 
 # ------------------------------------------------------------------------------------ the end

@@ -57,19 +57,28 @@ def save_checkpoint(directory: Path, write_model: Callable[[Path], object], opti
 
 
 def load_checkpoint(
-    directory: Path, model: nn.Module, read_model: Callable[[Path], nn.Module], optimizer: Optimizer
+    directory: Path | None,
+    model: nn.Module,
+    read_model: Callable[[Path | None], nn.Module],
+    optimizer: Optimizer,
 ) -> None:
     """Takes up what save_checkpoint wrote, bit for bit. Where it fails, model and optimizer stay as they were.
 
     Args:
-        directory: what save_checkpoint was given.
+        directory: what save_checkpoint was given; None: model and optimizer become what they were before the
+            first update.
         model: is given the weights.
-        read_model: loads a model of the same class from a directory.
+        read_model: loads a model of the same class from a directory; None: from the job's.
 
     Raises:
         CheckpointFailed: a file is absent or damaged, or belongs to another model.
+        ModelNotFound: the job's model directory is no longer usable.
     """
-    directory = Path(directory)
+    if directory is None:
+        if optimizer.num_updates:
+            model.load_state_dict(read_model(None).state_dict())
+            optimizer.load_state_tensors({}, 0)
+        return
     try:
         state = json.loads((directory / STATE_FILE).read_text())
         if state["role"] != optimizer.role:

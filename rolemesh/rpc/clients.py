@@ -101,8 +101,8 @@ class _Trained(RoleClient):
         request = SaveCheckpointRequest(directory=_absolute(directory))
         await self._dispatcher.call("SaveCheckpoint", request)
 
-    async def load_checkpoint(self, directory: Path) -> None:
-        request = LoadCheckpointRequest(directory=_absolute(directory))
+    async def load_checkpoint(self, directory: Path | None) -> None:
+        request = LoadCheckpointRequest(directory=_absolute(directory) if directory else "")
         await self._dispatcher.call("LoadCheckpoint", request)
 
 

@@ -55,6 +55,14 @@ class LocalWorker:
         assert self.parking is not None
         return await self.run(self.parking.unpark)
 
+    async def watch(self) -> None:
+        """Never returns.
+
+        Raises:
+            RoleUnavailable: the worker cannot go on, but in a new process.
+        """
+        await asyncio.get_running_loop().create_future()
+
     def close(self) -> None:
         """Lets the running method end and takes no other."""
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -56,7 +56,7 @@ class ActorServicer:
     async def LoadCheckpoint(
         self, request: checkpoint_pb2.LoadCheckpointRequest, context: Any
     ) -> checkpoint_pb2.LoadCheckpointResponse:
-        await self._worker.load_checkpoint(Path(request.directory))
+        await self._worker.load_checkpoint(Path(request.directory) if request.directory else None)
         self._store.clear("a checkpoint was loaded")
         self._published = None
         return checkpoint_pb2.LoadCheckpointResponse()

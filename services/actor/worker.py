@@ -169,11 +169,12 @@ class ActorWorker(PolicyWorker):
         save_checkpoint(directory, write_model, self.optimizer)
 
     @on_worker_thread
-    def load_checkpoint(self, directory: Path) -> None:
-        """Takes up what save_checkpoint wrote, bit for bit. Raises CheckpointFailed."""
+    def load_checkpoint(self, directory: Path | None) -> None:
+        """Takes up what save_checkpoint wrote, bit for bit; None: begins anew. Raises CheckpointFailed."""
 
-        def read_model(path: Path) -> torch.nn.Module:
-            model: torch.nn.Module = load_causal_lm(self.config.model_copy(update={"path": str(path)}), "actor")
+        def read_model(path: Path | None) -> torch.nn.Module:
+            config = self.config.model_copy(update={"path": str(path)}) if path else self.config
+            model: torch.nn.Module = load_causal_lm(config, "actor")
             return model
 
         load_checkpoint(directory, self.model, read_model, self.optimizer)

@@ -19,7 +19,7 @@ from rolemesh.roles import Metrics, Roles
 from services.controller.ahead import Ahead
 from services.controller.checkpoints import Checkpoints, ControllerState, course_of
 from services.controller.curves import draw_curves
-from services.controller.experience import fan_out
+from services.controller.experience import fan_out, gather
 from services.controller.loggers import Loggers, require_libraries
 from services.controller.pages import check_step, page_of
 from services.controller.progress import Display
@@ -111,6 +111,8 @@ class Run:
             state = await self._checkpoints.load(chosen, self._roles, self._course())
             self._kl.load_state_dict(state.kl_controller)
             start = self._saved_step = state.step
+        else:  # roles may have been trained by a controller that ended before its first checkpoint
+            await gather(self._roles.actor.load_checkpoint(None), self._roles.critic.load_checkpoint(None))
         await self._roles.sync_weights(start)
         self._stopwatch.take()
         self.status.set(state=State.RUNNING, step=start)

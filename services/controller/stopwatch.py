@@ -102,7 +102,7 @@ class TimedActor:
     async def save_checkpoint(self, directory: Path) -> None:
         await self.actor.save_checkpoint(directory)
 
-    async def load_checkpoint(self, directory: Path) -> None:
+    async def load_checkpoint(self, directory: Path | None) -> None:
         await self.actor.load_checkpoint(directory)
 
 
@@ -154,7 +154,7 @@ class TimedCritic:
     async def save_checkpoint(self, directory: Path) -> None:
         await self.critic.save_checkpoint(directory)
 
-    async def load_checkpoint(self, directory: Path) -> None:
+    async def load_checkpoint(self, directory: Path | None) -> None:
         await self.critic.load_checkpoint(directory)
 
 
@@ -182,5 +182,5 @@ class WarmingActor:
     async def save_checkpoint(self, directory: Path) -> None:
         await self.actor.save_checkpoint(directory)
 
-    async def load_checkpoint(self, directory: Path) -> None:
+    async def load_checkpoint(self, directory: Path | None) -> None:
         await self.actor.load_checkpoint(directory)

@@ -34,5 +34,5 @@ class CriticServicer:
     async def LoadCheckpoint(
         self, request: checkpoint_pb2.LoadCheckpointRequest, context: Any
     ) -> checkpoint_pb2.LoadCheckpointResponse:
-        await self._worker.load_checkpoint(Path(request.directory))
+        await self._worker.load_checkpoint(Path(request.directory) if request.directory else None)
         return checkpoint_pb2.LoadCheckpointResponse()

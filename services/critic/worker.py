@@ -96,11 +96,12 @@ class CriticWorker(LocalWorker):
         save_checkpoint(directory, self.model.save_pretrained, self.optimizer)
 
     @on_worker_thread
-    def load_checkpoint(self, directory: Path) -> None:
-        """Takes up what save_checkpoint wrote, bit for bit. Raises CheckpointFailed."""
+    def load_checkpoint(self, directory: Path | None) -> None:
+        """Takes up what save_checkpoint wrote, bit for bit; None: begins anew. Raises CheckpointFailed."""
 
-        def read_model(path: Path) -> ScoreModel:
-            return ScoreModel.load(self.config.model_copy(update={"path": str(path)}), "critic")
+        def read_model(path: Path | None) -> ScoreModel:
+            config = self.config.model_copy(update={"path": str(path)}) if path else self.config
+            return ScoreModel.load(config, "critic", seed=self.job.critic.seed)
 
         load_checkpoint(directory, self.model, read_model, self.optimizer)
 

@@ -63,6 +63,9 @@ class RolloutWorker(LocalWorker):
     async def wake(self) -> int:
         return await self._engine.wake()
 
+    async def watch(self) -> None:
+        await self._engine.watch()
+
     def close(self) -> None:
         """Lets the running step end, then gives back what the engine holds."""
         super().close()

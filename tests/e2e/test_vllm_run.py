@@ -1,16 +1,23 @@
-"""A whole run with vLLM's rollouts, which take turns with the actor and the reference in one process."""
+"""A whole run with vLLM's rollouts, which take turns with the actor and the reference in one process. And what
+becomes of a role when its vLLM dies, and of its vLLM when a role is killed."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from in_process import course, small_job
+from serving import serve_process
 
 from rolemesh.models.tiny import make_tiny_model
+from rolemesh.roles import methods
+from rolemesh.rpc.clients import RolloutClient
+from services.processes import role_processes
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -52,3 +59,37 @@ async def test_the_trainer_learns_from_the_distribution_that_vllm_drew_from(tmp_
     log = (job.run_dir / "logs" / "policy-0.log").read_text()
     assert log.count("actor sleeps, rollout is on the device") >= 3
     assert log.count("rollout sleeps, ") >= 3
+
+
+async def test_a_role_whose_engine_has_died_ends_itself(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", num_heads=2)
+    job = small_job(tmp_path, model, "run", "rollout.name=vllm")
+    async with serve_process("rollout", job, tmp_path) as role:
+        assert role.process.stderr is not None
+        written = asyncio.create_task(role.process.stderr.read())
+        async with RolloutClient([role.address], methods(job)) as client:
+            await client.wait_until_ready(300)
+        (engine,) = [
+            child
+            for child in psutil.Process(role.process.pid).children(recursive=True)
+            if "EngineCore" in child.name()
+        ]
+        engine.kill()
+        assert await role.process.wait() == 1
+        words = (await written).decode()
+    assert re.search(r"ERROR .*rollout: vLLM's engine has ended", words)
+
+
+async def test_what_a_killed_role_had_started_is_gone_when_its_end_is_told(tmp_path: Path) -> None:
+    """Even if the first process of vLLM had only begun."""
+    model = make_tiny_model(tmp_path / "model", num_heads=2)
+    job = small_job(tmp_path, model, "run", "rollout.name=vllm")
+    async with role_processes(job) as processes:
+        (member,) = [member for member in processes.members if "rollout" in member.roles]
+        role = psutil.Process(member.process.pid)
+        while not (children := await asyncio.to_thread(role.children, recursive=True)):
+            assert member.process.returncode is None
+        role.kill()
+        await member.gone
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert alive == []

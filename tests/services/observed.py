@@ -100,7 +100,7 @@ class Observed:
     async def save_checkpoint(self, directory: Path) -> None:
         await self.roles.actor.save_checkpoint(directory)
 
-    async def load_checkpoint(self, directory: Path) -> None:
+    async def load_checkpoint(self, directory: Path | None) -> None:
         await self.roles.actor.load_checkpoint(directory)
 
     def watched(self) -> Roles:

@@ -129,7 +129,7 @@ async def served_group(roles: Sequence[str], job: JobConfig) -> AsyncIterator[st
     server = group_server(roles)
     address = await server.start("127.0.0.1:0")
     try:
-        await server.ready(await load_group(roles, job))
+        await server.ready((await load_group(roles, job))[1])
         yield address
     finally:
         await server.drain(0)

@@ -69,6 +69,23 @@ async def test_a_resumed_run_ends_as_an_unbroken_one_does(any_model: Path, tmp_p
 
 
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
+async def test_a_role_that_begins_anew_is_as_it_was_before_its_first_update(
+    tiny_model: Path, tmp_path: Path, role: Any
+) -> None:
+    worker, untouched = role(training_job(tiny_model)), role(training_job(tiny_model))
+    await worker.load_checkpoint(None)  # as it is
+    await worker.update(sequence_batch(16, seed=1))
+    await worker.save_checkpoint(tmp_path)
+    await worker.load_checkpoint(tmp_path)
+    await worker.load_checkpoint(None)
+    mine, theirs = everything(worker), everything(untouched)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    batch = sequence_batch(16, seed=2)
+    assert await worker.update(batch) == await untouched.update(batch)
+
+
+@pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
 async def test_a_run_may_be_saved_before_its_first_update(tiny_model: Path, tmp_path: Path, role: Any) -> None:
     batch = sequence_batch(16)
     worker = role(training_job(tiny_model))

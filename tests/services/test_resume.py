@@ -114,6 +114,22 @@ async def test_a_run_killed_in_a_step_resumes_from_the_last_save_and_doubles_no_
     assert_same_end(job, unbroken)
 
 
+async def test_roles_that_outlive_a_controller_which_wrote_no_checkpoint_begin_anew_with_the_next(
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=4", "trainer.test_freq=2")
+    with workers(job) as roles:
+        first = Run(job, load_tokenizer(job.actor.model))
+        training = asyncio.create_task(first.train(roles))
+        async for _ in first.status.watch(after_step=1):
+            training.cancel()
+        await asyncio.wait({training})
+        assert training.cancelled()
+        assert steps(job)[-1] in (2, 3)
+        await Run(job, load_tokenizer(job.actor.model)).train(roles)
+    assert_same_end(job, unbroken)
+
+
 async def test_a_run_killed_while_a_checkpoint_is_made_whole_resumes_from_the_one_before(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:

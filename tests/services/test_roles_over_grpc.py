@@ -107,6 +107,8 @@ async def test_training_over_grpc_is_that_in_process(
         second = await of.update(batch)
         await of.load_checkpoint(directory)
         assert await of.update(batch) == second
+        await of.load_checkpoint(None)
+        assert await of.update(batch) == first
         return first, second, await compute(batch)
 
     local = await life(worker(job), tmp_path / "local")
@@ -126,12 +128,12 @@ async def test_a_trained_role_that_was_restarted_is_an_error_and_never_goes_on_u
     batch, group = sequence_batch(16), [client.role]
     first, second = group_server(group), group_server(group)
     address = await first.start("127.0.0.1:0")
-    await first.ready(await load_group(group, job))
+    await first.ready((await load_group(group, job))[1])
     async with client([address], methods(job)) as remote:
         await remote.update(batch)
         await first.drain(0)
         await second.start(address)
-        await second.ready(await load_group(group, job))
+        await second.ready((await load_group(group, job))[1])
         compute = remote.compute_log_probs if isinstance(remote, ActorClient) else remote.compute_values
         with pytest.raises(RoleFailed, match=rf"{client.role}\..* at {address}.*was restarted"):
             await compute(batch)

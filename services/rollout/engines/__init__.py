@@ -72,6 +72,14 @@ class Engine(Protocol):
         """Takes it back: the same weights, an empty cache. Returns bytes moved."""
         ...
 
+    async def watch(self) -> None:
+        """Never returns.
+
+        Raises:
+            RoleUnavailable: the engine has ended and will not generate again, but in a new process.
+        """
+        ...
+
     def close(self) -> None:
         """Gives back what the engine holds."""
         ...

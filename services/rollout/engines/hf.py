@@ -196,6 +196,9 @@ class HfEngine:
     async def wake(self) -> int:
         return await self._worker.run(self._parking.unpark)
 
+    async def watch(self) -> None:
+        await asyncio.get_running_loop().create_future()  # it lives as long as its process
+
     def close(self) -> None:
         return None
 

@@ -306,5 +306,8 @@ class OpenAIEngine:
     async def wake(self) -> int:
         return 0
 
+    async def watch(self) -> None:
+        await asyncio.get_running_loop().create_future()  # a server that is gone may come back
+
     def close(self) -> None:
         self._folder.close()

@@ -225,6 +225,11 @@ class VllmEngine:
         itemsize = getattr(torch, self._job.rollout.dtype).itemsize
         return sum(weight.numel() * itemsize for weight in self._weights.values())
 
+    async def watch(self) -> None:
+        while True:
+            self._living()
+            await asyncio.sleep(LIVENESS_S)
+
     def close(self) -> None:
         for row in self._rows:
             row.cancel()
