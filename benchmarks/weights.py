@@ -4,7 +4,8 @@
 
 The holder and every replica are processes of their own; a replica is a rollout worker with the engine hf and a
 real model, and relays as a rollout service does. The ways take turns, and the fastest and the median turn are
-kept. A turn is a sync: from when the replicas are told until the last one has the version in use.
+kept. A turn is a sync: the holder publishes (copies and hashes), the replicas are told, and the last one has
+the version in use.
 
 In use: `RolloutWorker.update_weights` has returned, so the next decode step computes with the new weights. The
 engine hf takes the region's memory for its parameters and copies nothing (in whatever way the bytes came), and
@@ -117,7 +118,8 @@ async def replicate(job: JobConfig) -> None:
 
     Region.open = open_near  # type: ignore[method-assign]
     async with serving(store):
-        async for told in commands():
+        told_of = commands()
+        async for told in told_of:
             store.clear("begun anew")
             elsewhere.clear()
             elsewhere.update(told["elsewhere"])
@@ -130,9 +132,11 @@ async def replicate(job: JobConfig) -> None:
             arrived = time.monotonic()
             await worker.update_weights(source)
             in_use = time.monotonic()
+            answer(arrived=arrived, in_use=in_use, bytes=received() - before)
+            await anext(told_of)  # to read: not before the last one has them in use
             for weight in named_weights(model).values():
                 weight.sum()
-            answer(arrived=arrived, in_use=in_use, read=time.monotonic(), bytes=received() - before)
+            answer(read=time.monotonic())
 
 
 def received() -> float:
@@ -193,7 +197,6 @@ class Bench:
             assert process.address
         self._version = 0
         self.num_bytes = 0
-        self.publish_seconds: list[float] = []
 
     def turn(self, way: str, num_replicas: int) -> dict[str, float]:
         """Seconds until the last replica had everything, and used it."""
@@ -201,7 +204,6 @@ class Bench:
         self._version += 1
         self._holder.tell(self._version)
         published = self._holder.answer()
-        self.publish_seconds.append(published["seconds"])
         self.num_bytes = published["bytes"]
         used = self._replicas[:num_replicas]
         far: dict[str, list[Process]] = {"memory": [], "first by network": [self._holder]}
@@ -219,8 +221,13 @@ class Bench:
             )
         answers = [replica.answer() for replica in used]
         assert all(found["bytes"] == self.num_bytes for found in answers)
-        taken = {key: max(found[key] for found in answers) - begun for key in ("arrived", "in_use", "read")}
-        return {**taken, "cpu": sum(process.cpu_seconds() for process in (self._holder, *used)) - cpu}
+        taken = {key: max(found[key] for found in answers) - begun for key in ("arrived", "in_use")}
+        taken["sync"] = published["seconds"] + taken["in_use"]
+        taken["cpu"] = sum(process.cpu_seconds() for process in (self._holder, *used)) - cpu
+        read_begun = time.monotonic()
+        for replica in used:
+            replica.tell("read")
+        return {**taken, "read": max(replica.answer()["read"] for replica in used) - read_begun}
 
     def _forget(self) -> None:
         for replica in self._replicas:
@@ -246,43 +253,31 @@ def _measure(repeats: int, console: Console, bench: Bench) -> dict[str, Any]:
     for repeat in range(repeats + 1):
         for (way, count), taken in turns.items():
             with console.status(f"turn {repeat} of {repeats}: {way}, {count}"):
-                seconds = bench.turn(way, count)
+                turn = bench.turn(way, count)
             if repeat:  # the first one warms up
-                taken.append(seconds)
+                taken.append(turn)
     bench.stop()
-    result: dict[str, Any] = {
-        "cores": os.cpu_count(),
-        "bytes": bench.num_bytes,
-        "publish": {"min_s": min(bench.publish_seconds), "median_s": statistics.median(bench.publish_seconds)},
-    }
+    result: dict[str, Any] = {"cores": os.cpu_count(), "bytes": bench.num_bytes}
     for way in WAYS:
         result[way] = {}
         for count in NUM_REPLICAS:
-            one, many = ([turn["in_use"] for turn in turns[way, n]] for n in (1, count))
-            arrived, read = ([turn[key] for turn in turns[way, count]] for key in ("arrived", "read"))
-            result[way][str(count)] = {
-                "min_s": min(many),
-                "median_s": statistics.median(many),
-                "arrived_min_s": min(arrived),
-                "arrived_median_s": statistics.median(arrived),
-                "read_min_s": min(read),
-                "read_median_s": statistics.median(read),
-                "cpu_median_s": statistics.median(turn["cpu"] for turn in turns[way, count]),
-                "times_one_replica": min(many) / min(one),
-            }
+            one, many = (statistics.median(turn["sync"] for turn in turns[way, n]) for n in (1, count))
+            row: dict[str, float] = {}
+            for key in ("sync", "arrived", "in_use", "read", "cpu"):
+                seconds = [turn[key] for turn in turns[way, count]]
+                row |= {f"{key}_min_s": min(seconds), f"{key}_median_s": statistics.median(seconds)}
+            result[way][str(count)] = {**row, "times_one_replica": many / one}
     return result
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    columns = ("way", "replicas", "arrived, min s", "in use, min s", "median s", "read, min s", "CPU s")
-    table = Table(*columns, "x one replica")
+    keys = ("sync_min", "sync_median", "arrived_median", "in_use_median", "read_median", "cpu_median")
+    table = Table("way", "replicas", *(key.replace("_", " ") for key in keys), "x one", title="seconds")
     for way in WAYS:
         for count, row in result[way].items():
-            numbers = (row[key] for key in ("arrived_min_s", "min_s", "median_s", "read_min_s", "cpu_median_s"))
-            table.add_row(way, count, *(f"{x:.3f}" for x in numbers), f"{row['times_one_replica']:.2f}")
+            numbers = (f"{row[f'{key}_s']:.3f}" for key in keys)
+            table.add_row(way, count, *numbers, f"{row['times_one_replica']:.2f}")
     console.print(table)
-    publish = result["publish"]
-    console.print(f"published in {publish['min_s']:.3f} s (median {publish['median_s']:.3f} s)")
     console.print("wanted: 8 local replicas <= 1.3 x one")
 
 

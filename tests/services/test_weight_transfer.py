@@ -289,17 +289,25 @@ async def test_a_holder_whose_memory_has_changed_is_left_for_the_next(no_shared_
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
-async def test_shared_memory_that_could_still_be_changed_is_not_used_though_it_is_said_to_be_whole():
+async def test_shared_memory_that_could_still_be_changed_is_not_used_though_it_is_said_to_be_whole(
+    monkeypatch: pytest.MonkeyPatch,
+):
     held = large()
     honest = held.holding
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(region, "CAN_SHARE", False)
+        far = large()
+        assert far.holding.digest == honest.digest
     lying = Region(honest.num_bytes)
     lying.write(0, honest.region.read(0, honest.num_bytes))
     store, pulled = WeightStore(), WeightStore()
     store.put(Holding(honest.serialized, honest.manifest, lying, "rollout", honest.num_bytes))
-    good = Faulty(held)
+    good = Faulty(far)
     async with serving(WeightsServicer(store), good) as addresses:
         await assert_same(await pull(addresses, held, pulled).fetch(), held)
-    assert good.starts == [0]
+        assert good.starts == [0]
+        await assert_same(await pull(addresses[::-1], held).fetch(), held)
+        assert good.starts == [0, 0]
     taken = pulled.find(1, honest.digest)
     assert taken is not None
     assert taken.region.is_sealed
