@@ -6,7 +6,13 @@ from pydantic import BeforeValidator, Field
 
 from rolemesh.config.base import Config
 
-Files = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value or [])]
+Files = Annotated[
+    list[str],
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value or [],
+        json_schema_input_type=str | list[str] | None,
+    ),
+]
 
 
 class DataConfig(Config):

@@ -1,0 +1,71 @@
+{{/* Where a process listens and what it reads. */}}
+{{- define "rlhf-job.listen" -}}
+- --config=/etc/rolemesh/job.yaml
+- --listen=0.0.0.0:50051
+- --metrics-listen=0.0.0.0:9090
+- --health-listen=0.0.0.0:50052
+{{ include "rlhf-job.common" . }}
+{{- end }}
+
+{{- define "rlhf-job.common" -}}
+- --log-format=json
+{{- if ne .Values.tls.mode "none" }}
+- --tls-dir=/etc/rolemesh/tls
+{{- end }}
+{{- end }}
+
+{{/* Each role's address: the pods behind its Service, watched, or as DNS has them. */}}
+{{- define "rlhf-job.addresses" -}}
+{{- $ := . }}
+{{- range include "rlhf-job.roles" . | fromJsonArray }}
+- --{{ . }}={{ $.Values.controller.rbac | ternary "kubernetes" "dns" }}:{{ include "rlhf-job.name" (list $ .) }}:50051
+{{- end }}
+{{- end }}
+
+{{/* The Secret with the keys of all processes. */}}
+{{- define "rlhf-job.tlsSecret" -}}
+{{- eq .Values.tls.mode "secret" | ternary .Values.tls.secret (include "rlhf-job.name" (list . "tls")) }}
+{{- end }}
+
+{{/* Not empty: PodMonitor and PrometheusRule are made. */}}
+{{- define "rlhf-job.operator" -}}
+{{- $has := .Capabilities.APIVersions.Has "monitoring.coreos.com/v1/PodMonitor" }}
+{{- if or (eq .Values.monitoring.operator "always") (and (eq .Values.monitoring.operator "auto") $has) }}true{{ end }}
+{{- end }}
+
+{{/* Pods of a group, of (list $ GROUP). An upgrade leaves the number that `kubectl scale` or the end of the run gave,
+unless it gives another one or starts another controller. */}}
+{{- define "rlhf-job.replicas" -}}
+{{- $ := first . }}{{ $group := last . }}{{ $namespace := $.Release.Namespace }}
+{{- $live := lookup "apps/v1" $group.kind $namespace $group.workload }}
+{{- $said := dig "metadata" "annotations" "rolemesh.dev/replicas" "" $live }}
+{{- if and (eq $said (toString $group.replicas)) (lookup "batch/v1" "Job" $namespace (include "rlhf-job.run" $)) }}
+{{- $live.spec.replicas }}
+{{- else }}
+{{- $group.replicas }}
+{{- end }}
+{{- end }}
+
+{{/* What a gang scheduler looks for, of (list $ GROUPS). */}}
+{{- define "rlhf-job.gang" -}}
+{{- $ := first . }}{{ $gang := $.Values.gang }}{{ $name := include "rlhf-job.name" (list $ "gang") }}
+{{- if eq $gang.scheduler "volcano" -}}
+annotations: {scheduling.k8s.io/group-name: {{ $name }}}
+{{- else if eq $gang.scheduler "coscheduling" -}}
+labels: {scheduling.x-k8s.io/pod-group: {{ $name }}}
+{{- else if eq $gang.scheduler "kueue" -}}
+labels:
+  kueue.x-k8s.io/queue-name: {{ $gang.queue }}
+  kueue.x-k8s.io/pod-group-name: {{ $name }}
+annotations:
+  kueue.x-k8s.io/pod-group-total-count: {{ include "rlhf-job.pods" (last .) | quote }}
+  kueue.x-k8s.io/pod-group-serving: "true"
+{{- end }}
+{{- end }}
+
+{{/* Pods of all groups, of GROUPS; of a scaled one the fewest. */}}
+{{- define "rlhf-job.pods" -}}
+{{- $pods := 0 }}
+{{- range . }}{{ $pods = add $pods .replicas }}{{ end }}
+{{- $pods }}
+{{- end }}

@@ -1,0 +1,125 @@
+{{/* The job with every key. A false or 0 in it does not win over a default that is not so: none is read here. */}}
+{{- define "rlhf-job.job" -}}
+{{- mergeOverwrite (.Files.Get "files/defaults.yaml" | fromYaml).job (deepCopy .Values.job) | toJson }}
+{{- end }}
+
+{{/* Strategy to its table of groups, as the local launcher reads them. */}}
+{{- define "rlhf-job.tables" -}}
+{{- $tables := dict }}
+{{- range $path, $_ := .Files.Glob "placements/*.yaml" }}
+{{- $_ := set $tables (base $path | trimSuffix ".yaml") ($.Files.Get $path | fromYaml).groups }}
+{{- end }}
+{{- toJson $tables }}
+{{- end }}
+
+{{/* The roles that the job has, in the order in which they are named everywhere. */}}
+{{- define "rlhf-job.roles" -}}
+{{- $job := include "rlhf-job.job" . | fromJson }}
+{{- $absent := list }}
+{{- if ne $job.algorithm.adv_estimator "gae" }}{{ $absent = append $absent "critic" }}{{ end }}
+{{- if not (or $job.algorithm.use_kl_in_reward $job.actor.use_kl_loss) }}{{ $absent = append $absent "reference" }}{{ end }}
+{{- $roles := list }}
+{{- range (.Files.Get "files/defaults.yaml" | fromYaml).roles }}
+{{- if not (has . $absent) }}{{ $roles = append $roles . }}{{ end }}
+{{- end }}
+{{- toJson $roles }}
+{{- end }}
+
+{{/* What values come to, as JSON: roles, and of each group name, workload, kind, roles, scaler, replicas (of a scaler
+the fewest), gpus, resources and pod (values.pods with values.groups laid over them). Refuses what cannot be. */}}
+{{- define "rlhf-job.plan" -}}
+{{- include "rlhf-job.refuse.rest" . }}
+{{- include "rlhf-job.refuse.table" . }}
+{{- $stateless := (.Files.Get "files/defaults.yaml" | fromYaml).stateless }}
+{{- $roles := include "rlhf-job.roles" . | fromJsonArray }}
+{{- $table := get (include "rlhf-job.tables" . | fromJson) .Values.placement.strategy | default .Values.placement.groups }}
+{{- $groups := list }}
+{{- range $name, $members := $table }}
+{{- $own := list }}
+{{- range $members }}{{ if has . $roles }}{{ $own = append $own . }}{{ end }}{{ end }}
+{{- if $own }}
+{{- $override := get $.Values.groups $name | default dict }}
+{{- $gpus := 0 }}{{ $resources := list }}{{ $kind := "Deployment" }}
+{{- range $own }}
+{{- $role := index $.Values.roles . }}
+{{- $gpus = max $gpus $role.gpus }}
+{{- $resources = append $resources ($role.resources | default dict) }}
+{{- if not (has . $stateless) }}{{ $kind = "StatefulSet" }}{{ end }}
+{{- end }}
+{{- if hasKey $override "gpus" }}{{ $gpus = int $override.gpus }}{{ end }}
+{{- $merged := include "rlhf-job.resources" (list $resources) | fromJson }}
+{{- if $override.resources }}{{ $merged = deepCopy $override.resources }}{{ end }}
+{{- if $gpus }}
+{{- $_ := set $merged "limits" (set ($merged.limits | default dict) $.Values.gpu.resource $gpus) }}
+{{- end }}
+{{- $scaler := get $.Values.autoscaling (first $own) }}
+{{- $replicas := get $.Values.placement.replicas (first $own) | default 1 }}
+{{- if $scaler }}{{ $replicas = $scaler.minReplicas | default 1 }}{{ end }}
+{{- $group := dict "name" $name "workload" (include "rlhf-job.name" (list $ $name)) "kind" $kind "roles" $own
+    "scaler" $scaler "replicas" $replicas "gpus" $gpus "resources" $merged
+    "pod" (include "rlhf-job.settings" (list $ $override $gpus) | fromJson) }}
+{{- $groups = append $groups $group }}
+{{- end }}
+{{- end }}
+{{- include "rlhf-job.refuse.groups" (list . $groups) }}
+{{- dict "groups" $groups "roles" $roles | toJson }}
+{{- end }}
+
+{{/* values.pods with an override laid over them, of (list $ OVERRIDE GPUS). */}}
+{{- define "rlhf-job.settings" -}}
+{{- $ := index . 0 }}
+{{- $pod := deepCopy $.Values.pods }}
+{{- if index . 2 }}
+{{- $_ := set $pod "nodeSelector" (merge dict $pod.nodeSelector $.Values.gpu.nodeSelector) }}
+{{- $_ := set $pod "tolerations" (concat $pod.tolerations $.Values.gpu.tolerations) }}
+{{- $_ := set $pod "runtimeClassName" ($.Values.gpu.runtimeClassName | default $pod.runtimeClassName) }}
+{{- end }}
+{{- range $key, $value := index . 1 }}
+{{- if and (hasKey $pod $key) (not (kindIs "invalid" $value)) }}{{ $_ := set $pod $key $value }}{{ end }}
+{{- end }}
+{{- toJson $pod }}
+{{- end }}
+
+{{/* Resources of a pod whose roles take turns, of (list [RESOURCES of each role]): the most of what is taken in turns
+(CPU, devices), the sum of what a sleeping role keeps (memory, disk). A limit that one role lacks is none. */}}
+{{- define "rlhf-job.resources" -}}
+{{- $all := first . }}
+{{- $merged := dict }}
+{{- range $part := list "requests" "limits" }}
+{{- $amounts := dict }}
+{{- range $resources := $all }}
+{{- range $name, $amount := get $resources $part | default dict }}
+{{- $_ := set $amounts $name (append (get $amounts $name | default list) $amount) }}
+{{- end }}
+{{- end }}
+{{- range $name, $given := $amounts }}
+{{- if or (eq $part "requests") (eq (len $given) (len $all)) (contains "/" $name) }}
+{{- $total := 0.0 }}
+{{- range $given }}
+{{- $one := include "rlhf-job.number" . | float64 }}
+{{- $total = ternary (addf $total $one) (maxf $total $one) (has $name (list "memory" "ephemeral-storage")) }}
+{{- end }}
+{{- $amount := ternary (first $given) (include "rlhf-job.quantity" $total) (eq (len $given) 1) }}
+{{- $_ := set $merged $part (set (get $merged $part | default dict) $name $amount) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- toJson $merged }}
+{{- end }}
+
+{{/* A quantity as a number of thousandths: "2Gi", "500m" or 4. */}}
+{{- define "rlhf-job.number" -}}
+{{- $units := dict "m" 0.001 "" 1.0 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 }}
+{{- $unit := regexFind "[a-zA-Z]*$" (toString .) }}
+{{- printf "%.0f" (mulf 1000 (get $units $unit) (toString . | trimSuffix $unit | float64)) }}
+{{- end }}
+
+{{/* A number of thousandths as a quantity, in the largest unit that divides it. */}}
+{{- define "rlhf-job.quantity" -}}
+{{- $n := int64 . }}
+{{- if mod $n 1000 }}{{ $n }}m
+{{- else if mod $n 1048576000 }}{{ div $n 1000 }}
+{{- else if mod $n 1073741824000 }}{{ div $n 1048576000 }}Mi
+{{- else }}{{ div $n 1073741824000 }}Gi
+{{- end }}
+{{- end }}
