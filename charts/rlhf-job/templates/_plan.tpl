@@ -1,6 +1,18 @@
+{{/* The job as it is given. Helm reads YAML 1.1, where rollout's key n is the boolean false. */}}
+{{- define "rlhf-job.given" -}}
+{{- $job := deepCopy .Values.job }}
+{{- range $section := list $job.rollout (dig "rollout" "val_kwargs" dict $job) }}
+{{- if hasKey ($section | default dict) "false" }}
+{{- $_ := set $section "n" (get $section "false") }}
+{{- $_ := unset $section "false" }}
+{{- end }}
+{{- end }}
+{{- toJson $job }}
+{{- end }}
+
 {{/* The job with every key. A false or 0 in it does not win over a default that is not so: none is read here. */}}
 {{- define "rlhf-job.job" -}}
-{{- mergeOverwrite (.Files.Get "files/defaults.yaml" | fromYaml).job (deepCopy .Values.job) | toJson }}
+{{- mergeOverwrite (.Files.Get "files/defaults.yaml" | fromYaml).job (include "rlhf-job.given" . | fromJson) | toJson }}
 {{- end }}
 
 {{/* Strategy to its table of groups, as the local launcher reads them. */}}

@@ -2,7 +2,7 @@
 {{- define "rlhf-job.file" -}}
 {{- $placement := dict "strategy" .Values.placement.strategy }}
 {{- with .Values.placement.groups }}{{ $_ := set $placement "groups" . }}{{ end }}
-{{- merge (dict "placement" $placement) .Values.job | toYaml }}
+{{- merge (dict "placement" $placement) (include "rlhf-job.given" . | fromJson) | toYaml }}
 {{- end }}
 
 {{/* The pod of every process: of (dict "root" $ "component" "container" "roles" "labels" "settings" "resources"
