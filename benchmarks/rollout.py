@@ -186,7 +186,7 @@ def others() -> dict[str, Any]:
         json.loads((RESULTS / f"{name}.json").read_text()) for name in ("weights", "placements")
     )
     return {
-        "weight_sync_seconds": {count: row["min_s"] for count, row in weights["memory"].items()},
+        "weight_sync_seconds": {count: row["sync_median_s"] for count, row in weights["memory"].items()},
         "weight_sync_bytes": weights["bytes"],
         "switch_over_plain_copy": placements["switch"]["ratio"],
         "seconds_per_step": {
@@ -229,7 +229,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     weights.plot(list(sync), list(sync.values()), marker="o")
     size = result["weight_sync_bytes"] / 2**20
     weights.set(
-        title=f"{size:.0f} MiB of new weights, one machine", xlabel="replicas", ylabel="seconds (minimum)"
+        title=f"{size:.0f} MiB of new weights, one machine", xlabel="replicas", ylabel="seconds (median)"
     )
     weights.set_ylim(0)
     seconds = result["seconds_per_step"]
@@ -248,7 +248,8 @@ def main(
     """Prints a table, and writes benchmarks/results/rollout.json and rollout.png."""
     tune()
     os.environ.update(role_environment())  # vLLM's own processes have it too, on both sides
-    result = summary(asyncio.run(measure(rounds, rows, hidden_size, num_layers))) | others()
+    beside = others()
+    result = summary(asyncio.run(measure(rounds, rows, hidden_size, num_layers))) | beside
     show(result, Console())
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "rollout.json").write_text(json.dumps(result, indent=2) + "\n")
