@@ -221,17 +221,16 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     figure, (generation, weights, steps) = pyplot.subplots(1, 3, figsize=(14, 4))
     for at, (name, rates) in enumerate(result["tokens_per_second"].items()):
-        generation.bar(at, statistics.median(rates), color=f"C{at}", label=name)
-        generation.scatter([at] * len(rates), rates, color="black", s=8, zorder=3)
-    generation.set(title="generation with vLLM", ylabel="tokens per second (bar: median)", xticks=[])
-    generation.legend(frameon=False, loc="lower center")
+        generation.bar(name, statistics.median(rates), color=f"C{at}")
+        generation.scatter([name] * len(rates), rates, color="black", s=8, zorder=3)
+    generation.set(title="generation with vLLM", ylabel="tokens per second (bar: median)")
     sync = result["weight_sync_seconds"]
     weights.plot(list(sync), list(sync.values()), marker="o")
     size = result["weight_sync_bytes"] / 2**20
     weights.set(
         title=f"{size:.0f} MiB of new weights, one machine", xlabel="replicas", ylabel="seconds (median)"
     )
-    weights.set_ylim(0)
+    weights.set_ylim(0, 1.2 * max(sync.values()))
     seconds = result["seconds_per_step"]
     steps.barh(list(seconds), list(seconds.values()), color="C2")
     steps.set(title="a step of the demo", xlabel="seconds (median)")
