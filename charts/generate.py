@@ -1,7 +1,7 @@
 """Writes what the chart has from other files: `make chart`.
 
-values.schema.json is what Helm holds values against; files/defaults.yaml is what templates take a key of the job from
-that is not given; examples/tiny-*.yaml are the demo's job file under each placement.
+values.schema.json is what Helm holds values against; files/defaults.yaml has each key of the job for templates
+that need one which is not given; examples/tiny-*.yaml are the demo's job file under each placement.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ CUSTOM = """\
 
 
 def schema() -> str:
-    """Of values.yaml, as JSON. Helm reads YAML 1.1, where the key n of a job file is a boolean: templates put it
-    right, and the schema lets it pass."""
+    """Of values.yaml, as JSON. Helm reads YAML 1.1, where the key n of a job file is a boolean: templates put
+    it right, and the schema lets it pass."""
     schema = Values.model_json_schema()
     for section in schema["$defs"].values():
         if "n" in section.get("properties", {}):

@@ -1,5 +1,5 @@
-"""Values of the chart `rlhf-job`, typed. `make chart` writes values.schema.json from these types and from the job
-file's own, so that `helm install` refuses the keys and values that `rolemesh` would refuse.
+"""Values of the chart `rlhf-job`, typed. `make chart` writes values.schema.json from these types and from the
+job file's own, so that `helm install` refuses the keys and values that `rolemesh` would refuse.
 
 What is Kubernetes' own (volumes, affinity, metrics) passes through and is checked by the API server.
 """
@@ -22,6 +22,9 @@ Quantity = (
 )
 
 
+AccessMode = Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]
+
+
 class Toleration(Config):
     key: str | None = None
     operator: Literal["Exists", "Equal"] | None = None
@@ -41,8 +44,8 @@ class ImageValues(Config):
 
 
 class Resources(Config):
-    requests: dict[str, Quantity] = {}
-    limits: dict[str, Quantity] = {}
+    requests: dict[str, Quantity] = Field({})
+    limits: dict[str, Quantity] = Field({})
 
 
 class RoleValues(Config):
@@ -73,18 +76,18 @@ class GpuValues(Config):
 class PodValues(Config):
     """What may be said of all pods, and again of one group's."""
 
-    labels: Labels = {}
-    annotations: Labels = {}
-    nodeSelector: Labels = {}
-    tolerations: list[Toleration] = []
-    affinity: Kubernetes = {}
+    labels: Labels = Field({})
+    annotations: Labels = Field({})
+    nodeSelector: Labels = Field({})
+    tolerations: list[Toleration] = Field([])
+    affinity: Kubernetes = Field({})
     schedulerName: str = ""
     priorityClassName: Name = ""
     runtimeClassName: Name = ""
-    env: list[Kubernetes] = []
-    envFrom: list[Kubernetes] = []
-    volumes: list[Kubernetes] = []
-    volumeMounts: list[Kubernetes] = []
+    env: list[Kubernetes] = Field([])
+    envFrom: list[Kubernetes] = Field([])
+    volumes: list[Kubernetes] = Field([])
+    volumeMounts: list[Kubernetes] = Field([])
     sharedMemory: Quantity = Field("1Gi", description="size of /dev/shm; counts as the container's memory")
     scratch: Quantity = Field("10Gi", description="size of /tmp, where caches lie, too")
     topologyKey: str = Field(
@@ -130,9 +133,7 @@ class ClaimValues(Config):
     existingClaim: Name = Field("", description="a PersistentVolumeClaim of yours")
     size: Quantity | Literal[""] = Field("", description="of a claim that the chart makes; empty: none")
     storageClass: Name = Field("", description="empty: the cluster's default")
-    accessModes: list[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]] = [
-        "ReadWriteMany"
-    ]
+    accessModes: list[AccessMode] = Field(["ReadWriteMany"])
     mountPath: str = Field(..., pattern="^/[^:]+$")
     readOnly: bool = False
     keep: bool = Field(True, description="helm uninstall leaves the claim")
@@ -149,7 +150,7 @@ class StorageValues(Config):
 
 
 class Step(Config):
-    creates: str = Field(min_length=1, description="a path; where it is there, the command is not run")
+    creates: str = Field(min_length=1, description="made last; where it is there, the command is not run")
     command: list[str] = Field(min_length=1)
 
 
@@ -213,7 +214,7 @@ class NetworkPolicyValues(Config):
 class DashboardsValues(Config):
     enabled: bool = True
     labels: Labels = Field({"grafana_dashboard": "1"}, description="what Grafana's sidecar looks for")
-    annotations: Labels = {}
+    annotations: Labels = Field({})
 
 
 class MonitoringValues(Config):
@@ -235,7 +236,7 @@ class Values(Config):
     roles: RolesValues = RolesValues()
     gpu: GpuValues = GpuValues()
     pods: PodValues = PodValues()
-    groups: dict[str, GroupValues] = {}
+    groups: dict[str, GroupValues] = Field({})
     controller: ControllerValues = ControllerValues()
     storage: StorageValues = StorageValues()
     prepare: list[Step] = Field([], description="before a pod's process starts; one pod at a time")

@@ -1,0 +1,153 @@
+"""What Helm makes of the chart, and what a cluster would say of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate.utils
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "rlhf-job"
+EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+KUBERNETES = "1.34.0"
+
+# What a cluster has that has everything the chart knows.
+APIS = (
+    "monitoring.coreos.com/v1/PodMonitor",
+    "monitoring.coreos.com/v1/PrometheusRule",
+    "keda.sh/v1alpha1/ScaledObject",
+    "cert-manager.io/v1/Certificate",
+    "scheduling.x-k8s.io/v1alpha1/PodGroup",
+    "scheduling.volcano.sh/v1beta1/PodGroup",
+)
+
+Object = dict[str, Any]
+
+# The library reads a megabyte of definitions for each object that it looks at.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
+
+
+@cache
+def helm() -> str | None:
+    """The program: $HELM, or the one that `make setup` left, or this machine's."""
+    return os.environ.get("HELM") or shutil.which("helm", path=f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}")
+
+
+class Refused(Exception):
+    """Helm's words, with which the installation ends."""
+
+
+def template(
+    values: Mapping[str, Any], *, release: str = "demo", apis: Sequence[str] = APIS, chart: Path = CHART,
+    files: Sequence[Path] = (),
+) -> str:  # fmt: skip
+    """What `helm install` would send, as text.
+
+    Raises:
+        Refused: what it would say instead.
+    """
+    return _template(json.dumps(values), release, tuple(apis), chart, tuple(files))
+
+
+@cache
+def _template(values: str, release: str, apis: tuple[str, ...], chart: Path, files: tuple[Path, ...]) -> str:
+    program = helm()
+    assert program
+    command = [program, "template", release, str(chart), "--namespace", "jobs", "--kube-version", KUBERNETES]
+    command += [word for api in apis for word in ("--api-versions", api)]
+    command += [word for file in files for word in ("--values", str(file))] + ["--values", "-"]
+    ran = subprocess.run(command, input=values, capture_output=True, text=True, timeout=60)
+    if ran.returncode:
+        raise Refused(ran.stderr)
+    return ran.stdout
+
+
+def objects(values: Mapping[str, Any], **how: Any) -> list[Object]:
+    """The same, as objects."""
+    return [thing for thing in yaml.load_all(template(values, **how), Loader=yaml.CSafeLoader) if thing]
+
+
+def of_kind(things: Sequence[Object], *kinds: str) -> list[Object]:
+    return [thing for thing in things if thing["kind"] in kinds]
+
+
+def workloads(things: Sequence[Object]) -> list[Object]:
+    return of_kind(things, "Deployment", "StatefulSet")
+
+
+def pods(things: Sequence[Object]) -> Iterator[Object]:
+    """Pod templates, and the pod of `helm test`."""
+    for thing in things:
+        if thing["kind"] == "Pod":
+            yield thing
+        elif "template" in thing.get("spec", {}):
+            yield thing["spec"]["template"]
+
+
+def groups(things: Sequence[Object]) -> dict[str, tuple[str, ...]]:
+    """Group to roles, as the processes are told."""
+    return {
+        thing["metadata"]["labels"]["app.kubernetes.io/component"]: tuple(_args(thing)[1].split(","))
+        for thing in workloads(things)
+    }
+
+
+def _args(workload: Object) -> list[str]:
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    args: list[str] = container["args"]
+    return args
+
+
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a label selector, or a Service's map, takes what has these labels."""
+    matches = selector.get("matchLabels", {} if "matchExpressions" in selector else selector)
+    for expression in selector.get("matchExpressions", ()):
+        value = labels.get(expression["key"])
+        if value is None or (expression["operator"] == "In" and value not in expression["values"]):
+            return False
+    return matches.items() <= labels.items()
+
+
+@cache
+def schema_errors(text: str) -> str:
+    """What Kubernetes' own schemas say of an object (JSON); empty: nothing."""
+    thing = json.loads(text)
+    try:
+        kubernetes_validate.utils.validate(thing, KUBERNETES, strict=True)
+    except kubernetes_validate.utils.ValidationError as error:
+        return f"{thing['kind']} {thing['metadata']['name']}: {error.message} at {list(error.path)}"
+    return ""
+
+
+def notes(values: Mapping[str, Any], into: Path, **how: Any) -> str:
+    """What NOTES.txt says: as an object of a copy of the chart, since `helm template` keeps it to itself."""
+    chart = into / "chart"
+    if not chart.exists():
+        shutil.copytree(CHART, chart)
+        (chart / "templates" / "NOTES.txt").rename(chart / "notes.txt")
+        (chart / "templates" / "notes.yaml").write_text(
+            '{kind: Notes, text: {{ tpl (.Files.Get "notes.txt") . | toJson }}}'
+        )
+    (said,) = of_kind(objects(values, chart=chart, **how), "Notes")
+    text: str = said["text"]
+    return text
+
+
+def refusal(values: Mapping[str, Any], **how: Any) -> str:
+    """The sentence that Helm ends with."""
+    try:
+        template(values, **how)
+    except Refused as refused:
+        return (
+            re.sub(r".*execution error at \(.*?\): ", "", str(refused)).partition("\n\nUse --debug")[0].strip()
+        )
+    return ""

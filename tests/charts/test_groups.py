@@ -1,0 +1,136 @@
+"""The chart and the local launcher make the same processes of a job."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rendering import EXAMPLES, ROOT, Object, groups, notes, objects, of_kind, refusal, template, workloads
+
+from rolemesh.config.job import load_job, make_job
+from rolemesh.config.placement import ROLES, strategies
+from rolemesh.errors import InvalidConfig
+
+JOBS = {
+    "ppo": {},
+    "ppo with KL": {"algorithm": {"use_kl_in_reward": True}},
+    "grpo": {"algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 4}},
+    "grpo with KL": {
+        "algorithm": {"adv_estimator": "grpo"},
+        "rollout": {"n": 4},
+        "actor": {"use_kl_loss": True},
+    },
+}
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """A placement: roles in groups at random, now and then one twice or none, and replicas that may not fit."""
+    draw = random.Random(seed)
+    names = ["a", "b-2", "learn", "x" * 24]
+    own: dict[str, list[str]] = {}
+    for role in draw.sample(ROLES, len(ROLES)):
+        for _ in range(draw.choice([1, 1, 1, 1, 1, 1, 1, 1, 0, 2])):
+            own.setdefault(draw.choice(names), []).append(role)
+    replicas = {role: draw.choice([1, 1, 2]) for role in ("rollout", "reference", "reward")}
+    return {"strategy": "custom", "groups": own, "replicas": replicas}
+
+
+PLACEMENTS = [{"strategy": name} for name in strategies()] + [drawn(seed) for seed in range(16)]
+
+
+@pytest.mark.parametrize("sections", JOBS.values(), ids=JOBS)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=json.dumps)
+def test_the_groups_of_the_chart_are_the_jobs(sections: dict[str, Any], placement: dict[str, Any]) -> None:
+    values = {"job": sections, "placement": placement}
+    try:
+        job = make_job(sections | {"placement": placement})
+    except InvalidConfig:
+        assert refusal(values)
+        return
+    things = objects(values)
+    assert groups(things) == job.groups
+    counts = {thing["metadata"]["name"]: thing["spec"]["replicas"] for thing in workloads(things)}
+    assert counts == {f"demo-{group}": job.num_replicas(group) for group in job.groups}
+    trained = {f"demo-{name}" for name, roles in job.groups.items() if {"actor", "critic"} & set(roles)}
+    assert {thing["metadata"]["name"] for thing in of_kind(things, "StatefulSet")} == trained
+    assert _read(things) == job.model_copy(
+        update={"placement": job.placement.model_copy(update={"replicas": type(job.placement.replicas)()})}
+    )
+
+
+def _read(things: list[Object]) -> Any:
+    """The job as a process reads it."""
+    (config,) = [t for t in of_kind(things, "ConfigMap") if t["metadata"]["name"].endswith("-job")]
+    return make_job(yaml.safe_load(config["data"]["job.yaml"]))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_job_file_pasted_under_job_is_the_same_job(path: Path, tmp_path: Path) -> None:
+    """Word for word but for its placement, though Helm reads YAML 1.1, where the key n is a boolean."""
+    text = re.sub(r"(?m)^placement:\n(  .*\n)*", "", path.read_text(encoding="utf-8"))
+    values = tmp_path / "values.yaml"
+    values.write_text("job:\n" + "".join(f"  {line}\n" for line in text.splitlines()), encoding="utf-8")
+    on_cpu = {"image": {"kind": "gpu"}, "job": {"trainer": {"device": "auto"}}}
+    job = load_job(path, ["trainer.device=auto"])
+    assert _read(objects(on_cpu, files=[values])) == job
+
+
+def test_resources_of_roles_that_take_turns() -> None:
+    """The most CPU and GPUs of any, the sum of the memory; a group's own numbers win."""
+    actor = {"requests": {"cpu": "1500m", "memory": "1.5Gi"}, "limits": {"cpu": 2, "memory": "2Gi"}}
+    rollout = {"requests": {"cpu": 1, "memory": "512Mi"}, "limits": {"memory": "2G"}}
+    roles = {"actor": {"gpus": 2, "resources": actor}, "rollout": {"gpus": 1, "resources": rollout}}
+    values = {"placement": {"strategy": "hybrid"}, "roles": roles}
+    container = _containers(values)["demo-policy"]
+    assert container["resources"] == {
+        "requests": {"cpu": "1500m", "memory": "2Gi"},
+        "limits": {"memory": str(2 * 1024**3 + 2 * 10**9), "nvidia.com/gpu": 2},
+    }
+    own = {"gpus": 8, "resources": {"requests": {"cpu": 7}}}
+    container = _containers(values | {"groups": {"policy": own}})["demo-policy"]
+    assert container["resources"] == {"requests": {"cpu": 7}, "limits": {"nvidia.com/gpu": 8}}
+
+
+def _containers(values: dict[str, Any]) -> dict[str, Object]:
+    return {
+        t["metadata"]["name"]: t["spec"]["template"]["spec"]["containers"][0]
+        for t in workloads(objects(values))
+    }
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_gpus_that_notes_tell_of_are_those_that_are_asked_for(example: Path, tmp_path: Path) -> None:
+    asked = sum(
+        thing["spec"]["replicas"] * container["resources"]["limits"].get("nvidia.com/gpu", 0)
+        for thing in workloads(objects({}, files=[example]))
+        for container in thing["spec"]["template"]["spec"]["containers"]
+    )
+    assert f"It takes {asked} GPUs (nvidia.com/gpu) in sum." in notes({}, tmp_path, files=[example])
+
+
+def test_notes_of_a_scaled_role_tell_of_the_most(tmp_path: Path) -> None:
+    scaler = {"scaler": "hpa", "minReplicas": 2, "maxReplicas": 5}
+    said = notes({"autoscaling": {"reward": scaler}, "roles": {"reward": {"gpus": 1}}}, tmp_path)
+    assert re.search(r"deployment/demo-reward +2 to 5 x 1 GPUs: reward", said)
+    assert "It takes 5 GPUs (nvidia.com/gpu) in sum, and up to 8 as it is scaled." in said
+
+
+def test_notes_tell_what_brings_the_alerts(tmp_path: Path) -> None:
+    assert "Install the Prometheus operator" in notes({}, tmp_path, apis=())
+    assert "A PodMonitor brings the metrics" in notes({}, tmp_path)
+
+
+def test_names_of_53_characters_fit_and_differ() -> None:
+    """A Service's name has 63 at most, a StatefulSet's 52: its pods carry it and a hash of ten in a label."""
+    first, second = "a" * 52 + "b", "a" * 52 + "c"
+    values = {"placement": {"strategy": "custom", "groups": {"g" * 24: list(ROLES)}}}
+    made = [objects(values, release=release) for release in (first, second)]
+    names = [{(t["kind"], t["metadata"]["name"]) for t in things} for things in made]
+    assert not names[0] & names[1]
+    assert all(len(name) <= 52 for _, name in names[0] | names[1])
+    assert template(values, release=first).count(first) > 10  # labels have all of it

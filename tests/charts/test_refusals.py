@@ -1,0 +1,226 @@
+"""What cannot become a job is refused in one sentence that says what to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from generate import generated, schema
+from jsonschema import Draft202012Validator
+from rendering import CHART, Refused, refusal, template
+from values import Values
+
+SCALER = {"scaler": "hpa", "maxReplicas": 3}
+CPU = {"image": {"kind": "cpu"}, "roles": {role: {"gpus": 0} for role in ("actor", "rollout", "critic")}}
+CUSTOM = {"strategy": "custom", "groups": {"a": ["actor", "rollout", "reference"], "b": ["critic", "reward"]}}
+
+SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "a misspelt strategy": (
+        {"placement": {"strategy": "hibrid"}},
+        "placement.strategy is hibrid: set it to one of collocate, custom, hybrid, split-collocate, standalone",
+    ),
+    "a role in two groups": (
+        {"placement": {"strategy": "custom", "groups": CUSTOM["groups"] | {"c": ["critic"]}}},
+        "has critic 2 times (b, c): leave it in one group, once",
+    ),
+    "a role twice in a group": (
+        {"placement": {"strategy": "custom", "groups": {"a": ["actor", "actor"]}}},
+        "has actor 2 times (a, a)",
+    ),
+    "a role in no group": (
+        {"placement": {"strategy": "custom", "groups": {"a": ["actor", "rollout", "reward"]}}},
+        "no group with critic, which this job needs: add it to one",
+    ),
+    "no groups": ({"placement": {"strategy": "custom"}}, "no group with actor, which this job needs"),
+    "an unknown role": (
+        {"placement": {"strategy": "custom", "groups": {"a": ["judge"]}}},
+        "placement.groups.a names judge: set it to roles out of actor, rollout, reference, critic, reward",
+    ),
+    "a group's name": (
+        {"placement": {"strategy": "custom", "groups": {"A": ["actor"]}}},
+        "name it with small letters",
+    ),
+    "a group called controller": (
+        {"placement": {"strategy": "custom", "groups": {"controller": ["actor"]}}},
+        "and not controller or check",
+    ),
+    "groups of two sources": ({"placement": CUSTOM | {"strategy": "hybrid"}}, "set the strategy to custom"),
+    "placement inside the job": ({"job": {"placement": {"strategy": "hybrid"}}}, "move it to placement"),
+    "settings of a group that is not": (
+        {"groups": {"policy": {"gpus": 1}}},
+        "groups.policy is set, and there are actor, critic, reference, reward, rollout: name one",
+    ),
+    "replicas of what is trained": (
+        {"placement": {"strategy": "hybrid", "replicas": {"rollout": 2}}},
+        "of which there is 1 for actor (a role that is trained has one): give rollout a group of its own",
+    ),
+    "replicas that differ in a group": (
+        {"placement": {"strategy": "collocate", "replicas": {"reward": 3}}},
+        "placement.replicas.reward is 3, and a pod has all roles of its group all",
+    ),
+    "a scaler on a shared group": (
+        {"placement": {"strategy": "hybrid"}, "autoscaling": {"reward": SCALER}},
+        "reward shares the pods of group judges with critic, which would be scaled with it: give reward",
+    ),
+    "a scaler of a role that is not": (
+        {"autoscaling": {"reference": SCALER}},
+        "this job has no reference: remove it",
+    ),
+    "a scaler's bounds": ({"autoscaling": {"reward": SCALER | {"minReplicas": 4}}}, "minReplicas is more than"),
+    "more GPUs than a node has": (
+        {"roles": {"actor": {"gpus": 16}}},
+        "wants 16 GPUs, and a node has 8 (gpu.perNode): lower gpus of actor, since a group of several nodes",
+    ),
+    "more GPUs than a small node has": (
+        {"gpu": {"perNode": 4}, "groups": {"actor": {"gpus": 5}}},
+        "a node has 4",
+    ),
+    "GPUs among the limits": (
+        {"roles": {"reward": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}},
+        "roles.reward.resources has nvidia.com/gpu: set roles.reward.gpus instead",
+    ),
+    "GPUs for an image without CUDA": (
+        {"image": {"kind": "cpu"}},
+        "wants GPUs, and image.kind is cpu: set gpus",
+    ),
+    "GPUs for a job on CPUs": (
+        {"job": {"trainer": {"device": "cpu"}}},
+        "wants GPUs, and job.trainer.device is cpu",
+    ),
+    "an engine that the image lacks": (
+        CPU | {"job": {"rollout": {"name": "vllm"}}},
+        "job.rollout.name is vllm, and image.kind is cpu, whose image has no vLLM: set job.rollout.name to hf",
+    ),
+    "fewer GPUs than ranks": (
+        {"job": {"rollout": {"name": "vllm", "tensor_model_parallel_size": 4}}},
+        "a pod of group rollout has 1 GPUs: set roles.rollout.gpus to 4",
+    ),
+    "no room for the run": (
+        {"storage": {"workspace": {"size": ""}}},
+        "neither a size nor an existingClaim: set one",
+    ),
+    "a reward that nobody reads": (
+        {"rewardFunction": {"code": "x = 1"}},
+        "/etc/rolemesh-reward/reward.py, where it will",
+    ),
+    "TLS without a Secret": (
+        {"tls": {"mode": "secret"}},
+        "tls.secret is empty: set it to the name of a Secret",
+    ),
+    "Kueue without a queue": ({"gang": {"scheduler": "kueue"}}, "gang.queue is empty: set it to a LocalQueue"),
+}
+
+NOT_INSTALLED = {
+    "the Prometheus operator": {"monitoring": {"operator": "always"}},
+    "KEDA": {"autoscaling": {"reward": SCALER | {"scaler": "keda"}}},
+    "cert-manager": {"tls": {"mode": "certManager"}},
+    "Volcano": {"gang": {"scheduler": "volcano"}},
+    "the scheduler plugins": {"gang": {"scheduler": "coscheduling"}},
+}
+
+
+@pytest.mark.parametrize(("values", "words"), SENTENCES.values(), ids=SENTENCES)
+def test_what_cannot_be_is_refused_with_what_to_change(values: dict[str, Any], words: str) -> None:
+    said = refusal(values)
+    assert words in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(("what", "values"), NOT_INSTALLED.items(), ids=NOT_INSTALLED)
+def test_what_the_cluster_does_not_know_is_refused(what: str, values: dict[str, Any]) -> None:
+    assert f": install {what}, or set it to " in refusal(values, apis=())
+    template(values)
+
+
+def test_a_release_whose_name_no_service_can_have() -> None:
+    assert "small letters, digits and '-', a letter first" in refusal({}, release="1st.job")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"job": {"trainer": {"sav_freq": 5}}},
+            "at '/job/trainer': additional properties 'sav_freq' not allowed",
+        ),
+        ({"job": {"rollout": {"val_kwargs": {"topk": 5}}}}, "at '/job/rollout/val_kwargs': additional.*'topk'"),
+        ({"job": {"actor": {"clip_ratio": 2}}}, "at '/job/actor/clip_ratio'"),
+        ({"job": {"actor": {"ppo_epochs": "two"}}}, "at '/job/actor/ppo_epochs'"),
+        ({"placements": {}}, "additional properties 'placements' not allowed"),
+        ({"pods": {"toleration": []}}, "at '/pods': additional"),
+        ({"autoscaling": {"actor": SCALER}}, "at '/autoscaling': additional properties 'actor' not allowed"),
+        ({"placement": {"replicas": {"actor": 2}}}, "at '/placement/replicas': additional properties 'actor'"),
+        ({"storage": {"models": {"size": "ten"}}}, "at '/storage/models/size'"),
+    ],
+)
+def test_values_of_another_form_are_refused_by_the_schema(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        template(values)
+
+
+def test_no_depth_has_room_for_an_unknown_key() -> None:
+    """But what is a map of the user's own names, and what is the API server's to check."""
+    root = Draft202012Validator(yaml.safe_load(schema())).schema
+    open_ones = {path for path, node in _walk(root, ()) if _is_open(node)}
+    own = {
+        "Resources.requests",
+        "Resources.limits",
+        "PlacementConfig.groups",
+        "Values.groups",
+        "CustomRewardConfig.reward_kwargs",
+    }
+    pods = ("labels", "annotations", "nodeSelector", "affinity", "env", "envFrom", "volumes", "volumeMounts")
+    labels = {f"{of}.{key}" for of in ("PodValues", "GroupValues", "ControllerValues") for key in pods}
+    rest = {
+        "GpuValues.nodeSelector",
+        "Scaler.metrics",
+        "Scaler.behavior",
+        "MonitoringValues.labels",
+        "Values.global",
+    }
+    rest |= {f"DashboardsValues.{key}" for key in ("labels", "annotations")}
+    rest |= {f"NetworkPolicyValues.{key}" for key in ("metricsFrom", "scalerFrom")}
+    assert open_ones == own | labels | rest
+
+
+def _walk(node: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, list):
+        for item in node:
+            yield from _walk(item, path)
+    elif isinstance(node, dict):
+        if "type" in node or "properties" in node:
+            yield ".".join(path), node
+        for name, model in node.get("$defs", {}).items():
+            yield from _walk(model, (name,))
+        for name, field in node.get("properties", {}).items():
+            yield from _walk(field, (path[0] if path else "Values", name))
+        for key in ("anyOf", "items", "additionalProperties"):
+            yield from _walk(node.get(key), path)
+
+
+def _is_open(node: Any) -> bool:
+    return node["type"] == "object" and node.get("additionalProperties", True) is not False
+
+
+def test_what_is_generated_is_fresh() -> None:
+    stale = [path.name for path, text in generated().items() if path.read_text(encoding="utf-8") != text]
+    assert not stale, "run make chart"
+
+
+def test_values_yaml_says_every_value_and_its_default_once() -> None:
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    values = yaml.safe_load(text)
+    assert Values.model_validate(values) == Values()
+    written = Values().model_dump(mode="json", by_alias=True, exclude={"job", "groups", "controller"})
+    assert _keys(written) <= _keys(values)
+    plain = [line for line in text.splitlines() if re.match(r"^\s*[a-z]\w*:\s*\S", line) and "#" not in line]
+    assert len(plain) < 30, plain
+
+
+def _keys(tree: Any, path: str = "") -> set[str]:
+    if not isinstance(tree, dict):
+        return {path}
+    return {path}.union(*(_keys(value, f"{path}.{key}") for key, value in tree.items()))

@@ -1,0 +1,168 @@
+"""Two releases beside each other, and one release after another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rendering import CHART, EXAMPLES, Object, helm, objects, of_kind, pods, selects, template, workloads
+
+GOLDEN = Path(__file__).parent / "golden"
+TINY = [path for path in EXAMPLES if path.stem.startswith("tiny-")]
+
+
+@pytest.mark.parametrize("example", TINY, ids=lambda path: path.stem)
+def test_an_example_renders_as_it_did(example: Path) -> None:
+    """`make chart` renews these; the difference shows in review what a change means."""
+    golden = GOLDEN / example.name
+    text = template({}, release="rlhf-job", apis=(), files=[example])
+    if os.environ.get("GOLDEN"):
+        golden.write_text(text, encoding="utf-8")
+    assert golden.read_text(encoding="utf-8") == text
+
+
+def selectors(thing: Any) -> Iterator[Object]:
+    """Every label selector in an object, wherever it is."""
+    if isinstance(thing, dict):
+        for key, value in thing.items():
+            if key in ("selector", "podSelector", "labelSelector") and isinstance(value, dict):
+                yield value
+            else:
+                yield from selectors(value)
+    elif isinstance(thing, list):
+        for item in thing:
+            yield from selectors(item)
+
+
+def test_two_releases_in_a_namespace_never_touch_each_other() -> None:
+    """Also where one's name begins the other's, and every selector is in use."""
+    values = {"autoscaling": {"rollout": {"scaler": "hpa", "maxReplicas": 2}}, "storage": {"singleNode": True}}
+    ours, theirs = objects(values, release="job"), objects(values, release="job-reward")
+    for mine, other in ((ours, theirs), (theirs, ours)):
+        labels = [pod["metadata"]["labels"] for pod in pods(other)]
+        found = [selector for thing in mine for selector in selectors(thing)]
+        assert len(found) > 20
+        assert not [s for s in found for taken in labels if selects(s, taken)]
+    names = [{(thing["kind"], thing["metadata"]["name"]) for thing in things} for things in (ours, theirs)]
+    assert not names[0] & names[1]
+
+
+SAME_PODS: dict[str, dict[str, Any]] = {
+    "more replicas": {"placement": {"replicas": {"reward": 5}}},
+    "a scaler": {"autoscaling": {"reward": {"scaler": "hpa", "maxReplicas": 3}}},
+    "no dashboards": {"monitoring": {"dashboards": {"enabled": False}}},
+    "another look of the dashboards": {
+        "monitoring": {"dashboards": {"labels": {"a": "b"}}, "labels": {"c": "d"}}
+    },
+    "no operator": {"monitoring": {"operator": "never"}},
+    "no policies": {"networkPolicy": {"enabled": False}, "disruptionBudgets": False},
+    "a suspended run": {"controller": {"suspend": True}},
+    "a larger claim": {"storage": {"workspace": {"size": "40Gi"}}},
+}
+
+
+@pytest.mark.parametrize("values", SAME_PODS.values(), ids=SAME_PODS)
+def test_an_upgrade_restarts_nothing_that_did_not_change(values: dict[str, Any]) -> None:
+    before, after = objects({}), objects(values)
+    assert _templates(before) == _templates(after)
+    assert _templates(before, "Job") == _templates(after, "Job")  # the name, too: it is a hash of the pod
+
+
+def test_a_changed_job_restarts_what_reads_it_and_a_changed_role_itself_alone() -> None:
+    before = _templates(objects({}))
+    job = _templates(objects({"job": {"trainer": {"total_epochs": 2}}}))
+    assert all(before[name] != job[name] for name in before)
+    role = _templates(objects({"roles": {"reward": {"gpus": 1}}}))
+    assert [name for name in before if before[name] != role[name]] == ["demo-reward"]
+    runs = [of_kind(objects(values), "Job")[0]["metadata"]["name"] for values in ({}, {"image": {"tag": "2"}})]
+    assert runs[0] != runs[1]  # a Job's pod cannot be changed
+
+
+def _templates(things: list[Object], *kinds: str) -> dict[str, Object]:
+    chosen = of_kind(things, *kinds) if kinds else workloads(things)
+    return {thing["metadata"]["name"]: thing["spec"]["template"] for thing in chosen}
+
+
+def test_what_is_asked_of_pods_is_in_pods_and_a_groups_word_goes_before() -> None:
+    gpu = {
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "nodeSelector": {"gpu": "h100"},
+        "runtimeClassName": "nvidia",
+    }
+    values = {
+        "gpu": gpu,
+        "pods": {"priorityClassName": "high", "env": [{"name": "A", "value": "1"}], "sharedMemory": "8Gi"},
+        "groups": {"reward": {"priorityClassName": "low", "topologyKey": ""}},
+        "huggingFace": {"secret": "hub"},
+        "image": {"pullSecrets": ["registry"]},
+        "storage": {"models": {"existingClaim": "weights"}},
+    }  # fmt: skip
+    specs = {name: template["spec"] for name, template in _templates(objects(values)).items()}
+    actor, reward = specs["demo-actor"], specs["demo-reward"]
+    assert {key: actor[key] for key in gpu} == gpu
+    assert not reward.keys() & gpu.keys()
+    assert (actor["priorityClassName"], reward["priorityClassName"]) == ("high", "low")
+    assert "topologySpreadConstraints" not in reward
+    env = {entry["name"]: entry for entry in actor["containers"][0]["env"]}
+    assert env["A"]["value"] == "1"
+    assert env["HF_TOKEN"]["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    assert actor["imagePullSecrets"] == [{"name": "registry"}]
+    assert {"name": "models", "mountPath": "/models", "readOnly": True} in actor["containers"][0][
+        "volumeMounts"
+    ]
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": "weights"}} in actor["volumes"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in actor["volumes"]
+
+
+def test_a_reward_function_is_the_reward_pods_alone() -> None:
+    path = {"job": {"reward": {"custom_reward_function": {"path": "/etc/rolemesh-reward/reward.py"}}}}
+    code = "def compute_score(*args):\n    return '{{ not a template }}'\n"
+    made = [objects(path | {"rewardFunction": {"code": text}}) for text in (code, code + "# more\n")]
+    (config,) = [t for t in of_kind(made[0], "ConfigMap") if "reward.py" in t["data"]]
+    assert config["data"]["reward.py"] == code
+    templates = [_templates(things) for things in made]
+    assert [name for name in templates[0] if templates[0][name] != templates[1][name]] == ["demo-reward"]
+    mounts = templates[0]["demo-reward"]["spec"]["containers"][0]["volumeMounts"]
+    assert {"name": "reward", "mountPath": "/etc/rolemesh-reward", "readOnly": True} in mounts
+
+
+@pytest.mark.parametrize("scheduler", ["volcano", "coscheduling", "kueue"])
+def test_a_gang_is_all_pods_of_the_roles(scheduler: str) -> None:
+    replicas = {"reward": 3, "rollout": 2}
+    things = objects({"gang": {"scheduler": scheduler, "queue": "lab"}, "placement": {"replicas": replicas}})
+    for pod in _templates(things).values():
+        said = pod["metadata"]["labels"] | pod["metadata"]["annotations"]
+        assert "demo-gang" in said.values()
+        if scheduler == "kueue":
+            assert said["kueue.x-k8s.io/pod-group-total-count"] == "7"
+            assert said["kueue.x-k8s.io/queue-name"] == "lab"
+    for group in of_kind(things, "PodGroup"):
+        assert group["spec"]["minMember"] == 7
+    assert bool(of_kind(things, "PodGroup")) == (scheduler != "kueue")
+    (job,) = _templates(things, "Job").values()
+    assert "demo-gang" not in str(job)
+
+
+def test_without_rbac_replicas_are_found_by_dns_and_no_pod_has_a_token() -> None:
+    things = objects({"controller": {"rbac": False}})
+    assert not of_kind(things, "Role", "RoleBinding", "ServiceAccount")
+    (job,) = _templates(things, "Job").values()
+    args = job["spec"]["containers"][0]["args"]
+    assert "--reward=dns:demo-reward:50051" in args
+    assert not [arg for arg in args if arg.startswith("--scale-down")]
+    assert not any(pod["spec"]["automountServiceAccountToken"] for pod in pods(things))
+
+
+def test_helm_has_nothing_to_say_of_the_chart() -> None:
+    program = helm()
+    assert program
+    for example in EXAMPLES:
+        ran = subprocess.run(
+            [program, "lint", "--strict", str(CHART), "-f", str(example)], capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stdout
+        assert "[WARNING]" not in ran.stdout

@@ -1,0 +1,192 @@
+"""What the chart renders to, in every combination of what is chosen, is what a cluster accepts and means."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from rendering import EXAMPLES, Object, groups, objects, of_kind, pods, schema_errors, selects, workloads
+
+STRATEGIES: dict[str, Any] = {
+    name: {"strategy": name} for name in ("collocate", "hybrid", "split-collocate", "standalone")
+}
+STRATEGIES["custom"] = {
+    "strategy": "custom",
+    "groups": {
+        "train": ["actor", "critic"],
+        "free": ["reference"],
+        "rollout": ["rollout"],
+        "reward": ["reward"],
+    },
+}
+TLS: dict[str, Any] = {"none": {}, "certManager": {}, "secret": {"secret": "keys"}}
+SCALERS = {
+    "none": {},
+    "hpa": {"reward": {"scaler": "hpa", "maxReplicas": 4}, "rollout": {"scaler": "hpa", "maxReplicas": 2}},
+    "keda": {"reward": {"scaler": "keda", "minReplicas": 2, "maxReplicas": 4}},
+}
+ALONE = ("standalone", "custom")  # reward and rollout have pods of their own
+CRDS = (
+    "PodMonitor",
+    "PrometheusRule",
+    "ScaledObject",
+    "TriggerAuthentication",
+    "Certificate",
+    "Issuer",
+    "PodGroup",
+)
+
+COMBINATIONS = [
+    pytest.param(
+        {
+            "job": {"algorithm": {"use_kl_in_reward": True}},
+            "placement": STRATEGIES[strategy],
+            "monitoring": {"operator": monitoring},
+            "tls": {"mode": tls} | TLS[tls],
+            "autoscaling": SCALERS[scaler],
+        },
+        id=f"{strategy}-{monitoring}-{tls}-{scaler}",
+    )
+    for strategy, monitoring, tls, scaler in itertools.product(STRATEGIES, ("always", "never"), TLS, SCALERS)
+    if scaler == "none" or strategy in ALONE
+]
+
+
+@pytest.mark.parametrize("values", COMBINATIONS)
+def test_every_combination_is_accepted_and_means_what_it_says(values: Object) -> None:
+    things = objects(values)
+    check(things)
+    assert bool(of_kind(things, "PodMonitor")) == (values["monitoring"]["operator"] == "always")
+    assert bool(of_kind(things, "Certificate")) == (values["tls"]["mode"] == "certManager")
+    secure = values["tls"]["mode"] != "none"
+    for pod in pods(things):
+        (container,) = pod["spec"]["containers"]
+        assert ("--tls-dir=/etc/rolemesh/tls" in container["args"]) == secure
+    scalers = of_kind(things, "HorizontalPodAutoscaler", "ScaledObject")
+    assert {thing["metadata"]["name"] for thing in scalers} == {
+        f"demo-{role}" for role in values["autoscaling"]
+    }
+    for thing in workloads(things):
+        scaled = thing["metadata"]["name"].removeprefix("demo-") in values["autoscaling"]
+        assert ("replicas" in thing["spec"]) != scaled
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_accepted(example: Any) -> None:
+    check(objects({}, files=[example]))
+
+
+def check(things: list[Object]) -> None:
+    """What a cluster would refuse, and what would go wrong in it in silence."""
+    for thing in things:
+        if thing["kind"] not in CRDS:
+            assert not schema_errors(json.dumps(thing))
+    names = Counter((thing["apiVersion"], thing["kind"], thing["metadata"]["name"]) for thing in things)
+    assert max(names.values()) == 1, names.most_common(1)
+    for pod in pods(things):
+        restricted(pod["spec"])
+        mounts_exist(pod["spec"])
+    selected(things)
+    references(things)
+
+
+def restricted(pod: Object) -> None:
+    """The Pod Security Standard `restricted`, and what it leaves open."""
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC"}
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+    kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
+    assert kinds <= {"projected", "configMap", "secret", "emptyDir", "persistentVolumeClaim"}
+    assert all("sizeLimit" in volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume)
+    assert pod["automountServiceAccountToken"] == ("serviceAccountName" in pod)
+
+
+def mounts_exist(pod: Object) -> None:
+    volumes = [volume["name"] for volume in pod["volumes"]]
+    assert len(set(volumes)) == len(volumes)
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
+        paths = [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert len(set(paths)) == len(paths)
+
+
+def selected(things: list[Object]) -> None:
+    """Who is behind each Service, budget and policy."""
+    templates = {thing["metadata"]["name"]: thing["spec"]["template"] for thing in workloads(things)}
+    (job,) = of_kind(things, "Job")
+    templates["demo-controller"] = job["spec"]["template"]
+    labels = {name: template["metadata"]["labels"] for name, template in templates.items()}
+
+    def taken(selector: Object) -> set[str]:
+        return {name for name in labels if selects(selector, labels[name])}
+
+    for thing in workloads(things):
+        assert taken(thing["spec"]["selector"]) == {thing["metadata"]["name"]}
+        (spread,) = thing["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        assert taken(spread["labelSelector"]) == {thing["metadata"]["name"]}
+    homes = {f"demo-{role}": f"demo-{group}" for group, roles in groups(things).items() for role in roles}
+    for service in of_kind(things, "Service"):
+        name = service["metadata"]["name"]
+        assert taken(service["spec"]["selector"]) == {homes.get(name, name)}
+        assert service["spec"]["clusterIP"] == "None"
+        assert service["spec"]["publishNotReadyAddresses"] is True
+    budgets = {
+        thing["metadata"]["name"]: taken(thing["spec"]["selector"])
+        for thing in of_kind(things, "PodDisruptionBudget")
+    }
+    assert budgets == {name: {name} for name in labels}
+    callers(things, labels)
+
+
+def callers(things: list[Object], labels: dict[str, dict[str, str]]) -> None:
+    """Only the controller calls a role; rollouts take weights from the actor and from one another."""
+    may: dict[str, set[str]] = {name: set() for name in labels}
+    for policy in of_kind(things, "NetworkPolicy"):
+        for name in labels:
+            if not selects(policy["spec"]["podSelector"], labels[name]):
+                continue
+            for rule in policy["spec"]["ingress"]:
+                if rule["ports"] == [{"port": 50051}]:
+                    peers = [peer["podSelector"] for peer in rule["from"] if "podSelector" in peer]
+                    may[name] |= {other for other in labels for peer in peers if selects(peer, labels[other])}
+    rollouts = {name for name in labels if "rolemesh.dev/role-rollout" in labels[name]}
+    senders = rollouts | {name for name in labels if "rolemesh.dev/role-actor" in labels[name]}
+    for name in labels:
+        expected = set() if name == "demo-controller" else {"demo-controller"}
+        assert may[name] == expected | (rollouts if name in senders else set())
+
+
+def references(things: list[Object]) -> None:
+    """What one object says of another is there."""
+    names = {(thing["kind"], thing["metadata"]["name"]) for thing in things}
+    (job,) = of_kind(things, "Job")
+    args = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    services = [arg.split(":")[1] for arg in args if ":demo-" in arg]
+    assert {("Service", name) for name in services} <= names
+    assert len(services) == len({role for roles in groups(things).values() for role in roles})
+    for thing in of_kind(things, "StatefulSet"):
+        assert ("Service", thing["spec"]["serviceName"]) in names
+    for thing in of_kind(things, "HorizontalPodAutoscaler"):
+        target = thing["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) in names
+    (role,) = of_kind(things, "Role")
+    scalable = {
+        (rule["resources"][0], name) for rule in role["rules"] for name in rule.get("resourceNames", [])
+    }
+    down = [arg.removeprefix("--scale-down=").split("/") for arg in args if arg.startswith("--scale-down=")]
+    assert {(f"{kind}s/scale", name) for kind, name in down} == {pair for pair in scalable if "/" in pair[0]}
+    assert {name for _, name in down} == {thing["metadata"]["name"] for thing in workloads(things)}
+    for pod in pods(things):
+        for volume in pod["spec"]["volumes"]:
+            if claim := volume.get("persistentVolumeClaim", {}).get("claimName"):
+                assert ("PersistentVolumeClaim", claim) in names
