@@ -20,6 +20,10 @@ SERVER_BYTES = Counter(
 SERVER_IN_FLIGHT = Gauge("rolemesh_rpc_server_in_flight", "Calls that have not ended", ["role", "method"])
 ROLE_READY = Gauge("rolemesh_role_ready", "1 when the role serves, 0 while it loads or drains", ["role"])
 ROLE_LOAD_SECONDS = Gauge("rolemesh_role_load_seconds", "How long the role took to load", ["role"])
+DEVICE_BYTES = Gauge("rolemesh_device_bytes", "GPU memory that this process's torch holds; 0 without a GPU")
+NONFINITE_GRADIENTS = Counter(
+    "rolemesh_nonfinite_gradients", "Optimizer steps not taken, as a gradient was NaN or infinite", ["role"]
+)
 
 # ------------------------------------------------------------------------------ weights (rolemesh/weights/)
 WEIGHTS_VERSION = Gauge("rolemesh_weights_version", "The version held (actor) or in use (rollout)", ["role"])
@@ -40,6 +44,8 @@ WEIGHTS_SOURCE_FAILURES = Counter(
     "What a source of weights did wrong: gone, refused, stalled or damaged",
     ["reason"],
 )
+for _reason in ("gone", "refused", "stalled", "damaged"):  # 0 from the start, so that the first is an increase
+    WEIGHTS_SOURCE_FAILURES.labels(_reason)
 
 # --------------------------------------------- turns on a shared device (rolemesh/workers/lease.py)
 LEASE_RESIDENT = Gauge("rolemesh_lease_resident", "1 for the role of the group that is on the device", ["role"])
@@ -76,6 +82,18 @@ CONTROLLER = CollectorRegistry()
 TRAINING_STEP = Gauge("rolemesh_training_step", "Steps that have ended", registry=CONTROLLER)
 TRAINING_STEPS_PLANNED = Gauge(
     "rolemesh_training_steps_planned", "Steps that the job will make", registry=CONTROLLER
+)
+RUN_STATE = Gauge("rolemesh_run_state", "1 for the state that the run is in", ["state"], registry=CONTROLLER)
+PHASE_RUNNING = Gauge(
+    "rolemesh_phase_running", "1 while the phase of a step is under way", ["phase"], registry=CONTROLLER
+)
+STEP_ENDED = Gauge(
+    "rolemesh_step_ended_timestamp_seconds", "When the last step ended, or the run began", registry=CONTROLLER
+)
+CHECKPOINT_WRITTEN = Gauge(
+    "rolemesh_checkpoint_timestamp_seconds",
+    "When the last checkpoint was written, or the run began: what was learnt since can be lost",
+    registry=CONTROLLER,
 )
 STEP_SECONDS = Histogram("rolemesh_step_seconds", "One training step", buckets=SECONDS, registry=CONTROLLER)
 STEP_METRIC = Gauge(

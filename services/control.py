@@ -64,7 +64,8 @@ async def control(
     tune()
     run = await prepare(job)
     with Brakes(run) as brakes:
-        brakes.end(await drive(run, addresses, listen, metrics_listen))
+        scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
+        brakes.end(await drive(run, addresses, listen, scraped))
 
 
 async def prepare(job: JobConfig) -> Run:
@@ -77,8 +78,8 @@ async def prepare(job: JobConfig) -> Run:
     return Run(job, load_tokenizer(job.actor.model), Display())
 
 
-async def drive(run: Run, addresses: Addresses, listen: str, metrics_listen: str | None) -> Summary:
-    """Makes the run with clients of these addresses, once every replica is ready."""
+async def drive(run: Run, addresses: Addresses, listen: str, scraped: str | None) -> Summary:
+    """Makes the run with clients of these addresses, once every replica is ready; /metrics is at `scraped`."""
     job = run.job
     if missing := [role for role in job.roles if not addresses.get(role)]:
         raise InvalidConfig(f"the job has roles {list(job.roles)}; no address was given for {missing}")
@@ -87,7 +88,6 @@ async def drive(run: Run, addresses: Addresses, listen: str, metrics_listen: str
         stack.push_async_callback(server.drain, 1.0)
         address = await server.start(listen)
         await server.ready({SERVICE: ControllerServicer(run.status)})
-        scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
         run.display.console.print(f"controller at {address}, metrics at {scraped or 'no port'}", style="dim")
 
         clients: dict[str, Any] = {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -12,12 +14,15 @@ from rich.logging import RichHandler
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import RoleUnavailable
+from rolemesh.metrics import CONTROLLER
 from rolemesh.models.loading import model_directory
 from rolemesh.planner.devices import available_memory
 from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.refusal import refuse_what_cannot_fit
 from rolemesh.rpc.allocator import tune
+from rolemesh.rpc.server import serve_metrics
 from services.control import Brakes, drive, prepare
+from services.controller.checkpoints import write_durably
 from services.controller.loop import Run
 from services.controller.summary import Summary
 from services.processes import RoleProcesses, gpus_by_process, members_of, role_processes, visible_gpus
@@ -92,7 +97,30 @@ def check_memory(job: JobConfig) -> None:
 
 async def _train(run: Run, processes: RoleProcesses) -> Summary:
     addresses = await processes.addresses(run.job.trainer.ready_timeout_s)
-    return await drive(run, addresses, LOCAL, LOCAL)
+    scraped = serve_metrics(LOCAL, CONTROLLER)
+    all_scraped = {member.name: member.metrics_address for member in processes.members}
+    with shown_to_prometheus(run.job, all_scraped | {"controller": scraped}):
+        return await drive(run, addresses, LOCAL, scraped)
+
+
+@contextmanager
+def shown_to_prometheus(job: JobConfig, addresses: Mapping[str, str]) -> Iterator[None]:
+    """While it is entered, <run directory>.targets.json tells a Prometheus (file_sd_configs) where the processes'
+    /metrics are, with the labels that they have in a cluster. It lies beside the run directory: Prometheus
+    takes a * in the last part of a path alone, and one Prometheus should find every run.
+
+    Args:
+        job: names them.
+        addresses: process to host:port.
+    """
+    labels = {"namespace": "local", "rolemesh_job": job.trainer.experiment_name}
+    targets = [{"targets": [at], "labels": labels | {"pod": name}} for name, at in addresses.items()]
+    path = job.run_dir.with_name(f"{job.run_dir.name}.targets.json")
+    write_durably(path, json.dumps(targets, indent=1) + "\n")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 async def beside(processes: RoleProcesses, work: Coroutine[Any, Any, R]) -> R:

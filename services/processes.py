@@ -41,6 +41,7 @@ class RoleProcess:
     log_file: Path
     address_file: Path
     address: str = ""
+    metrics_address: str = ""
 
     def fate(self) -> str:
         """Name, how it ended, and the last words of its log."""
@@ -82,7 +83,8 @@ class RoleProcesses:
         try:
             async with asyncio.timeout(timeout_s):
                 for member in self.members:
-                    member.address = (await self._bound(member))["address"]
+                    bound = await self._bound(member)
+                    member.address, member.metrics_address = bound["address"], bound["metrics"]
                     for role in member.roles:
                         found.setdefault(role, []).append(member.address)
         except TimeoutError:

@@ -21,6 +21,7 @@ from rolemesh import context, metrics
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
 from rolemesh.logs import LogFormat, setup_logging
+from rolemesh.rpc import tls
 from rolemesh.rpc.allocator import tune
 from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, WEIGHTS
 from rolemesh.rpc.server import RoleServer, serve_metrics
@@ -155,6 +156,8 @@ async def serve(
     listen: str,
     *,
     metrics_listen: str | None = None,
+    health_listen: str | None = None,
+    tls_dir: Path | None = None,
     address_file: Path | None = None,
     exit_with_parent: bool = False,
     log_format: LogFormat = "text",
@@ -165,25 +168,31 @@ async def serve(
         roles: keys of ROLES; they take turns on the device.
         listen: host:port; port 0 takes a free one.
         metrics_listen: host:port of /metrics; None: no metrics.
-        address_file: gets {"address", "metrics", "pid"} as JSON once both are bound.
+        health_listen: host:port of health alone, always plain; None: only beside the roles.
+        tls_dir: the keys, with which all is TLS; None: plain.
+        address_file: gets {"address", "metrics", "health", "pid"} as JSON once all are bound.
         exit_with_parent: also end when standard input closes, which a launcher's death does.
         log_format: of the lines on standard error.
 
     Raises:
-        InvalidConfig: no such group, or an address that cannot be had.
+        InvalidConfig: no such group, no usable keys, or an address that cannot be had.
         RolemeshError: a role could not be loaded.
     """
     tune()
     torch.manual_seed(0)  # nothing should draw from it; what does is the same in every process
     setup_logging(log_format)
+    tls.use_keys(tls_dir)
     server = group_server(roles)
     context.role.set(",".join(roles))
     context.job.set(job.trainer.experiment_name)
     ending = _Ending(exit_with_parent)
     metrics_address = serve_metrics(metrics_listen) if metrics_listen else None
+    metrics.DEVICE_BYTES.set_function(torch.cuda.memory_reserved)  # 0 until something is on a GPU
+    health_address = await server.start_health(health_listen) if health_listen else None
     address = await server.start(listen)
     if address_file is not None:
-        _write_whole(address_file, {"address": address, "metrics": metrics_address, "pid": os.getpid()})
+        bound = {"address": address, "metrics": metrics_address, "health": health_address, "pid": os.getpid()}
+        _write_whole(address_file, bound)
     log.info("listens on %s, metrics on %s", address, metrics_address or "no port")
 
     working = asyncio.create_task(_work(server, roles, job))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rolemesh.config.model import OptimConfig
 from rolemesh.errors import InvalidConfig, RolemeshError
+from rolemesh.metrics import NONFINITE_GRADIENTS
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -53,6 +54,7 @@ class Optimizer:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.config, self.grad_clip, self.warmup_steps, self.role = config, grad_clip, warmup_steps, role
         self.num_updates = 0
+        self._nonfinite = NONFINITE_GRADIENTS.labels(role)
         self._adamw = torch.optim.AdamW(
             self.parameters.values(),
             lr=config.lr,
@@ -79,6 +81,7 @@ class Optimizer:
         norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self.grad_clip))
         if not math.isfinite(norm):
             self._adamw.zero_grad()
+            self._nonfinite.inc()
             raise RolemeshError(
                 f"{self.role}.update: the gradient's norm is {norm} at optimizer step {self.num_updates + 1}; "
                 "the step was not taken. A smaller learning rate, or a look at rewards and advantages, may help"

@@ -62,6 +62,8 @@ class Dispatcher:
         self.metadata: dict[str, str] = {}
         self._rpcs = {rpc.name: rpc for rpc in rpcs(service)}
         self._timeout_s = timeout_s
+        for rpc in filter(lambda rpc: rpc.pure, self._rpcs.values()):  # 0 at first, so that one is an increase
+            metrics.CLIENT_RETRIES.labels(pool.role, rpc.name)
 
     # ------------------------------------------------------------------ whole answers
 

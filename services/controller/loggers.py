@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
-from rolemesh.metrics import STEP_METRIC, STEP_SECONDS, TRAINING_STEP, TRAINING_STEPS_PLANNED
+from rolemesh.metrics import STEP_ENDED, STEP_METRIC, STEP_SECONDS, TRAINING_STEP, TRAINING_STEPS_PLANNED
 from rolemesh.roles import Metrics
 from services.controller.run_dir import STEP
 from services.controller.summary import accuracy_by_step
@@ -113,10 +113,12 @@ class PrometheusLogger:
     """The gauges of /metrics; every run has them."""
 
     def __init__(self, job: JobConfig, start: int) -> None:
+        STEP_ENDED.set_to_current_time()
         TRAINING_STEP.set(start)
         TRAINING_STEPS_PLANNED.set(job.trainer.total_training_steps or 0)
 
     def log(self, step: int, metrics: Metrics) -> None:
+        STEP_ENDED.set_to_current_time()
         TRAINING_STEP.set(step)
         if "timing_s/step" in metrics:
             STEP_SECONDS.observe(metrics["timing_s/step"])

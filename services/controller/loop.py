@@ -15,6 +15,7 @@ from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
 from rolemesh.graph import observer
+from rolemesh.metrics import CHECKPOINT_WRITTEN
 from rolemesh.roles import Metrics, Roles
 from services.controller.ahead import Ahead
 from services.controller.checkpoints import Checkpoints, ControllerState, course_of
@@ -113,6 +114,7 @@ class Run:
             start = self._saved_step = state.step
         else:  # roles may have been trained by a controller that ended before its first checkpoint
             await gather(self._roles.actor.load_checkpoint(None), self._roles.critic.load_checkpoint(None))
+        CHECKPOINT_WRITTEN.set(chosen.stat().st_mtime if chosen else time.time())
         await self._roles.sync_weights(start)
         self._stopwatch.take()
         self.status.set(state=State.RUNNING, step=start)
@@ -178,13 +180,13 @@ class Run:
     async def _save(self, number: int, metrics: Metrics) -> None:
         """The step's record is written before the checkpoint counts: who resumes from it finds the record,
         wherever this process was killed."""
-        self._stopwatch.take()
         began = time.perf_counter()
-        self.status.set(phase="save_checkpoint")
-        async with self._checkpoints.writing(self._roles, self._state(number)):
-            self._log(number, metrics | {"timing_s/save_checkpoint": time.perf_counter() - began})
+        with self._stopwatch("save_checkpoint"):
+            async with self._checkpoints.writing(self._roles, self._state(number)):
+                self._log(number, metrics | {"timing_s/save_checkpoint": time.perf_counter() - began})
+        self._stopwatch.take()  # this step's record has it
         self._saved_step = number
-        self.status.set(phase="")
+        CHECKPOINT_WRITTEN.set_to_current_time()
 
     def _log(self, number: int, metrics: Metrics) -> None:
         metrics_file, loggers = self._log_to

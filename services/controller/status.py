@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from enum import Enum
 
+from rolemesh.metrics import RUN_STATE
 from services.controller.run_dir import STEP, Record
 
 
@@ -105,6 +106,8 @@ class RunStatus:
         return self._state in (State.FINISHED, State.FAILED)
 
     def _tell(self) -> None:
+        for state in State:
+            RUN_STATE.labels(state.name.lower()).set(state is self.state)
         self._on_change(self)
         before, self._changed = self._changed, asyncio.Event()
         before.set()

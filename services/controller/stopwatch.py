@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from rolemesh import metrics
 from rolemesh.dataproto import DataProto
 from rolemesh.graph import ControllerNode
 from rolemesh.roles import Actor, Critic, Metrics, Reference, Reward, Roles, Rollout
@@ -41,6 +42,7 @@ class Stopwatch:
         before = self.phase
         if phase not in self._running:
             self._since[phase] = time.perf_counter()
+            metrics.PHASE_RUNNING.labels(phase).set(1)
         self._running[phase] = self._running.get(phase, 0) + 1
         self._tell(before)
         try:
@@ -50,6 +52,7 @@ class Stopwatch:
             self._running[phase] -= 1
             if not self._running[phase]:
                 del self._running[phase]
+                metrics.PHASE_RUNNING.labels(phase).set(0)
                 passed = time.perf_counter() - self._since.pop(phase)
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + passed
             self._tell(before)
