@@ -88,7 +88,8 @@ def show(
 
 
 def _block(place: int, plan: Plan, *, bars: bool) -> Group:
-    verdict = Text("fits", "bold green") if plan.fits else Text("does not fit", "bold red")
+    refused = "is refused" if plan.blocked else "does not fit"
+    verdict = Text("fits", "bold green") if plan.fits else Text(refused, "bold red")
     phases = " · ".join(f"{_words(name)} {_seconds(value)}" for name, value in plan.phases.items() if value)
     head = Text.assemble(
         (f"{place}. {plan.name}", "bold"), "  ", verdict, f"  {_seconds(plan.seconds)} a step\n   {phases}"
