@@ -105,8 +105,8 @@ async def _train(run: Run, processes: RoleProcesses) -> Summary:
 
 @contextmanager
 def shown_to_prometheus(job: JobConfig, addresses: Mapping[str, str]) -> Iterator[None]:
-    """While it is entered, <run directory>.targets.json tells a Prometheus (file_sd_configs) where the processes'
-    /metrics are, with the labels that they have in a cluster. It lies beside the run directory: Prometheus
+    """While it is entered, <run directory>.targets.json tells a Prometheus (file_sd_configs) where /metrics of
+    each process is, with the labels that it has in a cluster. It lies beside the run directory: Prometheus
     takes a * in the last part of a path alone, and one Prometheus should find every run.
 
     Args:
