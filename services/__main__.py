@@ -66,6 +66,15 @@ LogFormatOption = Annotated[
     LogFormat,
     typer.Option(envvar="ROLEMESH_LOG_FORMAT", help="Lines for people, or one JSON object a line."),
 ]
+HealthListenOption = Annotated[
+    str, typer.Option(help="host:port of health alone, for probes; always plain; empty: none.")
+]
+TlsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Keys: a directory with tls.crt, tls.key and ca.crt. Then all gRPC is mutual TLS.", metavar="DIR"
+    ),
+]
 
 
 @app.command(epilog="Example: rolemesh run configs/tiny.yaml trainer.total_training_steps=5")
@@ -95,6 +104,8 @@ def serve(
     metrics_listen: Annotated[
         str, typer.Option(help="host:port of /metrics; empty: none; port 0 takes a free one.")
     ] = "",
+    health_listen: HealthListenOption = "",
+    tls_dir: TlsOption = None,
     address_file: Annotated[
         Path | None,
         typer.Option(help="Write the bound addresses here, as JSON."),
@@ -117,6 +128,8 @@ def serve(
             job,
             listen,
             metrics_listen=metrics_listen or None,
+            health_listen=health_listen or None,
+            tls_dir=tls_dir,
             address_file=address_file,
             exit_with_parent=exit_with_parent,
             log_format=log_format.value,

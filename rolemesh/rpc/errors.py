@@ -12,6 +12,7 @@ import grpc
 
 from rolemesh import errors
 from rolemesh.errors import RolemeshError
+from rolemesh.rpc import tls
 
 ERROR_KEY = "rolemesh-error"
 # HTTP/2 headers are limited (8 KiB by default) and gRPC percent-encodes what is not ASCII, times three.
@@ -68,7 +69,7 @@ def from_status(error: grpc.aio.AioRpcError, where: str) -> RolemeshError:
     details = error.details() or error.code().name
     if details == ENDED_WHILE_WRITING:
         cls, details = errors.RoleUnavailable, "the call ended while its request was being sent"
-    return cls(f"{where}: {details}")
+    return cls(f"{where}: {tls.explain(details)}")
 
 
 def _shortened(text: str) -> str:

@@ -17,6 +17,7 @@ import grpc
 from rolemesh import context as origin
 from rolemesh import metrics
 from rolemesh.errors import RolemeshError
+from rolemesh.rpc import tls
 from rolemesh.rpc.contract import Rpc
 from rolemesh.rpc.errors import to_status
 
@@ -78,6 +79,8 @@ class Guard:
         self.idle.clear()
         metrics.SERVER_IN_FLIGHT.labels(*labels).inc()
         try:
+            if problem := tls.stranger(context):
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{role} is {problem}")
             yield count
         except grpc.aio.AbortError:  # the method itself chose a status
             code = _as_code(context.code())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
 from rolemesh import metrics
 from rolemesh.errors import InvalidConfig
+from rolemesh.rpc import tls
 from rolemesh.rpc.carrier import CHANNEL_OPTIONS
 from rolemesh.rpc.contract import deserializer, rpcs, serializer
 from rolemesh.rpc.guard import Behaviour, Context, Guard
@@ -31,6 +32,9 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
+
+# The name whose health says that the event loop answers, whatever the roles do: what a liveness probe asks for.
+LIVE = "live"
 
 HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
@@ -62,9 +66,10 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._refusal = "is still loading"
         self._guard = Guard()
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
+        self._servers: list[grpc.aio.Server] = []
 
     async def start(self, listen: str) -> str:
-        """Binds and answers probes.
+        """Binds and answers probes: with TLS where this process has keys (tls.use_keys), else plain.
 
         Args:
             listen: host:port; port 0 takes a free one.
@@ -75,25 +80,38 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         Raises:
             InvalidConfig: not an address, or one that cannot be had.
         """
-        host, port = split_address(listen)
-        self._server = self._new_server()
-        try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError as error:
-            await self._server.stop(None)  # one that is dropped without keeps a thread for ever
-            raise InvalidConfig(f"{self._roles} cannot listen on {listen}: {_why(host, port)}") from error
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._server.start()
-        return f"{host}:{bound}"
-
-    def _new_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = self._new_server()
         server.add_generic_rpc_handlers((self,))
-        add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection(
             [*self._role_of, health.SERVICE_NAME, reflection.SERVICE_NAME], server
         )
+        return await self._begin(server, listen, partial(tls.add_port, server))
+
+    async def start_health(self, listen: str) -> str:
+        """Health alone, on a port that is always plain: probes have no keys. Arguments, result and errors are
+        those of `start`."""
+        server = self._new_server()
+        return await self._begin(server, listen, server.add_insecure_port)
+
+    def _new_server(self) -> grpc.aio.Server:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_HealthServicer_to_server(self._health, server)
         return server
+
+    async def _begin(self, server: grpc.aio.Server, listen: str, add_port: Callable[[str], int]) -> str:
+        host, port = split_address(listen)
+        try:
+            bound = add_port(f"{host}:{port}")
+        except RuntimeError as error:
+            for begun in (server, *self._servers):  # one that is dropped without keeps a thread for ever
+                await begun.stop(None)
+            raise InvalidConfig(f"{self._roles} cannot listen on {listen}: {_why(host, port)}") from error
+        if not self._servers:
+            await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+            await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
+        await server.start()
+        self._servers.append(server)
+        return f"{host}:{bound}"
 
     async def ready(self, servicers: Mapping[ServiceDescriptor, Any]) -> None:
         """Begins to answer calls."""
@@ -106,6 +124,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
 
     async def _set_serving(self, service: ServiceDescriptor, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
+        serving = serving and not self._refusal  # weights may still come while it drains
         await self._health.set(service.full_name, status.SERVING if serving else status.NOT_SERVING)
 
     async def drain(self, grace_s: float) -> None:
@@ -115,15 +134,15 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
             grace_s: seconds after which running calls are cancelled.
         """
         self._refusal = "is draining"
-        self._show_ready(False)
-        await self._health.enter_graceful_shutdown()
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
             # Not left to Server.stop(grace), which would also wait for those who watch our health for ever.
             async with asyncio.timeout(grace_s):
                 await self._guard.idle.wait()
         except TimeoutError:
             log.warning("calls still run after a grace of %.0f s and are cancelled", grace_s)
-        await self._server.stop(0.2)
+        for server in self._servers:
+            await server.stop(0.2)
 
     async def _set_health(self, status: Any) -> None:
         self._show_ready(status == health_pb2.HealthCheckResponse.SERVING)

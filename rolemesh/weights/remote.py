@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rolemesh import metrics
 from rolemesh.errors import WeightsUnavailable
+from rolemesh.rpc import tls
+from rolemesh.rpc.channels import open_channel
 from rolemesh.rpc.contract import WEIGHTS, deserializer, rpcs, serializer
 from rolemesh.rpc.frame import split_frame
-from rolemesh.rpc.pool import CLIENT_OPTIONS
 from rolemesh.v1.weights_pb2 import FetchRangeRequest, GetManifestRequest, WatchRegionRequest
 from rolemesh.weights.held import Holding
 from rolemesh.weights.manifest import name_of, read_manifest
@@ -100,7 +101,7 @@ class RemoteWeights:
         waits for a relay to have it."""
         if self._held() is not None:  # begun elsewhere
             return None
-        async with grpc.aio.insecure_channel(self.sources[-1], options=CLIENT_OPTIONS) as channel:
+        async with open_channel(self.sources[-1]) as channel:
             source = _Source(channel, self._version, self.digest)
             try:
                 serialized, shared = await source.manifest(0.0)
@@ -149,7 +150,7 @@ class RemoteWeights:
 
     async def _pull_from(self, address: str) -> Holding:
         kind = "actor" if address == self.sources[-1] else "rollout"
-        async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
+        async with open_channel(address) as channel:
             source = _Source(channel, self._version, self.digest)
             try:
                 holding = await self._open(source, 0.0 if kind == "actor" else RELAY_WAIT_S)
@@ -164,7 +165,7 @@ class RemoteWeights:
                 return holding
             except grpc.aio.AioRpcError as error:
                 gone = error.code() in GONE
-                message = f"{error.code().name}: {error.details()}"
+                message = f"{error.code().name}: {tls.explain(error.details() or '')}"
                 raise _Left("gone" if gone else "refused", message, final=not gone) from error
             except TimeoutError as error:
                 raise _Left("stalled", f"nothing came for {STALL_S:g} s", final=False) from error

@@ -1,0 +1,67 @@
+"""Real keys: authorities, and directories of the certificates that they sign."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+HOUR = timedelta(hours=1)
+generations = count(1)
+
+
+class Authority:
+    """Signs certificates."""
+
+    def __init__(self, name: str = "authority") -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        self.certificate = self._sign(self._key, self._name, HOUR, ca=True)
+
+    def _sign(
+        self,
+        key: ec.EllipticCurvePrivateKey,
+        subject: x509.Name,
+        lasts: timedelta,
+        *names: str,
+        ca: bool = False,
+    ) -> bytes:
+        until = datetime.now(UTC) + lasts
+        builder = (
+            x509.CertificateBuilder(self._name, subject, key.public_key(), x509.random_serial_number())
+            .not_valid_before(until - 10 * HOUR)
+            .not_valid_after(until)
+            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        )
+        if names:
+            alternatives = x509.SubjectAlternativeName([x509.DNSName(name) for name in names])
+            builder = builder.add_extension(alternatives, critical=False)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+    def files(self, *names: str, lasts: timedelta = HOUR, trusted: bytes = b"") -> dict[str, bytes]:
+        """A new key and its certificate, for these DNS names; `trusted`: further authorities."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        private = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "process")])
+        certificate = self._sign(key, subject, lasts, *names)
+        return {"tls.crt": certificate, "tls.key": private, "ca.crt": self.certificate + trusted}
+
+
+def swap(directory: Path, files: dict[str, bytes]) -> Path:
+    """Puts the files in place as a kubelet does with a Secret: behind one link, which is swapped."""
+    generation = directory / f"..generation-{next(generations)}"
+    generation.mkdir(parents=True)
+    for name, content in files.items():
+        (generation / name).write_bytes(content)
+        if not (directory / name).is_symlink():
+            (directory / name).symlink_to(Path("..data") / name)
+    (directory / "..data_tmp").symlink_to(generation.name)
+    os.rename(directory / "..data_tmp", directory / "..data")
+    return directory

@@ -1,0 +1,267 @@
+"""Mutual TLS with real certificates: who is let in, who is told what, and keys that change while calls run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from certificates import HOUR, Authority, swap
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from serving import gate, reward_batch, reward_job, served
+
+from rolemesh.config import JobConfig
+from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.roles import methods
+from rolemesh.rpc import tls
+from rolemesh.rpc.channels import Line, open_channel
+from rolemesh.rpc.clients import RewardClient
+from rolemesh.rpc.contract import REWARD
+from rolemesh.rpc.server import RoleServer
+
+JOB, OTHER = "my-job", "other-job"
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def keys(tmp_path: Path, authority: Authority) -> Path:
+    return swap(tmp_path / "keys", authority.files(JOB))
+
+
+@pytest.fixture
+def job(tiny_model: Path, tmp_path: Path) -> JobConfig:
+    return reward_job(tiny_model, tmp_path / "job")
+
+
+@asynccontextmanager
+async def reward_with(job: JobConfig, keys: Path | None) -> AsyncIterator[str]:
+    """A reward whose process has these keys; its address."""
+    tls.use_keys(keys)
+    async with served("reward", job) as [address]:
+        yield address
+
+
+def client(address: str, job: JobConfig, keys: Path | None) -> RewardClient:
+    """Of a process that has these keys."""
+    tls.use_keys(keys)
+    return RewardClient([address], methods(job), patience_s=0.1)
+
+
+async def problem(client: RewardClient) -> str:
+    async with client:
+        with pytest.raises(RoleUnavailable) as error:
+            await client.wait_until_ready(0.2)
+        return str(error.value)
+
+
+async def test_two_processes_of_a_job_understand_each_other(job: JobConfig, keys: Path, tmp_path: Path) -> None:
+    """Whatever the address, the certificate's first name counts."""
+    async with reward_with(job, keys) as address, client(address, job, keys) as reward:
+        await reward.wait_until_ready(5)
+        assert (await reward.compute_scores(reward_batch(3)))["token_level_scores"].sum(1).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("server", "caller", "words"),
+    [
+        ("job", None, "hangs up on a plain connection: if it has keys, give this process --tls-dir too"),
+        (None, "job", "speaks plain, and this process has keys: start it with --tls-dir too"),
+        ("stranger", "job", "its certificate is not of the authority in {caller}/ca.crt"),
+        ("job", "trusting stranger", "its ca.crt lacks the authority of {caller}/tls.crt"),
+        ("expired", "job", "its certificate has expired: renew the keys in its --tls-dir"),
+        ("job", "expired", "refuses this process's certificate: {caller}/tls.crt expired at "),
+        ("job", "other job", "its certificate is not for 'other-job': is it of another job?"),
+    ],
+)
+async def test_where_the_two_ends_do_not_agree_the_error_says_what_to_look_at(
+    job: JobConfig, tmp_path: Path, authority: Authority, server: str | None, caller: str | None, words: str
+) -> None:
+    stranger = Authority("stranger")
+    kinds = {
+        "job": authority.files(JOB),
+        "expired": authority.files(JOB, lasts=-HOUR),
+        "stranger": stranger.files(JOB),
+        "trusting stranger": stranger.files(JOB, trusted=authority.certificate),
+        "other job": authority.files(OTHER),
+    }
+    servers = swap(tmp_path / "server", kinds[server]) if server else None
+    callers = swap(tmp_path / "caller", kinds[caller]) if caller else None
+    async with reward_with(job, servers) as address:
+        said = await problem(client(address, job, callers))
+    assert said.startswith("reward was not ready within 0.2 s")
+    assert f"at {address}: it" in said
+    assert words.format(caller=callers) in said
+
+
+async def test_a_caller_of_another_job_is_refused_though_it_does_not_look_at_the_servers_name(
+    job: JobConfig, keys: Path, tmp_path: Path, authority: Authority
+) -> None:
+    other = tls.read_keys(swap(tmp_path / "other", authority.files(OTHER)))
+    pretends = [("grpc.ssl_target_name_override", JOB)]
+    async with (
+        reward_with(job, keys) as address,
+        grpc.aio.secure_channel(address, other.channel_credentials(), options=pretends) as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await channel.stream_unary("/rolemesh.v1.RewardService/ComputeScores")(iter([b""]))
+    assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert (
+        error.value.details() == "reward is for callers of my-job; this one's certificate is for ['other-job']"
+    )
+
+
+# -------------------------------------------------------------------------------------- new keys
+
+
+async def answer(line: Line) -> int:
+    """What the server says to a call that is made now."""
+    stub = health_pb2_grpc.HealthStub(line.channel)
+    return int((await stub.Check(health_pb2.HealthCheckRequest(service="reward"), timeout=5)).status)
+
+
+async def test_no_call_fails_while_keys_change(
+    tiny_model: Path, tmp_path: Path, keys: Path, authority: Authority
+) -> None:
+    """A call that began with the first keys ends with the last ones in place; a new connection has the last."""
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as held:
+        slow = reward_job(tiny_model, tmp_path / "slow", started=str(started.path), gate=str(held.path))
+        quick = reward_job(tiny_model, tmp_path / "quick")
+        async with (
+            reward_with(slow, keys) as slow_at,
+            reward_with(quick, keys) as quick_at,
+            client(slow_at, slow, keys) as slow_reward,
+            client(quick_at, quick, keys) as reward,
+        ):
+            running = asyncio.create_task(slow_reward.compute_scores(reward_batch(1)))
+            await started.passed(running)
+            for _ in range(4):
+                swap(keys, authority.files(JOB))
+                for _ in range(5):
+                    scores = await reward.compute_scores(reward_batch(2))
+                    assert scores["token_level_scores"].sum(1).tolist() == [0, 1]
+            held.open()
+            assert len(await running) == 1
+            swap(keys, authority.files(JOB, lasts=-HOUR))
+            said = await problem(client(quick_at, quick, swap(tmp_path / "fresh", authority.files(JOB))))
+            assert "its certificate has expired" in said
+
+
+async def test_a_line_whose_keys_have_expired_goes_on_with_new_ones(
+    tmp_path: Path, authority: Authority
+) -> None:
+    """The server comes back under the same address, so the old connection has to be made anew."""
+    servers = swap(tmp_path / "server", authority.files(JOB))
+    callers = swap(tmp_path / "caller", authority.files(JOB, lasts=timedelta(seconds=1)))
+    tls.use_keys(servers)
+    first, second = RoleServer({"reward": [REWARD]}), RoleServer({"reward": [REWARD]})
+    address = await first.start("127.0.0.1:0")
+    tls.use_keys(callers)
+    line = Line(address)
+    assert await answer(line) == NOT_SERVING
+    before = tls.current_keys()
+    assert before is not None
+    await asyncio.sleep((before.expires - datetime.now(UTC)).total_seconds())
+    swap(callers, authority.files(JOB))
+    await first.drain(0)
+    tls.use_keys(servers)
+    await second.start(address)
+    tls.use_keys(callers)
+    assert await answer(line) == NOT_SERVING
+    await line.close()
+    await second.drain(0)
+
+
+async def test_under_a_new_authority_calls_go_on_until_the_other_end_has_its_keys_too(
+    tmp_path: Path, authority: Authority
+) -> None:
+    """The nodes of a cluster get a Secret's new content within a minute of each other, not at once."""
+    servers = swap(tmp_path / "server", authority.files(JOB))
+    callers = swap(tmp_path / "caller", authority.files(JOB))
+    new = Authority("new")
+    tls.use_keys(servers)
+    server = RoleServer({"reward": [REWARD]})
+    line = Line(await server.start("127.0.0.1:0"))
+    tls.use_keys(callers)
+    await answer(line)
+    old = line.channel
+    swap(callers, new.files(JOB))
+    for _ in range(20):
+        assert await answer(line) == NOT_SERVING
+    assert line.channel is old  # the next one is refused
+    swap(servers, new.files(JOB))
+    async with asyncio.timeout(10):
+        while line.channel is old:
+            assert await answer(line) == NOT_SERVING
+    assert await answer(line) == NOT_SERVING
+    await line.close()
+    await server.drain(0)
+
+
+def test_what_is_half_written_is_not_taken(
+    keys: Path, authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A person copies files one by one, and the key is of another certificate for a moment."""
+    folder = tls.KeyFolder(keys)
+    before, new = folder.current(), authority.files(JOB)
+    (keys / "tls.crt").unlink()
+    (keys / "tls.crt").write_bytes(new["tls.crt"])
+    plain = {name: (keys / name).read_bytes() for name in new}
+    (keys / "..data").unlink()
+    for name, content in plain.items():
+        (keys / name).unlink()
+        (keys / name).write_bytes(content)
+    assert folder.current() is before
+    assert "tls.key is not the key of tls.crt" in caplog.text
+    (keys / "tls.key").write_bytes(new["tls.key"])
+    assert folder.current().certificate == new["tls.crt"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tls.key": None}, "No such file or directory.*tls.key"),
+        ({"tls.crt": b"no certificate"}, "are to be PEM"),
+        ({"tls.key": Authority().files(JOB)["tls.key"]}, "tls.key is not the key of tls.crt"),
+        ({"ca.crt": b""}, "are to be PEM"),
+        (Authority().files(), "is to have a DNS name"),
+        (Authority().files("*.svc"), "is to have a DNS name"),
+    ],
+)
+def test_keys_that_cannot_be_used_are_named(
+    tmp_path: Path, authority: Authority, change: dict[str, Any], words: str
+) -> None:
+    files = authority.files(JOB) | change
+    directory = swap(
+        tmp_path / "keys", {name: content for name, content in files.items() if content is not None}
+    )
+    with pytest.raises(InvalidConfig, match=words):
+        tls.use_keys(directory)
+
+
+async def test_with_keys_only_health_is_plain(keys: Path) -> None:
+    tls.use_keys(keys)
+    server = RoleServer({"reward": [REWARD]})
+    plain, secure = await server.start_health("127.0.0.1:0"), await server.start("127.0.0.1:0")
+    request = health_pb2.HealthCheckRequest(service="live")
+    async with grpc.aio.insecure_channel(plain) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await channel.unary_unary("/rolemesh.v1.RewardService/ComputeScores")(b"")
+        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    async with grpc.aio.insecure_channel(secure) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="failed to connect"):
+            await health_pb2_grpc.HealthStub(channel).Check(request)
+    async with open_channel(secure) as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(request)
+    await server.drain(0)
