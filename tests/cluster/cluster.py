@@ -1,0 +1,146 @@
+"""The cluster that KUBECONFIG points at, through kubectl and helm."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from rendering import CHART, helm
+
+from rolemesh.v1 import controller_pb2 as pb
+from rolemesh.v1 import controller_pb2_grpc
+
+REPOSITORY, _, TAG = os.environ.get("IMAGE", "localhost/rolemesh:0.1.0").rpartition(":")
+IMAGE = f"{REPOSITORY}:{TAG}"
+WITH_IMAGE = ("--set", f"image.repository={REPOSITORY},image.tag={TAG}")
+# Accepted by the API server, admitted by Pod Security and quotas, and started by nobody.
+UNSCHEDULED = ("--set", "pods.schedulerName=nobody")
+
+Object = dict[str, Any]
+
+
+class Failed(Exception):
+    """What a command said when it failed."""
+
+
+def run(*command: str, stdin: str | None = None, within_s: float = 120) -> str:
+    """A command's output.
+
+    Raises:
+        Failed: its words.
+    """
+    ended = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=within_s)
+    if ended.returncode:
+        raise Failed(f"{' '.join(command)}: {ended.stderr or ended.stdout}")
+    return ended.stdout
+
+
+def absence() -> str:
+    """Why there is no cluster to test on; empty: there is one."""
+    if not os.environ.get("KUBECONFIG"):
+        return "KUBECONFIG is not set: point it at a cluster, e.g. one of kind"
+    if not shutil.which("kubectl"):
+        return "there is no kubectl"
+    if not helm():
+        return "there is no helm"
+    try:
+        run("kubectl", "get", "--raw", "/readyz", "--request-timeout=5s")
+    except Failed as failed:
+        return f"no cluster answers at {os.environ['KUBECONFIG']}: {failed}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One namespace, and what is done in it."""
+
+    name: str
+
+    def kubectl(self, *args: str, stdin: str | None = None, within_s: float = 120) -> str:
+        return run("kubectl", "-n", self.name, *args, stdin=stdin, within_s=within_s)
+
+    def get(self, kinds: str, *args: str) -> list[Object]:
+        found: list[Object] = json.loads(self.kubectl("get", kinds, "-o", "json", *args))["items"]
+        return found
+
+    def one(self, kind: str, name: str) -> Object:
+        found: Object = json.loads(self.kubectl("get", kind, name, "-o", "json"))
+        return found
+
+    def helm(self, *args: str, within_s: float = 300) -> str:
+        program = helm()
+        assert program
+        return run(program, "-n", self.name, *args, within_s=within_s)
+
+    def install(self, release: str, *args: str) -> str:
+        return self.helm("install", release, str(CHART), *WITH_IMAGE, *args)
+
+    def until(self, holds: Callable[[Object], bool], *what: str, within_s: float = 120) -> Object:
+        """An object of `kubectl get WHAT` once it is as asked for, now or later."""
+        command = ["kubectl", "-n", self.name, "get", *what, "--watch", "-o", "json"]
+        text, thing = "", None
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+            assert watching.stdout
+            late = threading.Timer(within_s, watching.kill)
+            late.start()
+            try:
+                for line in watching.stdout:
+                    text += line
+                    if line.rstrip() == "}":
+                        thing, text = json.loads(text), ""
+                        if holds(thing):
+                            return thing
+            finally:
+                late.cancel()
+                watching.kill()
+        raise AssertionError(f"within {within_s} s, {' '.join(what)} was last {json.dumps(thing, indent=1)}")
+
+    def pods(self, release: str, component: str | None = None) -> list[Object]:
+        """Those that were not asked to go."""
+        selector = f"app.kubernetes.io/instance={release}"
+        if component:
+            selector += f",app.kubernetes.io/component={component}"
+        return [pod for pod in self.get("pods", "-l", selector) if "deletionTimestamp" not in pod["metadata"]]
+
+    def metrics(self, pod: str) -> str:
+        """What a pod's /metrics says, by way of the API server."""
+        return self.kubectl("get", "--raw", f"/api/v1/namespaces/{self.name}/pods/{pod}:9090/proxy/metrics")
+
+    @contextmanager
+    def controller(self, pod: str) -> Iterator[controller_pb2_grpc.ControllerServiceStub]:
+        """ControllerService of a controller's pod."""
+        command = ["kubectl", "-n", self.name, "port-forward", f"pod/{pod}", ":50051"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as forwarding:
+            assert forwarding.stdout
+            try:
+                _, _, address = forwarding.stdout.readline().partition("Forwarding from ")
+                with grpc.insecure_channel(address.partition(" ")[0]) as channel:
+                    yield controller_pb2_grpc.ControllerServiceStub(channel)
+            finally:
+                forwarding.kill()
+
+    def steps(self, pod: str, after: int = 0) -> Iterator[int]:
+        """The number of each step that the controller in the pod has made, as it is made."""
+        with self.controller(pod) as service:
+            request = pb.WatchRequest(after_step=after)
+            for response in service.Watch(request, wait_for_ready=True, timeout=600):
+                yield response.record.step
+
+
+@contextmanager
+def namespace(name: str) -> Iterator[Namespace]:
+    """A new one in which Pod Security `restricted` is enforced; gone afterwards, with all that is in it."""
+    run("kubectl", "create", "namespace", name)
+    try:
+        run("kubectl", "label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+        yield Namespace(name)
+    finally:
+        run("kubectl", "delete", "namespace", name, "--wait=false")

@@ -1,0 +1,23 @@
+"""Cluster tests take whatever KUBECONFIG points at, and need kubectl and helm."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from functools import cache
+
+import cluster
+import pytest
+
+NO_CLUSTER = cache(cluster.absence)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.path.parent.name == "cluster" and (why := NO_CLUSTER()):
+        pytest.skip(f"NO CLUSTER IS TESTED: {why}")
+
+
+@pytest.fixture
+def namespace() -> Iterator[cluster.Namespace]:
+    with cluster.namespace(f"rolemesh-{uuid.uuid4().hex[:8]}") as new:
+        yield new

@@ -1,0 +1,185 @@
+"""A real API server takes the chart: its objects, its pods under Pod Security, its account's rights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cluster import UNSCHEDULED, Failed, Namespace
+from rendering import CHART, EXAMPLES, selects
+
+pytestmark = pytest.mark.cluster
+
+KINDS = (
+    "deployments,statefulsets,jobs,pods,services,configmaps,serviceaccounts,roles,rolebindings,"
+    "poddisruptionbudgets,networkpolicies,persistentvolumeclaims,secrets"
+)
+TINY = CHART / "examples" / "tiny-standalone.yaml"
+
+
+def example(path: Path) -> tuple[str, ...]:
+    return ("--values", str(path), *UNSCHEDULED)
+
+
+def objects_of(namespace: Namespace, release: str) -> set[str]:
+    found = namespace.get(KINDS, "-l", f"app.kubernetes.io/instance={release}")
+    return {f"{thing['kind']}/{thing['metadata']['name']}" for thing in found}
+
+
+def admitted(namespace: Namespace, release: str) -> None:
+    """Every pod that the release asks for is there: neither Pod Security nor a quota has refused one."""
+    for workload in namespace.get(
+        "deployments,statefulsets,jobs", "-l", f"app.kubernetes.io/instance={release}"
+    ):
+        kind, name = workload["kind"].lower(), workload["metadata"]["name"]
+        asked = workload["spec"].get("replicas", 1)
+        namespace.until(
+            lambda thing, asked=asked: (
+                thing.get("status", {}).get("replicas", thing.get("status", {}).get("active", 0)) == asked
+            ),
+            kind,
+            name,
+        )
+
+
+def claims_of_the_user(namespace: Namespace, names: tuple[str, ...]) -> None:
+    """What the examples for GPUs expect to find."""
+    for name in names:
+        claim = {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": name},
+            "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
+        }
+        namespace.kubectl("apply", "-f", "-", stdin=json.dumps(claim))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_installed_upgraded_rolled_back_and_uninstalled(namespace: Namespace, path: Path) -> None:
+    claims_of_the_user(namespace, ("models", "data"))
+    namespace.install("job", *example(path))
+    admitted(namespace, "job")
+    before = objects_of(namespace, "job")
+
+    namespace.helm("upgrade", "job", str(CHART), "--reuse-values", "--set", "pods.labels.team=alignment")
+    admitted(namespace, "job")
+    namespace.helm("rollback", "job", "1")
+    admitted(namespace, "job")
+    stays = {"Pod"}
+    assert {o for o in objects_of(namespace, "job") if o.partition("/")[0] not in stays} == {
+        o for o in before if o.partition("/")[0] not in stays
+    }
+
+    kept = {
+        f"PersistentVolumeClaim/{claim['metadata']['name']}"
+        for claim in namespace.get("persistentvolumeclaims", "-l", "app.kubernetes.io/instance=job")
+        if claim["metadata"].get("annotations", {}).get("helm.sh/resource-policy") == "keep"
+    }
+    namespace.helm("uninstall", "job", "--wait", "--cascade=foreground")
+    assert objects_of(namespace, "job") == kept
+
+
+def test_two_releases_in_a_namespace_never_touch_each_other(namespace: Namespace) -> None:
+    long = "a-second-job-whose-name-is-as-long-as-helm-allows-it1"
+    assert len(long) == 53
+    for release in ("job", long):
+        namespace.install(release, *example(TINY))
+        admitted(namespace, release)
+    for release, other in (("job", long), (long, "job")):
+        theirs = [pod["metadata"]["labels"] for pod in namespace.pods(other)]
+        assert theirs
+        for thing in namespace.get(
+            "services,deployments,statefulsets,networkpolicies,poddisruptionbudgets",
+            "-l",
+            f"app.kubernetes.io/instance={release}",
+        ):
+            selector = thing["spec"].get("selector", thing["spec"].get("podSelector"))
+            assert not any(selects(selector, labels) for labels in theirs), thing["metadata"]["name"]
+    before = objects_of(namespace, long)
+    namespace.helm("uninstall", "job", "--wait", "--cascade=foreground")
+    assert objects_of(namespace, long) == before
+
+
+def test_the_controllers_account_may_do_what_it_does_and_nothing_else(namespace: Namespace) -> None:
+    namespace.install("job", *example(TINY))
+    namespace.install("other", *example(TINY))
+
+    def may(verb: str, what: str, *more: str, account: str = "job-controller") -> bool:
+        who = f"--as=system:serviceaccount:{namespace.name}:{account}"
+        try:
+            return namespace.kubectl("auth", "can-i", verb, what, who, *more).strip() == "yes"
+        except Failed:  # so can-i says no
+            return False
+
+    assert may("watch", "endpointslices.discovery.k8s.io")
+    assert not may("watch", "endpointslices.discovery.k8s.io", account="default")
+    for group in ("actor", "critic", "rollout", "reference", "reward"):
+        kind = "statefulsets.apps" if group in ("actor", "critic") else "deployments.apps"
+        assert may("patch", f"{kind}/job-{group}", "--subresource=scale")
+        assert not may("patch", f"{kind}/other-{group}", "--subresource=scale")
+        assert not may("patch", f"{kind}/job-{group}")
+    for verb, what in (
+        ("get", "secrets"),
+        ("list", "pods"),
+        ("create", "pods"),
+        ("delete", "pods"),
+        ("create", "jobs.batch"),
+        ("patch", "configmaps"),
+        ("update", "deployments.apps"),
+    ):
+        assert not may(verb, what), (verb, what)
+    assert not may("create", "pods", "--subresource=exec")
+
+
+def test_no_pod_but_the_controllers_has_a_token(namespace: Namespace) -> None:
+    namespace.install("job", *example(TINY))
+    admitted(namespace, "job")
+    for pod in namespace.pods("job"):
+        has = any(
+            "serviceAccountToken" in source
+            for volume in pod["spec"]["volumes"]
+            for source in volume.get("projected", {}).get("sources", ())
+        )
+        assert has == (pod["metadata"]["labels"]["app.kubernetes.io/component"] == "controller")
+
+
+def test_a_quota_counts_what_the_values_ask_for(namespace: Namespace) -> None:
+    """With a quota on them, a pod is refused in which any container lacks a request or a limit."""
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "job"},
+        "spec": {
+            "hard": {"pods": "6", "requests.cpu": "300m", "requests.memory": "1536Mi", "limits.memory": "12Gi"}
+        },
+    }
+    namespace.kubectl("apply", "-f", "-", stdin=json.dumps(quota))
+    namespace.install("job", *example(TINY))
+    admitted(namespace, "job")
+    namespace.until(lambda thing: thing["status"]["used"] == thing["status"]["hard"], "resourcequota", "job")
+
+
+def test_a_workspace_that_is_to_be_kept_is_all_that_is_left(namespace: Namespace) -> None:
+    namespace.install("job", *example(TINY), "--set", "storage.workspace.keep=true")
+    admitted(namespace, "job")
+    namespace.helm("uninstall", "job", "--wait", "--cascade=foreground")
+    assert objects_of(namespace, "job") == {"PersistentVolumeClaim/job-workspace"}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ("placement.strategy=standalon", "standalone"),
+        ("storage.workspace.existingClaim=absent", "create it, or name one that is there"),
+        ("job.trainer.total_trainin_steps=3", "total_trainin_steps"),
+        ("roles.actor.gpus=1", "image.kind is cpu"),
+        ("autoscaling.critic.scaler=hpa", "critic"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_made(
+    namespace: Namespace, values: str, words: str
+) -> None:
+    with pytest.raises(Failed, match=words):
+        namespace.install("job", *example(TINY), "--set", values)
+    assert objects_of(namespace, "job") == set()
