@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rendering import CHART, EXAMPLES, Object, helm, objects, of_kind, pods, selects, template, workloads
+import typer.main
+from rendering import EXAMPLES, Object, objects, of_kind, pods, selects, template, workloads
 
+from rolemesh.config import parse_overrides
+from rolemesh.config.job import make_job
+from services.__main__ import app
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 GOLDEN = Path(__file__).parent / "golden"
 TINY = [path for path in EXAMPLES if path.stem.startswith("tiny-")]
 
@@ -157,12 +162,15 @@ def test_without_rbac_replicas_are_found_by_dns_and_no_pod_has_a_token() -> None
     assert not any(pod["spec"]["automountServiceAccountToken"] for pod in pods(things))
 
 
-def test_helm_has_nothing_to_say_of_the_chart() -> None:
-    program = helm()
-    assert program
-    for example in EXAMPLES:
-        ran = subprocess.run(
-            [program, "lint", "--strict", str(CHART), "-f", str(example)], capture_output=True, text=True
-        )
-        assert ran.returncode == 0, ran.stdout
-        assert "[WARNING]" not in ran.stdout
+@pytest.mark.parametrize("tls", ["none", "certManager"])
+def test_the_command_line_knows_what_pods_say(tls: str) -> None:
+    """Each option of every process, and the overrides of `helm test`."""
+    things = objects({"tls": {"mode": tls}})
+    commands = [container["args"] for pod in pods(things) for container in pod["spec"]["containers"]]
+    check = next(args for args in commands if "rolemesh control" in args[0])
+    commands[commands.index(check)] = ["control", *check[2:]]
+    assert sorted(args[0] for args in commands) == ["control", "control", "serve", "serve", "serve", "serve"]
+    for name, *args in commands:
+        parsed = COMMANDS[name].make_context(name, list(args)).params
+        assert parsed["config"] == Path("/etc/rolemesh/job.yaml")
+        make_job(parse_overrides(parsed["overrides"] or ()))
