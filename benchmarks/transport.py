@@ -35,7 +35,7 @@ from rich.table import Table
 
 from rolemesh.dataproto import DataProto
 from rolemesh.rpc import allocator, streams
-from rolemesh.rpc.carrier import CHANNEL_OPTIONS
+from rolemesh.rpc.channels import CHANNEL_OPTIONS
 from rolemesh.rpc.codec import encode
 
 RESULTS = Path(__file__).parent / "results" / "transport.json"

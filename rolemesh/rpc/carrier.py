@@ -16,13 +16,6 @@ from rolemesh.rpc.codec import Encoded, region_bytes_of
 from rolemesh.rpc.frame import join_frame, split_frame
 
 FRAME_BYTES = 1 << 20  # the fastest size for gRPC in Python: docs/wire.md
-MAX_MESSAGE_BYTES = 64 << 20
-
-# Of every channel and server.
-CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
 
 
 class Carrier(Protocol):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 
 from rolemesh.rpc import tls
-from rolemesh.rpc.carrier import CHANNEL_OPTIONS
 
+MAX_MESSAGE_BYTES = 64 << 20
+
+# Of every channel and server.
+CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
 CLIENT_OPTIONS = [
     *CHANNEL_OPTIONS,
     ("grpc.enable_http_proxy", 0),  # roles are reached directly, whatever the shell's http_proxy says

@@ -25,7 +25,7 @@ from rolemesh.rpc.frame import join_frame, split_frame
 from rolemesh.rpc.layouts import Packed, Spans
 from rolemesh.v1 import data_pb2, frame_pb2
 
-MAX_HEADER_BYTES = 32 << 20  # it travels in one frame; half of the largest message (carrier.CHANNEL_OPTIONS)
+MAX_HEADER_BYTES = 32 << 20  # it travels in one frame; half of the largest message (channels.CHANNEL_OPTIONS)
 
 # A batch without its padding may be far smaller than with it, and a few bytes may claim a column of any size.
 # Sender and receiver keep to this: unpacked columns take no more than FREE_EXPANSION bytes plus

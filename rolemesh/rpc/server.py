@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 from rolemesh import metrics
 from rolemesh.errors import InvalidConfig
 from rolemesh.rpc import tls
-from rolemesh.rpc.carrier import CHANNEL_OPTIONS
+from rolemesh.rpc.channels import CHANNEL_OPTIONS
 from rolemesh.rpc.contract import deserializer, rpcs, serializer
 from rolemesh.rpc.guard import Behaviour, Context, Guard
 

@@ -19,7 +19,7 @@ from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.metrics import STEP_ENDED, STEP_METRIC, STEP_SECONDS, TRAINING_STEP, TRAINING_STEPS_PLANNED
 from rolemesh.roles import Metrics
-from services.controller.run_dir import STEP
+from services.controller.record import STEP
 from services.controller.summary import accuracy_by_step
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from services.controller.run_dir import Record
+from services.controller.record import Record
 from services.controller.status import RunStatus, State
 from services.controller.summary import Summary, accuracy_by_step, print_summary
 

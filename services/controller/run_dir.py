@@ -12,11 +12,7 @@ from typing import Any
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from services.controller.checkpoints import write_durably
-
-Record = dict[str, float | None]
-
-STEP = "training/global_step"
-ENDED_AT = "ended_at"
+from services.controller.record import ENDED_AT, STEP, Record
 
 
 class MetricsFile:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rolemesh.v1 import controller_pb2 as pb
-from services.controller.run_dir import ENDED_AT, STEP, Record
+from services.controller.record import ENDED_AT, STEP, Record
 from services.controller.status import RunStatus
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ControllerService"]

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from enum import Enum
 
 from rolemesh.metrics import RUN_STATE
-from services.controller.run_dir import STEP, Record
+from services.controller.record import STEP, Record
 
 
 class State(Enum):

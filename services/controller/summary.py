@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from services.controller.run_dir import STEP, Record
+from services.controller.record import STEP, Record
 
 
 @dataclass
