@@ -7,7 +7,7 @@ COMPILE := uv pip compile -q pyproject.toml --extra dev --universal --python-ver
 	--generate-hashes --no-emit-index-url --no-header --no-annotate
 
 .DEFAULT_GOAL := help
-.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-plan seeds lock clean
+.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-plan dashboards seeds lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 15
@@ -56,6 +56,9 @@ lint: setup ## ruff and mypy --strict
 
 proto: setup ## generate rolemesh/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+dashboards: setup ## generate charts/rlhf-job/dashboards from monitoring/
+	$(BIN)/python -m monitoring.dashboards
 
 bench: setup ## ratios against raw TCP, pickle and plain protobuf, and of gRPC against one process
 	$(BIN)/python -m benchmarks.transport
