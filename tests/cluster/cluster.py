@@ -127,11 +127,10 @@ class Namespace:
             finally:
                 forwarding.kill()
 
-    def steps(self, pod: str, after: int = 0) -> Iterator[int]:
-        """The number of each step that the controller in the pod has made, as it is made."""
+    def steps(self, pod: str) -> Iterator[int]:
+        """The number of each step of the controller in the pod, as it is made."""
         with self.controller(pod) as service:
-            request = pb.WatchRequest(after_step=after)
-            for response in service.Watch(request, wait_for_ready=True, timeout=600):
+            for response in service.Watch(pb.WatchRequest(), wait_for_ready=True, timeout=600):
                 yield response.record.step
 
 

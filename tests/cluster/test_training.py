@@ -1,0 +1,121 @@
+"""The demo in a cluster, its roles in pods under Pod Security `restricted`: it learns, whatever comes and goes, and
+its weights are those of `make run`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from cluster import WITH_IMAGE, Failed, Namespace
+from rendering import CHART
+from training import Job, Outcome, train_here
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train_here(tmp_path_factory.mktemp("here"))
+
+
+def equal(outcome: Outcome, expected: Outcome, step: int) -> None:
+    """Every metric of every step up to this one, and its checkpoint, byte for byte."""
+    assert outcome["course"] == [r for r in expected["course"] if r["training/global_step"] <= step]
+    written, wanted = (o["checkpoints"][f"global_step_{step}"] for o in (outcome, expected))
+    assert {"actor/model.safetensors", "critic/model.safetensors"} <= wanted.keys()
+    assert written == wanted
+
+
+def test_replicas_come_and_go_and_pods_die_and_the_run_ends_with_the_bits_of_a_local_one(
+    namespace: Namespace, expected: Outcome, tmp_path: Path
+) -> None:
+    job = Job(namespace, "standalone")
+    job.install()
+    job.reach(1)
+    reward_scales_to_three_and_back(job)
+    a_new_dashboard_restarts_nothing(job, tmp_path)
+    a_budget_keeps_the_actor(job)
+    for component in ("reward", "rollout", "controller"):
+        (pod,) = namespace.pods(job.name, component)
+        namespace.kubectl("delete", "pod", pod["metadata"]["name"], "--force", "--grace-period=0")
+        job.reach(job.step() + 2)
+    job.end()
+    outcome = job.outcome()
+    equal(outcome, expected, 60)
+    validated = [value for record in outcome["course"] for key, value in record.items() if "val-core/" in key]
+    assert validated[0] < 0.4 < 0.6 < validated[-1]
+
+
+def reward_scales_to_three_and_back(job: Job) -> None:
+    """In the middle of the run each new replica scores rows as soon as it is ready."""
+    namespace = job.namespace
+    namespace.kubectl("scale", "deployment", f"{job.name}-reward", "--replicas=3")
+    for _ in job.steps():  # the clock
+        pods = [pod["metadata"]["name"] for pod in namespace.pods(job.name, "reward")]
+        if len(pods) == 3 and all(num_scored(namespace, pod) for pod in pods):
+            break
+    else:
+        raise AssertionError("the run ended before each of three reward pods had scored anything")
+    namespace.kubectl("scale", "deployment", f"{job.name}-reward", "--replicas=1")
+    gone = ("-l", f"app.kubernetes.io/instance={job.name},app.kubernetes.io/component=reward")
+    namespace.until(lambda thing: thing["status"].get("replicas") == 1, "deployments", *gone)
+    job.reach(job.step() + 1)
+
+
+def num_scored(namespace: Namespace, pod: str) -> float:
+    """Calls of ComputeScores that a reward pod has answered; 0 while it does not listen."""
+    try:
+        text = namespace.metrics(pod)
+    except Failed:
+        return 0
+    answered = re.findall(
+        r'^rolemesh_rpc_server_requests_total\{.*method="ComputeScores".*\} (.+)$', text, re.M
+    )
+    return sum(map(float, answered))
+
+
+def a_new_dashboard_restarts_nothing(job: Job, tmp_path: Path) -> None:
+    chart = shutil.copytree(CHART, tmp_path / "chart")
+    (chart / "dashboards").mkdir(exist_ok=True)
+    (chart / "dashboards" / "mine.json").write_text('{"title": "mine", "panels": []}')
+    before = running(job)
+    job.namespace.helm("upgrade", job.name, str(chart), "--values", job.values, *WITH_IMAGE)
+    assert job.namespace.one("configmap", f"{job.name}-dashboard-mine")
+    assert running(job) == before
+
+
+def running(job: Job) -> dict[str, object]:
+    """Pods, and how often what stands above them was changed."""
+    things = job.namespace.get(
+        "pods,deployments,statefulsets,jobs", "-l", f"app.kubernetes.io/instance={job.name}"
+    )
+    return {thing["metadata"]["uid"]: thing["metadata"].get("generation") for thing in things}
+
+
+def a_budget_keeps_the_actor(job: Job) -> None:
+    """A node that is drained waits for what would end the run."""
+    pod = f"{job.name}-actor-0"
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
+    path = f"/api/v1/namespaces/{job.namespace.name}/pods/{pod}/eviction"
+    with pytest.raises(Failed, match="disruption budget"):
+        job.namespace.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(eviction))
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "collocate"])
+def test_it_is_tested_then_begins_and_ends_with_the_bits_of_a_local_run(
+    namespace: Namespace, expected: Outcome, strategy: str
+) -> None:
+    job = Job(namespace, strategy)
+    short = ("--set", "job.trainer.total_training_steps=10,job.trainer.save_freq=10")
+    job.install(*short, "--set", "controller.suspend=true", "--wait")
+    namespace.helm("test", job.name, "--timeout=4m")
+
+    namespace.helm("upgrade", job.name, str(CHART), "--values", job.values, *WITH_IMAGE, *short)
+    job.reach(1)
+    with pytest.raises(Failed):  # it would spoil the run
+        namespace.helm("test", job.name, "--timeout=1m")
+    job.end()
+    equal(job.outcome(), expected, 10)

@@ -1,0 +1,131 @@
+"""A job that trains in a cluster, and the same job on this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import grpc
+import yaml
+from cluster import IMAGE, Namespace, Object
+from rendering import CHART, ROOT
+
+from rolemesh.v1 import controller_pb2 as pb
+
+RESULTS = Path(__file__).with_name("results.py").read_text()
+RUN_DIR = "outputs/tiny"
+
+Outcome = dict[str, Any]
+
+
+def train_here(directory: Path) -> Outcome:
+    """`make run` in another directory, with a checkpoint every 10 steps: what the job is to come to."""
+    rolemesh = [sys.executable, "-P", "-m", "services"]
+    overrides = ["trainer.save_freq=10", "trainer.max_actor_ckpt_to_keep=null"]
+    for command in (["demo", RUN_DIR], ["run", str(ROOT / "configs" / "tiny.yaml"), *overrides]):
+        subprocess.run([*rolemesh, *command], cwd=directory, check=True, stdin=subprocess.DEVNULL)
+    command = [sys.executable, "-c", RESULTS, RUN_DIR]
+    printed = subprocess.run(command, cwd=directory, check=True, capture_output=True, text=True).stdout
+    outcome: Outcome = json.loads(printed)
+    return outcome
+
+
+@dataclass(frozen=True)
+class Job:
+    """A release of the chart with the demo of this placement."""
+
+    namespace: Namespace
+    strategy: str
+    name: str = "rlhf-job"
+
+    @cached_property
+    def values(self) -> str:
+        return str(CHART / "examples" / f"tiny-{self.strategy}.yaml")
+
+    def install(self, *sets: str) -> None:
+        self.namespace.install(self.name, "--values", self.values, *sets)
+
+    def controller(self) -> str:
+        """The controller's pod, once its process runs. There may be one before it that has not yet ended."""
+        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=controller"
+        pod = self.namespace.until(_runs, "pods", "-l", selector, within_s=240)
+        name: str = pod["metadata"]["name"]
+        return name
+
+    def steps(self) -> Iterator[int]:
+        """The number of each step, those already made first, as whichever controller is there tells it."""
+        while True:
+            try:
+                yield from self.namespace.steps(self.controller())
+                return
+            except grpc.RpcError:  # the controller is gone; the Job starts the next one
+                continue
+
+    def step(self) -> int:
+        """The last one that has been made."""
+        with self.namespace.controller(self.controller()) as service:
+            step: int = service.GetStatus(pb.GetStatusRequest(), wait_for_ready=True, timeout=60).step
+            return step
+
+    def reach(self, step: int) -> None:
+        """Returns when the step has been made."""
+        if all(made < step for made in self.steps()):
+            raise AssertionError(f"the run ended before step {step}")
+
+    def end(self, within_s: float = 600) -> None:
+        """Returns when the run has ended well, and its roles' pods have been asked to go."""
+        selector = ("-l", f"app.kubernetes.io/instance={self.name}")
+        job = self.namespace.until(_ended, "jobs", *selector, within_s=within_s)
+        assert job["status"].get("succeeded") == 1, job["status"]
+        for kind in ("deployments", "statefulsets"):
+            for workload in self.namespace.get(kind, *selector):
+                assert workload["spec"]["replicas"] == 0, workload["metadata"]["name"]
+
+    def outcome(self) -> Outcome:
+        """What is in the workspace, read by a pod of the same image."""
+        namespace = self.namespace
+        namespace.kubectl("create", "-f", "-", stdin=json.dumps(reader(f"{self.name}-workspace")))
+        pod = namespace.until(
+            lambda pod: pod["status"].get("phase") in ("Succeeded", "Failed"), "pod", "reader"
+        )
+        printed = namespace.kubectl("logs", "reader")
+        assert pod["status"]["phase"] == "Succeeded", printed
+        namespace.kubectl("delete", "pod", "reader")
+        outcome: Outcome = json.loads(printed)
+        return outcome
+
+
+def _runs(pod: Object) -> bool:
+    statuses = pod.get("status", {}).get("containerStatuses", [])
+    return "deletionTimestamp" not in pod["metadata"] and any(status.get("started") for status in statuses)
+
+
+def _ended(job: Object) -> bool:
+    conditions = job.get("status", {}).get("conditions", [])
+    return any(c["type"] in ("Complete", "Failed") and c["status"] == "True" for c in conditions)
+
+
+def reader(claim: str) -> Object:
+    """A pod that prints what the run in the claim has left."""
+    spec = f"""
+      restartPolicy: Never
+      automountServiceAccountToken: false
+      securityContext:
+        {{runAsNonRoot: true, runAsUser: 1000, fsGroup: 1000, seccompProfile: {{type: RuntimeDefault}}}}
+      containers:
+        - name: reader
+          image: {IMAGE}
+          command: [python, -c, {json.dumps(RESULTS)}, {RUN_DIR}]
+          workingDir: /workspace
+          securityContext:
+            {{allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {{drop: [ALL]}}}}
+          volumeMounts: [{{name: workspace, mountPath: /workspace, readOnly: true}}]
+      volumes: [{{name: workspace, persistentVolumeClaim: {{claimName: {claim}}}}}]
+    """
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "reader"}, "spec": yaml.safe_load(spec)}
