@@ -44,7 +44,7 @@ COMBINATIONS = [
         {
             "job": {"algorithm": {"use_kl_in_reward": True}},
             "placement": STRATEGIES[strategy],
-            "monitoring": {"operator": monitoring},
+            "monitoring": {"operator": monitoring, "dashboards": {"enabled": monitoring == "always"}},
             "tls": {"mode": tls} | TLS[tls],
             "autoscaling": SCALERS[scaler],
         },
