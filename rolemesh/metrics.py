@@ -74,6 +74,9 @@ CLIENT_OUTSTANDING_ROWS = Gauge(
     "Rows a replica has been sent and has not answered",
     ["role", "address"],
 )
+CLIENT_PENDING_ROWS = Gauge(
+    "rolemesh_rpc_client_pending_rows", "Rows that wait for a replica, or for its answer", ["role"]
+)
 REPLICAS_LIVE = Gauge("rolemesh_replicas_live", "Replicas that are not known to be gone", ["role"])
 
 # ------------------------------------------------------------------ the controller's loop (services/controller)

@@ -57,10 +57,13 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Keys laid on the job file, e.g. trainer.save_freq=5", metavar="[KEY=VALUE]..."),
 ]
-Addresses = Annotated[str, typer.Option(help="host:port, several separated by commas", metavar="ADDRESSES")]
-OptionalAddresses = Annotated[
-    str, typer.Option(help="host:port, several separated by commas; empty: none", metavar="ADDRESSES")
-]
+ADDRESSES = (
+    "host:port, several separated by commas; or dns:NAME:PORT, all that the name has; or "
+    "kubernetes:SERVICE:PORT, the pods behind a Service of the own namespace. The last two follow replicas "
+    "that come and go"
+)
+Addresses = Annotated[str, typer.Option(help=f"{ADDRESSES}.", metavar="ADDRESSES")]
+OptionalAddresses = Annotated[str, typer.Option(help=f"{ADDRESSES}; empty: none.", metavar="ADDRESSES")]
 
 LogFormatOption = Annotated[
     LogFormat,
@@ -150,6 +153,16 @@ def control(
     reference: OptionalAddresses = "",
     listen: Annotated[str, typer.Option(help="host:port of the controller's own service.")] = "127.0.0.1:0",
     metrics_listen: Annotated[str, typer.Option(help="host:port of /metrics; empty: none.")] = "",
+    health_listen: HealthListenOption = "",
+    tls_dir: TlsOption = None,
+    scale_down: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Scale these to zero when the run has ended: deployment/NAME, statefulset/NAME or "
+            "scaledobject/NAME of the own namespace; several separated by commas, or the option again.",
+            metavar="WORKLOADS",
+        ),
+    ] = None,
     log_format: LogFormatOption = LogFormat.TEXT,
     overrides: Overrides = None,
 ) -> None:
@@ -158,12 +171,23 @@ def control(
     from rolemesh.logs import setup_logging
 
     given = {"actor": actor, "rollout": rollout, "reward": reward, "critic": critic, "reference": reference}
-    addresses = {role: value.split(",") for role, value in given.items() if value}
     setup_logging(log_format.value)
     job = load_job(config, overrides or ())
+    from rolemesh.rpc.discovery import parse
     from services.control import control as control_run
+    from services.controller.scale_down import workloads
 
-    asyncio.run(control_run(job, addresses, listen=listen, metrics_listen=metrics_listen or None))
+    asyncio.run(
+        control_run(
+            job,
+            {role: parse(address) for role, address in given.items() if address},
+            listen=listen,
+            metrics_listen=metrics_listen or None,
+            health_listen=health_listen or None,
+            tls_dir=tls_dir,
+            scaled_down=workloads(scale_down or ()),
+        )
+    )
 
 
 @app.command(epilog="Example: rolemesh graph configs/gsm8k-ppo.yaml --format mermaid")

@@ -13,9 +13,11 @@ from typing import Any
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.kubernetes import Cluster
 from rolemesh.metrics import CONTROLLER
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import NoCritic, NoReference, Roles, methods
+from rolemesh.rpc import tls
 from rolemesh.rpc.allocator import tune
 from rolemesh.rpc.clients import (
     ActorClient,
@@ -25,18 +27,23 @@ from rolemesh.rpc.clients import (
     RoleClient,
     RolloutClient,
 )
+from rolemesh.rpc.discovery import Members
 from rolemesh.rpc.server import RoleServer, serve_metrics
 from services.controller.experience import gather
 from services.controller.loop import Run
 from services.controller.pages import check_step
 from services.controller.progress import Display
+from services.controller.run_dir import address_shown
+from services.controller.scale_down import Workload, scale_down
+from services.controller.scaler import SERVICE as SCALER
+from services.controller.scaler import ScalerServicer
 from services.controller.servicer import SERVICE, ControllerServicer
 from services.controller.status import State
 from services.controller.summary import Summary
 
 log = logging.getLogger(__name__)
 
-Addresses = Mapping[str, Sequence[str]]
+Addresses = Mapping[str, Sequence[str] | Members]
 
 CLIENTS: dict[str, type[RoleClient]] = {
     "actor": ActorClient,
@@ -48,24 +55,39 @@ CLIENTS: dict[str, type[RoleClient]] = {
 
 
 async def control(
-    job: JobConfig, addresses: Addresses, *, listen: str, metrics_listen: str | None = None
+    job: JobConfig,
+    addresses: Addresses,
+    *,
+    listen: str,
+    metrics_listen: str | None = None,
+    health_listen: str | None = None,
+    tls_dir: Path | None = None,
+    scaled_down: Sequence[Workload] = (),
 ) -> None:
     """Trains with roles that are already served.
 
     Args:
         job: what to do.
-        addresses: host:port of each replica of each role that the job has.
-        listen: host:port of ControllerService.
+        addresses: of the replicas of each role that the job has.
+        listen: host:port of ControllerService, and of KEDA's ExternalScaler.
         metrics_listen: host:port of /metrics; None: no metrics.
+        health_listen: host:port of health alone, always plain; None: only beside the services.
+        tls_dir: the keys, with which all is TLS; None: plain.
+        scaled_down: what is scaled to zero once the run has come to its end, or was told to stop.
 
     Raises:
-        RolemeshError: the job cannot be run, or a step failed.
+        InvalidConfig: the job, the keys or an address cannot be used; scaled_down, and this is not a pod.
+        RolemeshError: a step failed.
     """
     tune()
+    tls.use_keys(tls_dir)
+    cluster = Cluster.in_pod() if scaled_down else None
     run = await prepare(job)
     with Brakes(run) as brakes:
         scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
-        brakes.end(await drive(run, addresses, listen, scraped))
+        brakes.end(await drive(run, addresses, listen, scraped, health_listen))
+        if cluster:
+            await scale_down(scaled_down, cluster)
 
 
 async def prepare(job: JobConfig) -> Run:
@@ -78,27 +100,51 @@ async def prepare(job: JobConfig) -> Run:
     return Run(job, load_tokenizer(job.actor.model), Display())
 
 
-async def drive(run: Run, addresses: Addresses, listen: str, scraped: str | None) -> Summary:
-    """Makes the run with clients of these addresses, once every replica is ready; /metrics is at `scraped`."""
+async def drive(
+    run: Run, addresses: Addresses, listen: str, scraped: str | None, health_listen: str | None = None
+) -> Summary:
+    """Makes the run with clients of these addresses, once every replica is ready, or one of each role where
+    they come and go; /metrics is at `scraped`."""
     job = run.job
     if missing := [role for role in job.roles if not addresses.get(role)]:
         raise InvalidConfig(f"the job has roles {list(job.roles)}; no address was given for {missing}")
     async with AsyncExitStack() as stack:
-        server = RoleServer({"controller": [SERVICE]})
+        server = RoleServer({"controller": [SERVICE, SCALER]})
         stack.push_async_callback(server.drain, 1.0)
+        if health_listen:
+            await server.start_health(health_listen)
         address = await server.start(listen)
-        await server.ready({SERVICE: ControllerServicer(run.status)})
+        clients = {role: new_client(role, addresses[role], job) for role in job.roles}
+        scaler = ScalerServicer({role: client.pool for role, client in clients.items()})
+        await server.ready({SERVICE: ControllerServicer(run.status, clients), SCALER: scaler})
+        stack.enter_context(address_shown(job.run_dir, address))
         run.display.console.print(f"controller at {address}, metrics at {scraped or 'no port'}", style="dim")
 
-        clients: dict[str, Any] = {}
-        for role in job.roles:
-            timeouts = {"timeout_s": job.trainer.rpc_timeout_s}
-            if role == "rollout":
-                timeouts["sync_timeout_s"] = job.trainer.weight_sync_timeout_s
-            client = CLIENTS[role](addresses[role], methods(job), **timeouts)
-            clients[role] = await stack.enter_async_context(client)
+        for client in clients.values():
+            await stack.enter_async_context(client)
         await until_ready(clients.values(), job.trainer.ready_timeout_s)
-        return await run.train(Roles(**{"critic": NoCritic(), "reference": NoReference(), **clients}))
+        roles: dict[str, Any] = {"critic": NoCritic(), "reference": NoReference(), **clients}
+        return await run.train(Roles(**roles))
+
+
+def new_client(role: str, addresses: Sequence[str] | Members, job: JobConfig) -> RoleClient:
+    """A client as the job wants it, not yet entered."""
+    options: dict[str, Any] = {"timeout_s": job.trainer.rpc_timeout_s}
+    [group] = (members for members in job.groups.values() if role in members)
+    stateless = all(CLIENTS[member].has_replicas for member in group)
+    if not isinstance(addresses, Sequence) and stateless:
+        # A replica that is gone is replaced, and nothing was in it alone: worth waiting until the new one has
+        # loaded. A group with a trained role has one pod, and with that the run is over.
+        options |= {"may_grow": True, "patience_s": job.trainer.ready_timeout_s}
+    if role == "rollout":
+        options |= {"sync_timeout_s": job.trainer.weight_sync_timeout_s, "rows_at_once": rows_at_once(job)}
+    return CLIENTS[role](addresses, methods(job), **options)
+
+
+def rows_at_once(job: JobConfig) -> int:
+    """How many rows a rollout decodes at once."""
+    engines = len(job.rollout.openai.urls) if job.rollout.name == "openai" else 1
+    return job.rollout.max_num_seqs * engines
 
 
 async def until_ready(clients: Iterable[RoleClient], timeout_s: float) -> None:

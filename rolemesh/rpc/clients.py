@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from google.protobuf.descriptor import ServiceDescriptor
 
@@ -18,6 +18,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Method, Metrics
 from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
+from rolemesh.rpc.discovery import Members
 from rolemesh.rpc.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher, all_of
 from rolemesh.rpc.guard import VERSION_KEY
 from rolemesh.rpc.pool import Replica, ReplicaPool
@@ -32,10 +33,13 @@ class RoleClient:
     """What every client is: the replicas of one role, and the methods it prunes batches for.
 
     Args:
-        addresses: host:port of each replica; exactly one for a role that is trained.
+        addresses: host:port of each replica, exactly one for a role that is trained; or who tells them, from
+            `async with` on, as replicas come and go.
         methods: rolemesh.roles.methods(job).
         timeout_s: seconds; the deadline of every call.
         patience_s: seconds that a call waits while every replica is gone, before it fails.
+        may_grow: replicas may join in the midst of a call: work is held back for them.
+        rows_at_once: that an engine of the role decodes at once; 0: unknown.
 
     Raises:
         InvalidConfig: no address, or several for a role that has one replica.
@@ -47,32 +51,40 @@ class RoleClient:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        addresses: Sequence[str] | Members,
         methods: Mapping[str, Method],
         *,
         timeout_s: float = 1800.0,
         patience_s: float = 10.0,
+        may_grow: bool = False,
+        rows_at_once: int = 0,
     ) -> None:
-        if not addresses or len(set(addresses)) < len(addresses):
-            raise InvalidConfig(f"{self.role} needs the address of each replica, once; got {list(addresses)}")
-        if len(addresses) > 1 and not self.has_replicas:
-            raise InvalidConfig(
-                f"{self.role} has one replica; got {len(addresses)} addresses: {list(addresses)}"
-            )
-        self.addresses = list(addresses)
+        self._members = None if isinstance(addresses, Sequence) else addresses
+        fixed = list(addresses) if isinstance(addresses, Sequence) else []
+        if not self._members and (not fixed or len(set(fixed)) < len(fixed)):
+            raise InvalidConfig(f"{self.role} needs the address of each replica, once; got {fixed}")
+        if len(fixed) > 1 and not self.has_replicas:
+            raise InvalidConfig(f"{self.role} has one replica; got {len(fixed)} addresses: {fixed}")
         self._methods = methods
-        self._pool = ReplicaPool(self.role, addresses, patience_s=patience_s)
-        self._dispatcher = Dispatcher(self._pool, self.service, timeout_s, trained=not self.has_replicas)
+        self.pool = ReplicaPool(
+            self.role, fixed, patience_s=patience_s, may_grow=may_grow, full_rows=2 * rows_at_once
+        )
+        self._dispatcher = Dispatcher(
+            self.pool, self.service, timeout_s, rows_at_once=rows_at_once, trained=not self.has_replicas
+        )
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Returns when every replica serves. Raises RoleUnavailable: which one did not, since when, and why."""
-        await self._pool.wait_until_ready(timeout_s)
+        """Returns when every replica serves; where replicas come and go, when one does. Raises RoleUnavailable:
+        which one did not, since when, and why."""
+        await self.pool.wait_until_ready(timeout_s)
 
     async def close(self) -> None:
         """Closes the channels; calls that run are cancelled."""
-        await self._pool.close()
+        await self.pool.close()
 
     async def __aenter__(self) -> Self:
+        if self._members:
+            self.pool.follow(self._members)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -117,7 +129,7 @@ class ActorClient(_Trained):
     async def publish_weights(self, version: int) -> WeightSource:
         """The weights stay at the actor; the source says where rollouts pull them."""
         answer = await self._dispatcher.call("PublishWeights", PublishWeightsRequest(version=version))
-        return RemoteWeights(self.addresses, version, answer.digest)
+        return RemoteWeights([actor.address for actor in self.pool.live], version, answer.digest)
 
 
 class ReferenceClient(RoleClient):
@@ -155,14 +167,14 @@ class RolloutClient(RoleClient):
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        addresses: Sequence[str] | Members,
         methods: Mapping[str, Method],
         *,
         sync_timeout_s: float = 300.0,
-        **timeouts: float,
+        **like_every_client: Any,
     ) -> None:
         """Like every client; sync_timeout_s: seconds for a replica to take a version of the weights."""
-        super().__init__(addresses, methods, **timeouts)
+        super().__init__(addresses, methods, **like_every_client)
         self._sync_timeout_s = sync_timeout_s
 
     async def generate(self, prompts: DataProto) -> AsyncGenerator[DataProto, None]:
@@ -194,17 +206,17 @@ class RolloutClient(RoleClient):
             await self._dispatcher.tell("UpdateWeights", replica, request, self._sync_timeout_s)
 
         async def bring_up_to_date(replica: Replica) -> None:
-            await take(replica, self._pool.live)
+            await take(replica, self.pool.live)
 
         self._dispatcher.metadata[VERSION_KEY] = source.name
-        self._pool.on_return = bring_up_to_date
+        self.pool.on_return = bring_up_to_date
         for _ in range(ATTEMPTS_PER_REPLICA):
-            await self._pool.wait_for_live()
-            live = self._pool.live
+            await self.pool.wait_for_live()
+            live = self.pool.live
             problems = await all_of([_problem(take(replica, live[:i])) for i, replica in enumerate(live)])
             for replica, problem in zip(live, problems, strict=True):
                 if problem:
-                    self._pool.suspect(replica, str(problem))
+                    self.pool.suspect(replica, str(problem))
             if not all(problems):
                 return
             if any(not isinstance(p, RoleUnavailable) or isinstance(p, RoleTimeout) for p in problems):

@@ -1,7 +1,7 @@
 """One call of a role's method, spread over its replicas as the .proto says.
 
-SHARD_ROWS: the batch is cut by rows into pieces, each piece goes to the replica with the least outstanding
-rows, the answers are joined in row order. BROADCAST: the same request to every replica.
+SHARD_ROWS: the batch is cut by rows into pieces as replicas have room for them, each piece goes to the one with
+the least outstanding rows, the answers are joined in row order. BROADCAST: the same request to every replica.
 
 A pure call (idempotency_level) that fails because its replica went away is asked again of another; what is
 not pure is asked once. Nothing is skipped and nothing made up: a call ends with every row or with an error.
@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -43,6 +44,14 @@ MIN_PIECE_ROWS = 8
 ATTEMPTS_PER_REPLICA = 3
 
 
+@dataclass
+class _Lease:
+    """A replica, and the rows of it that are not answered yet."""
+
+    replica: Replica
+    rows: int
+
+
 class Dispatcher:
     """The methods of one service over a pool of replicas.
 
@@ -50,14 +59,22 @@ class Dispatcher:
         pool: the replicas.
         service: whose methods.
         timeout_s: seconds; deadline of every call, waiting for a replica included.
+        rows_at_once: that an engine decodes at once, of answers that are streams; 0: unknown.
         trained: the role has a state that is lost when its process is restarted: an answer of another life
             than the first one's is an error.
     """
 
     def __init__(
-        self, pool: ReplicaPool, service: ServiceDescriptor, timeout_s: float, *, trained: bool = False
+        self,
+        pool: ReplicaPool,
+        service: ServiceDescriptor,
+        timeout_s: float,
+        *,
+        rows_at_once: int = 0,
+        trained: bool = False,
     ) -> None:
         self.pool = pool
+        self._rows_at_once = rows_at_once
         self._trained, self._life = trained, ""
         self.metadata: dict[str, str] = {}
         self._rpcs = {rpc.name: rpc for rpc in rpcs(service)}
@@ -82,85 +99,143 @@ class Dispatcher:
         return await self._broadcast(rpc, request, deadline)
 
     async def _shard_rows(self, rpc: Rpc, batch: DataProto, deadline: float) -> Any:
+        """Pieces are pulled: each is cut when the one before it has found a replica with room. So a replica
+        that joins in the midst takes from what is left, and the cut is as fine as they are many by then."""
         assert rpc.dispatch == DISPATCH_SHARD_ROWS, f"{rpc.name}: the .proto says no dispatch that is made here"
-        sizes = piece_sizes(len(batch), len(self.pool.replicas))
-        if len(sizes) == 1:
-            return await self._piece(rpc, batch, deadline)
-        ends = list(accumulate(sizes))
-        pieces = [batch[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return DataProto.concat(await all_of([self._piece(rpc, piece, deadline) for piece in pieces]))
+        turn, answers = self.pool.next_turn(), dict[int, Any]()
 
-    async def _piece(self, rpc: Rpc, batch: DataProto, deadline: float) -> Any:
-        for attempts_left in reversed(range(ATTEMPTS_PER_REPLICA * len(self.pool.replicas))):
-            async with self._lease(rpc, len(batch), deadline) as replica:
+        async def ask(first: int) -> None:
+            piece = batch[first : first + self._piece_rows(len(batch))]
+            after = first + len(piece)
+
+            def begun() -> None:
+                if after < len(batch):
+                    pieces.create_task(ask(after))
+
+            answers[first] = await self._piece(rpc, piece, turn, deadline, begun)
+            answered(len(piece))
+
+        try:
+            async with self.pool.pending(len(batch)) as answered, asyncio.TaskGroup() as pieces:
+                pieces.create_task(ask(0))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        in_order = [answers[first] for first in sorted(answers)]
+        return in_order[0] if len(in_order) == 1 else DataProto.concat(in_order)
+
+    def _piece_rows(self, num_rows: int) -> int:
+        return piece_rows(num_rows, len(self.pool.live) or 1) if self.pool.has_choice else num_rows
+
+    async def _piece(
+        self, rpc: Rpc, batch: DataProto, turn: int, deadline: float, begun: Callable[[], None]
+    ) -> Any:
+        failures = 0
+        while True:
+            async with self._lease(rpc, len(batch), turn, deadline) as lease:
+                if not failures:
+                    begun()
                 try:
-                    async with self._call(rpc, replica, batch, deadline) as call:
+                    async with self._call(rpc, lease.replica, batch, deadline) as call:
                         return await (receive(call) if rpc.streams[1] else call)
                 except RoleTimeout:
                     raise
                 except RoleUnavailable as error:
-                    self.pool.suspect(replica, str(error))
-                    if not rpc.pure or not attempts_left:
-                        raise
-                    metrics.CLIENT_RETRIES.labels(self.pool.role, rpc.name).inc()
-        raise AssertionError("unreachable")
+                    failures += 1
+                    self._try_again(rpc, lease.replica, error, failures)
+
+    def _try_again(self, rpc: Rpc, replica: Replica, error: RoleUnavailable, failures: int) -> None:
+        """Raises the error if another replica is not to be asked."""
+        self.pool.suspect(replica, str(error))
+        if not rpc.pure or failures >= ATTEMPTS_PER_REPLICA * max(1, len(self.pool.replicas)):
+            raise error
+        metrics.CLIENT_RETRIES.labels(self.pool.role, rpc.name).inc()
 
     # ---------------------------------------------------------------- streamed answers
 
     async def stream_rows(self, name: str, batch: DataProto) -> AsyncIterator[DataProto]:
-        """Batch in, batches of finished rows out, with `row` counted in `batch`. Every row comes once."""
-        rpc, deadline = self._rpcs[name], self._deadline()
+        """Batch in, batches of finished rows out, with `row` counted in `batch`. Every row comes once.
+
+        Rows are handed out in parts, pulled like the pieces of a whole answer. A part is what an engine decodes
+        at once (`rows_at_once`), and a replica is given another while it has less than two such parts to do:
+        each engine is as full as if it had been given everything, and a replica that joins in the midst takes
+        from the rows that wait here. Where the engines hold the whole batch it is all begun at once; then one
+        that joins helps from the next call on, as rows that are begun stay where they are.
+        """
+        rpc, deadline, turn = self._rpcs[name], self._deadline(), self.pool.next_turn()
         # Without a bound: a consumer that takes its time holds up neither replica nor deadline.
         arrived: asyncio.Queue[DataProto | Exception | None] = asyncio.Queue()
+        tasks: list[asyncio.Task[None]] = []
 
-        async def part(rows: Tensor) -> None:
+        def begin(first: int) -> None:
+            if first < len(batch):
+                end = min(first + self._part_rows(len(batch)), len(batch))
+                tasks.append(asyncio.create_task(part(first, end)))
+
+        async def part(first: int, end: int) -> None:
+            rows = torch.arange(first, end)
             try:
-                await self._rows(rpc, batch, rows, arrived, deadline)
+                await self._rows(rpc, batch, rows, arrived, turn, deadline, partial(begin, end))
             except Exception as error:
                 arrived.put_nowait(error)
             else:
                 arrived.put_nowait(None)
 
-        # One part per replica: engines decode many rows at nearly the price of one.
-        parts = torch.arange(len(batch)).tensor_split(len(self.pool.replicas))
-        tasks = [asyncio.create_task(part(rows)) for rows in parts if len(rows)]
         try:
-            running = len(tasks)
-            while running:
-                item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
+            async with self.pool.pending(len(batch)) as answered:
+                begin(0)
+                ended = 0
+                while ended < len(tasks):
+                    item = await arrived.get()
+                    if isinstance(item, Exception):
+                        raise item
+                    if item is None:
+                        ended += 1
+                    else:
+                        answered(len(item))
+                        yield item
         finally:
             await cancel_all(tasks)
 
+    def _part_rows(self, num_rows: int) -> int:
+        """At most an equal share: engines decode many rows at nearly the price of one."""
+        if not self.pool.has_choice:
+            return num_rows
+        share = -(-num_rows // (len(self.pool.live) or 1))
+        return min(share, self._rows_at_once or share)
+
     async def _rows(
-        self, rpc: Rpc, batch: DataProto, rows: Tensor, arrived: asyncio.Queue[Any], deadline: float
+        self,
+        rpc: Rpc,
+        batch: DataProto,
+        rows: Tensor,
+        arrived: asyncio.Queue[Any],
+        turn: int,
+        deadline: float,
+        begun: Callable[[], None],
     ) -> None:
-        attempts_left = ATTEMPTS_PER_REPLICA * len(self.pool.replicas)
+        failures = 0
         while len(rows):
             missing = torch.ones(len(rows), dtype=torch.bool)
-            async with self._lease(rpc, len(rows), deadline) as replica:
+            async with self._lease(rpc, len(rows), turn, deadline) as lease:
+                if not failures:
+                    begun()
                 try:
-                    async with self._call(rpc, replica, batch.select_idxs(rows), deadline) as call:
+                    async with self._call(rpc, lease.replica, batch.select_idxs(rows), deadline) as call:
                         async for part in receive_batches(call):
-                            self._tick_off(missing, part["row"], self._where(rpc, replica))
+                            self._tick_off(missing, part["row"], self._where(rpc, lease.replica))
                             part["row"] = rows[part["row"]]
                             arrived.put_nowait(part)
+                            lease.rows -= len(part)
+                            await self.pool.progress(lease.replica, len(part))
                     if missing.any():
                         lost = rows[missing].tolist()
-                        raise RoleFailed(f"{self._where(rpc, replica)}: the stream ended without rows {lost}")
+                        where = self._where(rpc, lease.replica)
+                        raise RoleFailed(f"{where}: the stream ended without rows {lost}")
                 except RoleTimeout:
                     raise
                 except RoleUnavailable as error:
-                    self.pool.suspect(replica, str(error))
-                    attempts_left -= 1
-                    if not rpc.pure or not attempts_left:
-                        raise
-                    metrics.CLIENT_RETRIES.labels(self.pool.role, rpc.name).inc()
+                    failures += 1
+                    self._try_again(rpc, lease.replica, error, failures)
             rows = rows[missing]
 
     @staticmethod
@@ -192,8 +267,9 @@ class Dispatcher:
     async def _told(self, rpc: Rpc, replica: Replica, request: Message, deadline: float) -> Any:
         """The answer, or the error of a replica that is gone."""
         try:
-            async with self._call(rpc, replica, request, deadline) as call:
-                return await call
+            with self.pool.holding(replica):
+                async with self._call(rpc, replica, request, deadline) as call:
+                    return await call
         except RoleTimeout:
             raise
         except RoleUnavailable as error:
@@ -204,8 +280,9 @@ class Dispatcher:
         """One message to one replica."""
         rpc = self._rpcs[name]
         try:
-            async with self._call(rpc, replica, request, time.monotonic() + timeout_s) as call:
-                return await call
+            with self.pool.holding(replica):
+                async with self._call(rpc, replica, request, time.monotonic() + timeout_s) as call:
+                    return await call
         except RoleTimeout as error:
             raise RoleTimeout(f"{self._where(rpc, replica)}: no answer within {timeout_s:g} s") from error
 
@@ -259,18 +336,18 @@ class Dispatcher:
         return explained
 
     @asynccontextmanager
-    async def _lease(self, rpc: Rpc, rows: int, deadline: float) -> AsyncIterator[Replica]:
+    async def _lease(self, rpc: Rpc, rows: int, turn: int, deadline: float) -> AsyncIterator[_Lease]:
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                replica = await self.pool.acquire(rows)
+                lease = _Lease(await self.pool.acquire(rows, turn), rows)
         except TimeoutError as error:
             where = f"{self.pool.role}.{rpc.name} at {self.pool.addresses}, step {origin.step.get()}"
             busy = f"{where}: no replica had room within the deadline of {self._timeout_s:g} s"
             raise RoleTimeout(busy) from error
         try:
-            yield replica
+            yield lease
         finally:
-            await self.pool.release(replica, rows)
+            await self.pool.release(lease.replica, lease.rows)
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
@@ -287,14 +364,11 @@ class Dispatcher:
         return tuple({**sent, **self.metadata}.items())
 
 
-def piece_sizes(num_rows: int, num_replicas: int) -> list[int]:
-    """How many rows each piece of a batch has: nearly equal, enough for balance, not so many as to be tiny."""
-    if num_replicas == 1 or num_rows < 2:
-        return [num_rows]
+def piece_rows(num_rows: int, num_replicas: int) -> int:
+    """How many rows the next piece of a batch has: enough pieces for balance, not so many as to be tiny."""
     num_pieces = max(num_replicas, num_rows // MIN_PIECE_ROWS)
-    num_pieces = min(num_pieces, PIECES_PER_REPLICA * num_replicas, num_rows)
-    size, longer = divmod(num_rows, num_pieces)
-    return [size + 1] * longer + [size] * (num_pieces - longer)
+    num_pieces = min(num_pieces, PIECES_PER_REPLICA * num_replicas)
+    return max(1, -(-num_rows // num_pieces))
 
 
 async def all_of(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

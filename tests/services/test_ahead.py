@@ -212,7 +212,7 @@ async def test_a_request_that_crosses_a_swap_is_answered_by_the_newer_weights(
     async with over_grpc(job) as roles:
         rollout = cast(RolloutClient, roles.rollout)
         await roles.sync_weights(1)
-        async with grpc.aio.insecure_channel(rollout.addresses[0]) as channel:
+        async with grpc.aio.insecure_channel(rollout.pool.replicas[0].address) as channel:
             named = ((VERSION_KEY, rollout._dispatcher.metadata[VERSION_KEY]),)
             generate = channel.stream_stream("/rolemesh.v1.RolloutService/Generate")
             call = generate(frames(), metadata=named)

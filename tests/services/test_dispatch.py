@@ -18,7 +18,7 @@ from rolemesh.errors import InvalidBatch, InvalidConfig, RewardFailed, RoleTimeo
 from rolemesh.logs import JsonFormatter
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import ActorClient, RewardClient
-from rolemesh.rpc.dispatch import piece_sizes
+from rolemesh.rpc.dispatch import piece_rows
 from services.reward.worker import RewardWorker
 
 
@@ -27,20 +27,11 @@ def index_scores(answer: DataProto) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "replicas", "sizes"),
-    [
-        (0, 2, [0]),
-        (1, 2, [1]),
-        (5, 1, [5]),
-        (5, 2, [3, 2]),
-        (20, 2, [10, 10]),
-        (24, 2, [8, 8, 8]),
-        (70, 2, [9, 9, 9, 9, 9, 9, 8, 8]),
-        (1000, 2, [125] * 8),
-    ],
+    ("rows", "replicas", "size"),
+    [(0, 2, 1), (1, 2, 1), (5, 1, 5), (5, 2, 3), (20, 2, 10), (24, 2, 8), (70, 2, 9), (128, 1, 32), (1000, 2, 125)],
 )
-def test_pieces_are_nearly_equal_and_not_tiny(rows: int, replicas: int, sizes: list[int]) -> None:
-    assert piece_sizes(rows, replicas) == sizes
+def test_pieces_are_neither_few_nor_tiny(rows: int, replicas: int, size: int) -> None:
+    assert piece_rows(rows, replicas) == size
 
 
 async def test_scores_over_grpc_are_those_in_process_whatever_the_replicas(
@@ -111,8 +102,8 @@ async def test_a_replica_that_comes_back_is_used_again(tiny_model: Path, tmp_pat
     async with served("reward", job) as addresses:
         client = RewardClient(addresses, methods(job))
         await client.compute_scores(reward_batch(1))
-        replica = client._pool.replicas[0]
-        client._pool.suspect(replica, "a test says so")
+        replica = client.pool.replicas[0]
+        client.pool.suspect(replica, "a test says so")
         assert not replica.live
         assert index_scores(await client.compute_scores(reward_batch(2))) == [0, 1]
         assert replica.live
@@ -234,6 +225,6 @@ async def test_a_cancelled_call_ends_at_the_server_too(tiny_model: Path, tmp_pat
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
-            assert client._pool.replicas[0].outstanding_rows == 0
+            assert client.pool.replicas[0].outstanding_rows == 0
             doors.open()
             assert index_scores(await client.compute_scores(reward_batch(1))) == [0]

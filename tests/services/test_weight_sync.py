@@ -266,7 +266,7 @@ async def test_a_replica_that_cannot_take_a_version_leaves_the_pool_and_returns_
     ):
         for version in (1, 2):
             await rollout.update_weights(await actor.publish_weights(version))
-            assert [r.live for r in rollout._pool.replicas] == [True, False]
+            assert [r.live for r in rollout.pool.replicas] == [True, False]
             await actor.update(sequence_batch(16))
         assert failures.get() > before
         assert f"rollout at {replicas[1].address} is avoided" in caplog.text
@@ -326,9 +326,9 @@ async def test_a_chain_is_made_of_live_replicas(job: JobConfig) -> None:
         await replicas[2].server.ready(last)
         async with client(job, *replicas) as rollout:
             await replicas[1].stop()
-            rollout._pool.suspect(rollout._pool.replicas[1], "it is gone")
+            rollout.pool.suspect(rollout.pool.replicas[1], "it is gone")
             await rollout.update_weights(await actor.publish_weights(1))
-    assert asked == [[replicas[0].address, *actor.addresses]]
+    assert asked == [[replicas[0].address, actor.pool.addresses]]
 
 
 # -------------------------------------------------------------------- what generates, and with what

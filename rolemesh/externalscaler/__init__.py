@@ -1,0 +1,1 @@
+"""Generated from proto/externalscaler/: what KEDA asks a controller."""

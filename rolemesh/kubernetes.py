@@ -1,0 +1,159 @@
+"""The Kubernetes API as a pod's own service account may use it: list and watch, and a patch.
+
+httpx, which is here for other reasons, and not a client library: three requests are made, and what is hard
+about a watch (an expired version, a stream that is cut, a token that rotates) a library leaves to its user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rolemesh.errors import InvalidConfig, RolemeshError
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+TIMEOUT_S = 10.0
+LATE_S = 15.0  # a watch that the server ends after n seconds may end so much later
+
+
+class Refused(RolemeshError):
+    """The API server's answer is no; the message is its own."""
+
+
+class Forbidden(RolemeshError):
+    """The account may not do this."""
+
+
+class Expired(RolemeshError):
+    """A watch asks for changes since a version that the API server has forgotten."""
+
+
+class Unreachable(RolemeshError):
+    """The API server does not answer, or not for now."""
+
+
+class Cluster:
+    """The API server, as seen from a pod.
+
+    Args:
+        url: e.g. https://10.96.0.1:443.
+        account: directory with token, ca.crt and namespace, as Kubernetes mounts it. The token is read for
+            each request: it is renewed in place, long before it ends.
+    """
+
+    def __init__(self, url: str, account: Path = ACCOUNT) -> None:
+        self._url, self._account = url, account
+        self.namespace = (account / "namespace").read_text().strip()
+
+    @classmethod
+    def in_pod(cls) -> Cluster:
+        """That of the pod that this process runs in.
+
+        Raises:
+            InvalidConfig: it runs in none, or in one without an account.
+        """
+        host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
+        if not host:
+            raise InvalidConfig("the Kubernetes API is asked for, and this process is not in a pod")
+        if not (ACCOUNT / "token").exists():
+            raise InvalidConfig(
+                f"the Kubernetes API is asked for, and the pod has no service account's token in {ACCOUNT}"
+            )
+        return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}")
+
+    async def list(self, path: str, selector: str) -> dict[str, Any]:
+        """The objects with these labels.
+
+        Raises:
+            Forbidden, Refused, Unreachable.
+        """
+        async with self._client() as client:
+            answer: dict[str, Any] = (await client.get(path, params={"labelSelector": selector})).json()
+            return answer
+
+    async def watch(
+        self, path: str, selector: str, version: str, seconds: float
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """What has happened to them since a version, and what happens, for so many seconds or until the
+        connection is cut. Events are {"type", "object"}.
+
+        Raises:
+            Expired: the version is too old to know.
+            Forbidden, Refused, Unreachable.
+        """
+        params = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "labelSelector": selector,
+            "resourceVersion": version,
+            "timeoutSeconds": str(int(seconds)),
+        }
+        async with (
+            self._client(read_s=seconds + LATE_S) as client,
+            client.stream("GET", path, params=params) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    _raise_for(event["object"].get("code", 500), event["object"].get("message", line))
+                yield event
+
+    async def patch(self, path: str, change: Mapping[str, Any]) -> None:
+        """Lays `change` on an object, as a merge patch.
+
+        Raises:
+            Forbidden, Refused, Unreachable.
+        """
+        async with self._client() as client:
+            headers = {"content-type": "application/merge-patch+json"}
+            await client.patch(path, content=json.dumps(change), headers=headers)
+
+    @asynccontextmanager
+    async def _client(self, read_s: float = TIMEOUT_S) -> AsyncIterator[httpx.AsyncClient]:
+        try:
+            async with httpx.AsyncClient(
+                base_url=self._url,
+                verify=ssl.create_default_context(cafile=str(self._account / "ca.crt")),
+                auth=_Token(self._account / "token"),
+                timeout=httpx.Timeout(TIMEOUT_S, read=read_s),
+                trust_env=False,  # the API server is reached directly, whatever the shell's proxies are
+                event_hooks={"response": [_check]},
+            ) as client:
+                yield client
+        except (httpx.RequestError, ValueError) as error:  # ValueError: a line that was cut
+            raise Unreachable(f"{self._url}: {error or type(error).__name__}") from error
+
+
+class _Token(httpx.Auth):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["authorization"] = f"Bearer {self._path.read_text().strip()}"
+        yield request
+
+
+async def _check(answer: httpx.Response) -> None:
+    if answer.is_error:
+        text = (await answer.aread()).decode(errors="replace")
+        with suppress(ValueError, KeyError, TypeError):  # a proxy's page
+            text = json.loads(text)["message"]
+        _raise_for(answer.status_code, text or answer.reason_phrase)
+
+
+def _raise_for(code: int, message: str) -> None:
+    if code == httpx.codes.GONE:
+        raise Expired(message)
+    if code == httpx.codes.FORBIDDEN:
+        raise Forbidden(message)
+    # 401: the token was just renewed; 429 and 5xx: it is overloaded, or restarts
+    if code in (httpx.codes.UNAUTHORIZED, httpx.codes.TOO_MANY_REQUESTS) or code >= 500:
+        raise Unreachable(f"{code}: {message}")
+    raise Refused(message)
