@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate.utils
 import yaml
 
@@ -31,6 +32,10 @@ APIS = (
 )
 
 Object = dict[str, Any]
+
+# The definitions of prometheus-operator 0.85.0, KEDA 2.18.3, cert-manager 1.19.2 and scheduler-plugins 0.32.7
+# (all Apache-2.0): what they require, without what they explain.
+DEFINITIONS: dict[str, Object] = json.loads(Path(__file__).with_name("crds.json").read_text(encoding="utf-8"))
 
 # The library reads a megabyte of definitions for each object that it looks at.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
@@ -119,13 +124,33 @@ def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
 
 @cache
 def schema_errors(text: str) -> str:
-    """What Kubernetes' own schemas say of an object (JSON); empty: nothing."""
+    """What Kubernetes' own schemas, or a definition's, say of an object (JSON); empty: nothing."""
     thing = json.loads(text)
+    definition = DEFINITIONS.get(f"{thing['apiVersion']}/{thing['kind']}")
     try:
-        kubernetes_validate.utils.validate(thing, KUBERNETES, strict=True)
-    except kubernetes_validate.utils.ValidationError as error:
+        if definition:
+            jsonschema.validate(thing, _closed(definition))
+        else:
+            kubernetes_validate.utils.validate(thing, KUBERNETES, strict=True)
+    except jsonschema.ValidationError as error:
         return f"{thing['kind']} {thing['metadata']['name']}: {error.message} at {list(error.path)}"
     return ""
+
+
+def _closed(schema: Any) -> Any:
+    """The schema, and nothing beside what it knows, as the API server has it."""
+    if not isinstance(schema, dict):
+        return [_closed(item) for item in schema] if isinstance(schema, list) else schema
+    closed = {key: _closed(value) for key, value in schema.items()}
+    if schema.get("x-kubernetes-int-or-string"):
+        closed["type"] = ["integer", "string"]
+    elif (
+        schema.get("type") == "object"
+        and isinstance(schema.get("properties"), dict)
+        and not schema.get("x-kubernetes-preserve-unknown-fields")
+    ):
+        closed["additionalProperties"] = False
+    return closed
 
 
 def notes(values: Mapping[str, Any], into: Path, **how: Any) -> str:

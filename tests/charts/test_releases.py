@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from rendering import EXAMPLES, Object, objects, of_kind, pods, selects, template, workloads
+from rendering import EXAMPLES, Object, objects, of_kind, pods, schema_errors, selects, template, workloads
 
 from rolemesh.config import parse_overrides
 from rolemesh.config.job import make_job
@@ -147,6 +148,7 @@ def test_a_gang_is_all_pods_of_the_roles(scheduler: str) -> None:
             assert said["kueue.x-k8s.io/pod-group-total-count"] == "7"
             assert said["kueue.x-k8s.io/queue-name"] == "lab"
     for group in of_kind(things, "PodGroup"):
+        assert scheduler == "volcano" or not schema_errors(json.dumps(group))
         assert group["spec"]["minMember"] == 7
     assert bool(of_kind(things, "PodGroup")) == (scheduler != "kueue")
     (job,) = _templates(things, "Job").values()
