@@ -1,4 +1,4 @@
-"""The command line: `rolemesh run|serve|control|plan|graph|data|demo|model`.
+"""The command line: `rolemesh run|serve|control|plan|graph|data|demo|model`, and those of steering.py.
 
 Each command imports what it needs when it is called, and the models' libraries after it has read the job file:
 `--help` and a misspelt key answer at once.
@@ -17,6 +17,8 @@ from typing import Annotated
 
 import typer
 
+from services.steering import app as steering
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -27,6 +29,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Write Parquet in the layout that the data section reads.")
 app.add_typer(data_app, name="data")
+app.add_typer(steering)
 
 
 class LogFormat(StrEnum):

@@ -40,6 +40,11 @@ class ControllerServiceStub:
                 request_serializer=rolemesh_dot_v1_dot_controller__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_controller__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.WatchStatus = channel.unary_stream(
+                '/rolemesh.v1.ControllerService/WatchStatus',
+                request_serializer=rolemesh_dot_v1_dot_controller__pb2.WatchStatusRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_controller__pb2.WatchStatusResponse.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/rolemesh.v1.ControllerService/Watch',
                 request_serializer=rolemesh_dot_v1_dot_controller__pb2.WatchRequest.SerializeToString,
@@ -68,6 +73,14 @@ class ControllerServiceServicer:
 
     def GetStatus(self, request, context):
         """What the run is doing now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchStatus(self, request, context):
+        """The state, now and whenever it has changed (replicas: within seconds), until the run ends: the last one is
+        RUN_STATE_FINISHED or RUN_STATE_FAILED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,6 +122,11 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=rolemesh_dot_v1_dot_controller__pb2.GetStatusRequest.FromString,
                     response_serializer=rolemesh_dot_v1_dot_controller__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'WatchStatus': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStatus,
+                    request_deserializer=rolemesh_dot_v1_dot_controller__pb2.WatchStatusRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_controller__pb2.WatchStatusResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -159,6 +177,33 @@ class ControllerService:
             '/rolemesh.v1.ControllerService/GetStatus',
             rolemesh_dot_v1_dot_controller__pb2.GetStatusRequest.SerializeToString,
             rolemesh_dot_v1_dot_controller__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolemesh.v1.ControllerService/WatchStatus',
+            rolemesh_dot_v1_dot_controller__pb2.WatchStatusRequest.SerializeToString,
+            rolemesh_dot_v1_dot_controller__pb2.WatchStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -34,6 +34,8 @@ PHASES = {
 STATES = {
     State.STARTING: "starting",
     State.STOPPING: "stops after this step",
+    State.FINISHED: "has ended",
+    State.FAILED: "has failed",
 }
 
 
@@ -62,8 +64,8 @@ class Display:
         )
         self._task = self._bar.add_task("", total=None)
 
-    def show(self, status: RunStatus) -> None:
-        """Takes up the state of the run."""
+    def show(self, status: RunStatus, *below: RenderableType) -> None:
+        """Takes up the state of the run; `below`: what is to be seen under it."""
         if not self.console.is_terminal:
             return
         self._bar.update(
@@ -77,7 +79,8 @@ class Display:
             self._live.start()
         news = len(status.records) != self._num_shown
         self._num_shown = len(status.records)
-        self._live.update(Group(self._bar, _line(status)), refresh=news)  # what a step brought is seen at once
+        # What a step brought is seen at once.
+        self._live.update(Group(self._bar, line_of(status), *below), refresh=news)
 
     def close(self) -> None:
         """Clears the display."""
@@ -90,7 +93,8 @@ class Display:
         print_summary(summary, self.console)
 
 
-def _line(status: RunStatus) -> Text:
+def line_of(status: RunStatus) -> Text:
+    """State, phase, reward, accuracy and speed."""
     parts = [STATES[status.state]] if status.state in STATES else []
     if status.state is State.PAUSED:  # an empty phase: between two steps
         parts = ["pauses after this step" if status.phase else "paused"]

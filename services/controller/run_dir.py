@@ -1,18 +1,21 @@
-"""The files of a run directory besides checkpoints: config.yaml, metrics.jsonl, and dumps of responses."""
+"""The files of a run directory besides checkpoints: config.yaml, metrics.jsonl, dumps of responses, and the
+controller's address while it runs."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from services.controller.checkpoints import write_durably
-from services.controller.record import ENDED_AT, STEP, Record
+from services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
 
 
 class MetricsFile:
@@ -57,6 +60,18 @@ def write_config(job: JobConfig) -> None:
     """config.yaml: the resolved job, which starts the same run again."""
     job.run_dir.mkdir(parents=True, exist_ok=True)
     write_durably(job.run_dir / "config.yaml", job.to_yaml())
+
+
+@contextmanager
+def address_shown(run_dir: Path, address: str) -> Iterator[None]:
+    """While it is entered, controller.address.json tells `rolemesh status` where the controller is."""
+    path = run_dir / ADDRESS_FILE
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_durably(path, json.dumps({"address": address, "pid": os.getpid()}) + "\n")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def answers(batch: DataProto, step: int, tokenizer: Any) -> list[dict[str, Any]]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from rolemesh.rpc.clients import RoleClient
 from rolemesh.v1 import controller_pb2 as pb
 from services.controller.record import ENDED_AT, STEP, Record
 from services.controller.status import RunStatus
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ControllerService"]
+REPLICAS_EVERY_S = 2.0  # between two looks at the replicas, which change without a word
 
 
 class ControllerServicer:
@@ -18,13 +21,15 @@ class ControllerServicer:
 
     Args:
         status: the run's; on the event loop that serves.
+        clients: of the roles, as soon as there are any.
     """
 
-    def __init__(self, status: RunStatus) -> None:
-        self._status = status
+    def __init__(self, status: RunStatus, clients: Mapping[str, RoleClient] = MappingProxyType({})) -> None:
+        self._status, self._clients = status, clients
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         status = self._status
+        latest = dict(item for record in status.records for item in to_message(record).metrics.items())
         return pb.GetStatusResponse(
             job=status.job,
             state=pb.RunState.Name(status.state.value),
@@ -32,7 +37,15 @@ class ControllerServicer:
             total_steps=status.total_steps,
             phase=status.phase,
             last=to_message(status.records[-1]) if status.records else None,
+            latest=latest,
+            roles=[pb.Role(name=role, replicas=_replicas(client)) for role, client in self._clients.items()],
         )
+
+    async def WatchStatus(
+        self, request: pb.WatchStatusRequest, context: Any
+    ) -> AsyncIterator[pb.WatchStatusResponse]:
+        async for _ in self._status.changes(REPLICAS_EVERY_S):
+            yield pb.WatchStatusResponse(status=await self.GetStatus(pb.GetStatusRequest(), context))
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:
         async for record in self._status.watch(request.after_step):
@@ -49,6 +62,18 @@ class ControllerServicer:
     async def Stop(self, request: pb.StopRequest, context: Any) -> pb.StopResponse:
         self._status.request_stop()
         return pb.StopResponse()
+
+
+def _replicas(client: RoleClient) -> list[pb.Replica]:
+    return [
+        pb.Replica(
+            address=replica.address,
+            live=replica.live and not replica.problem,
+            problem=replica.problem,
+            outstanding_rows=replica.outstanding_rows,
+        )
+        for replica in client.pool.replicas
+    ]
 
 
 def to_message(record: Record) -> pb.StepRecord:

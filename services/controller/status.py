@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from enum import Enum
 
 from rolemesh.metrics import RUN_STATE
@@ -100,6 +101,17 @@ class RunStatus:
             for record in new:
                 if after_step == 0 or (record[STEP] or 0) > after_step:
                     yield record
+
+    async def changes(self, every_s: float) -> AsyncIterator[None]:
+        """Now, after each change (once for several at a time), and at least so often; the last one is the end
+        of the run."""
+        ended = False
+        while not ended:
+            ended, changed = self._ended, self._changed
+            yield
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0 if ended else every_s):
+                    await changed.wait()
 
     @property
     def _ended(self) -> bool:
