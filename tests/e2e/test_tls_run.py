@@ -1,0 +1,47 @@
+"""A run whose every connection is mutual TLS is the same run, also when its keys change in the midst."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from certificates import Authority, swap
+from in_process import course, small_job, train
+from serving import served_group
+
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.rpc import tls
+from services.control import drive
+from services.controller.loop import Run
+
+LOCAL = "127.0.0.1:0"
+
+
+async def test_steps_over_mutual_tls_with_changing_keys_equal_steps_in_process_bit_for_bit(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    overrides = ("trainer.save_freq=4", "trainer.test_freq=2")
+    authority = Authority()
+    keys = swap(tmp_path / "keys", authority.files("my-job"))
+    job = small_job(tmp_path, tiny_model, "secure", *overrides, "placement.replicas.rollout=2")
+    tls.use_keys(keys)
+    async with AsyncExitStack() as stack:
+        addresses: dict[str, list[str]] = {role: [] for role in job.roles}
+        for group, roles in job.groups.items():
+            for _ in range(job.num_replicas(group)):
+                address = await stack.enter_async_context(served_group(roles, job))
+                for role in roles:
+                    addresses[role].append(address)
+        run = Run(job, load_tokenizer(job.actor.model))
+        training = asyncio.create_task(drive(run, addresses, LOCAL, None))
+        async for _ in run.status.watch():  # before the first step and after each
+            swap(keys, authority.files("my-job"))
+        await training
+    tls.use_keys(None)
+    (tmp_path / "plain").mkdir()
+    plain = small_job(tmp_path / "plain", tiny_model, "plain", *overrides)
+    await train(plain)
+    assert course(job) == course(plain)
+    weights = [j.run_dir / "global_step_4" / "actor" / "model.safetensors" for j in (job, plain)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
