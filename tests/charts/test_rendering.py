@@ -174,8 +174,19 @@ def references(things: list[Object]) -> None:
         (rule["resources"][0], name) for rule in role["rules"] for name in rule.get("resourceNames", [])
     }
     down = [arg.removeprefix("--scale-down=").split("/") for arg in args if arg.startswith("--scale-down=")]
-    assert {(f"{kind}s/scale", name) for kind, name in down} == {pair for pair in scalable if "/" in pair[0]}
-    assert {name for _, name in down} == {thing["metadata"]["name"] for thing in workloads(things)}
+    told = {
+        (kind.lower(), thing["metadata"]["name"])
+        for thing in things
+        if (kind := thing["kind"]) == "ScaledObject"
+    }
+    paused = {name for _, name in told}
+    for thing in workloads(things):
+        if thing["metadata"]["name"] not in paused:
+            told.add((thing["kind"].lower(), thing["metadata"]["name"]))
+    assert {(kind, name) for kind, name in down} == told
+    assert scalable == {
+        (f"{kind}s" if kind == "scaledobject" else f"{kind}s/scale", name) for kind, name in told
+    }
     for pod in pods(things):
         for volume in pod["spec"]["volumes"]:
             claim = volume.get("persistentVolumeClaim", {}).get("claimName", "")
