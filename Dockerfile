@@ -4,36 +4,45 @@
 #
 # Targets:    cpu (all but vLLM: the demo, and rewards by rules) and gpu (vLLM, and the compiler that Triton calls).
 # Arguments:  BASE, a Debian with Python 3.11 or newer.
-#             TORCH, what to ask `uv pip install` for to have another build of the lock's torch, e.g.
+#             TORCH, what `uv pip install` is to be asked for to have another build of the lock's torch, e.g.
 #             "torch==2.13.0 --index-url …". Empty: the lock's own, with the CUDA libraries.
 ARG BASE=python:3.11-slim-bookworm
 
-FROM ${BASE} AS uv
+# What an image needs of pyproject.toml and the lock: what else changes in them leaves the layer with the libraries.
+FROM ${BASE} AS asked
 RUN python3 -m venv /opt/uv && /opt/uv/bin/pip install --quiet --no-cache-dir uv==0.13.9
+COPY pyproject.toml requirements.lock /
+RUN --mount=type=cache,target=/root/.cache/uv \
+    python3 -c 'import tomllib; project = tomllib.load(open("/pyproject.toml", "rb"))["project"]; \
+        extras = project["optional-dependencies"]; \
+        needs = [*project["dependencies"], *extras["tensorboard"], *extras["wandb"], *extras["mlflow"]]; \
+        open("/cpu.txt", "w").write("\n".join(needs)); \
+        open("/gpu.txt", "w").write("\n".join(extras["vllm"]))' && \
+    /opt/uv/bin/uv pip compile --quiet /cpu.txt --constraint /requirements.lock --generate-hashes --no-header \
+        --no-annotate --no-emit-index-url --output-file /cpu.lock && \
+    touch --date=@0 /cpu.txt /cpu.lock /gpu.txt
 
-# What changes seldom: the interpreter's environment with all libraries, compiled. Roles run as a user who may not
-# write beside them, and would else compile torch at each start.
+# What changes seldom: all libraries, compiled. Roles run as a user who may not write beside them, and would else
+# compile torch at each start. uv stays, for images that add to this one.
 FROM ${BASE} AS libraries
 RUN useradd --uid 1000 --create-home rolemesh && mkdir /workspace && chown 1000:1000 /workspace
 ENV VIRTUAL_ENV=/opt/rolemesh PATH=/opt/rolemesh/bin:$PATH \
     UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy PYC_INVALIDATION_MODE=UNCHECKED_HASH \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
-COPY pyproject.toml requirements.lock /src/
+RUN python3 -m venv "$VIRTUAL_ENV" && pip install --quiet --no-cache-dir uv==0.13.9
+COPY --from=asked /cpu.txt /cpu.lock /src/
 ARG TORCH=
-# The lock as a constraint: its versions and its hashes, of what is needed here.
-RUN --mount=type=bind,from=uv,source=/opt/uv,target=/opt/uv --mount=type=cache,target=/root/.cache/uv \
-    python3 -m venv --without-pip "$VIRTUAL_ENV" && \
-    if [ -n "$TORCH" ]; then /opt/uv/bin/uv pip install $TORCH; fi && \
-    /opt/uv/bin/uv pip install --constraint /src/requirements.lock -r /src/pyproject.toml \
-        --extra tensorboard --extra wandb --extra mlflow
+# The lock as a constraint, of versions and hashes: another build of torch brings less than it names.
+RUN --mount=type=cache,target=/root/.cache/uv \
+    if [ -n "$TORCH" ]; then uv pip install $TORCH; fi && \
+    uv pip install --constraint /src/cpu.lock --requirement /src/cpu.txt
 WORKDIR /workspace
 ENTRYPOINT ["rolemesh"]
 
-# What changes often: only its own files, laid over the environment, so that a new layer is small.
+# What changes often: only its own files, laid over the libraries, so that a new layer is small.
 FROM libraries AS code
 COPY . /src
-RUN --mount=type=bind,from=uv,source=/opt/uv,target=/opt/uv \
-    /opt/uv/bin/uv pip install --no-deps --no-build-isolation --prefix /code /src
+RUN uv pip install --no-deps --no-build-isolation --prefix /code /src
 
 FROM libraries AS cpu
 COPY --from=code /code $VIRTUAL_ENV
@@ -43,8 +52,9 @@ FROM libraries AS gpu
 # Triton compiles the launchers of its kernels when they are first used.
 RUN apt-get update -q && apt-get install -y -q --no-install-recommends gcc libc6-dev python3-dev && \
     rm -rf /var/lib/apt/lists/*
-RUN --mount=type=bind,from=uv,source=/opt/uv,target=/opt/uv --mount=type=cache,target=/root/.cache/uv \
-    /opt/uv/bin/uv pip install --constraint /src/requirements.lock -r /src/pyproject.toml --extra vllm
+COPY --from=asked /gpu.txt /src/
+RUN --mount=type=cache,target=/root/.cache/uv \
+    uv pip install --constraint /src/cpu.lock --requirement /src/gpu.txt
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=code /code $VIRTUAL_ENV
 USER 1000:1000

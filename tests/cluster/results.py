@@ -1,4 +1,4 @@
-"""Prints what a run has left, as JSON: the digest of every checkpoint's files, and metrics.jsonl without clocks.
+"""Prints what a run has left, as JSON: digests of the checkpoints' files, and metrics.jsonl without clocks.
 
 It takes the run directory as its argument, here or in a pod: both print the same where both trained the same.
 """

@@ -1,5 +1,5 @@
-"""The demo in a cluster, its roles in pods under Pod Security `restricted`: it learns, whatever comes and goes, and
-its weights are those of `make run`."""
+"""The demo in a cluster, under Pod Security `restricted`: it learns, whatever comes and goes, and ends with the
+weights of `make run`."""
 
 from __future__ import annotations
 
