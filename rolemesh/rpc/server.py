@@ -29,7 +29,7 @@ SERVER_OPTIONS = [
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # two servers on one port are a mistake, not a way to balance
     # Clients ping while a model computes and no data flows; the default allows one ping in five minutes.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
