@@ -148,16 +148,18 @@ class Process:
     process: asyncio.subprocess.Process
     address: str
     metrics: str
+    health: str
 
 
 @asynccontextmanager
-async def serve_process(role: str, job: JobConfig, directory: Path) -> AsyncIterator[Process]:
+async def serve_process(role: str, job: JobConfig, directory: Path, *options: str) -> AsyncIterator[Process]:
     """The role in a process of its own, bound and perhaps still loading."""
     config, address_file = directory / "job.yaml", directory / "address.json"
     config.write_text(job.to_yaml())
-    arguments = ["--config", str(config), "--address-file", str(address_file), "--exit-with-parent"]
+    arguments = ["--config", str(config), "--address-file", str(address_file), "--exit-with-parent", *options]
+    ports = ["--metrics-listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services", "serve", role, "--metrics-listen", "127.0.0.1:0", *arguments),
+        *(sys.executable, "-m", "services", "serve", role, *ports, *arguments),
         stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -166,7 +168,7 @@ async def serve_process(role: str, job: JobConfig, directory: Path) -> AsyncIter
         while not address_file.exists() and process.returncode is None:  # noqa: ASYNC110  # another process's file
             await asyncio.sleep(0.02)
         bound = json.loads(address_file.read_text()) if address_file.exists() else {}
-        yield Process(process, bound.get("address", ""), bound.get("metrics", ""))
+        yield Process(process, bound.get("address", ""), bound.get("metrics", ""), bound.get("health", ""))
     finally:
         if process.returncode is None:
             process.kill()

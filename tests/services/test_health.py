@@ -1,0 +1,139 @@
+"""What probes are told, on a port of their own, whatever the roles do."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from sequences import sequence_batch
+from serving import gate, reward_batch, reward_job, serve_process
+
+from rolemesh.config.job import make_job
+from rolemesh.errors import RoleUnavailable
+from rolemesh.models.tiny import make_tiny_model
+from rolemesh.roles import methods
+from rolemesh.rpc.channels import CLIENT_OPTIONS
+from rolemesh.rpc.clients import ActorClient, RewardClient
+from rolemesh.rpc.contract import REWARD
+from rolemesh.rpc.server import RoleServer
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def check(channel: grpc.aio.Channel, name: str, timeout_s: float = 5.0) -> int:
+    request = health_pb2.HealthCheckRequest(service=name)
+    return int((await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)).status)
+
+
+async def test_a_probe_is_answered_within_a_second_while_a_model_is_trained(tmp_path: Path) -> None:
+    """Workers compute on threads, and torch lets go of the interpreter while it does."""
+    model = make_tiny_model(tmp_path / "model", "qwen2", hidden_size=256, num_layers=2)
+    job = make_job(
+        {
+            "data": {"train_batch_size": 32, "max_prompt_length": 64, "max_response_length": 192},
+            "trainer": {"device": "cpu", "default_local_dir": str(tmp_path)},
+            "actor": {"model": {"path": str(model)}, "ppo_mini_batch_size": 32},
+        }
+    )
+    batch = sequence_batch(32, prompt=64, response=192)
+    async with (
+        serve_process("actor", job, tmp_path) as role,
+        ActorClient([role.address], methods(job)) as actor,
+        grpc.aio.insecure_channel(role.health) as channel,
+    ):
+        await actor.wait_until_ready(120)
+        began = time.monotonic()
+        training = asyncio.create_task(actor.update(batch))
+        waits = []
+        while not training.done():
+            asked = time.monotonic()
+            assert await check(channel, "live") == await check(channel, "actor") == SERVING
+            waits.append(time.monotonic() - asked)
+            await asyncio.wait({training}, timeout=0.05)
+        await training
+        assert time.monotonic() - began > 2  # it was an update worth the name
+        assert max(waits) < 1
+
+
+async def test_a_call_without_data_outlasts_its_pings() -> None:
+    """An update says nothing for minutes, and its client asks every 20 s whether the machine is there. A server
+    that did not expect that would hang up at the third time."""
+    server = RoleServer({"reward": [REWARD]})
+    address = await server.start("127.0.0.1:0")
+    often = dict(CLIENT_OPTIONS) | {"grpc.keepalive_time_ms": 600}
+    async with grpc.aio.insecure_channel(address, options=list(often.items())) as channel:
+        silent = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="live"))
+        assert (await silent.read()).status == SERVING
+        done, _ = await asyncio.wait({asyncio.ensure_future(silent.code())}, timeout=4)
+        assert not done, await silent.debug_error_string()
+        silent.cancel()
+    await server.drain(0)
+
+
+async def test_whoever_hangs_is_not_live() -> None:
+    """Another thread blocks the event loop that serves, as a deadlock would."""
+    loop, free = asyncio.new_event_loop(), threading.Event()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    server = RoleServer({"reward": [REWARD]})
+    address = await asyncio.wrap_future(
+        asyncio.run_coroutine_threadsafe(server.start_health("127.0.0.1:0"), loop)
+    )
+    with grpc.insecure_channel(address) as channel:
+        probe = health_pb2_grpc.HealthStub(channel).Check
+        request = health_pb2.HealthCheckRequest(service="live")
+        assert probe(request).status == SERVING
+        loop.call_soon_threadsafe(free.wait)
+        with pytest.raises(grpc.RpcError) as error:
+            probe(request, timeout=0.5)
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        free.set()
+        assert probe(request, timeout=5).status == SERVING
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.drain(0), loop))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def test_names_and_states_through_a_roles_life(tiny_model: Path, tmp_path: Path) -> None:
+    """Loading, serving, draining: alive all the time, ready in between."""
+    names = ("", "reward", "rolemesh.v1.RewardService")
+    with gate(tmp_path / "import") as door, gate(tmp_path / "started") as started, gate(tmp_path / "g") as held:
+        job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(held.path))
+        function = tmp_path / "gated.py"
+        function.write_text(f"open({str(door.path)!r}).read(1)\n" + function.read_text())
+        async with (
+            serve_process("reward", job, tmp_path) as role,
+            RewardClient([role.address], methods(job), patience_s=0.1) as client,
+            grpc.aio.insecure_channel(role.health) as channel,
+        ):
+
+            async def told() -> set[int]:
+                assert await check(channel, "live") == SERVING
+                return {await check(channel, name) for name in names}
+
+            assert await told() == {NOT_SERVING}
+            with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
+                await check(channel, "critic")
+            door.open(1)
+            await client.wait_until_ready(120)
+            assert await told() == {SERVING}
+            running = asyncio.create_task(client.compute_scores(reward_batch(1)))
+            await started.passed(running)
+            role.process.send_signal(signal.SIGTERM)
+            async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+                if answer.status == NOT_SERVING:
+                    break
+            assert await told() == {NOT_SERVING}
+            with pytest.raises(RoleUnavailable):
+                await RewardClient([role.address], methods(job), patience_s=0.1).wait_until_ready(0.1)
+            held.open()
+            assert len(await running) == 1
+            assert await role.process.wait() == 0
