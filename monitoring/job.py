@@ -41,9 +41,9 @@ def _now() -> list[Panel]:
         number("Step", "Steps that have ended.", Query(made)),
         number("Steps planned", "Of the whole job.", Query(planned)),
         number("Left", "At the pace of the last half hour.", Query(f"({planned} - {made}) * max({pace})"), "s"),
-        number("Reward", "Mean score of the last step's responses.", step("critic/score/mean", "")),
+        number("Last reward", "Mean score of the last step's responses.", step("critic/score/mean", "")),
         number(
-            "Accuracy",
+            "Last accuracy",
             "Of the last validation, mean over the data sources.",
             Query("avg({})".format(run("rolemesh_step_metric", "name=~'val-core/.+'"))),
             "percentunit",

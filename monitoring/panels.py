@@ -110,7 +110,7 @@ def timeline(title: str, description: str, query: Query, width: int = 12) -> sta
     colours = {"0": "transparent", "1": "green"}
     results = {value: model.ValueMappingResult(text=value, color=colour) for value, colour in colours.items()}
     panel = panel.mappings([model.ValueMap(options=results)])
-    return panel.show_value(common.VisibilityMode.NEVER).merge_values(True).row_height(0.8)
+    return panel.show_value(common.VisibilityMode.NEVER).line_width(0).fill_opacity(70)
 
 
 def _described(panel: P, title: str, description: str, queries: Sequence[Query], *, instant: bool = False) -> P:

@@ -60,9 +60,10 @@ def _work() -> list[Panel]:
     seconds = role("rolemesh_rpc_server_seconds_bucket")
     return [
         lines(
-            "Outstanding rows",
-            "Sent to replicas of the role and not answered.",
-            Query(f"sum by (role) ({role('rolemesh_rpc_client_outstanding_rows')})", "{{role}}"),
+            "Rows that wait",
+            "For an answer of the role: all (pending), and those of them that a replica has (outstanding).",
+            Query(f"sum by (role) ({role('rolemesh_rpc_client_pending_rows')})", "{{role}} pending"),
+            Query(f"sum by (role) ({role('rolemesh_rpc_client_outstanding_rows')})", "{{role}} outstanding"),
             least=0,
         ),
         lines(

@@ -18,6 +18,7 @@ def transport() -> Dashboard:
 def _calls() -> list[Panel]:
     """Batches and answers."""
     asked = role("rolemesh_rpc_client_requests_total")
+    fine = role("rolemesh_rpc_client_requests_total", 'code="OK"')
     failed = role("rolemesh_rpc_client_requests_total", 'code!="OK"')
     return [
         lines(
@@ -49,7 +50,8 @@ def _calls() -> list[Panel]:
             "Failed calls",
             "By status. A replica that goes away is UNAVAILABLE, and its calls are made again elsewhere.",
             Query(
-                f"{rate(failed, 'role', 'method', 'code')} or 0 * {rate(asked, 'role')}", "{{role}} {{code}}"
+                f"{rate(failed, 'role', 'method', 'code')} or 0 * {rate(fine, 'role', 'code')}",
+                "{{role}} {{code}}",
             ),
             unit="reqps",
             least=0,

@@ -1,0 +1,101 @@
+"""A Prometheus of this machine, and what is asked of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "monitoring" / "prometheus.yml"
+INSTALL = "there is no Prometheus on this machine: apt-get install prometheus"
+
+
+class Prometheus:
+    """Its HTTP API."""
+
+    def __init__(self, address: str) -> None:
+        self._client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=30, trust_env=False)
+
+    def get(self, path: str, **params: Any) -> Any:
+        """What is asked for.
+
+        Raises:
+            ValueError: Prometheus' own words on what is wrong with the query.
+        """
+        answer = self._client.get(path, params=params).json()
+        if answer["status"] != "success":
+            raise ValueError(f"{answer['error']}: {params}")
+        return answer["data"]
+
+    def series(self, selector: str) -> list[dict[str, str]]:
+        """The labels of each series."""
+        found: list[dict[str, str]] = self.get("/series", **{"match[]": selector})
+        return found
+
+    def over_time(self, expr: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
+        """Each series' `metric` and `values`."""
+        answer = self.get("/query_range", query=expr, start=start, end=end, step=step)
+        result: list[dict[str, Any]] = answer["result"]
+        return result
+
+
+@contextmanager
+def prometheus(directory: Path, targets: str, interval: str) -> Iterator[Prometheus]:
+    """Prometheus with the project's own configuration.
+
+    Args:
+        directory: for its data and its log.
+        targets: pattern of the targets files, in place of the configuration's.
+        interval: between scrapes, and between evaluations of rules.
+    """
+    config = yaml.safe_load(CONFIG.read_text())
+    config["global"] = {
+        "scrape_interval": interval,
+        "scrape_timeout": interval,
+        "evaluation_interval": interval,
+    }
+    config["rule_files"] = [str((CONFIG.parent / file).resolve()) for file in config["rule_files"]]
+    (scraped,) = config["scrape_configs"]
+    scraped["file_sd_configs"][0] |= {"files": [targets], "refresh_interval": interval}
+    (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
+    program = shutil.which("prometheus")
+    assert program, INSTALL
+    process = subprocess.Popen(
+        [
+            *(program, f"--config.file={directory / 'prometheus.yml'}"),
+            *(f"--storage.tsdb.path={directory / 'data'}", "--web.listen-address=127.0.0.1:0"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        address = _address(process)
+        assert process.stderr
+        Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
+        yield Prometheus(address)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    """Where it listens, once it is ready."""
+    address, said = "", []
+    assert process.stderr
+    for line in process.stderr:
+        said.append(line)
+        if found := re.search(r'"Listening on" address=(\S+)', line):
+            address = found[1]
+        if "Server is ready to receive web requests" in line:
+            assert address, "".join(said)
+            return address
+    raise AssertionError("".join(said))

@@ -1,0 +1,104 @@
+"""The files that people install: fresh, whole, and of Grafana's and Prometheus' own kinds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from questions import boards, of_rules, panels, rules
+from real_prometheus import INSTALL
+
+from monitoring.dashboards import DIRECTORY, generated
+
+ROOT = Path(__file__).parents[2]
+RUNBOOKS = ROOT / "docs" / "runbooks"
+CASES = Path(__file__).with_name("alerts.yaml")
+ALERT_NAMES = [rule["alert"] for rule in rules() if "alert" in rule]
+
+
+def test_dashboards_are_fresh() -> None:
+    assert {path: path.read_text() for path in DIRECTORY.iterdir()} == generated(), "run make dashboards"
+
+
+@pytest.mark.parametrize("name", ["job", "roles", "transport"])
+def test_a_dashboard_is_one_of_grafanas_schema(name: str) -> None:
+    """Read with Grafana's own types nothing is lost: every key is one that they know."""
+    register_default_plugins()
+    board = boards()[name]
+    assert json.loads(json.dumps(Dashboard.from_json(board), cls=JSONEncoder)) == board
+
+
+@pytest.mark.parametrize("name", ["job", "roles", "transport"])
+def test_panels_say_what_they_show_and_fill_their_rows(name: str) -> None:
+    board = boards()[name]
+    cells: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        own = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not own & cells, f"{panel['title']} lies on another panel"
+        cells |= own
+    assert {x for x, _ in cells} == set(range(24)), "a line is wider than Grafana's 24 columns"
+    titles = [panel["title"] for panel in panels(board)]
+    assert len(set(titles)) == len(titles)
+    assert all(panel["description"].endswith(".") for panel in panels(board))
+
+
+def test_rules_are_of_the_run_that_a_release_makes() -> None:
+    """Each selector has what the chart puts a release's name into, and nothing else selects a run."""
+    for question in of_rules():
+        for selector in question.selectors:
+            of_run = [m for m in selector.matchers.matchers if m.name in ("namespace", "rolemesh_job")]
+            assert [m.name for m in of_run] == ["rolemesh_job"], f"{question.where}: {selector.prettify()}"
+        assert question.expr.count('rolemesh_job!=""') == len(question.selectors), question.where
+
+
+@pytest.mark.parametrize("alert", ALERT_NAMES)
+def test_an_alert_says_how_bad_it_is_and_has_its_page(alert: str) -> None:
+    (rule,) = [rule for rule in rules() if rule.get("alert") == alert]
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert rule["annotations"].keys() == {"summary", "description", "runbook_url"}
+    page = ROOT / rule["annotations"]["runbook_url"]
+    assert page == RUNBOOKS / f"{alert}.md"
+    text = page.read_text()
+    assert text.startswith(f"# {alert}\n")
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## What it means",
+        "## What to look at",
+        "## What to do",
+    ]
+    titles = tuple(
+        f"*{name}* / {panel['title']}" for name, board in boards().items() for panel in panels(board)
+    )
+    named = re.findall(r"\*(?:job|roles|transport)\* / .{60}", " ".join(text.split()))
+    assert named
+    assert not [name for name in named if not name.startswith(titles)], "there is no such panel"
+
+
+def test_runbooks_are_of_alerts() -> None:
+    assert sorted(path.stem for path in RUNBOOKS.glob("Rolemesh*.md")) == sorted(ALERT_NAMES)
+
+
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    program = shutil.which("promtool")
+    if not program:
+        pytest.skip(f"ALERTS ARE NOT TESTED: {INSTALL}")
+    ran = subprocess.run([program, "test", "rules", str(CASES)], capture_output=True, text=True, timeout=120)
+    assert not ran.returncode, ran.stdout + ran.stderr
+
+
+def test_every_alert_fires_in_some_case_and_is_quiet_before() -> None:
+    expected = [
+        [sample["labels"] for sample in at.get("exp_samples", ())]
+        for case in yaml.safe_load(CASES.read_text())["tests"]
+        for at in case["promql_expr_test"]
+    ]
+    assert {f'{{alertname="{name}"}}' for name in ALERT_NAMES} == {label for at in expected for label in at}
+    assert [] in expected

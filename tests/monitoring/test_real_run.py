@@ -1,0 +1,107 @@
+"""Dashboards and alerts, asked of a Prometheus that has watched a run."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from in_process import small_job
+from questions import Question, of_panels, of_rules, of_variables
+from real_prometheus import INSTALL, Prometheus, prometheus
+
+# Something for every panel: roles that share a device and roles that do not, a critic, KL in reward and loss,
+# rollouts that run ahead, validation, checkpoints.
+EVERYTHING = (
+    "placement.strategy=custom",
+    "placement.groups={learners: [actor, critic], rollouts: [rollout], judges: [reference, reward]}",
+    "rollout.mode=async",
+    "algorithm.rollout_correction.rollout_is=token",
+    "actor.use_kl_loss=true",
+    "trainer.total_training_steps=8",
+    "trainer.test_freq=3",
+    "trainer.save_freq=3",
+)
+SCRAPED_EVERY = "500ms"
+VARIABLES = {"namespace": "local", "job": "run", "role": ".+", "datasource": "-", "__rate_interval": "5s"}
+
+
+def test_every_panel_and_alert_asks_for_what_a_run_shows(tiny_model: Path, tmp_path: Path) -> None:
+    if not shutil.which("prometheus"):
+        pytest.skip(f"DASHBOARDS AND ALERTS ARE NOT TESTED: {INSTALL}")
+    job = small_job(tmp_path, tiny_model, "run", *EVERYTHING)
+    (tmp_path / "job.yaml").write_text(job.to_yaml())
+    with prometheus(tmp_path, str(tmp_path / "*.targets.json"), SCRAPED_EVERY) as asked:
+        start = time.time()
+        command = [sys.executable, "-m", "services", "run", str(tmp_path / "job.yaml")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        end = time.time()
+        assert not ran.returncode, ran.stdout + ran.stderr
+        assert not list(tmp_path.glob("*.targets.json"))  # a run that has ended has no targets
+
+        labels = _labels(asked)
+        problems = [p for question in of_panels(VARIABLES) for p in _panel(asked, question, labels, start, end)]
+        problems += [p for question in of_rules() for p in _rule(asked, question, labels)]
+        for where, selector, label in of_variables(VARIABLES):
+            if not all(label in series for series in asked.series(selector) or [{}]):
+                problems.append(f"{where}: {selector} has no label {label}")
+        for group in asked.get("/rules")["groups"]:
+            for rule in group["rules"]:
+                if rule["health"] != "ok" or rule.get("state") == "firing":
+                    problems.append(
+                        f"{rule['name']}: {rule['health']}, {rule.get('state')}, {rule['lastError']}"
+                    )
+    assert not problems, "\n".join(problems)
+
+
+def _labels(asked: Prometheus) -> dict[str, set[str]]:
+    """Metric to the labels of its series, of every process of the run."""
+    labels: dict[str, set[str]] = defaultdict(set)
+    for series in asked.series('{rolemesh_job!=""}'):
+        labels[series["__name__"]] |= series.keys()
+    return labels
+
+
+def _panel(
+    asked: Prometheus, question: Question, labels: dict[str, set[str]], start: float, end: float
+) -> list[str]:
+    problems = _names(question, labels)
+    series = asked.over_time(question.expr, start, end, 0.5)
+    if not any(math.isfinite(float(value)) for one in series for _, value in one["values"]):
+        problems.append(f"{question.where}: is empty: {question.expr}")
+    if not any(one["metric"].keys() >= set(question.legend) for one in series):
+        problems.append(f"{question.where}: no series has the legend's labels {question.legend}")
+    return problems
+
+
+def _rule(asked: Prometheus, question: Question, labels: dict[str, set[str]]) -> list[str]:
+    problems = _names(question, labels)
+    for selector in question.selectors:
+        selected = selector.prettify().partition(" offset ")[0]
+        if not asked.series(selected):
+            problems.append(f"{question.where}: nothing is {selected}")
+    known = question.labels | {label for s in question.selectors for label in labels[s.name]}
+    if strange := set(question.legend) - known:
+        problems.append(f"{question.where}: its texts show {strange}, which its series do not have")
+    return problems
+
+
+def _names(question: Question, labels: dict[str, set[str]]) -> list[str]:
+    """Metrics and labels that no process of the run has."""
+    problems = []
+    for selector in question.selectors:
+        if selector.name not in labels:
+            problems.append(f"{question.where}: no process has {selector.name}")
+        elif strange := {m.name for m in selector.matchers.matchers} - labels[selector.name]:
+            problems.append(f"{question.where}: {selector.name} has no labels {strange}")
+    known = question.made_labels.union(*(labels[selector.name] for selector in question.selectors))
+    if strange := question.labels - known:
+        problems.append(f"{question.where}: nothing in it has labels {strange}")
+    return problems
