@@ -1,0 +1,32 @@
+"""Replicas that come and go as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from rolemesh.rpc.pool import ReplicaPool
+
+
+class Told:
+    """Implements rolemesh.rpc.discovery.Members."""
+
+    def __init__(self, *addresses: str) -> None:
+        self._now, self._changed = frozenset(addresses), asyncio.Event()
+
+    def tell(self, *addresses: str) -> None:
+        """These are there from now on."""
+        self._now = frozenset(addresses)
+        self._changed.set()
+
+    async def watch(self) -> AsyncIterator[frozenset[str]]:
+        while True:
+            self._changed.clear()
+            yield self._now
+            await self._changed.wait()
+
+
+async def until(pool: ReplicaPool, holds: Callable[[], object]) -> None:
+    """Returns when it holds, which it may after any change of the pool."""
+    async with asyncio.timeout(30), pool._changed:
+        await pool._changed.wait_for(holds)

@@ -1,0 +1,199 @@
+"""Replicas that come and go, also in the midst of a call: who gets which rows, and that none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from membership import Told, until
+from prometheus_client import REGISTRY
+from serving import gate, reward_batch, reward_job, scored, serve_process, served
+from test_weight_sync import generated, job_of, prompts_of
+
+from rolemesh import metrics
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable
+from rolemesh.roles import methods
+from rolemesh.rpc.clients import ActorClient, RewardClient, RolloutClient
+from services.rollout.worker import RolloutWorker
+
+
+def index_scores(answer: DataProto) -> list[float]:
+    return answer["token_level_scores"].sum(1).tolist()
+
+
+async def test_a_replica_that_joins_in_the_midst_of_a_call_gets_what_is_not_begun(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The first one waits in its first row for a byte, which the second one writes when it has scored 32 rows:
+    all but the two pieces that the first one has."""
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
+        first = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(doors.path))
+        second = reward_job(tiny_model, tmp_path / "2", opens=str(doors.path), after=32)
+        async with served("reward", first, second) as addresses:
+            told = Told(addresses[0])
+            async with RewardClient(told, methods(first), timeout_s=30, may_grow=True) as client:
+                call = asyncio.create_task(client.compute_scores(reward_batch(64)))
+                await started.passed(call)
+                told.tell(*addresses)
+                assert index_scores(await call) == list(range(64))
+    assert len(scored(tmp_path / "1")) == len(scored(tmp_path / "2")) == 32
+
+
+async def test_a_replica_that_leaves_ends_what_it_computes_and_gets_no_more(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
+        leaving = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(doors.path))
+        staying = reward_job(tiny_model, tmp_path / "2")
+        async with served("reward", leaving, staying) as addresses:
+            told = Told(addresses[0])
+            async with RewardClient(told, methods(staying), timeout_s=30, may_grow=True) as client:
+                call = asyncio.create_task(client.compute_scores(reward_batch(64)))
+                await started.passed(call)
+                [replica] = client.pool.replicas
+                told.tell(addresses[1])
+                await until(client.pool, lambda: replica not in client.pool.replicas)
+                doors.open()
+                assert index_scores(await call) == list(range(64))
+                assert sorted(scored(tmp_path / "1")) == list(range(32))  # once: nothing was asked again
+                assert sorted(scored(tmp_path / "2")) == list(range(32, 64))
+                shown = [s.labels["address"] for s in metrics.CLIENT_OUTSTANDING_ROWS.collect()[0].samples]
+                assert addresses[0] not in shown
+                assert REGISTRY.get_sample_value("rolemesh_replicas_live", {"role": "reward"}) == 1
+                assert REGISTRY.get_sample_value("rolemesh_rpc_client_pending_rows", {"role": "reward"}) == 0
+
+
+async def test_a_replica_that_leaves_and_dies_has_its_rows_asked_again(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as never:
+        victim_job = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(never.path))
+        other_job = reward_job(tiny_model, tmp_path / "2")
+        async with (
+            serve_process("reward", victim_job, tmp_path / "1") as victim,
+            served("reward", other_job) as [other],
+        ):
+            told = Told(victim.address)
+            async with RewardClient(told, methods(other_job), timeout_s=60, may_grow=True) as client:
+                await client.wait_until_ready(60)
+                call = asyncio.create_task(client.compute_scores(reward_batch(40)))
+                await started.passed(call)
+                told.tell(other)
+                victim.process.kill()
+                assert index_scores(await call) == list(range(40))
+                assert [r.address for r in client.pool.replicas] == [other]
+
+
+async def test_a_call_waits_for_a_replica_that_is_yet_to_come(tiny_model: Path, tmp_path: Path) -> None:
+    job = reward_job(tiny_model, tmp_path)
+    async with served("reward", job) as addresses:
+        told = Told()
+        async with RewardClient(told, methods(job), patience_s=30, may_grow=True) as client:
+            ready = asyncio.create_task(client.wait_until_ready(30))
+            await until(client.pool, lambda: client.pool.pending_rows)  # so that a scaler starts one
+            told.tell("127.0.0.1:1", *addresses)  # one is enough
+            await ready
+            assert [r.address for r in client.pool.live] == addresses
+            told.tell()
+            await until(client.pool, lambda: not client.pool.replicas)
+            call = asyncio.create_task(client.compute_scores(reward_batch(4)))
+            await until(client.pool, lambda: client.pool.pending_rows == 4)
+            told.tell(*addresses)
+            assert index_scores(await call) == [0, 1, 2, 3]
+
+
+async def test_when_nobody_comes_the_error_says_what_was_last_known(tiny_model: Path, tmp_path: Path) -> None:
+    table = methods(reward_job(tiny_model, tmp_path))
+    async with RewardClient(Told(), table) as client:
+        with pytest.raises(RoleUnavailable, match=r"reward: no replica answers, since 0.1 s \(at no address\)"):
+            await client.wait_until_ready(0.1)
+    async with RewardClient(Told("127.0.0.1:1"), table) as client:
+        with pytest.raises(RoleUnavailable, match=r"reward: no replica answers.*127.0.0.1:1"):
+            await client.wait_until_ready(1.0)
+
+
+class Lost(Told):
+    async def watch(self):  # type: ignore[no-untyped-def]
+        raise InvalidConfig("nobody tells who is there")
+        yield
+
+
+async def test_who_waits_for_a_replica_learns_why_none_will_come(tiny_model: Path, tmp_path: Path) -> None:
+    table = methods(reward_job(tiny_model, tmp_path))
+    async with RewardClient(Lost(), table) as client:
+        with pytest.raises(InvalidConfig, match="nobody tells"):
+            await client.wait_until_ready(30)
+
+
+async def test_calls_are_served_in_the_order_in_which_they_were_begun(tiny_model: Path, tmp_path: Path) -> None:
+    """The second call's rows come after all of the first one's, though most of these had to wait, too."""
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
+        job = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(doors.path))
+        async with served("reward", job) as addresses:
+            told = Told(*addresses)
+            async with RewardClient(told, methods(job), timeout_s=30, may_grow=True) as client:
+                batch = reward_batch(80)
+                calls = [asyncio.create_task(client.compute_scores(batch[:64]))]
+                await started.passed(calls[0])
+                calls.append(asyncio.create_task(client.compute_scores(batch[64:])))
+                await until(client.pool, lambda: client.pool.pending_rows == 80)
+                doors.open()
+                await asyncio.gather(*calls)
+    assert scored(tmp_path / "1") == list(range(80))
+
+
+async def test_an_actor_in_another_place_is_another_life(tiny_model: Path) -> None:
+    job = job_of(tiny_model)
+    async with served("actor", job) as before, served("actor", job) as after:
+        told = Told(*before)
+        async with ActorClient(told, methods(job)) as actor:
+            source = await actor.publish_weights(1)
+            assert source.sources == before
+            told.tell(*after)
+            await until(actor.pool, lambda: [r.address for r in actor.pool.live] == after)
+            with pytest.raises(RoleFailed, match="the role was restarted"):
+                await actor.publish_weights(2)
+
+
+async def test_a_rollout_that_joins_takes_the_weights_and_then_rows_of_the_running_call(
+    tiny_model: Path,
+) -> None:
+    job = job_of(tiny_model)  # of 4 rows at once
+    prompts = prompts_of(40)
+    worker = RolloutWorker(job)
+    alone = DataProto.concat([rows async for rows in worker.generate(prompts)])
+    worker.close()
+    async with AsyncExitStack() as stack:
+        rollouts = await stack.enter_async_context(served("rollout", job, job))
+        actor = ActorClient(await stack.enter_async_context(served("actor", job)), methods(job))
+        await stack.enter_async_context(actor)
+        told = Told(rollouts[0])
+        client = RolloutClient(told, methods(job), timeout_s=60, may_grow=True, rows_at_once=4)
+        await stack.enter_async_context(client)
+        await client.update_weights(await actor.publish_weights(1))
+
+        finished, joined = [], None
+        async for rows in client.generate(prompts):
+            finished.append(rows)
+            if joined is None:
+                assert client.pool.replicas[0].outstanding_rows <= 12  # most wait here
+                told.tell(*rollouts)
+                await until(client.pool, lambda: len(client.pool.live) == 2)
+                joined = next(r for r in client.pool.replicas if r.address == rollouts[1])
+        assert joined is not None
+        assert joined.last_turn  # it was given rows
+        answer = DataProto.concat(finished)
+        answer = answer[answer["row"].argsort()]
+        assert answer["row"].tolist() == list(range(40))
+        assert set(answer["weight_versions"][answer["response_mask"]].tolist()) == {1}
+        expected = alone[alone["row"].argsort()]  # the actor has not been trained: version 1 is the model's
+        for column in ("responses", "response_mask", "rollout_log_probs"):
+            assert torch.equal(answer[column], expected[column])
+        # And the next versions reach both.
+        await client.update_weights(await actor.publish_weights(2))
+        assert len(client.pool.live) == 2
+        assert len(await generated(client)) == 4
