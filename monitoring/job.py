@@ -51,13 +51,13 @@ def _now() -> list[Panel]:
         number(
             "Since the last step",
             "Seconds since a step ended.",
-            Query(f"time() - max({run('rolemesh_step_ended_timestamp_seconds')})"),
+            Query(f"time() - max({run('rolemesh_step_ended_timestamp_seconds')} > 0)"),
             "s",
         ),
         number(
             "Checkpoint's age",
             "What was learnt in this time would be lost with the actor.",
-            Query(f"time() - max({run('rolemesh_checkpoint_timestamp_seconds')})"),
+            Query(f"time() - max({run('rolemesh_checkpoint_timestamp_seconds')} > 0)"),
             "s",
         ),
     ]
@@ -165,8 +165,8 @@ def _speed() -> list[Panel]:
         lines(
             "Time since",
             "A step ended, a checkpoint was written.",
-            Query(f"time() - max({run('rolemesh_step_ended_timestamp_seconds')})", "step"),
-            Query(f"time() - max({run('rolemesh_checkpoint_timestamp_seconds')})", "checkpoint"),
+            Query(f"time() - max({run('rolemesh_step_ended_timestamp_seconds')} > 0)", "step"),
+            Query(f"time() - max({run('rolemesh_checkpoint_timestamp_seconds')} > 0)", "checkpoint"),
             unit="s",
             width=12,
             least=0,

@@ -18,8 +18,8 @@ def transport() -> Dashboard:
 def _calls() -> list[Panel]:
     """Batches and answers."""
     asked = role("rolemesh_rpc_client_requests_total")
-    fine = role("rolemesh_rpc_client_requests_total", 'code="OK"')
-    failed = role("rolemesh_rpc_client_requests_total", 'code!="OK"')
+    failed = rate(role("rolemesh_rpc_client_requests_total", 'code!="OK"'), "role", "code")
+    none = f"label_replace(0 * {rate(asked, 'role')}, 'code', 'none', '', '')"
     return [
         lines(
             "Bytes",
@@ -49,10 +49,7 @@ def _calls() -> list[Panel]:
         lines(
             "Failed calls",
             "By status. A replica that goes away is UNAVAILABLE, and its calls are made again elsewhere.",
-            Query(
-                f"{rate(failed, 'role', 'method', 'code')} or 0 * {rate(fine, 'role', 'code')}",
-                "{{role}} {{code}}",
-            ),
+            Query(f"{failed} or {none}", "{{role}} {{code}}"),
             unit="reqps",
             least=0,
         ),

@@ -44,7 +44,10 @@ WEIGHTS_SOURCE_FAILURES = Counter(
     "What a source of weights did wrong: gone, refused, stalled or damaged",
     ["reason"],
 )
-for _reason in ("gone", "refused", "stalled", "damaged"):  # 0 from the start, so that the first is an increase
+# 0 from the start, so that the first one is an increase.
+for _source in ("actor", "rollout", "memory"):
+    WEIGHTS_RECEIVED_BYTES.labels(_source)
+for _reason in ("gone", "refused", "stalled", "damaged"):
     WEIGHTS_SOURCE_FAILURES.labels(_reason)
 
 # --------------------------------------------- turns on a shared device (rolemesh/workers/lease.py)
