@@ -33,15 +33,19 @@
 {{- if or (eq .Values.monitoring.operator "always") (and (eq .Values.monitoring.operator "auto") $has) }}true{{ end }}
 {{- end }}
 
-{{/* Pods of a group, of (list $ GROUP). An upgrade leaves the number that `kubectl scale` or the end of the run gave,
-unless it gives another one or starts another controller. */}}
+{{/* Pods of a group, of (list $ GROUP); nothing where a scaler will say. An upgrade leaves the number that a scaler,
+`kubectl scale` or the end of the run gave, unless it gives another one or starts another run: left out, the API server
+would make it 1, and a scaler does not wake what is at 0. */}}
 {{- define "rlhf-job.replicas" -}}
 {{- $ := first . }}{{ $group := last . }}{{ $namespace := $.Release.Namespace }}
 {{- $live := lookup "apps/v1" $group.kind $namespace $group.workload }}
+{{- $run := lookup "batch/v1" "Job" $namespace (include "rlhf-job.run" $) }}
 {{- $said := dig "metadata" "annotations" "rolemesh.dev/replicas" "" $live }}
-{{- if and (eq $said (toString $group.replicas)) (lookup "batch/v1" "Job" $namespace (include "rlhf-job.run" $)) }}
+{{- if and $live $run (or $group.scaler (eq $said (toString $group.replicas))) }}
 {{- $live.spec.replicas }}
-{{- else }}
+{{- else if and $live $group.scaler }}
+{{- max $live.spec.replicas $group.replicas }}
+{{- else if not $group.scaler }}
 {{- $group.replicas }}
 {{- end }}
 {{- end }}

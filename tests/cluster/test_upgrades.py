@@ -1,0 +1,83 @@
+"""How many pods a role has after an upgrade: what only a real API server's answers to `lookup` tell."""
+
+from __future__ import annotations
+
+import pytest
+from cluster import UNSCHEDULED, Failed, Namespace
+from rendering import CHART
+
+pytestmark = pytest.mark.cluster
+
+TINY = CHART / "examples" / "tiny-standalone.yaml"
+SCALER = "autoscaling.reward.scaler=hpa,autoscaling.reward.minReplicas=2,autoscaling.reward.maxReplicas=4"
+DASHBOARDS = ("--set", "monitoring.dashboards.labels.look=new")
+ANOTHER_JOB = ("--set", "job.trainer.total_training_steps=70")
+
+
+def upgrade(namespace: Namespace, *args: str) -> None:
+    namespace.helm("upgrade", "job", str(CHART), "--values", str(TINY), *UNSCHEDULED, *args)
+
+
+def scale(namespace: Namespace, replicas: int, *workloads: str) -> None:
+    namespace.kubectl("scale", *workloads, f"--replicas={replicas}")
+
+
+def replicas(namespace: Namespace) -> dict[str, int]:
+    found = namespace.get("deployments,statefulsets")
+    return {thing["metadata"]["name"].removeprefix("job-"): thing["spec"]["replicas"] for thing in found}
+
+
+def generations(namespace: Namespace) -> dict[str, int]:
+    """A workload whose specification was changed has the next one."""
+    found = namespace.get("deployments,statefulsets")
+    return {thing["metadata"]["name"]: thing["metadata"]["generation"] for thing in found}
+
+
+def test_an_upgrade_leaves_replicas_unless_it_says_their_number_or_begins_another_run(
+    namespace: Namespace,
+) -> None:
+    namespace.install("job", "--values", str(TINY), *UNSCHEDULED)
+    scale(namespace, 3, "deployment/job-reward")
+    before = generations(namespace)
+    upgrade(namespace, *DASHBOARDS)
+    assert generations(namespace) == before
+    assert replicas(namespace)["reward"] == 3
+
+    upgrade(namespace, "--set", "placement.replicas.reward=2")
+    assert replicas(namespace)["reward"] == 2
+
+    scale(namespace, 0, "deployments,statefulsets", "--all")  # as the controller does when the run has ended
+    upgrade(namespace, *DASHBOARDS, "--set", "placement.replicas.reward=2")
+    assert set(replicas(namespace).values()) == {0}
+
+    upgrade(namespace, *ANOTHER_JOB)
+    assert set(replicas(namespace).values()) == {1}
+    [job] = namespace.get("jobs")
+    namespace.helm("rollback", "job", "1")
+    assert set(replicas(namespace).values()) == {1}
+    assert [other["metadata"]["name"] for other in namespace.get("jobs")] != [job["metadata"]["name"]]
+
+
+def test_a_scalers_replicas_are_its_own_and_another_run_wakes_them(namespace: Namespace) -> None:
+    with_scaler = ("--set", SCALER)
+    namespace.install("job", "--values", str(TINY), *UNSCHEDULED, *with_scaler)
+    # the scaler's own first deed: it has no less than two
+    namespace.until(lambda thing: thing["spec"]["replicas"] == 2, "deployment", "job-reward")
+    scale(namespace, 4, "deployment/job-reward")
+    for more in (DASHBOARDS, ("--set", "networkPolicy.enabled=false")):
+        upgrade(namespace, *with_scaler, *more)
+        assert replicas(namespace)["reward"] == 4
+
+    scale(namespace, 0, "deployment/job-reward")
+    upgrade(namespace, *with_scaler, *DASHBOARDS)
+    assert replicas(namespace)["reward"] == 0
+    upgrade(namespace, *with_scaler, *ANOTHER_JOB)
+    assert replicas(namespace)["reward"] == 2
+
+
+@pytest.mark.parametrize(
+    "what", ["huggingFace.secret", "storage.data.existingClaim", "rewardFunction.configMap"]
+)
+def test_what_is_not_in_the_namespace_is_refused(namespace: Namespace, what: str) -> None:
+    with pytest.raises(Failed, match=f"{what} is absent, and namespace {namespace.name} has no such"):
+        namespace.install("job", "--values", str(TINY), "--set", f"{what}=absent")
