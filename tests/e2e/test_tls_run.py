@@ -8,7 +8,8 @@ from pathlib import Path
 
 from certificates import Authority, swap
 from in_process import course, small_job, train
-from serving import served_group
+from serving import gate, serve_process, served_group
+from test_run import gated, rolemesh, written
 
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc import tls
@@ -45,3 +46,35 @@ async def test_steps_over_mutual_tls_with_changing_keys_equal_steps_in_process_b
     assert course(job) == course(plain)
     weights = [j.run_dir / "global_step_4" / "actor" / "model.safetensors" for j in (job, plain)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+async def test_processes_with_keys_train_and_tell_whoever_shows_keys(tiny_model: Path, tmp_path: Path) -> None:
+    """`serve`, `control` and `status` as a cluster starts them, with all roles in one process."""
+    authority = Authority()
+    keys = swap(tmp_path / "keys", authority.files("my-job"))
+    with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
+        one_step = ("trainer.total_training_steps=1", "trainer.val_before_train=false")
+        plain = small_job(tmp_path, tiny_model, "run", "placement.strategy=collocate", *one_step)
+        job = gated(plain, tmp_path, started.path, go_on.path)
+        secure = f"--tls-dir={keys}"
+        async with (
+            serve_process(",".join(job.roles), job, tmp_path, secure) as roles,
+            rolemesh(
+                *("control", "--config", written(job, tmp_path), secure, "--listen=127.0.0.1:0"),
+                *(f"--{role}={roles.address}" for role in job.roles),
+            ) as controller,
+        ):
+            await started.passed(controller.ended())  # step 1 runs
+            async with rolemesh("status", str(job.run_dir), secure) as asked:
+                code, output = await asked.end()
+                assert code == 0, output
+                assert f"actor      {roles.address}  ready" in output
+            async with rolemesh("status", str(job.run_dir)) as asked:
+                code, output = await asked.end()
+                assert code == 1
+                assert (
+                    "hangs up on a plain connection: if it has keys, give this process --tls-dir too" in output
+                )
+            go_on.open()
+            code, output = await controller.end()
+            assert code == 0, output
