@@ -86,12 +86,26 @@ def test_runbooks_are_of_alerts() -> None:
     assert sorted(path.stem for path in RUNBOOKS.glob("Rolemesh*.md")) == sorted(ALERT_NAMES)
 
 
-def test_alerts_fire_when_they_should_and_only_then() -> None:
+def promtool(*words: str) -> None:
+    """Raises what it says."""
     program = shutil.which("promtool")
     if not program:
         pytest.skip(f"ALERTS ARE NOT TESTED: {INSTALL}")
-    ran = subprocess.run([program, "test", "rules", str(CASES)], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([program, *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert not ran.returncode, ran.stdout + ran.stderr
+
+
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    promtool("test", "rules", str(CASES))
+
+
+def test_prometheus_takes_the_configurations(tmp_path: Path) -> None:
+    promtool("check", "config", "monitoring/prometheus.yml")
+    text = (ROOT / "monitoring" / "kubernetes.yml").read_text()  # Debian's knows no Kubernetes
+    (tmp_path / "same.yml").write_text(
+        text.replace("kubernetes_sd_configs: [{role: pod}]", "static_configs: []")
+    )
+    promtool("check", "config", str(tmp_path / "same.yml"))
 
 
 def test_every_alert_fires_in_some_case_and_is_quiet_before() -> None:
