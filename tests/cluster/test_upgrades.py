@@ -1,4 +1,4 @@
-"""How many pods a role has after an upgrade: what only a real API server's answers to `lookup` tell."""
+"""What a real API server alone can tell of an installation: what `lookup` finds, and what admission takes."""
 
 from __future__ import annotations
 
@@ -81,3 +81,22 @@ def test_a_scalers_replicas_are_its_own_and_another_run_wakes_them(namespace: Na
 def test_what_is_not_in_the_namespace_is_refused(namespace: Namespace, what: str) -> None:
     with pytest.raises(Failed, match=f"{what} is absent, and namespace {namespace.name} has no such"):
         namespace.install("job", "--values", str(TINY), "--set", f"{what}=absent")
+
+
+def test_kinds_of_other_projects_are_accepted_where_the_cluster_knows_them(namespace: Namespace) -> None:
+    kinds = {
+        "podmonitors",
+        "prometheusrules",
+        "scaledobjects",
+        "triggerauthentications",
+        "certificates",
+        "issuers",
+    }
+    known = {line.partition(".")[0] for line in namespace.kubectl("api-resources", "--output=name").split()}
+    if missing := (kinds | {"podgroups"}) - known:
+        pytest.skip(f"the cluster does not know {', '.join(sorted(missing))}")
+    keda = "autoscaling.reward.scaler=keda,autoscaling.reward.maxReplicas=4"
+    others = "tls.mode=certManager,gang.scheduler=coscheduling,monitoring.operator=always"
+    namespace.install("job", "--values", str(TINY), *UNSCHEDULED, "--set", keda, "--set", others)
+    for kind in kinds:
+        assert namespace.get(kind, "-l", "app.kubernetes.io/instance=job"), kind
