@@ -76,8 +76,9 @@ def draw(board: dict[str, Any], source: Source, path: Path) -> None:
         if panel["type"] == "row":
             figure.text(0.006, top - 0.8 / lines, panel["title"], weight="bold", size=13)
             continue
-        width, height = place["w"] / 24 - 0.035, (place["h"] - 2.6) / lines
-        axes = figure.add_axes((left + 0.028, top - 1.2 / lines - height, width, height))
+        margin = 0.05 if panel["type"] == "state-timeline" else 0.028  # its words are longer than numbers
+        width, height = place["w"] / 24 - margin - 0.01, (place["h"] - 3) / lines
+        axes = figure.add_axes((left + margin, top - 1 / lines - height, width, height))
         axes.set_title(panel["title"], size=10, loc="left")
         series = [one for target in panel["targets"] for one in source.series(target)]
         {"stat": _number, "state-timeline": _timeline, "timeseries": _lines}[panel["type"]](axes, panel, series)
@@ -119,8 +120,9 @@ def _lines(axes: Axes, panel: dict[str, Any], series: Series) -> None:
         axes.yaxis.set_major_formatter(EngFormatter(unit, sep=""))
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
-    if 0 < len(series) <= 20:
-        axes.legend(fontsize=6, frameon=False, ncols=2, loc="upper left")
+    if series:
+        below_axes = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.06), "ncols": 5}
+        axes.legend(fontsize=5.5, frameon=False, columnspacing=1, handlelength=1, **below_axes)
 
 
 def _unit(panel: dict[str, Any]) -> str:
