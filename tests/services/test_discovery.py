@@ -1,5 +1,5 @@
 """Who is there, as DNS and the Kubernetes API tell it; the API's edge cases by a server that speaks its
-protocol (a real API server: tests/cluster/test_membership.py)."""
+protocol (a real API server: tests/cluster/test_endpoints.py)."""
 
 from __future__ import annotations
 
