@@ -29,7 +29,6 @@ class ControllerServicer:
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         status = self._status
-        latest = dict(item for record in status.records for item in to_message(record).metrics.items())
         return pb.GetStatusResponse(
             job=status.job,
             state=pb.RunState.Name(status.state.value),
@@ -37,7 +36,7 @@ class ControllerServicer:
             total_steps=status.total_steps,
             phase=status.phase,
             last=to_message(status.records[-1]) if status.records else None,
-            latest=latest,
+            latest=to_message(status.latest).metrics if status.latest else None,
             roles=[pb.Role(name=role, replicas=_replicas(client)) for role, client in self._clients.items()],
         )
 

@@ -36,6 +36,7 @@ class RunStatus:
         self.step = 0
         self.phase = ""
         self.records: list[Record] = []
+        self.latest: Record = {}  # the newest value of each metric, whichever step it is of
         self.stop_requested = False
         self._state = State.STARTING
         self._paused = False
@@ -68,6 +69,8 @@ class RunStatus:
     def add(self, *records: Record) -> None:
         """Notes records of steps, for `watch`."""
         self.records.extend(records)
+        for record in records:
+            self.latest |= record
         self._tell()
 
     def pause(self) -> None:
