@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from safetensors.torch import load_file
 from sequences import sequence_batch
 from torch.testing import assert_close
@@ -226,8 +227,11 @@ async def test_padding_and_what_stands_in_it_change_nothing(tiny_model: Path) ->
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-async def test_nan_never_reaches_the_weights(tiny_model: Path) -> None:
+async def test_nan_never_reaches_the_weights_and_is_counted(tiny_model: Path) -> None:
+    counter = "rolemesh_nonfinite_gradients_total", {"role": "actor"}
     worker = ActorWorker(actor_job(tiny_model))
+    counted = REGISTRY.get_sample_value(*counter)
+    assert counted is not None  # else the first one would be no increase
     before = await (await worker.publish_weights(1)).fetch()
     batch = sequence_batch(8)
     batch["advantages"][2, 0] = float("nan")
@@ -236,6 +240,7 @@ async def test_nan_never_reaches_the_weights(tiny_model: Path) -> None:
         await worker.update(batch)
     after = await (await worker.publish_weights(2)).fetch()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert REGISTRY.get_sample_value(*counter) == counted + 1
 
 
 async def test_published_weights_are_a_copy_under_hugging_face_names(any_model: Path) -> None:

@@ -1,0 +1,50 @@
+"""What the controller shows of a run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from in_process import small_job, train
+
+from rolemesh.metrics import CONTROLLER
+from services.controller.run_dir import read_metrics
+
+
+def shown(name: str, **labels: str) -> float | None:
+    return CONTROLLER.get_sample_value(name, labels)
+
+
+async def test_state_phases_and_times_of_a_run(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=2", "trainer.test_freq=4")
+    began = time.time()
+    await train(job)
+    ended = time.time()
+
+    assert shown("rolemesh_run_state", state="finished") == 1
+    assert shown("rolemesh_run_state", state="running") == 0
+    phases = "gen old_log_prob ref values reward adv update_critic update_actor update_weights testing"
+    running = {
+        phase: shown("rolemesh_phase_running", phase=phase) for phase in [*phases.split(), "save_checkpoint"]
+    }
+    assert running == dict.fromkeys(running, 0)
+    step, checkpoint = map(
+        shown, ("rolemesh_step_ended_timestamp_seconds", "rolemesh_checkpoint_timestamp_seconds")
+    )
+    assert step is not None
+    assert checkpoint is not None
+    assert began < step < checkpoint < ended
+    records = read_metrics(job.run_dir / "metrics.jsonl")
+    saved = [record["training/global_step"] for record in records if "timing_s/save_checkpoint" in record]
+    assert saved == [2, 4]  # a save's seconds are told once
+
+
+async def test_a_resumed_run_is_as_far_from_its_checkpoint_as_the_checkpoint_is_old(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=2", "trainer.total_training_steps=2")
+    await train(job)
+    os.utime(job.run_dir / "global_step_2", (1_000, 1_000))
+    await train(job)
+    assert shown("rolemesh_checkpoint_timestamp_seconds") == 1_000
