@@ -34,7 +34,7 @@ from services.controller.loop import Run
 from services.controller.pages import check_step
 from services.controller.progress import Display
 from services.controller.run_dir import address_shown
-from services.controller.scale_down import Workload, scale_down
+from services.controller.scale_down import Workload, scale_down, unpause
 from services.controller.scaler import SERVICE as SCALER
 from services.controller.scaler import ScalerServicer
 from services.controller.servicer import SERVICE, ControllerServicer
@@ -83,6 +83,8 @@ async def control(
     tls.use_keys(tls_dir)
     cluster = Cluster.in_pod() if scaled_down else None
     run = await prepare(job)
+    if cluster:
+        await unpause(scaled_down, cluster)
     with Brakes(run) as brakes:
         scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
         brakes.end(await drive(run, addresses, listen, scraped, health_listen))

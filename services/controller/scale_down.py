@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 NO_REPLICAS = {"spec": {"replicas": 0}}
 PAUSED = "autoscaling.keda.sh/paused-replicas"
+NOT_PAUSED: dict[str, Any] = {"metadata": {"annotations": {PAUSED: None}}}
 # Kind to its path, what is laid on it, and the same by hand. A scaler is told first: it would bring back what
 # its workload loses.
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -80,6 +81,17 @@ async def scale_down(to_zero: Sequence[Workload], cluster: Cluster) -> None:
                 error,
                 by_hand.format(**where),
             )
+
+
+async def unpause(scaled_down: Sequence[Workload], cluster: Cluster) -> None:
+    """Lets KEDA scale again what the end of an earlier run has paused: this one would have no pods."""
+    for workload in scaled_down:
+        path, _, _ = KINDS[workload.kind]
+        if workload.kind == "scaledobject":
+            try:
+                await _patch(cluster, path.format(namespace=cluster.namespace, name=workload.name), NOT_PAUSED)
+            except (Forbidden, Refused, Unreachable) as error:
+                log.warning("scaledobject %s could not be told to go on: %s", workload.name, error)
 
 
 async def _patch(cluster: Cluster, path: str, change: dict[str, Any]) -> None:

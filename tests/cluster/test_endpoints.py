@@ -14,7 +14,7 @@ from cluster import Failed, Namespace, run
 
 from rolemesh.kubernetes import Cluster, Expired, Forbidden
 from rolemesh.rpc.discovery import Endpoints
-from services.controller.scale_down import PAUSED, scale_down, workloads
+from services.controller.scale_down import PAUSED, scale_down, unpause, workloads
 
 pytestmark = pytest.mark.cluster
 
@@ -138,6 +138,8 @@ async def test_what_the_account_may_scale_goes_to_zero_and_the_rest_is_told(
     assert replicas("deployment", "other") == 2
     if has_keda:
         assert namespace.one("scaledobject", "mine")["metadata"]["annotations"][PAUSED] == "0"
+        await unpause(workloads(given), cluster)  # as the next run does
+        assert PAUSED not in namespace.one("scaledobject", "mine")["metadata"]["annotations"]
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [warning.split(" could")[0] for warning in warnings] == ["deployment other", "deployment gone"]
     assert "forbidden" in warnings[0]
