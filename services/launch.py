@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,8 @@ from services.controller.loop import Run
 from services.controller.summary import Summary
 from services.processes import RoleProcesses, gpus_by_process, members_of, role_processes, visible_gpus
 from services.rollout.engines.vllm.arguments import check_installed
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
@@ -115,12 +117,17 @@ def shown_to_prometheus(job: JobConfig, addresses: Mapping[str, str]) -> Iterato
     """
     labels = {"namespace": "local", "rolemesh_job": job.trainer.experiment_name}
     targets = [{"targets": [at], "labels": labels | {"pod": name}} for name, at in addresses.items()]
-    path = job.run_dir.with_name(f"{job.run_dir.name}.targets.json")
-    write_durably(path, json.dumps(targets, indent=1) + "\n")
+    directory = job.run_dir.resolve()
+    path = directory.with_name(f"{directory.name}.targets.json")
+    try:
+        write_durably(path, json.dumps(targets, indent=1) + "\n")
+    except OSError as error:  # the folder may be another user's, which must not end a run
+        log.warning("no Prometheus will find this run: %s", error)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
 
 
 async def beside(processes: RoleProcesses, work: Coroutine[Any, Any, R]) -> R:

@@ -6,10 +6,12 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 from in_process import small_job, train
 
 from rolemesh.metrics import CONTROLLER
 from services.controller.run_dir import read_metrics
+from services.launch import shown_to_prometheus
 
 
 def shown(name: str, **labels: str) -> float | None:
@@ -48,3 +50,12 @@ async def test_a_resumed_run_is_as_far_from_its_checkpoint_as_the_checkpoint_is_
     os.utime(job.run_dir / "global_step_2", (1_000, 1_000))
     await train(job)
     assert shown("rolemesh_checkpoint_timestamp_seconds") == 1_000
+
+
+def test_a_run_that_cannot_tell_prometheus_runs_all_the_same(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run")
+    (tmp_path / "run.targets.json").mkdir()
+    with shown_to_prometheus(job, {"actor-0": "127.0.0.1:1"}):
+        assert "no Prometheus will find this run" in caplog.text
