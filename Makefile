@@ -17,6 +17,8 @@ run: setup ## train the demo: five roles and a controller on this machine's CPU,
 	$(BIN)/rolemesh run configs/tiny.yaml $(ARGS)
 
 test: vllm .venv/bin/helm .venv/bin/kube-score ## every test that needs no GPU and no cluster
+	@command -v prometheus >/dev/null || \
+		echo "DASHBOARDS AND ALERTS ARE NOT TESTED: there is no Prometheus; on Debian: apt-get install prometheus"
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" $(ARGS)
 
 setup: .venv/.installed ## .venv with everything in requirements.lock

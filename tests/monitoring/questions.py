@@ -27,7 +27,7 @@ class Question:
 
     @property
     def selectors(self) -> list[promql.VectorSelector]:
-        return [node for node in _nodes(self.expr) if isinstance(node, promql.VectorSelector)]
+        return selectors(self.expr)
 
     @property
     def made_labels(self) -> set[str]:
@@ -91,6 +91,11 @@ def of_rules() -> Iterator[Question]:
         texts = " ".join(rule.get("annotations", {}).values())
         legend = tuple(re.findall(r"\$labels\.(\w+)", texts))
         yield Question(rule.get("alert") or rule["record"], rule["expr"], legend)
+
+
+def selectors(expr: str) -> list[promql.VectorSelector]:
+    """What a query takes out of Prometheus."""
+    return [node for node in _nodes(expr) if isinstance(node, promql.VectorSelector)]
 
 
 def _nodes(expr: str) -> list[promql.Expr]:

@@ -12,11 +12,21 @@ from threading import Thread
 from typing import Any
 
 import httpx
+import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "monitoring" / "prometheus.yml"
-INSTALL = "there is no Prometheus on this machine: apt-get install prometheus"
+INSTALL = "there is no Prometheus; on Debian: apt-get install prometheus"
+
+
+def promtool(*words: str) -> None:
+    """Raises what it says."""
+    program = shutil.which("promtool")
+    if not program:
+        pytest.skip(f"ALERTS ARE NOT TESTED: {INSTALL}")
+    ran = subprocess.run([program, *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert not ran.returncode, ran.stdout + ran.stderr
 
 
 class Prometheus:

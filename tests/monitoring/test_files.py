@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,10 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from questions import boards, of_rules, panels, rules
-from real_prometheus import INSTALL
+from real_prometheus import ROOT, promtool
 
 from monitoring.dashboards import DIRECTORY, generated
 
-ROOT = Path(__file__).parents[2]
 RUNBOOKS = ROOT / "docs" / "runbooks"
 CASES = Path(__file__).with_name("alerts.yaml")
 ALERT_NAMES = [rule["alert"] for rule in rules() if "alert" in rule]
@@ -84,15 +81,6 @@ def test_an_alert_says_how_bad_it_is_and_has_its_page(alert: str) -> None:
 
 def test_runbooks_are_of_alerts() -> None:
     assert sorted(path.stem for path in RUNBOOKS.glob("Rolemesh*.md")) == sorted(ALERT_NAMES)
-
-
-def promtool(*words: str) -> None:
-    """Raises what it says."""
-    program = shutil.which("promtool")
-    if not program:
-        pytest.skip(f"ALERTS ARE NOT TESTED: {INSTALL}")
-    ran = subprocess.run([program, *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert not ran.returncode, ran.stdout + ran.stderr
 
 
 def test_alerts_fire_when_they_should_and_only_then() -> None:

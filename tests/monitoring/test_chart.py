@@ -1,0 +1,56 @@
+"""What a release tells Prometheus and Grafana."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import promql_parser as promql
+import pytest
+import yaml
+from questions import boards, rules, selectors
+from real_prometheus import promtool
+from rendering import EXAMPLES, helm, objects, of_kind
+
+RELEASE = [("namespace", "jobs"), ("rolemesh_job", "demo")]
+
+
+@pytest.fixture(scope="module")
+def release() -> list[dict[str, Any]]:
+    if not helm():
+        pytest.skip("WHAT A RELEASE TELLS PROMETHEUS IS NOT TESTED: there is no helm; `make helm` builds one")
+    return objects({}, files=EXAMPLES[-1:])
+
+
+def test_a_releases_alerts_are_of_its_own_runs_and_say_what_the_file_says(
+    release: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    (made,) = of_kind(release, "PrometheusRule")
+    (group,) = made["spec"]["groups"]
+    for rule, plain in zip(group["rules"], rules(), strict=True):
+        for selector in selectors(rule["expr"]):
+            labels = [(m.name, m.value) for m in selector.matchers.matchers if m.op == promql.MatchOp.Equal]
+            assert set(RELEASE) <= set(labels), rule["expr"]
+        assert rule.get("annotations") == plain.get("annotations")  # with {{ $labels }}, which are Prometheus'
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(made["spec"]))
+    promtool("check", "rules", str(tmp_path / "rules.yaml"))
+
+
+def test_a_releases_pods_get_the_label_that_dashboards_and_alerts_ask_for(
+    release: list[dict[str, Any]],
+) -> None:
+    (monitor,) = of_kind(release, "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    of_instance = "__meta_kubernetes_pod_label_app_kubernetes_io_instance"
+    assert {"sourceLabels": [of_instance], "targetLabel": "rolemesh_job"} in endpoint["relabelings"]
+
+
+def test_a_releases_config_maps_hold_the_dashboards(release: list[dict[str, Any]]) -> None:
+    held = {
+        name.removesuffix(".json"): json.loads(text)
+        for thing in of_kind(release, "ConfigMap")
+        for name, text in thing["data"].items()
+        if name.endswith(".json")
+    }
+    assert held == boards()
