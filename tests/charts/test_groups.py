@@ -64,6 +64,44 @@ def test_the_groups_of_the_chart_are_the_jobs(sections: dict[str, Any], placemen
     )
 
 
+AHEAD = {"rollout": {"mode": "async"}}
+DISAGREEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "as it is": ({}, {}),
+    "a batch of no mini-batches": ({"data": {"train_batch_size": 100}}, {}),
+    "a mini-batch of no micro-batches": ({"actor": {"ppo_micro_batch_size_per_gpu": 48}}, {}),
+    "rows that divide though prompts do not": (
+        {"actor": {"ppo_micro_batch_size_per_gpu": 48}, "rollout": {"n": 3}},
+        {},
+    ),
+    "the critic's mini-batch": ({"critic": {"ppo_mini_batch_size": 96}}, {}),
+    "no critic's": ({"critic": {"ppo_mini_batch_size": 96}} | JOBS["grpo"], {}),
+    "nothing to compare": ({"algorithm": {"adv_estimator": "grpo"}}, {}),
+    "ahead": (AHEAD, {"strategy": "standalone"}),
+    "ahead on a shared device": (AHEAD, {"strategy": "hybrid"}),
+    "ahead by nothing": (AHEAD | {"trainer": {"max_staleness": 0}}, {"strategy": "hybrid"}),
+    "ahead beside rules": (
+        AHEAD,
+        {"strategy": "custom", "groups": {"a": ["actor", "critic"], "b": ["rollout", "reward"]}},
+    ),
+    "ahead beside a model": (
+        AHEAD | {"reward": {"reward_model": {"enable": True}}},
+        {"strategy": "custom", "groups": {"a": ["actor", "critic"], "b": ["rollout", "reward"]}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("sections", "placement"), DISAGREEING.values(), ids=DISAGREEING)
+def test_sections_that_do_not_agree_are_refused_as_the_job_file_is(
+    sections: dict[str, Any], placement: dict[str, Any]
+) -> None:
+    try:
+        make_job(sections | {"placement": placement})
+        agree = True
+    except InvalidConfig:
+        agree = False
+    assert (refusal({"job": sections, "placement": placement} | NO_DASHBOARDS) == "") == agree
+
+
 def _read(things: list[Object]) -> Any:
     """The job as a process reads it."""
     (config,) = [t for t in of_kind(things, "ConfigMap") if t["metadata"]["name"] == "demo-job"]

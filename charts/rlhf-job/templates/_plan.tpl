@@ -12,7 +12,7 @@
 
 {{/* The job with every key. A false or 0 in it does not win over a default that is not so: none is read here. */}}
 {{- define "rlhf-job.job" -}}
-{{- mergeOverwrite (.Files.Get "files/defaults.yaml" | fromYaml).job (include "rlhf-job.given" . | fromJson) | toJson }}
+{{- mergeOverwrite (.Files.Get "files/defaults.json" | fromJson).job (include "rlhf-job.given" . | fromJson) | toJson }}
 {{- end }}
 
 {{/* Strategy to its table of groups, as the local launcher reads them. */}}
@@ -31,7 +31,7 @@
 {{- if ne $job.algorithm.adv_estimator "gae" }}{{ $absent = append $absent "critic" }}{{ end }}
 {{- if not (or $job.algorithm.use_kl_in_reward $job.actor.use_kl_loss) }}{{ $absent = append $absent "reference" }}{{ end }}
 {{- $roles := list }}
-{{- range (.Files.Get "files/defaults.yaml" | fromYaml).roles }}
+{{- range (.Files.Get "files/defaults.json" | fromJson).roles }}
 {{- if not (has . $absent) }}{{ $roles = append $roles . }}{{ end }}
 {{- end }}
 {{- toJson $roles }}
@@ -42,7 +42,7 @@ the fewest), gpus, resources and pod (values.pods with values.groups laid over t
 {{- define "rlhf-job.plan" -}}
 {{- include "rlhf-job.refuse.rest" . }}
 {{- include "rlhf-job.refuse.table" . }}
-{{- $stateless := (.Files.Get "files/defaults.yaml" | fromYaml).stateless }}
+{{- $stateless := (.Files.Get "files/defaults.json" | fromJson).stateless }}
 {{- $roles := include "rlhf-job.roles" . | fromJsonArray }}
 {{- $table := get (include "rlhf-job.tables" . | fromJson) .Values.placement.strategy | default .Values.placement.groups }}
 {{- $groups := list }}
@@ -74,6 +74,7 @@ the fewest), gpus, resources and pod (values.pods with values.groups laid over t
 {{- end }}
 {{- end }}
 {{- include "rlhf-job.refuse.groups" (list . $groups) }}
+{{- include "rlhf-job.refuse.job" (list . $groups) }}
 {{- dict "groups" $groups "roles" $roles | toJson }}
 {{- end }}
 

@@ -2,7 +2,7 @@
 
 {{/* placement: a table, with each of the job's roles once. */}}
 {{- define "rlhf-job.refuse.table" -}}
-{{- $all := (.Files.Get "files/defaults.yaml" | fromYaml).roles }}
+{{- $all := (.Files.Get "files/defaults.json" | fromJson).roles }}
 {{- $tables := include "rlhf-job.tables" . | fromJson }}
 {{- $strategy := .Values.placement.strategy }}{{ $own := .Values.placement.groups }}
 {{- if .Values.job.placement }}
@@ -93,6 +93,32 @@
 {{- end }}
 {{- if and $scaler (eq ($scaler.scaler | default "") "keda") }}
 {{- include "rlhf-job.refuse.crd" (list $ "keda.sh/v1alpha1/ScaledObject" (printf "autoscaling.%s.scaler is keda" $role) "KEDA" "set it to hpa") }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Of (list $ GROUPS): what sections of the job must agree on, as far as it decides what the pods do. */}}
+{{- define "rlhf-job.refuse.job" -}}
+{{- $job := include "rlhf-job.job" (first .) | fromJson }}
+{{- $n := int $job.rollout.n }}{{ $batch := int $job.data.train_batch_size }}
+{{- if and (eq $job.algorithm.adv_estimator "grpo") (eq $n 1) }}
+{{- fail "job.algorithm.adv_estimator grpo compares the responses to one prompt, and job.rollout.n is 1: set it to 2 or more" }}
+{{- end }}
+{{- range $group := last . }}
+{{- range $role := without $group.roles "rollout" "reference" "reward" }}
+{{- $section := get $job $role }}
+{{- $mini := int ($section.ppo_mini_batch_size | default $job.actor.ppo_mini_batch_size) }}
+{{- $micro := int $section.ppo_micro_batch_size_per_gpu }}
+{{- if mod $batch $mini }}
+{{- fail (printf "job.data.train_batch_size %d does not divide into mini-batches of %d prompts: set job.%s.ppo_mini_batch_size to a divisor" $batch $mini $role) }}
+{{- else if mod (mul $mini $n) $micro }}
+{{- fail (printf "a mini-batch of %d rows (%d prompts times job.rollout.n %d) does not divide into micro-batches of %d: set job.%s.ppo_micro_batch_size_per_gpu to a divisor" (mul $mini $n) $mini $n $micro $role) }}
+{{- end }}
+{{- end }}
+{{- $elsewhere := list (ternary "" "reward" $job.reward.reward_model.enable) (eq $job.rollout.name "openai" | ternary "rollout" "") }}
+{{- $sharing := without $group.roles (first $elsewhere) (last $elsewhere) }}
+{{- if and (eq $job.rollout.mode "async") (gt (int $job.trainer.max_staleness) 0) (has "rollout" $sharing) (gt (len $sharing) 1) }}
+{{- fail (printf "job.rollout.mode is async, and rollout shares the device of group %s with %s, so that nothing would run ahead: give rollout a group of its own (placement.strategy), or set the mode to sync" $group.name (without $sharing "rollout" | join ", ")) }}
 {{- end }}
 {{- end }}
 {{- end }}
