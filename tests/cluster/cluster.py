@@ -75,13 +75,13 @@ class Namespace:
         found: Object = json.loads(self.kubectl("get", kind, name, "-o", "json"))
         return found
 
-    def helm(self, *args: str, within_s: float = 300) -> str:
+    def helm(self, *args: str, stdin: str | None = None, within_s: float = 300) -> str:
         program = helm()
         assert program
-        return run(program, "-n", self.name, *args, within_s=within_s)
+        return run(program, "-n", self.name, *args, stdin=stdin, within_s=within_s)
 
-    def install(self, release: str, *args: str) -> str:
-        return self.helm("install", release, str(CHART), *WITH_IMAGE, *args)
+    def install(self, release: str, *args: str, stdin: str | None = None) -> str:
+        return self.helm("install", release, str(CHART), *WITH_IMAGE, *args, stdin=stdin)
 
     def until(self, holds: Callable[[Object], bool], *what: str, within_s: float = 120) -> Object:
         """An object of `kubectl get WHAT` once it is as asked for, now or later."""
