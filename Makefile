@@ -6,8 +6,12 @@ PROTOS := $(sort $(wildcard proto/rolemesh/v1/*.proto))
 COMPILE := uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 \
 	--generate-hashes --no-emit-index-url --no-header --no-annotate
 
+IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+TARGET ?= cpu
+
 .DEFAULT_GOAL := help
-.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-plan dashboards seeds lock clean
+.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-plan dashboards seeds lock image test-cluster \
+	demo-cluster clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 15
@@ -82,6 +86,15 @@ seeds: setup ## the demo with three seeds: accuracy before and after, a table an
 lock: ## resolve both locks anew; what is in both has one version
 	$(COMPILE) requirements-vllm.in --override requirements-vllm.override -o requirements-vllm.lock
 	$(COMPILE) --constraint requirements-vllm.lock -o requirements.lock
+
+image: ## the container image: IMAGE=name:tag TARGET=cpu or gpu, by docker, podman or buildah
+	sh scripts/make-image $(IMAGE) --target $(TARGET) $(BUILD_ARGS)
+
+test-cluster: setup .venv/bin/helm ## image and chart on the cluster that KUBECONFIG points at, a quarter of an hour
+	IMAGE=$(IMAGE) $(BIN)/python -m pytest -n 0 -m cluster tests/cluster $(ARGS)
+
+demo-cluster: .venv/bin/helm ## the demo on that cluster, step by step: install, scale, deaths, the end
+	IMAGE=$(IMAGE) scripts/demo-cluster
 
 clean: ## remove .venv and caches; outputs/ stays
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
