@@ -24,9 +24,9 @@ EVERYTHING = (
     "rollout.mode=async",
     "algorithm.rollout_correction.rollout_is=token",
     "actor.use_kl_loss=true",
-    "trainer.total_training_steps=8",
-    "trainer.test_freq=3",
-    "trainer.save_freq=3",
+    "trainer.total_training_steps=12",
+    "trainer.test_freq=4",
+    "trainer.save_freq=4",
 )
 SCRAPED_EVERY = "500ms"
 VARIABLES = {"namespace": "local", "job": "run", "role": ".+", "datasource": "-", "__rate_interval": "5s"}
