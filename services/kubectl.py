@@ -23,7 +23,7 @@ CONTROLLER = "127.0.0.1:50051"
 CHART = "rlhf-job"
 FAILED = 3  # as of services/watch.py
 RETRY_S = 2.0
-ATTEMPTS = 4  # of an exec that fails though its pod runs
+ATTEMPTS = 5  # of an exec that fails though its pod runs
 INTERRUPTED = 130
 
 
@@ -113,7 +113,7 @@ class Job:
             raise RoleUnavailable(f"kubectl: {answer.stderr.strip()}")
         items = json.loads(answer.stdout)["items"]
         jobs = [item for item in items if item["kind"] == "Job"]
-        pods = [item for item in items if item["kind"] == "Pod"]
+        pods = sorted((item for item in items if item["kind"] == "Pod"), key=_made)
         if not jobs:
             raise InvalidConfig(
                 f"no job {self.name!r} in this namespace: `helm list -A` shows releases, -n names a namespace"
@@ -127,8 +127,10 @@ class Job:
             return ends[-1]
         if all(job["spec"].get("suspend") for job in jobs):
             return Waiting("the run is suspended (controller.suspend)")
-        states = [f"{pod['metadata']['name']} is {pod['status'].get('phase', 'unknown')}" for pod in pods]
-        return Waiting("no controller runs: " + (", ".join(states) or "its pod is not made yet"))
+        states = {pod["metadata"]["name"]: pod["status"].get("phase", "unknown") for pod in pods}
+        begun = [f"{name} is {phase}" for name, phase in states.items() if phase != "Failed"]
+        failed = [f"{name} failed, as its logs say, and another is to come" for name in states]
+        return Waiting("no controller runs: " + ", ".join(begun or failed[-1:] or ["its pod is not made yet"]))
 
     def _exec(self, pod: Pod, command: str, as_json: bool) -> int:
         terminal = ["--stdin", "--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
@@ -146,6 +148,10 @@ class Job:
                 "a run elsewhere is named by its run directory or its controller's host:port"
             )
         return [program, verb, *self._flags, *arguments]
+
+
+def _made(pod: dict[str, Any]) -> str:
+    return str(pod["metadata"]["creationTimestamp"])
 
 
 def _runs(pod: dict[str, Any]) -> bool:

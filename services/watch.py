@@ -30,7 +30,7 @@ from services.controller.status import RunStatus, State
 
 FAILED = 3  # the exit code that says that the run has failed
 ANSWER_S = 10.0  # for one answer
-PATIENCE_S = 120.0  # for a controller that was there to come back
+PATIENCE_S = 120.0  # for a controller to come, or to come back
 RETRY_S = 1.0
 
 KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
@@ -63,7 +63,7 @@ async def steer(where: str, command: str) -> int:
 async def watch(where: str, *, as_json: bool) -> int:
     """Shows the run to its end, whatever becomes of its controller in between. Returns the exit code."""
     console = Console()
-    display, last, printed = Display(console), pb.GetStatusResponse(), None
+    display, last, printed = Display(console), pb.GetStatusResponse(), ""
     async with aclosing(follow(where)) as answers:
         async for answer in answers:
             silence: list[RenderableType] = []
@@ -76,8 +76,8 @@ async def watch(where: str, *, as_json: bool) -> int:
                 typer.echo(json.dumps(to_json(last) | problem))
             elif console.is_terminal:
                 display.show(_as_run(last), _roles(last), *silence)
-            elif silence or printed != (last.state, last.step):
-                printed = (last.state, last.step)
+            elif printed != (now := str(answer) if silence else f"{last.state} {last.step}"):
+                printed = now
                 console.print(*(silence or [_headline(last)]))
     display.close()
     if not as_json and console.is_terminal:
@@ -86,8 +86,8 @@ async def watch(where: str, *, as_json: bool) -> int:
 
 
 async def follow(where: str) -> AsyncGenerator[pb.GetStatusResponse | RolemeshError]:
-    """What the run is doing, at each change, to its end; where the controller does not answer, why. After a
-    silence of PATIENCE_S, or when it never answered, that is raised."""
+    """What the run is doing, at each change, to its end; where no controller answers, as while it starts, why.
+    After a silence of PATIENCE_S that is raised."""
     status: pb.GetStatusResponse | None = None
     heard = time.monotonic()
     while status is None or not _has_ended(status):
@@ -99,7 +99,7 @@ async def follow(where: str) -> AsyncGenerator[pb.GetStatusResponse | RolemeshEr
         except (grpc.aio.AioRpcError, RoleUnavailable) as error:
             problem = error if isinstance(error, RolemeshError) else from_status(error, f"controller {where}")
             silent_s = time.monotonic() - heard
-            if status is None or silent_s > PATIENCE_S or not isinstance(problem, RoleUnavailable):
+            if silent_s > PATIENCE_S or not isinstance(problem, RoleUnavailable):
                 raise problem from None
             yield problem
             await asyncio.sleep(RETRY_S)

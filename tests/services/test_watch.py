@@ -119,7 +119,7 @@ async def test_a_watcher_survives_a_controller_that_is_restarted_and_sees_the_en
 
 
 async def test_where_nobody_answers_a_command_says_so_at_once() -> None:
-    code, output = await rolemesh("watch", "127.0.0.1:1")
+    code, output = await rolemesh("status", "127.0.0.1:1")
     assert code == 1
     assert output.splitlines()[-1].startswith("error: controller 127.0.0.1:1: ")
     assert "Connection refused" in output
