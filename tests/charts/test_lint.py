@@ -18,7 +18,7 @@ def test_helm_has_nothing_to_say() -> None:
     program = helm()
     assert program
     for example in EXAMPLES:
-        command = [program, "lint", "--strict", str(CHART), "-f", str(example)]
+        command = [program, "lint", "--strict", "--kube-version", KUBERNETES, str(CHART), "-f", str(example)]
         ran = subprocess.run(command, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stdout
         assert "[WARNING]" not in ran.stdout
