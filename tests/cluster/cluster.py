@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class Namespace:
     def until(self, holds: Callable[[Object], bool], *what: str, within_s: float = 120) -> Object:
         """An object of `kubectl get WHAT` once it is as asked for, now or later."""
         command = ["kubectl", "-n", self.name, "get", *what, "--watch", "-o", "json"]
-        text, thing = "", None
+        text, thing = "", Object()
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
             assert watching.stdout
             late = threading.Timer(within_s, watching.kill)
@@ -134,9 +135,17 @@ class Namespace:
                 yield response.record.step
 
 
+def make_claim(namespace: Namespace, name: str, access_mode: str) -> None:
+    """A PersistentVolumeClaim of the default class."""
+    spec = {"accessModes": [access_mode], "resources": {"requests": {"storage": "1Gi"}}}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": name}, "spec": spec}
+    namespace.kubectl("create", "-f", "-", stdin=json.dumps(claim))
+
+
 @contextmanager
-def namespace(name: str) -> Iterator[Namespace]:
-    """A new one in which Pod Security `restricted` is enforced; gone afterwards, with all that is in it."""
+def new_namespace() -> Iterator[Namespace]:
+    """One in which Pod Security `restricted` is enforced; gone afterwards, with all that is in it."""
+    name = f"rolemesh-{uuid.uuid4().hex[:8]}"
     run("kubectl", "create", "namespace", name)
     try:
         run("kubectl", "label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")

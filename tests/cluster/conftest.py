@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from functools import cache
 
@@ -19,5 +18,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def namespace() -> Iterator[cluster.Namespace]:
-    with cluster.namespace(f"rolemesh-{uuid.uuid4().hex[:8]}") as new:
+    with cluster.new_namespace() as new:
         yield new

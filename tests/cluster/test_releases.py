@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from cluster import UNSCHEDULED, Failed, Namespace
+from cluster import UNSCHEDULED, Failed, Namespace, Object, make_claim
 from rendering import CHART, EXAMPLES, selects
 
 pytestmark = pytest.mark.cluster
@@ -29,35 +28,25 @@ def objects_of(namespace: Namespace, release: str) -> set[str]:
 
 def admitted(namespace: Namespace, release: str) -> None:
     """Every pod that the release asks for is there: neither Pod Security nor a quota has refused one."""
-    for workload in namespace.get(
-        "deployments,statefulsets,jobs", "-l", f"app.kubernetes.io/instance={release}"
-    ):
-        kind, name = workload["kind"].lower(), workload["metadata"]["name"]
-        asked = workload["spec"].get("replicas", 1)
-        namespace.until(
-            lambda thing, asked=asked: (
-                thing.get("status", {}).get("replicas", thing.get("status", {}).get("active", 0)) == asked
-            ),
-            kind,
-            name,
-        )
+
+    def has_all(workload: Object) -> bool:
+        status = workload.get("status", {})
+        return bool(status.get("replicas", status.get("active")) == workload["spec"].get("replicas", 1))
+
+    of_release = f"app.kubernetes.io/instance={release}"
+    for workload in namespace.get("deployments,statefulsets,jobs", "-l", of_release):
+        namespace.until(has_all, workload["kind"].lower(), workload["metadata"]["name"])
 
 
-def claims_of_the_user(namespace: Namespace, names: tuple[str, ...]) -> None:
+def claims_of_the_user(namespace: Namespace) -> None:
     """What the examples for GPUs expect to find."""
-    for name in names:
-        claim = {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": name},
-            "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Gi"}}},
-        }
-        namespace.kubectl("apply", "-f", "-", stdin=json.dumps(claim))
+    for name in ("models", "data"):
+        make_claim(namespace, name, "ReadWriteMany")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_is_installed_upgraded_rolled_back_and_uninstalled(namespace: Namespace, path: Path) -> None:
-    claims_of_the_user(namespace, ("models", "data"))
+    claims_of_the_user(namespace)
     namespace.install("job", *example(path))
     admitted(namespace, "job")
     before = objects_of(namespace, "job")
@@ -146,15 +135,8 @@ def test_no_pod_but_the_controllers_has_a_token(namespace: Namespace) -> None:
 
 def test_a_quota_counts_what_the_values_ask_for(namespace: Namespace) -> None:
     """With a quota on them, a pod is refused in which any container lacks a request or a limit."""
-    quota = {
-        "apiVersion": "v1",
-        "kind": "ResourceQuota",
-        "metadata": {"name": "job"},
-        "spec": {
-            "hard": {"pods": "6", "requests.cpu": "300m", "requests.memory": "1536Mi", "limits.memory": "12Gi"}
-        },
-    }
-    namespace.kubectl("apply", "-f", "-", stdin=json.dumps(quota))
+    hard = "pods=6,requests.cpu=300m,requests.memory=1536Mi,limits.memory=12Gi"
+    namespace.kubectl("create", "quota", "job", f"--hard={hard}")
     namespace.install("job", *example(TINY))
     admitted(namespace, "job")
     namespace.until(lambda thing: thing["status"]["used"] == thing["status"]["hard"], "resourcequota", "job")

@@ -41,7 +41,7 @@ def gpus(pod: Object) -> int:
 
 
 def test_a_large_job_is_scheduled_as_its_values_say(namespace: Namespace, nodes: dict[str, Object]) -> None:
-    claims_of_the_user(namespace, ("models", "data"))
+    claims_of_the_user(namespace)
     placed = json.dumps({"pods": PODS, "groups": {"rollout": ENGINES}})
     more = ("--set", "gang.scheduler=coscheduling")
     notes = namespace.install("job", "--values", LARGE, "--values", "-", *more, stdin=placed)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import WITH_IMAGE, Failed, Namespace
+from cluster import Failed, Namespace, make_claim, new_namespace
 from rendering import CHART
 from training import Job, Outcome, train_here
 
@@ -21,6 +22,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return train_here(tmp_path_factory.mktemp("here"))
 
 
+@pytest.fixture(scope="module")
+def workspace() -> Iterator[tuple[Namespace, str]]:
+    """A namespace, and a claim in it that the jobs share: the first one makes the model."""
+    with new_namespace() as made:
+        make_claim(made, "workspace", "ReadWriteOnce")
+        yield made, "workspace"
+
+
 def equal(outcome: Outcome, expected: Outcome, step: int) -> None:
     """Every metric of every step up to this one, and its checkpoint, byte for byte."""
     assert outcome["course"] == [r for r in expected["course"] if r["training/global_step"] <= step]
@@ -30,9 +39,10 @@ def equal(outcome: Outcome, expected: Outcome, step: int) -> None:
 
 
 def test_replicas_come_and_go_and_pods_die_and_the_run_ends_with_the_bits_of_a_local_one(
-    namespace: Namespace, expected: Outcome, tmp_path: Path
+    workspace: tuple[Namespace, str], expected: Outcome, tmp_path: Path
 ) -> None:
-    job = Job(namespace, "standalone")
+    namespace, claim = workspace
+    job = Job(namespace, "standalone", claim)
     job.install()
     job.reach(1)
     reward_scales_to_three_and_back(job)
@@ -82,7 +92,7 @@ def a_new_dashboard_restarts_nothing(job: Job, tmp_path: Path) -> None:
     (chart / "dashboards").mkdir(exist_ok=True)
     (chart / "dashboards" / "mine.json").write_text('{"title": "mine", "panels": []}')
     before = running(job)
-    job.namespace.helm("upgrade", job.name, str(chart), "--values", job.values, *WITH_IMAGE)
+    job.upgrade(chart=chart)
     assert job.namespace.one("configmap", f"{job.name}-dashboard-mine")
     assert running(job) == before
 
@@ -106,14 +116,15 @@ def a_budget_keeps_the_actor(job: Job) -> None:
 
 @pytest.mark.parametrize("strategy", ["hybrid", "collocate"])
 def test_it_is_tested_then_begins_and_ends_with_the_bits_of_a_local_run(
-    namespace: Namespace, expected: Outcome, strategy: str
+    workspace: tuple[Namespace, str], expected: Outcome, strategy: str
 ) -> None:
-    job = Job(namespace, strategy)
+    namespace, claim = workspace
+    job = Job(namespace, strategy, claim)
     short = ("--set", "job.trainer.total_training_steps=10,job.trainer.save_freq=10")
     job.install(*short, "--set", "controller.suspend=true", "--wait")
     namespace.helm("test", job.name, "--timeout=4m")
 
-    namespace.helm("upgrade", job.name, str(CHART), "--values", job.values, *WITH_IMAGE, *short)
+    job.upgrade(*short)
     job.reach(1)
     with pytest.raises(Failed):  # it would spoil the run
         namespace.helm("test", job.name, "--timeout=1m")

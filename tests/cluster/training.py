@@ -7,19 +7,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import grpc
 import yaml
-from cluster import IMAGE, Namespace, Object
+from cluster import IMAGE, WITH_IMAGE, Namespace, Object
 from rendering import CHART, ROOT
 
 from rolemesh.v1 import controller_pb2 as pb
 
 RESULTS = Path(__file__).with_name("results.py").read_text()
-RUN_DIR = "outputs/tiny"
+TINY = "outputs/tiny"
 
 Outcome = dict[str, Any]
 
@@ -28,9 +27,9 @@ def train_here(directory: Path) -> Outcome:
     """`make run` in another directory, with a checkpoint every 10 steps: what the job is to come to."""
     rolemesh = [sys.executable, "-P", "-m", "services"]
     overrides = ["trainer.save_freq=10", "trainer.max_actor_ckpt_to_keep=null"]
-    for command in (["demo", RUN_DIR], ["run", str(ROOT / "configs" / "tiny.yaml"), *overrides]):
+    for command in (["demo", TINY], ["run", str(ROOT / "configs" / "tiny.yaml"), *overrides]):
         subprocess.run([*rolemesh, *command], cwd=directory, check=True, stdin=subprocess.DEVNULL)
-    command = [sys.executable, "-c", RESULTS, RUN_DIR]
+    command = [sys.executable, "-c", RESULTS, TINY]
     printed = subprocess.run(command, cwd=directory, check=True, capture_output=True, text=True).stdout
     outcome: Outcome = json.loads(printed)
     return outcome
@@ -38,18 +37,33 @@ def train_here(directory: Path) -> Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A release of the chart with the demo of this placement."""
+    """A release of the chart: the demo under a placement. Its workspace is a claim that others may share; the
+    first one makes the model there."""
 
     namespace: Namespace
     strategy: str
-    name: str = "rlhf-job"
+    workspace: str
 
-    @cached_property
-    def values(self) -> str:
-        return str(CHART / "examples" / f"tiny-{self.strategy}.yaml")
+    @property
+    def name(self) -> str:
+        return f"job-{self.strategy}"
 
-    def install(self, *sets: str) -> None:
-        self.namespace.install(self.name, "--values", self.values, *sets)
+    @property
+    def values(self) -> tuple[str, ...]:
+        run_dir = f"job.trainer.default_local_dir={self.run_dir}"
+        file = CHART / "examples" / f"tiny-{self.strategy}.yaml"
+        claim = f"storage.workspace.existingClaim={self.workspace}"
+        return ("--values", str(file), "--set", run_dir, "--set", claim)
+
+    @property
+    def run_dir(self) -> str:
+        return f"outputs/{self.strategy}"
+
+    def install(self, *more: str) -> None:
+        self.namespace.install(self.name, *self.values, *more)
+
+    def upgrade(self, *more: str, chart: Path = CHART) -> None:
+        self.namespace.helm("upgrade", self.name, str(chart), *WITH_IMAGE, *self.values, *more)
 
     def controller(self) -> str:
         """The controller's pod, once its process runs. There may be one before it that has not yet ended."""
@@ -90,7 +104,7 @@ class Job:
     def outcome(self) -> Outcome:
         """What is in the workspace, read by a pod of the same image."""
         namespace = self.namespace
-        namespace.kubectl("create", "-f", "-", stdin=json.dumps(reader(f"{self.name}-workspace")))
+        namespace.kubectl("create", "-f", "-", stdin=json.dumps(reader(self.workspace, self.run_dir)))
         pod = namespace.until(
             lambda pod: pod["status"].get("phase") in ("Succeeded", "Failed"), "pod", "reader"
         )
@@ -111,8 +125,8 @@ def _ended(job: Object) -> bool:
     return any(c["type"] in ("Complete", "Failed") and c["status"] == "True" for c in conditions)
 
 
-def reader(claim: str) -> Object:
-    """A pod that prints what the run in the claim has left."""
+def reader(claim: str, run_dir: str) -> Object:
+    """A pod that prints what a run in the claim has left."""
     spec = f"""
       restartPolicy: Never
       automountServiceAccountToken: false
@@ -121,7 +135,7 @@ def reader(claim: str) -> Object:
       containers:
         - name: reader
           image: {IMAGE}
-          command: [python, -c, {json.dumps(RESULTS)}, {RUN_DIR}]
+          command: [python, -c, {json.dumps(RESULTS)}, {run_dir}]
           workingDir: /workspace
           securityContext:
             {{allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {{drop: [ALL]}}}}
