@@ -87,7 +87,7 @@ def _rule(asked: Prometheus, question: Question, labels: dict[str, set[str]]) ->
         selected = selector.prettify().partition(" offset ")[0]
         if not asked.series(selected):
             problems.append(f"{question.where}: nothing is {selected}")
-    known = question.labels | {label for s in question.selectors for label in labels[s.name]}
+    known = question.labels | {label for s in question.selectors for label in labels.get(s.name, ())}
     if strange := set(question.legend) - known:
         problems.append(f"{question.where}: its texts show {strange}, which its series do not have")
     return problems
@@ -101,7 +101,7 @@ def _names(question: Question, labels: dict[str, set[str]]) -> list[str]:
             problems.append(f"{question.where}: no process has {selector.name}")
         elif strange := {m.name for m in selector.matchers.matchers} - labels[selector.name]:
             problems.append(f"{question.where}: {selector.name} has no labels {strange}")
-    known = question.made_labels.union(*(labels[selector.name] for selector in question.selectors))
+    known = question.made_labels.union(*(labels.get(s.name, ()) for s in question.selectors))
     if strange := question.labels - known:
         problems.append(f"{question.where}: nothing in it has labels {strange}")
     return problems
