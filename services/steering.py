@@ -25,7 +25,6 @@ TlsOption = Annotated[
 Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Of the job on Kubernetes.")]
 Context = Annotated[str, typer.Option(help="Of the kubeconfig, for the job on Kubernetes.")]
 Json = Annotated[bool, typer.Option("--json", help="For machines.")]
-CODES = "Exits with 0; 1 where no controller answers; 3 where the run has failed."
 
 
 @app.command(epilog="Example: rolemesh status outputs/tiny")
@@ -36,7 +35,8 @@ def status(
     context: Context = "",
     as_json: Json = False,
 ) -> None:
-    """Show what a run is doing: step, phase, reward, and its roles with their replicas."""
+    """Show what a run is doing: step, phase, reward, and its roles with their replicas. Exits with 1 where no
+    controller answers, with 3 where the run has failed."""
     from services import kubectl, watch
 
     if watch.is_here(where):
@@ -53,7 +53,7 @@ def watch_run(
     context: Context = "",
     as_json: Json = False,
 ) -> None:
-    """Show a run live, to its end, also when its controller is restarted."""
+    """Show a run live, to its end, also when its controller is restarted. Exits as `status` does."""
     from services import kubectl, watch
 
     if watch.is_here(where):
