@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cluster import Failed, Namespace, make_claim, new_namespace
 from rendering import CHART
-from training import Job, Outcome, train_here
+from training import SAVE_FREQ, Job, Outcome, train_here
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 
@@ -48,15 +48,23 @@ def test_replicas_come_and_go_and_pods_die_and_the_run_ends_with_the_bits_of_a_l
     reward_scales_to_three_and_back(job)
     a_new_dashboard_restarts_nothing(job, tmp_path)
     a_budget_keeps_the_actor(job)
-    for component in ("reward", "rollout", "controller"):
-        (pod,) = namespace.pods(job.name, component)
-        namespace.kubectl("delete", "pod", pod["metadata"]["name"], "--force", "--grace-period=0")
+    for component in ("reward", "rollout"):
+        kill(job, component)
         job.reach(job.step() + 2)
+    job.reach(SAVE_FREQ + 1)
+    kill(job, "controller")
+    assert job.goes_on_from() >= SAVE_FREQ
     job.end()
     outcome = job.outcome()
     equal(outcome, expected, 60)
     validated = [value for record in outcome["course"] for key, value in record.items() if "val-core/" in key]
     assert validated[0] < 0.4 < 0.6 < validated[-1]
+
+
+def kill(job: Job, component: str) -> None:
+    """Its pod and the process in it, without a word of warning."""
+    (pod,) = job.namespace.pods(job.name, component)
+    job.namespace.kubectl("delete", "pod", pod["metadata"]["name"], "--force", "--grace-period=0")
 
 
 def reward_scales_to_three_and_back(job: Job) -> None:
@@ -120,7 +128,7 @@ def test_it_is_tested_then_begins_and_ends_with_the_bits_of_a_local_run(
 ) -> None:
     namespace, claim = workspace
     job = Job(namespace, strategy, claim)
-    short = ("--set", "job.trainer.total_training_steps=10,job.trainer.save_freq=10")
+    short = ("--set", "job.trainer.total_training_steps=10")
     job.install(*short, "--set", "controller.suspend=true", "--wait")
     namespace.helm("test", job.name, "--timeout=4m")
 

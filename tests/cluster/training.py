@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,14 +20,15 @@ from rolemesh.v1 import controller_pb2 as pb
 
 RESULTS = Path(__file__).with_name("results.py").read_text()
 TINY = "outputs/tiny"
+SAVE_FREQ = 10
 
 Outcome = dict[str, Any]
 
 
 def train_here(directory: Path) -> Outcome:
-    """`make run` in another directory, with a checkpoint every 10 steps: what the job is to come to."""
+    """`make run` in another directory, all its checkpoints kept: what the job is to come to."""
     rolemesh = [sys.executable, "-P", "-m", "services"]
-    overrides = ["trainer.save_freq=10", "trainer.max_actor_ckpt_to_keep=null"]
+    overrides = [f"trainer.save_freq={SAVE_FREQ}", "trainer.max_actor_ckpt_to_keep=null"]
     for command in (["demo", TINY], ["run", str(ROOT / "configs" / "tiny.yaml"), *overrides]):
         subprocess.run([*rolemesh, *command], cwd=directory, check=True, stdin=subprocess.DEVNULL)
     command = [sys.executable, "-c", RESULTS, TINY]
@@ -50,10 +52,10 @@ class Job:
 
     @property
     def values(self) -> tuple[str, ...]:
-        run_dir = f"job.trainer.default_local_dir={self.run_dir}"
         file = CHART / "examples" / f"tiny-{self.strategy}.yaml"
+        trainer = f"job.trainer.default_local_dir={self.run_dir},job.trainer.save_freq={SAVE_FREQ}"
         claim = f"storage.workspace.existingClaim={self.workspace}"
-        return ("--values", str(file), "--set", run_dir, "--set", claim)
+        return ("--values", str(file), "--set", trainer, "--set", claim)
 
     @property
     def run_dir(self) -> str:
@@ -68,7 +70,7 @@ class Job:
     def controller(self) -> str:
         """The controller's pod, once its process runs. There may be one before it that has not yet ended."""
         selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=controller"
-        pod = self.namespace.until(_runs, "pods", "-l", selector, within_s=240)
+        pod = self.namespace.until(_runs, "pods", "-l", selector, within_s=600)
         name: str = pod["metadata"]["name"]
         return name
 
@@ -86,6 +88,15 @@ class Job:
         with self.namespace.controller(self.controller()) as service:
             step: int = service.GetStatus(pb.GetStatusRequest(), wait_for_ready=True, timeout=60).step
             return step
+
+    def goes_on_from(self) -> int:
+        """The step of the checkpoint that the controller began with; 0: with none."""
+        pod = self.controller()
+        next(self.namespace.steps(pod))  # it has begun
+        said = re.search(
+            r"goes on from \S*global_step_(\d+)", self.namespace.kubectl("logs", pod, "-c", "controller")
+        )
+        return int(said[1]) if said else 0
 
     def reach(self, step: int) -> None:
         """Returns when the step has been made."""
