@@ -48,7 +48,7 @@ class Cluster:
             each request: it is renewed in place, long before it ends.
     """
 
-    def __init__(self, url: str, account: Path = ACCOUNT) -> None:
+    def __init__(self, url: str, account: Path) -> None:
         self._url, self._account = url, account
         self.namespace = (account / "namespace").read_text().strip()
 
@@ -66,7 +66,7 @@ class Cluster:
             raise InvalidConfig(
                 f"the Kubernetes API is asked for, and the pod has no service account's token in {ACCOUNT}"
             )
-        return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}")
+        return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}", ACCOUNT)
 
     async def list(self, path: str, selector: str) -> dict[str, Any]:
         """The objects with these labels.

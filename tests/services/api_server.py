@@ -37,8 +37,11 @@ def slice_of(*endpoints: dict[str, Any], name: str = "reward-a", version: str = 
 class Request:
     """One that waits for its answer."""
 
+    method: str
+    path: str
     query: dict[str, str]
     token: str
+    body: bytes
     _writer: asyncio.StreamWriter
 
     @property
@@ -95,8 +98,12 @@ class ApiServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
-        query = dict(parse_qsl(urlsplit(head[0].split()[1]).query))
-        self.requests.put_nowait(Request(query, headers["authorization"], writer))
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        method, target, _ = head[0].split()
+        asked = urlsplit(target)
+        token = headers["authorization"]
+        query = dict(parse_qsl(asked.query))
+        self.requests.put_nowait(Request(method, asked.path, query, token, body, writer))
 
 
 @asynccontextmanager

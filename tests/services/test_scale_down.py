@@ -1,0 +1,110 @@
+"""What a controller scales to zero, and when: after a run that has ended, not after one that failed. (With a
+real API server: tests/cluster/test_endpoints.py.)"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_server import ApiServer, Request, api_server
+from in_process import small_job
+from serving import served
+
+from rolemesh import kubernetes
+from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.rpc.dispatch import cancel_all
+from services.control import control
+from services.controller import scale_down
+from services.controller.scale_down import PAUSED, workloads
+
+LOCAL = "127.0.0.1:0"
+OVERRIDES = (
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "trainer.total_training_steps=1",
+)
+
+
+def test_scalers_are_told_before_what_they_scale() -> None:
+    given = ["deployment/a,statefulset/b", "scaledobject/a"]
+    assert [f"{w.kind}/{w.name}" for w in workloads(given)] == [
+        "scaledobject/a",
+        "deployment/a",
+        "statefulset/b",
+    ]
+
+
+@pytest.mark.parametrize("given", ["pod/a", "deployment", "deployment/", ""])
+def test_what_cannot_be_scaled_is_refused(given: str) -> None:
+    with pytest.raises(
+        InvalidConfig, match="write KIND/NAME with a kind of scaledobject, deployment, statefulset"
+    ):
+        workloads([given])
+
+
+def in_pod(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, port = api.url.removeprefix("https://").split(":")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", port)
+    monkeypatch.setattr(kubernetes, "ACCOUNT", api.account)
+
+
+SCALED_OBJECT = "/apis/keda.sh/v1alpha1/namespaces/here/scaledobjects/job-reward"
+
+
+async def patched(api: ApiServer, path: str) -> tuple[Request, Any]:
+    """The next request, which changes this, and what it lays on it."""
+    request = await api.next()
+    assert (request.method, request.path) == ("PATCH", path)
+    return request, json.loads(request.body)
+
+
+async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scale_down, "RETRY_S", 0.01)
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
+    async with api_server(tmp_path) as api, AsyncExitStack() as stack:
+        in_pod(api, monkeypatch)
+        addresses = {role: await stack.enter_async_context(served(role, job)) for role in job.roles}
+        left = workloads(["scaledobject/job-reward", "statefulset/job-actor"])
+        run = asyncio.create_task(control(job, addresses, listen=LOCAL, scaled_down=left))
+        stack.push_async_callback(cancel_all, [run])
+        request, change = await patched(api, SCALED_OBJECT)
+        assert change["metadata"]["annotations"] == {PAUSED: None}  # an earlier run's end is taken back
+        await request.answer({})
+
+        request, change = await patched(api, SCALED_OBJECT)
+        assert change["metadata"]["annotations"] == {PAUSED: "0"}
+        assert (job.run_dir / "metrics.jsonl").exists()  # the run is over
+        await request.answer({"message": "not now"}, 503)
+        request, _ = await patched(api, SCALED_OBJECT)
+        await request.answer({})
+        request, change = await patched(api, "/apis/apps/v1/namespaces/here/statefulsets/job-actor/scale")
+        assert change == {"spec": {"replicas": 0}}
+        await request.answer({"message": "statefulsets is forbidden"}, 403)
+        await run
+    assert "do it by hand: kubectl -n here scale statefulset job-actor --replicas=0" in caplog.text
+
+
+async def test_a_run_that_failed_is_left_as_it_is(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its controller is started again and needs the roles."""
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES, "trainer.ready_timeout_s=0.1")
+    nobody = {role: ["127.0.0.1:1"] for role in job.roles}
+    async with api_server(tmp_path) as api:
+        in_pod(api, monkeypatch)
+        with pytest.raises(RoleUnavailable):
+            await control(job, nobody, listen=LOCAL, scaled_down=workloads(["deployment/job-reward"]))
+        assert api.requests.empty()
+
+
+async def test_outside_of_a_pod_nothing_can_be_scaled_down(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
+    with pytest.raises(InvalidConfig, match="not in a pod"):
+        await control(job, {}, listen=LOCAL, scaled_down=workloads(["deployment/job-reward"]))
