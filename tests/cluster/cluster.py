@@ -76,7 +76,7 @@ class Namespace:
         found: Object = json.loads(self.kubectl("get", kind, name, "-o", "json"))
         return found
 
-    def helm(self, *args: str, stdin: str | None = None, within_s: float = 300) -> str:
+    def helm(self, *args: str, stdin: str | None = None, within_s: float = 660) -> str:
         program = helm()
         assert program
         return run(program, "-n", self.name, *args, stdin=stdin, within_s=within_s)

@@ -42,7 +42,7 @@ def test_replicas_come_and_go_and_pods_die_and_the_run_ends_with_the_bits_of_a_l
     workspace: tuple[Namespace, str], expected: Outcome, tmp_path: Path
 ) -> None:
     namespace, claim = workspace
-    job = Job(namespace, "standalone", claim)
+    job = Job(namespace, "standalone", claim, "rlhf-job")
     job.install()
     job.reach(1)
     reward_scales_to_three_and_back(job)
@@ -127,10 +127,10 @@ def test_it_is_tested_then_begins_and_ends_with_the_bits_of_a_local_run(
     workspace: tuple[Namespace, str], expected: Outcome, strategy: str
 ) -> None:
     namespace, claim = workspace
-    job = Job(namespace, strategy, claim)
+    job = Job(namespace, strategy, claim, strategy)
     short = ("--set", "job.trainer.total_training_steps=10")
-    job.install(*short, "--set", "controller.suspend=true", "--wait")
-    namespace.helm("test", job.name, "--timeout=4m")
+    job.install(*short, "--set", "controller.suspend=true")
+    namespace.helm("test", job.name, "--timeout=10m")
 
     job.upgrade(*short)
     job.reach(1)
@@ -138,3 +138,36 @@ def test_it_is_tested_then_begins_and_ends_with_the_bits_of_a_local_run(
         namespace.helm("test", job.name, "--timeout=1m")
     job.end()
     equal(job.outcome(), expected, 10)
+
+
+# A judge that takes its time: a hundredth of a second for each row.
+BUSY = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    ends = time.thread_time() + 0.01
+    while time.thread_time() < ends:
+        pass
+    return float(solution_str.endswith(ground_truth))
+"""
+
+
+def test_an_autoscaler_scales_the_reward_by_its_load(workspace: tuple[Namespace, str]) -> None:
+    namespace, claim = workspace
+    try:
+        namespace.kubectl("get", "--raw", "/apis/metrics.k8s.io/v1beta1")
+    except Failed:
+        pytest.skip("NOTHING IS SCALED BY LOAD: the cluster has no metrics-server")
+    job = Job(namespace, "standalone", claim, "scaled")
+    values = {
+        "autoscaling": {"reward": {"scaler": "hpa", "minReplicas": 1, "maxReplicas": 3}},
+        "rewardFunction": {"code": BUSY},
+        "job": {"reward": {"custom_reward_function": {"path": "/etc/rolemesh-reward/reward.py"}}},
+    }
+    job.install("--values", "-", stdin=json.dumps(values))
+    scaled = f"{job.name}-reward"
+    namespace.until(lambda thing: thing["status"].get("readyReplicas") == 3, "deployment", scaled, within_s=400)
+    job.upgrade("--values", "-", "--set", "monitoring.dashboards.labels.board=mine", stdin=json.dumps(values))
+    assert namespace.one("deployment", scaled)["spec"]["replicas"] == 3  # the autoscaler's, not the chart's
+    job.stop()
+    job.end()

@@ -45,10 +45,7 @@ class Job:
     namespace: Namespace
     strategy: str
     workspace: str
-
-    @property
-    def name(self) -> str:
-        return f"job-{self.strategy}"
+    name: str
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -59,13 +56,13 @@ class Job:
 
     @property
     def run_dir(self) -> str:
-        return f"outputs/{self.strategy}"
+        return f"outputs/{self.name}"
 
-    def install(self, *more: str) -> None:
-        self.namespace.install(self.name, *self.values, *more)
+    def install(self, *more: str, stdin: str | None = None) -> None:
+        self.namespace.install(self.name, *self.values, *more, stdin=stdin)
 
-    def upgrade(self, *more: str, chart: Path = CHART) -> None:
-        self.namespace.helm("upgrade", self.name, str(chart), *WITH_IMAGE, *self.values, *more)
+    def upgrade(self, *more: str, chart: Path = CHART, stdin: str | None = None) -> None:
+        self.namespace.helm("upgrade", self.name, str(chart), *WITH_IMAGE, *self.values, *more, stdin=stdin)
 
     def controller(self) -> str:
         """The controller's pod, once its process runs. There may be one before it that has not yet ended."""
@@ -88,6 +85,11 @@ class Job:
         with self.namespace.controller(self.controller()) as service:
             step: int = service.GetStatus(pb.GetStatusRequest(), wait_for_ready=True, timeout=60).step
             return step
+
+    def stop(self) -> None:
+        """The running step is the last."""
+        with self.namespace.controller(self.controller()) as service:
+            service.Stop(pb.StopRequest(), timeout=60)
 
     def goes_on_from(self) -> int:
         """The step of the checkpoint that the controller began with; 0: with none."""
