@@ -87,7 +87,9 @@ async def control(
         await unpause(scaled_down, cluster)
     with Brakes(run) as brakes:
         scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
-        brakes.end(await drive(run, addresses, listen, scraped, health_listen))
+        # One that was killed between the end of the run and the scale-down has no roles to wait for.
+        summary = run.finished() or await drive(run, addresses, listen, scraped, health_listen)
+        brakes.end(summary)
         if cluster:
             await scale_down(scaled_down, cluster)
 

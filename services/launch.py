@@ -44,6 +44,10 @@ async def launch(job: JobConfig) -> None:
     """
     tune()
     run = await prepare(job)
+    if summary := run.finished():
+        run.display.close()
+        run.display.summary(summary)
+        return
     check_models(job)
     check_engine(job)
     check_memory(job)

@@ -132,7 +132,14 @@ class Checkpoints:
             shutil.rmtree(path)
 
     async def load(self, path: Path, roles: Roles, course: dict[str, Any]) -> ControllerState:
-        """Brings the roles to where they were at a checkpoint.
+        """Brings the roles to where they were at a checkpoint; raises what `read` does, and what they do."""
+        state = self.read(path, course)
+        await gather(roles.actor.load_checkpoint(path / "actor"), roles.critic.load_checkpoint(path / "critic"))
+        return state
+
+    @staticmethod
+    def read(path: Path, course: dict[str, Any]) -> ControllerState:
+        """What the controller was at a checkpoint.
 
         Raises:
             CheckpointFailed: it is not readable.
@@ -152,7 +159,6 @@ class Checkpoints:
                 f"{path} cannot be resumed exactly: {'; '.join(differing)}. Set them back, or begin a new run "
                 f"from its weights with actor.model.path={path / 'actor'}"
             )
-        await gather(roles.actor.load_checkpoint(path / "actor"), roles.critic.load_checkpoint(path / "critic"))
         return state
 
     @asynccontextmanager

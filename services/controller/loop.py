@@ -24,7 +24,7 @@ from services.controller.experience import fan_out, gather
 from services.controller.loggers import Loggers, require_libraries
 from services.controller.pages import check_step, page_of
 from services.controller.progress import Display
-from services.controller.run_dir import MetricsFile, answers, dump, write_config
+from services.controller.run_dir import MetricsFile, answers, dump, read_metrics, write_config
 from services.controller.status import RunStatus, State
 from services.controller.step import Step
 from services.controller.stopwatch import Stopwatch, WarmingActor, timed
@@ -64,6 +64,23 @@ class Run:
     def request_stop(self) -> None:
         """Lets the running step end; then a checkpoint is written, if the job writes any, and the run ends."""
         self.status.request_stop()
+
+    def finished(self) -> Summary | None:
+        """The end of a run whose last step has been made and saved: no role is needed, and none may be there
+        any more. None: there is something to do.
+
+        Raises:
+            CheckpointFailed, InvalidConfig: the checkpoint is not readable, or of another course.
+        """
+        chosen = self._checkpoints.chosen(self.job)
+        if chosen is None or self.job.trainer.val_only:
+            return None
+        step = self._checkpoints.read(chosen, self._course()).step
+        if step < self.status.total_steps:
+            return None
+        self.status.add(*read_metrics(self.job.run_dir / "metrics.jsonl"))
+        self.status.set(state=State.FINISHED, step=step)
+        return self._summary()
 
     async def train(self, roles: Roles) -> Summary:
         """Makes the steps, from the checkpoint that trainer.resume_mode chooses, to the end or to a stop.

@@ -162,6 +162,17 @@ async def test_a_finished_run_started_again_makes_no_step(unbroken: JobConfig) -
     assert course(unbroken) == before
 
 
+async def test_a_finished_run_needs_no_role(unbroken: JobConfig, tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(unbroken.actor.model)
+    summary = Run(unbroken, tokenizer).finished()
+    assert summary is not None
+    assert (summary.step, summary.total_steps) == (4, 4)
+    assert [record["training/global_step"] for record in summary.records] == steps(unbroken)
+    overrides = (*NOISY, "trainer.total_training_steps=5")
+    longer = small_job(unbroken.run_dir.parent, tiny_model, "run", *overrides)
+    assert Run(longer, tokenizer).finished() is None
+
+
 async def test_resume_refuses_a_job_of_another_course_and_names_what_differs(
     unbroken: JobConfig, tiny_model: Path
 ) -> None:

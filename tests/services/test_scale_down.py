@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from api_server import ApiServer, Request, api_server
-from in_process import small_job
+from in_process import small_job, train
 from serving import served
 
 from rolemesh import kubernetes
@@ -108,3 +108,20 @@ async def test_outside_of_a_pod_nothing_can_be_scaled_down(tiny_model: Path, tmp
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
     with pytest.raises(InvalidConfig, match="not in a pod"):
         await control(job, {}, listen=LOCAL, scaled_down=workloads(["deployment/job-reward"]))
+
+
+async def test_a_controller_that_was_killed_before_it_scaled_down_does_it_though_no_role_is_left(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES, "trainer.save_freq=1")
+    await train(job)
+    nobody = {role: ["127.0.0.1:1"] for role in job.roles}
+    async with api_server(tmp_path) as api, AsyncExitStack() as stack:
+        in_pod(api, monkeypatch)
+        left = workloads(["statefulset/job-actor"])
+        run = asyncio.create_task(control(job, nobody, listen=LOCAL, scaled_down=left))
+        stack.push_async_callback(cancel_all, [run])
+        request, change = await patched(api, "/apis/apps/v1/namespaces/here/statefulsets/job-actor/scale")
+        assert change == {"spec": {"replicas": 0}}
+        await request.answer({})
+        await run
