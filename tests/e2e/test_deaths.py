@@ -32,6 +32,7 @@ OVERRIDES = (
     "data.max_response_length=100",
     "rollout.n=4",
 )
+SLOW = "rollout.max_num_seqs=4"
 # Kills a process when so many answers of the training data have been scored: others are still being made.
 KILLING = """
 import os
@@ -94,9 +95,14 @@ async def test_a_run_whose_rollout_is_killed_ends_as_the_unbroken_one_to_the_bit
     before = retries.get()
     async with AsyncExitStack() as stack:
         rollouts = []
-        for name in ("first", "second"):
+        # The first one decodes four rows at a time, which changes no bit: most of its rows are still to be made
+        # when those of the second one are there.
+        for name, config in (
+            ("first", small_job(tmp_path, tiny_model, "run", *OVERRIDES, SLOW)),
+            ("second", job),
+        ):
             (tmp_path / name).mkdir()
-            rollouts.append(await stack.enter_async_context(serve_process("rollout", job, tmp_path / name)))
+            rollouts.append(await stack.enter_async_context(serve_process("rollout", config, tmp_path / name)))
         victim = rollouts[0].process
         if moment == "generation":
             (tmp_path / "reward.py").write_text(KILLING)
