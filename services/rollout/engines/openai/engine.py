@@ -36,7 +36,6 @@ from services.rollout.engines.openai.servers import (
 from services.rollout.engines.vllm.arguments import end_tokens
 
 log = logging.getLogger(__name__)
-logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each request
 
 CONNECT_S = 10.0
 KEEPALIVE_S = 1.0  # shorter than a server's: a connection that it closes while we write looks like its end
