@@ -102,7 +102,7 @@ class Dispatcher:
         """Pieces are pulled: each is cut when the one before it has found a replica with room. So a replica
         that joins in the midst takes from what is left, and the cut is as fine as they are many by then."""
         assert rpc.dispatch == DISPATCH_SHARD_ROWS, f"{rpc.name}: the .proto says no dispatch that is made here"
-        turn, answers = self.pool.next_turn(), dict[int, Any]()
+        answers: dict[int, Any] = {}
 
         async def ask(first: int) -> None:
             piece = batch[first : first + self._piece_rows(len(batch))]
@@ -111,12 +111,14 @@ class Dispatcher:
             def begun() -> None:
                 if after < len(batch):
                     pieces.create_task(ask(after))
+                else:
+                    self.pool.leave_line(turn)
 
             answers[first] = await self._piece(rpc, piece, turn, deadline, begun)
             answered(len(piece))
 
         try:
-            async with self.pool.pending(len(batch)) as answered, asyncio.TaskGroup() as pieces:
+            async with self.pool.pending(len(batch)) as (turn, answered), asyncio.TaskGroup() as pieces:
                 pieces.create_task(ask(0))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -161,7 +163,7 @@ class Dispatcher:
         from the rows that wait here. Where the engines hold the whole batch it is all begun at once; then one
         that joins helps from the next call on, as rows that are begun stay where they are.
         """
-        rpc, deadline, turn = self._rpcs[name], self._deadline(), self.pool.next_turn()
+        rpc, deadline = self._rpcs[name], self._deadline()
         # Without a bound: a consumer that takes its time holds up neither replica nor deadline.
         arrived: asyncio.Queue[DataProto | Exception | None] = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
@@ -170,6 +172,8 @@ class Dispatcher:
             if first < len(batch):
                 end = min(first + self._part_rows(len(batch)), len(batch))
                 tasks.append(asyncio.create_task(part(first, end)))
+            else:
+                self.pool.leave_line(turn)
 
         async def part(first: int, end: int) -> None:
             rows = torch.arange(first, end)
@@ -181,7 +185,7 @@ class Dispatcher:
                 arrived.put_nowait(None)
 
         try:
-            async with self.pool.pending(len(batch)) as answered:
+            async with self.pool.pending(len(batch)) as (turn, answered):
                 begin(0)
                 ended = 0
                 while ended < len(tasks):

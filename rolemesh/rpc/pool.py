@@ -105,6 +105,7 @@ class ReplicaPool:
         self._leaving: set[Replica] = set()
         self._changed = asyncio.Condition()
         self._line: list[int] = []
+        self._handing_out: set[int] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._turns = 0
         self._show_live()
@@ -205,7 +206,7 @@ class ReplicaPool:
 
         Args:
             rows: counted as outstanding there.
-            turn: the call's place in the line, from `next_turn`.
+            turn: the call's place in the line, from `pending`.
 
         Raises:
             RoleUnavailable: every replica has been gone for `patience_s`.
@@ -213,7 +214,7 @@ class ReplicaPool:
         async with self._changed:
             self._line.append(turn)
             try:
-                while not ((free := self._free()) and turn == min(self._line)):
+                while not ((free := self._free()) and turn == min((*self._line, *self._handing_out))):
                     if self.live:
                         await self._changed.wait()
                     else:
@@ -223,12 +224,16 @@ class ReplicaPool:
                 self._changed.notify_all()
             # Ties go to the one whose turn is longest ago.
             chosen = min(free, key=lambda replica: (replica.outstanding_rows, replica.last_turn))
-            chosen.last_turn = self.next_turn()
+            chosen.last_turn = self._next_turn()
             chosen.in_flight += 1
             self._count_rows(chosen, rows)
             return chosen
 
-    def next_turn(self) -> int:
+    def leave_line(self, turn: int) -> None:
+        """All of the call's rows have been handed out."""
+        self._handing_out.discard(turn)
+
+    def _next_turn(self) -> int:
         """Later ones are larger."""
         self._turns += 1
         return self._turns
@@ -289,9 +294,11 @@ class ReplicaPool:
     # ------------------------------------------------------------------------ how much there is
 
     @asynccontextmanager
-    async def pending(self, rows: int) -> AsyncIterator[Callable[[int], None]]:
-        """Counts the rows of a call as pending until they are answered; what it gives is told how many were."""
-        left = rows
+    async def pending(self, rows: int) -> AsyncIterator[tuple[int, Callable[[int], None]]]:
+        """A call, from its beginning to its end. Gives its place in the line, which it keeps between two of
+        its pieces, until `leave_line`; and what is to be told how many rows were answered: the others are
+        pending."""
+        left, turn = rows, self._next_turn()
 
         def answered(some: int) -> None:
             nonlocal left
@@ -299,11 +306,13 @@ class ReplicaPool:
             self._count_pending(-some)
 
         self._count_pending(rows)
-        await self._notify()
+        self._handing_out.add(turn)
         try:
-            yield answered
+            await self._notify()
+            yield turn, answered
         finally:
             self._count_pending(-left)
+            self.leave_line(turn)
             await self._notify()
 
     def _count_pending(self, rows: int) -> None:

@@ -408,7 +408,7 @@ async def test_the_last_server_that_dies_ends_the_call_in_time(url: str, model: 
         job = job_of(model, [line], tmp_path, ignore_eos=True)
         with closing(await asyncio.to_thread(RolloutWorker, job)) as worker:
             begun = tokens_made(url)
-            generation = asyncio.create_task(generated(worker, prompts_of(8)))
+            generation = asyncio.create_task(generated(worker, prompts_of(400)))
             await until(lambda: tokens_made(url) >= begun + 8)
             cut()
             with pytest.raises(RoleUnavailable, match=f"no server is left: {line}"):
