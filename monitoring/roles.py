@@ -75,7 +75,7 @@ def _work() -> list[Panel]:
         lines(
             "Idle share",
             "Of the time, by pod: no call but for weights. What is never idle is what the others wait for.",
-            Query(f"1 - avg_over_time(({busy}){WINDOW[:-1]}:5s])", "{{role}} {{pod}}"),
+            Query(f"1 - avg_over_time(({busy}){WINDOW[:-1]}:1s])", "{{role}} {{pod}}"),
             unit="percentunit",
             least=0,
         ),

@@ -49,7 +49,6 @@ async def test_a_probe_is_answered_within_a_second_while_a_model_is_trained(tmp_
         grpc.aio.insecure_channel(role.health) as channel,
     ):
         await actor.wait_until_ready(120)
-        began = time.monotonic()
         training = asyncio.create_task(actor.update(batch))
         waits = []
         while not training.done():
@@ -58,7 +57,7 @@ async def test_a_probe_is_answered_within_a_second_while_a_model_is_trained(tmp_
             waits.append(time.monotonic() - asked)
             await asyncio.wait({training}, timeout=0.05)
         await training
-        assert time.monotonic() - began > 2  # it was an update worth the name
+        assert len(waits) >= 10  # it was an update worth the name
         assert max(waits) < 1
 
 

@@ -389,7 +389,7 @@ async def line_to(url: str) -> AsyncIterator[tuple[str, Any]]:
 async def test_rows_of_a_server_that_dies_are_made_by_another(url: str, model: Path, tmp_path: Path):
     prompts = prompts_of(16)
     async with line_to(url) as (line, cut):
-        job = job_of(model, [line, url], tmp_path, ignore_eos=True)
+        job = job_of(model, [line, url], tmp_path, ignore_eos=True, openai={"timeout_s": 20})
         with closing(await asyncio.to_thread(RolloutWorker, job)) as worker:
             begun = tokens_made(url)
             generation = asyncio.create_task(generated(worker, prompts))
@@ -405,16 +405,16 @@ async def test_rows_of_a_server_that_dies_are_made_by_another(url: str, model: P
 
 async def test_the_last_server_that_dies_ends_the_call_in_time(url: str, model: Path, tmp_path: Path):
     async with line_to(url) as (line, cut):
-        job = job_of(model, [line], tmp_path, ignore_eos=True)
+        job = job_of(model, [line], tmp_path, ignore_eos=True, openai={"timeout_s": 20})
         with closing(await asyncio.to_thread(RolloutWorker, job)) as worker:
             begun = tokens_made(url)
             generation = asyncio.create_task(generated(worker, prompts_of(400)))
             await until(lambda: tokens_made(url) >= begun + 8)
             cut()
             with pytest.raises(RoleUnavailable, match=f"no server is left: {line}"):
-                await asyncio.wait_for(generation, 10)
+                await asyncio.wait_for(generation, 60)
             with pytest.raises(RoleUnavailable, match=f"no server took version 1: {line}"):
-                await asyncio.wait_for(worker.update_weights(HeldWeights(1, weights(changed(model, 0.1)))), 10)
+                await asyncio.wait_for(worker.update_weights(HeldWeights(1, weights(changed(model, 0.1)))), 60)
 
 
 # ------------------------------------------------------------------------------ at the start
