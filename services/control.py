@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.config import JobConfig
-from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.errors import InvalidConfig, InvalidData, RoleUnavailable
 from rolemesh.kubernetes import Cluster
 from rolemesh.metrics import CONTROLLER
 from rolemesh.models.loading import load_tokenizer
@@ -33,7 +33,7 @@ from services.controller.experience import gather
 from services.controller.loop import Run
 from services.controller.pages import check_step
 from services.controller.progress import Display
-from services.controller.run_dir import address_shown
+from services.controller.run_dir import address_shown, held
 from services.controller.scale_down import Workload, scale_down, unpause
 from services.controller.scaler import SERVICE as SCALER
 from services.controller.scaler import ScalerServicer
@@ -82,16 +82,21 @@ async def control(
     tune()
     tls.use_keys(tls_dir)
     cluster = Cluster.in_pod() if scaled_down else None
-    run = await prepare(job)
-    if cluster:
-        await unpause(scaled_down, cluster)
-    with Brakes(run) as brakes:
-        scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
-        # One that was killed between the end of the run and the scale-down has no roles to wait for.
-        summary = run.finished() or await drive(run, addresses, listen, scraped, health_listen)
-        brakes.end(summary)
+    scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
+    try:
+        run = await prepare(job)
+        if cluster:
+            await unpause(scaled_down, cluster)
+        with Brakes(run) as brakes, held(job.run_dir):
+            # One that was killed between the end of the run and the scale-down has no roles to wait for.
+            summary = run.finished() or await drive(run, addresses, listen, scraped, health_listen)
+            brakes.end(summary)
+    except (InvalidConfig, InvalidData):  # another attempt would not help: nobody makes one
         if cluster:
             await scale_down(scaled_down, cluster)
+        raise
+    if cluster:
+        await scale_down(scaled_down, cluster)
 
 
 async def prepare(job: JobConfig) -> Run:

@@ -24,6 +24,7 @@ from rolemesh.rpc.server import serve_metrics
 from services.control import Brakes, drive, prepare
 from services.controller.checkpoints import write_durably
 from services.controller.loop import Run
+from services.controller.run_dir import held
 from services.controller.summary import Summary
 from services.processes import RoleProcesses, gpus_by_process, members_of, role_processes, visible_gpus
 from services.rollout.engines.vllm.arguments import check_installed
@@ -54,7 +55,7 @@ async def launch(job: JobConfig) -> None:
     # Through the display's console: another writer would tear the live lines.
     shown = RichHandler(console=run.display.console, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown], force=True)
-    with Brakes(run) as brakes:
+    with Brakes(run) as brakes, held(job.run_dir):
         async with role_processes(run.job) as processes:
             summary = await beside(processes, _train(run, processes))
         brakes.end(summary)

@@ -66,6 +66,8 @@ def read_table(file: Path, required: Sequence[str]) -> pa.Table:
     try:
         table = pq.read_table(file)
     except (pa.ArrowInvalid, OSError) as error:
+        if getattr(error, "errno", None):  # the disk's, and not the file's fault: it may be there again later
+            raise
         raise InvalidData(f"{file} cannot be read as Parquet: {error}") from error
     if missing := [column for column in required if column not in table.column_names]:
         raise InvalidData(f"{file} has no column {missing}; it has {table.column_names}")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from rolemesh.config import JobConfig
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.metrics import STEP_ENDED, STEP_METRIC, STEP_SECONDS, TRAINING_STEP, TRAINING_STEPS_PLANNED
 from rolemesh.roles import Metrics
 from services.controller.record import STEP
@@ -230,7 +230,8 @@ def _begun(name: str, job: JobConfig, start: int, console: Console) -> Logger:
     try:
         return LOGGERS[name](job, start, console)
     except Exception as error:  # each library has its own for a missing login and a server that is away
-        raise InvalidConfig(
+        # Not InvalidConfig: the server may be there again when a controller that was restarted tries again.
+        raise RolemeshError(
             f"trainer.logger {name} could not begin: {type(error).__name__}: {error}{BEGIN_HINTS.get(name, '')}"
         ) from error
 

@@ -3,6 +3,7 @@ controller's address while it runs."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.errors import RolemeshError
 from services.controller.checkpoints import write_durably
 from services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
 
@@ -54,6 +56,25 @@ def read_metrics(path: Path) -> list[Record]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1] if line]
+
+
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Keeps a run directory to one run; a process that ends, however it does, lets it go.
+
+    Raises:
+        RolemeshError: another run has it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RolemeshError(
+                f"{run_dir} is the directory of a run that still goes on; wait for its end, or choose another "
+                "trainer.experiment_name or default_local_dir"
+            ) from None
+        yield
 
 
 def write_config(job: JobConfig) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.metrics import CONTROLLER
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.server import RoleServer
@@ -139,7 +139,7 @@ def test_a_logger_that_cannot_begin_is_an_error_that_tells_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nosuch://server")
-    with pytest.raises(InvalidConfig, match=r"mlflow could not begin: .*nosuch.* MLFLOW_TRACKING_URI names"):
+    with pytest.raises(RolemeshError, match=r"mlflow could not begin: .*nosuch.* MLFLOW_TRACKING_URI names"):
         write_three_steps(job_with(tmp_path / "run", "mlflow"))
 
 

@@ -15,10 +15,11 @@ from in_process import small_job, train
 from serving import served
 
 from rolemesh import kubernetes
-from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.errors import InvalidConfig, InvalidData, RolemeshError, RoleUnavailable
 from rolemesh.rpc.dispatch import cancel_all
 from services.control import control
 from services.controller import scale_down
+from services.controller.run_dir import held
 from services.controller.scale_down import PAUSED, workloads
 
 LOCAL = "127.0.0.1:0"
@@ -102,6 +103,29 @@ async def test_a_run_that_failed_is_left_as_it_is(
         with pytest.raises(RoleUnavailable):
             await control(job, nobody, listen=LOCAL, scaled_down=workloads(["deployment/job-reward"]))
         assert api.requests.empty()
+
+
+async def test_wrong_configuration_leaves_no_pod_either(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody will try again: the controller's Job has failed for good."""
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES, "data.val_files=absent.parquet")
+    async with api_server(tmp_path) as api, AsyncExitStack() as stack:
+        in_pod(api, monkeypatch)
+        run = asyncio.create_task(control(job, {}, listen=LOCAL, scaled_down=workloads(["deployment/a"])))
+        stack.push_async_callback(cancel_all, [run])
+        request, change = await patched(api, "/apis/apps/v1/namespaces/here/deployments/a/scale")
+        assert change == {"spec": {"replicas": 0}}
+        await request.answer({})
+        with pytest.raises(InvalidData, match=r"absent\.parquet"):
+            await run
+
+
+async def test_a_run_directory_is_one_runs(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
+    nobody = {role: ["127.0.0.1:1"] for role in job.roles}
+    with held(job.run_dir), pytest.raises(RolemeshError, match=r"run is the directory of a run that still"):
+        await control(job, nobody, listen=LOCAL)
 
 
 async def test_outside_of_a_pod_nothing_can_be_scaled_down(tiny_model: Path, tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ spec:
     - name: {{ . }}
     {{- end }}
   {{- end }}
+  {{- if eq .component "controller" }}
+  shareProcessNamespace: true # as the first of all processes flock, while it waits, would not heed SIGTERM
+  {{- end }}
+  {{- if and .always (eq $values.gang.scheduler "volcano") (not $settings.schedulerName) }}
+  {{- $_ := set $settings "schedulerName" "volcano" }}
+  {{- end }}
   {{- range $key := list "schedulerName" "priorityClassName" "runtimeClassName" "nodeSelector" "tolerations" }}
   {{- with get $settings $key }}
   {{- dict $key . | toYaml | nindent 2 }}
