@@ -362,6 +362,7 @@ async def line_to(url: str) -> AsyncIterator[tuple[str, Any]]:
     """An address that leads to the server, and a function that cuts the line: as if that machine were gone."""
     host, port = url.removeprefix("http://").split(":")
     writers: list[asyncio.StreamWriter] = []
+    is_cut = False
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
@@ -371,11 +372,15 @@ async def line_to(url: str) -> AsyncIterator[tuple[str, Any]]:
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection(host, int(port))
         writers.extend([writer, far_writer])
+        if is_cut:  # while it was being made
+            cut()
         await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer), return_exceptions=True)
 
     listener = await asyncio.start_server(connected, "127.0.0.1", 0)
 
     def cut() -> None:
+        nonlocal is_cut
+        is_cut = True
         listener.close()
         for writer in writers:
             writer.transport.abort()
