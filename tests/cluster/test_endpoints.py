@@ -80,8 +80,10 @@ async def test_replicas_are_told_as_their_endpoints_change(namespace: Namespace,
 
 
 async def test_a_version_that_the_server_has_forgotten_is_told(namespace: Namespace, tmp_path: Path) -> None:
-    cluster = account(namespace, tmp_path, WATCH)
-    path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace.name}/endpointslices"
+    # Of what is defined after a cluster's first moments, as custom resources are, it never knew version 1.
+    watch_scalers = {"apiGroups": ["keda.sh"], "resources": ["scaledobjects"], "verbs": ["watch"]}
+    cluster = account(namespace, tmp_path, watch_scalers)
+    path = f"/apis/keda.sh/v1alpha1/namespaces/{namespace.name}/scaledobjects"
     with pytest.raises(Expired, match="too old resource version"):
         async for _ in cluster.watch(path, "", "1", 5):
             pass

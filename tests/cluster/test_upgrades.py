@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cluster import UNSCHEDULED, Failed, Namespace
+from cluster import UNSCHEDULED, WITH_IMAGE, Failed, Namespace
 from rendering import CHART
 
 pytestmark = pytest.mark.cluster
@@ -15,7 +15,7 @@ ANOTHER_JOB = ("--set", "job.trainer.total_training_steps=70")
 
 
 def upgrade(namespace: Namespace, *args: str) -> None:
-    namespace.helm("upgrade", "job", str(CHART), "--values", str(TINY), *UNSCHEDULED, *args)
+    namespace.helm("upgrade", "job", str(CHART), "--values", str(TINY), *WITH_IMAGE, *UNSCHEDULED, *args)
 
 
 def scale(namespace: Namespace, replicas: int, *workloads: str) -> None:
