@@ -224,6 +224,9 @@ class MonitoringValues(Config):
     labels: Labels = Field({}, description="what the operator's selectors look for")
     annotations: bool = Field(True, description="prometheus.io/scrape on pods")
     interval: str = Field("15s", description="between scrapes by PodMonitor")
+    runbooks: str = Field(
+        "docs/runbooks/", description="the folder that alerts say their pages are in: an address with its /"
+    )
     dashboards: DashboardsValues = DashboardsValues()
 
 

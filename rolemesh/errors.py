@@ -21,6 +21,10 @@ class ModelNotFound(RolemeshError, FileNotFoundError):
     """A model directory is absent, or lacks configuration, weights or tokenizer."""
 
 
+WRONG_INPUT = (InvalidConfig, InvalidData, ModelNotFound)
+"""What the user gave is wrong, and stays so: trying again will not help. The command line then exits with 2."""
+
+
 class RewardFailed(RolemeshError, RuntimeError):
     """A reward function raised. The message names the row's uid and the function."""
 

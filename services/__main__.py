@@ -290,14 +290,14 @@ def demo(
 
 def main() -> None:
     """The entry point: an error of ours or of the machine is one line, not a traceback."""
-    from rolemesh.errors import InvalidConfig, InvalidData, RolemeshError
+    from rolemesh.errors import WRONG_INPUT, RolemeshError
 
     atexit.register(gc.freeze)  # the interpreter's last collection would walk all of torch, for seconds
     try:
         app()
     except RolemeshError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
-        sys.exit(2 if isinstance(error, (InvalidConfig, InvalidData)) else 1)  # 2: trying again will not help
+        sys.exit(2 if isinstance(error, WRONG_INPUT) else 1)
     except OSError as error:  # a full disk, a folder that may not be written: it names the file itself
         typer.secho(f"error: {error}", fg="red", err=True)
         sys.exit(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.config import JobConfig
-from rolemesh.errors import InvalidConfig, InvalidData, RoleUnavailable
+from rolemesh.errors import WRONG_INPUT, InvalidConfig, RoleUnavailable
 from rolemesh.kubernetes import Cluster
 from rolemesh.metrics import CONTROLLER
 from rolemesh.models.loading import load_tokenizer
@@ -91,7 +91,7 @@ async def control(
             # One that was killed between the end of the run and the scale-down has no roles to wait for.
             summary = run.finished() or await drive(run, addresses, listen, scraped, health_listen)
             brakes.end(summary)
-    except (InvalidConfig, InvalidData):  # another attempt would not help: nobody makes one
+    except WRONG_INPUT:  # nobody makes another attempt
         if cluster:
             await scale_down(scaled_down, cluster)
         raise

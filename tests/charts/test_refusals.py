@@ -13,6 +13,7 @@ from rendering import CHART, Refused, refusal, template
 from values import Values
 
 SCALER = {"scaler": "hpa", "maxReplicas": 3}
+FOUR_RANKS = {"rollout": {"name": "vllm", "tensor_model_parallel_size": 4}}
 CPU = {"image": {"kind": "cpu"}, "roles": {role: {"gpus": 0} for role in ("actor", "rollout", "critic")}}
 CUSTOM = {"strategy": "custom", "groups": {"a": ["actor", "rollout", "reference"], "b": ["critic", "reward"]}}
 
@@ -77,6 +78,14 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
         {"gpu": {"perNode": 4}, "groups": {"actor": {"gpus": 5}}},
         "a node has 4",
     ),
+    "more GPUs than a role uses": (
+        {"roles": {"actor": {"gpus": 2}}},
+        "a pod of group actor wants 2 GPUs, and its roles use 1: set gpus of actor to 1",
+    ),
+    "more GPUs than an engine's ranks": (
+        {"roles": {"rollout": {"gpus": 8}}, "job": FOUR_RANKS},
+        "a pod of group rollout wants 8 GPUs, and its roles use 4",
+    ),
     "GPUs among the limits": (
         {"roles": {"reward": {"resources": {"limits": {"nvidia.com/gpu": 1}}}}},
         "roles.reward.resources has nvidia.com/gpu: set roles.reward.gpus instead",
@@ -94,7 +103,7 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
         "job.rollout.name is vllm, and image.kind is cpu, whose image has no vLLM: set job.rollout.name to hf",
     ),
     "fewer GPUs than ranks": (
-        {"job": {"rollout": {"name": "vllm", "tensor_model_parallel_size": 4}}},
+        {"job": FOUR_RANKS},
         "a pod of group rollout has 1 GPUs: set roles.rollout.gpus to 4",
     ),
     "no room for the run": (

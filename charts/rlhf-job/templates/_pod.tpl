@@ -169,9 +169,11 @@ env:
   - {name: PYTHONUNBUFFERED, value: "1"}
   - {name: TOKENIZERS_PARALLELISM, value: "false"}
   - {name: OMP_WAIT_POLICY, value: PASSIVE} # threads that spin at barriers ruin their neighbours
-  - name: OMP_NUM_THREADS # of the CPU limit; without one, of the node
+  {{- if or (dig "requests" "cpu" "" .resources) (dig "limits" "cpu" "" .resources) }}
+  - name: OMP_NUM_THREADS # what the pod is sure to have, rounded up; the node may have many times as many
     valueFrom:
-      resourceFieldRef: {resource: limits.cpu}
+      resourceFieldRef: {resource: requests.cpu}
+  {{- end }}
   {{- if $values.huggingFace.secret }}
   - name: HF_TOKEN
     valueFrom:

@@ -70,6 +70,11 @@
 {{- if gt (int $group.gpus) (int $.Values.gpu.perNode) }}
 {{- fail (printf "a pod of group %s wants %d GPUs, and a node has %d (gpu.perNode): lower gpus of %s, since a group of several nodes does not exist yet" $group.name (int $group.gpus) (int $.Values.gpu.perNode) (join ", " $group.roles)) }}
 {{- end }}
+{{- $ranks := 1 }}
+{{- if and (has "rollout" $group.roles) (eq $job.rollout.name "vllm") }}{{ $ranks = int $job.rollout.tensor_model_parallel_size }}{{ end }}
+{{- if gt (int $group.gpus) $ranks }}
+{{- fail (printf "a pod of group %s wants %d GPUs, and its roles use %d: set gpus of %s to %d; only a rollout by vLLM takes several, as job.rollout.tensor_model_parallel_size says" $group.name (int $group.gpus) $ranks (join ", " $group.roles) $ranks) }}
+{{- end }}
 {{- if and $group.gpus (eq $.Values.image.kind "cpu") }}
 {{- fail (printf "a pod of group %s wants GPUs, and image.kind is cpu: set gpus of %s to 0, or take the image's target gpu" $group.name (join ", " $group.roles)) }}
 {{- end }}
@@ -77,7 +82,6 @@
 {{- fail (printf "a pod of group %s wants GPUs, and job.trainer.device is cpu: set gpus of %s to 0, or the device to auto" $group.name (join ", " $group.roles)) }}
 {{- end }}
 {{- if has "rollout" $group.roles }}
-{{- $ranks := int $job.rollout.tensor_model_parallel_size }}
 {{- if and (eq $job.rollout.name "vllm") (eq $.Values.image.kind "cpu") }}
 {{- fail "job.rollout.name is vllm, and image.kind is cpu, whose image has no vLLM: set job.rollout.name to hf, or take the image's target gpu" }}
 {{- end }}
