@@ -106,11 +106,12 @@ def a_new_dashboard_restarts_nothing(job: Job, tmp_path: Path) -> None:
 
 
 def running(job: Job) -> dict[str, object]:
-    """Pods, and how often what stands above them was changed."""
+    """Pods, and how often what stands above them was changed; less those that are on their way out."""
     things = job.namespace.get(
         "pods,deployments,statefulsets,jobs", "-l", f"app.kubernetes.io/instance={job.name}"
     )
-    return {thing["metadata"]["uid"]: thing["metadata"].get("generation") for thing in things}
+    metadata = [thing["metadata"] for thing in things if "deletionTimestamp" not in thing["metadata"]]
+    return {thing["uid"]: thing.get("generation") for thing in metadata}
 
 
 def a_budget_keeps_the_actor(job: Job) -> None:
