@@ -22,7 +22,8 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, RolemeshError
 from rolemesh.models.sequence import token_log_probs
 from rolemesh.models.tiny import make_tiny_model
-from services.actor.worker import ActorWorker, ReferenceWorker, policy_objective
+from services.actor.objective import policy_objective
+from services.actor.worker import ActorWorker, ReferenceWorker
 from services.controller.experience import join
 from services.rollout.worker import RolloutWorker
 
