@@ -9,7 +9,7 @@ MIN_MATRIX_ROWS tokens: on one thread 16 were enough for every shape tried.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,7 +65,21 @@ def check_sequences(batch: DataProto, method: str) -> None:
             )
 
 
-def token_log_probs(
+class TokenStats(NamedTuple):
+    """Of the distribution that each response token is drawn from.
+
+    Args:
+        log_probs: [b, T], of the token.
+        entropys: [b, T] in nats; None unless asked for.
+        sum_pi_squared: [b, T], the sum of the squared probabilities of all tokens; None unless asked for.
+    """
+
+    log_probs: Tensor
+    entropys: Tensor | None
+    sum_pi_squared: Tensor | None
+
+
+def token_stats(
     model: Any,
     rows: DataProto,
     *,
@@ -73,8 +87,9 @@ def token_log_probs(
     dtype: str = "float32",
     entropy: bool = True,
     entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of the response tokens under the distribution that they are drawn from.
+    sum_pi_squared: bool = False,
+) -> TokenStats:
+    """The response tokens under the distribution that they are drawn from.
 
     Where sampling truncates, that is the distribution over the tokens which could be drawn. An engine's
     log-probabilities are of it, and over the whole vocabulary every ratio of the two would be off by the mass
@@ -89,10 +104,10 @@ def token_log_probs(
         dtype: a ModelConfig's.
         entropy: compute it too.
         entropy_gradient: whether gradient flows through it.
+        sum_pi_squared: compute it too; no gradient flows through it.
 
     Returns:
-        log_probs [b, T] and entropy in nats [b, T] or None; float32 (float64 of a float64 model). Cells where
-        response_mask is False hold some finite number.
+        float32 (float64 of a float64 model). Cells where response_mask is False hold some finite number.
     """
     num_rows, num_tokens = rows["response_mask"].shape
     ids, mask, positions = steady_rows(rows["input_ids"], rows["attention_mask"], rows["position_ids"])
@@ -117,10 +132,13 @@ def token_log_probs(
         logits = logits / temperature
     log_softmax = torch.log_softmax(logits, -1)
     log_probs = log_softmax.gather(-1, drawn)[..., 0]
-    if not entropy:
-        return log_probs, None
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
+    entropys = squares = None
+    if entropy:
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropys = -(log_softmax.exp() * log_softmax).sum(-1)
+    if sum_pi_squared:
+        squares = (2 * log_softmax.detach()).exp().sum(-1)
+    return TokenStats(log_probs, entropys, squares)
 
 
 def token_values(model: ScoreModel, rows: DataProto, *, dtype: str = "float32") -> Tensor:

@@ -67,13 +67,18 @@ class Schedule:
 
 
 def train(
-    batch: DataProto, optimizer: Optimizer, schedule: Schedule, loss_of: LossFunction
+    batch: DataProto,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    loss_of: LossFunction,
+    prepare: Callable[[DataProto], DataProto] | None = None,
 ) -> dict[str, float]:
     """Trains on a batch.
 
     Args:
         batch: on the model's device.
         loss_of: the loss; shares of micro-batches add up to the mini-batch's.
+        prepare: adds columns to each mini-batch before it is cut: what a loss must choose among all its tokens.
 
     Returns:
         Means over the mini-batches of what loss_of reports, of grad_norm and of lr.
@@ -89,6 +94,8 @@ def train(
         )
     history: list[dict[str, float]] = []
     for mini_batch in schedule.mini_batches(batch, optimizer):
+        if prepare is not None:
+            mini_batch = prepare(mini_batch)
         sums: dict[str, Tensor] = {}
         for micro_batch in mini_batch.split(schedule.micro_batch_size):
             loss, shares = loss_of(micro_batch, mini_batch["response_mask"])

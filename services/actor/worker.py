@@ -14,7 +14,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
 from rolemesh.models.optimizer import Optimizer, num_warmup_steps
-from rolemesh.models.sequence import check_sequences, token_log_probs
+from rolemesh.models.sequence import check_sequences, token_stats
 from rolemesh.models.training import Schedule, refuse_float16, train
 from rolemesh.roles import Metrics, methods
 from rolemesh.weights.held import HeldWeights
@@ -52,23 +52,30 @@ class PolicyWorker(LocalWorker):
         return model_tensors(self.model)
 
     @torch.no_grad()
-    def _log_probs(self, batch: DataProto, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies (zeros unless asked for), [B, T], 0 where response_mask is False."""
+    def _stats(
+        self, batch: DataProto, *, entropy: bool = False, sum_pi_squared: bool = False
+    ) -> dict[str, Tensor]:
+        """TokenStats by name, those asked for: [B, T] on the CPU, 0 where response_mask is False."""
         method = methods(self.job)[f"{self.role}.compute_log_probs"]
         batch = method.prune(batch)
         check_sequences(batch, f"{self.role}.compute_log_probs")
-        log_probs, entropys = (torch.zeros(batch["response_mask"].shape) for _ in range(2))
+        columns: dict[str, Tensor] = {}
         for start in range(0, len(batch), self._micro_batch_size):
             at = slice(start, start + self._micro_batch_size)
             rows = batch[at].to(self.device)
-            chosen, spread = token_log_probs(
-                self.model, rows, temperature=self._temperature, dtype=self.config.dtype, entropy=entropy
+            stats = token_stats(
+                self.model,
+                rows,
+                temperature=self._temperature,
+                dtype=self.config.dtype,
+                entropy=entropy,
+                sum_pi_squared=sum_pi_squared,
             )
-            mask = rows["response_mask"]
-            log_probs[at] = torch.where(mask, chosen, 0).cpu()
-            if spread is not None:
-                entropys[at] = torch.where(mask, spread, 0).cpu()
-        return log_probs, entropys
+            for name, cells in stats._asdict().items():
+                if cells is not None:
+                    column = columns.setdefault(name, torch.zeros(batch["response_mask"].shape))
+                    column[at] = torch.where(rows["response_mask"], cells, 0).cpu()
+        return columns
 
 
 class ReferenceWorker(PolicyWorker):
@@ -81,7 +88,7 @@ class ReferenceWorker(PolicyWorker):
     @on_worker_thread
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """ref_log_probs [B, T], 0 where response_mask is False."""
-        return DataProto({"ref_log_probs": self._log_probs(batch, entropy=False)[0]})
+        return DataProto({"ref_log_probs": self._stats(batch)["log_probs"]})
 
 
 class ActorWorker(PolicyWorker):
@@ -116,9 +123,11 @@ class ActorWorker(PolicyWorker):
 
     @on_worker_thread
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys [B, T], 0 where response_mask is False."""
-        log_probs, entropys = self._log_probs(batch, entropy=True)
-        return DataProto({"old_log_probs": log_probs, "entropys": entropys})
+        """old_log_probs, entropys and what else the job's method writes, [B, T], 0 where response_mask is
+        False."""
+        writes = methods(self.job)["actor.compute_log_probs"].writes
+        columns = self._stats(batch, entropy=True, sum_pi_squared="sum_pi_squared" in writes)
+        return DataProto({"old_log_probs": columns.pop("log_probs"), **columns})
 
     @on_worker_thread
     def update(self, batch: DataProto) -> Metrics:
@@ -140,7 +149,7 @@ class ActorWorker(PolicyWorker):
         return {f"actor/{name}": value for name, value in metrics.items()}
 
     def _loss(self, rows: DataProto, mini_batch_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs, entropys = token_log_probs(
+        stats = token_stats(
             self.model,
             rows,
             temperature=self._temperature,
@@ -148,7 +157,7 @@ class ActorWorker(PolicyWorker):
             entropy=self.job.actor.entropy_coeff != 0,
             entropy_gradient=True,
         )
-        return policy_objective(log_probs, entropys, rows, mini_batch_mask, self.job.actor)
+        return policy_objective(stats.log_probs, stats.entropys, rows, mini_batch_mask, self.job.actor)
 
     @on_worker_thread
     def publish_weights(self, version: int) -> WeightSource:

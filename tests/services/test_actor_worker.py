@@ -20,7 +20,7 @@ from rolemesh.config.actor import ActorConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, RolemeshError
-from rolemesh.models.sequence import token_log_probs
+from rolemesh.models.sequence import token_stats
 from rolemesh.models.tiny import make_tiny_model
 from services.actor.objective import policy_objective
 from services.actor.worker import ActorWorker, ReferenceWorker
@@ -142,7 +142,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batch(
         model.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for rows in batch.split(size):
-            log_probs, entropys = token_log_probs(model, rows, temperature=1.0, entropy_gradient=True)
+            log_probs, entropys, _ = token_stats(model, rows, temperature=1.0, entropy_gradient=True)
             assert entropys is not None
             loss, _ = policy_objective(log_probs, entropys, rows, batch["response_mask"], config)
             loss.backward()
@@ -354,7 +354,7 @@ def test_kept_tokens_by_the_whole_vocabulary(tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     batch = keeping(sequence_batch(6))
     mask, kept = batch["response_mask"], batch["kept_ids"].long()
-    log_probs, entropys = token_log_probs(model, batch, temperature=0.7)
+    log_probs, entropys, _ = token_stats(model, batch, temperature=0.7)
     assert entropys is not None
     assert log_probs.isfinite().all()
     assert entropys.isfinite().all()
@@ -376,7 +376,7 @@ def test_the_gradient_of_replayed_log_probs_is_that_of_finite_differences() -> N
         def bigrams(input_ids: torch.Tensor, logits_to_keep: int, **_: Any) -> SimpleNamespace:
             return SimpleNamespace(logits=table[input_ids[:, -logits_to_keep:]])
 
-        return token_log_probs(bigrams, batch, temperature=0.7, entropy_gradient=True)
+        return token_stats(bigrams, batch, temperature=0.7, entropy_gradient=True)[:2]
 
     table = torch.randn(257, 257, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert torch.autograd.gradcheck(replayed, 3 * table.requires_grad_(), fast_mode=True)
@@ -385,7 +385,7 @@ def test_the_gradient_of_replayed_log_probs_is_that_of_finite_differences() -> N
 def test_cells_without_a_token_have_no_gradient(tiny_model: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     batch = keeping(sequence_batch(4))
-    log_probs, entropys = token_log_probs(model, batch, temperature=0.7, entropy_gradient=True)
+    log_probs, entropys, _ = token_stats(model, batch, temperature=0.7, entropy_gradient=True)
     assert entropys is not None
     (3 * log_probs + 3 * entropys)[~batch["response_mask"]].sum().backward()
     assert all((weight.grad == 0).all() for weight in model.parameters())
