@@ -24,6 +24,30 @@ class RolloutCorrectionConfig(Config):
     rollout_is_threshold: float = Field(2.0, gt=0, description="w is cut there (truncated importance sampling)")
 
 
+class FilterGroupsConfig(Config):
+    """Dynamic sampling (DAPO, arXiv:2503.14476): the answers to one prompt that are all as good make way for
+    those to another one."""
+
+    enable: bool = Field(
+        False, description="answer more prompts until the batch is full of groups whose answers differ"
+    )
+    metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = Field(
+        "acc", description="in what they must differ: whether they are right, or the reward"
+    )
+    max_num_gen_batches: int = Field(
+        0, ge=0, description="batches of data.gen_batch_size that a step may take, then it fails; 0: no limit"
+    )
+
+
+class PFPPOConfig(Config):
+    """PF-PPO (arXiv:2409.06957): rows are drawn anew, by weights of their scores."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = Field(
+        "pow", description="weights: |score|**weight_pow; 1 for best and worst, else 0; 0.4 for best, else 0.1"
+    )
+    weight_pow: float = Field(2.0, gt=0, description="of pow")
+
+
 class AlgorithmConfig(Config):
     adv_estimator: Literal["gae", "grpo"] = Field("gae", description="chooses the page: gae is PPO")
     gamma: float = Field(1.0, ge=0, le=1, description="discount")
@@ -33,3 +57,6 @@ class AlgorithmConfig(Config):
     kl_penalty: KLPenalty = Field("kl", description="the estimator of that KL")
     kl_ctrl: KLControlConfig = KLControlConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
+    use_pf_ppo: bool = Field(False, description="train on rows drawn by their scores (PF-PPO); with gae")
+    pf_ppo: PFPPOConfig = PFPPOConfig()

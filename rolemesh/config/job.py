@@ -65,8 +65,52 @@ class JobConfig(Config):
                 )
         if self.trainer.resume_mode == "resume_path" and not self.trainer.resume_from_path:
             raise ValueError("trainer.resume_mode is resume_path and trainer.resume_from_path is not set")
+        self._check_dynamic_sampling()
         self._check_groups()
         return self
+
+    def _check_dynamic_sampling(self) -> None:
+        algorithm, data = self.algorithm, self.data
+        if algorithm.use_pf_ppo and algorithm.adv_estimator != "gae":
+            raise ValueError(
+                "algorithm.use_pf_ppo draws rows by their scores for PPO, and algorithm.adv_estimator is "
+                f"{algorithm.adv_estimator}; set use_pf_ppo to false, or adv_estimator to gae"
+            )
+        if not algorithm.filter_groups.enable:
+            if data.prompts_at_once != data.train_batch_size:
+                raise ValueError(
+                    f"data.gen_batch_size is {data.gen_batch_size} and data.train_batch_size "
+                    f"{data.train_batch_size}: without algorithm.filter_groups.enable a step learns from all "
+                    "that it answers; set that, or leave gen_batch_size out"
+                )
+            return
+        if self.rollout.n == 1:
+            raise ValueError(
+                "algorithm.filter_groups.enable leaves out prompts whose answers do not differ, and rollout.n "
+                "is 1; set rollout.n to 2 or more"
+            )
+        if algorithm.adv_estimator in ("gae", "remax"):
+            raise ValueError(
+                "algorithm.filter_groups.enable is for estimators that compare the answers to one prompt, and "
+                f"algorithm.adv_estimator is {algorithm.adv_estimator}; set adv_estimator to grpo"
+            )
+        if algorithm.filter_groups.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
+            raise ValueError(
+                "algorithm.filter_groups.metric is seq_final_reward and algorithm.use_kl_in_reward true: with "
+                "the KL taken off no two rewards are equal, and no group would be left out; set metric to "
+                "seq_reward"
+            )
+        if self.rollout.mode == "async" and self.trainer.max_staleness > 0:
+            raise ValueError(
+                "algorithm.filter_groups.enable: how many prompts a step takes is not known before they are "
+                "answered, and rollout.mode async would answer those of later steps; set rollout.mode to "
+                "sync, or trainer.max_staleness to 0"
+            )
+        if self.trainer.total_training_steps is None:
+            raise ValueError(
+                "algorithm.filter_groups.enable: how many steps trainer.total_epochs holds is not known before "
+                "the prompts are answered; set trainer.total_training_steps"
+            )
 
     def _check_groups(self) -> None:
         for group, members in self.groups.items():
