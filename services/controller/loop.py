@@ -25,6 +25,7 @@ from services.controller.loggers import Loggers, require_libraries
 from services.controller.pages import check_step, page_of
 from services.controller.progress import Display
 from services.controller.run_dir import MetricsFile, answers, dump, read_metrics, write_config
+from services.controller.sampling import DynamicSampling
 from services.controller.status import RunStatus, State
 from services.controller.step import Step
 from services.controller.stopwatch import Stopwatch, WarmingActor, timed
@@ -52,6 +53,12 @@ class Run:
         self._stopwatch = Stopwatch(lambda phase: self.status.set(phase=phase))
         self._kl = KLController(job.algorithm.kl_ctrl)
         self._train, self._order, total_steps = self._training_data()
+        self._sampling = DynamicSampling(
+            job.data.train_batch_size,
+            self._prompts,
+            job.algorithm.filter_groups.max_num_gen_batches,
+            lambda found: self.status.set(found=found),
+        )
         self._val = self._validation_data()
         self.job = with_total_steps(job, total_steps)
         self.status.set(total_steps=total_steps)
@@ -128,6 +135,7 @@ class Run:
             self.display.console.print(f"goes on from {chosen}", style="dim", highlight=False, soft_wrap=True)
             state = await self._checkpoints.load(chosen, self._roles, self._course())
             self._kl.load_state_dict(state.kl_controller)
+            self._sampling.restore(state.num_batches, state.waiting, self.job.rollout.n)
             start = self._saved_step = state.step
         else:  # roles may have been trained by a controller that ended before its first checkpoint
             await gather(self._roles.actor.load_checkpoint(None), self._roles.critic.load_checkpoint(None))
@@ -164,11 +172,14 @@ class Run:
     async def _train_on(self, number: int) -> Metrics:
         """The page, on the prompts of this step."""
         began = time.perf_counter()
-        step = Step(number, self.job, self._kl)
+        step = Step(number, self.job, self._kl, self._sampling)
+        dynamic = self.job.algorithm.filter_groups.enable  # a step then takes as many batches as it needs
+        position = self._sampling.num_batches + 1 if dynamic else number
+        prompts = self._sampling.next_prompts() if dynamic else self._prompts(number)
         roles = self._roles
         if number <= self.job.trainer.critic_warmup:
             roles = replace(roles, actor=WarmingActor(roles.actor))
-        metrics = await page_of(self.job)(self._prompts(number), roles, step)
+        metrics = await page_of(self.job)(prompts, roles, step)
         seconds = time.perf_counter() - began
 
         batch = step.batch
@@ -177,7 +188,7 @@ class Run:
             self._kl.update(metrics["actor/reward_kl_penalty"], len(batch))
         dump(answers(batch, number, self._tokenizer), self.job.trainer.rollout_data_dir, number)
         return {
-            "training/epoch": float(self._order.epoch(number)),
+            "training/epoch": float(self._order.epoch(position)),
             **metrics,
             **self._stopwatch.take(),
             "timing_s/step": seconds,
@@ -241,8 +252,8 @@ class Run:
             )
         return None
 
-    def _prompts(self, number: int) -> DataProto:
-        return self._train.batch(self._order.rows(number))
+    def _prompts(self, batch: int) -> DataProto:
+        return self._train.batch(self._order.rows(batch))
 
     def _upcoming(self, number: int) -> DataProto | None:
         """The rows that step `number` will ask the rollout for; None where it will not be made."""
@@ -258,7 +269,10 @@ class Run:
         return course_of(self.job, len(self._train))
 
     def _state(self, step: int) -> ControllerState:
-        return ControllerState(step, self._kl.state_dict(), self._course())
+        sampling = self._sampling
+        return ControllerState(
+            step, self._kl.state_dict(), self._course(), sampling.num_batches, sampling.waiting
+        )
 
     def _summary(self) -> Summary:
         return Summary(
