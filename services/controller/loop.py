@@ -18,6 +18,7 @@ from rolemesh.graph import observer
 from rolemesh.metrics import CHECKPOINT_WRITTEN
 from rolemesh.roles import Metrics, Roles
 from services.controller.ahead import Ahead
+from services.controller.bypass import bypassing
 from services.controller.checkpoints import Checkpoints, ControllerState, course_of
 from services.controller.curves import draw_curves
 from services.controller.experience import fan_out, gather
@@ -100,7 +101,7 @@ class Run:
         """
         context.job.set(self.job.trainer.experiment_name)
         ahead = Ahead(roles.rollout, self._upcoming, self._max_staleness)
-        self._roles = timed(replace(roles, rollout=ahead), self._stopwatch)
+        self._roles = bypassing(timed(replace(roles, rollout=ahead), self._stopwatch), self.job)
         token = observer.set(self._stopwatch)
         try:
             await check_step(self.job)
@@ -233,11 +234,6 @@ class Run:
         job = self.job
         if not job.data.train_files:
             raise InvalidConfig("data.train_files is empty: name one Parquet file or several")
-        if job.trainer.critic_warmup and not job.uses_critic:
-            raise InvalidConfig(
-                f"trainer.critic_warmup is {job.trainer.critic_warmup}, and a job with algorithm.adv_estimator "
-                f"{job.algorithm.adv_estimator} has no critic; set it to 0"
-            )
         data = PromptDataset(job.data.train_files, job.data, self._tokenizer)
         order = PromptOrder(len(data), job.data)
         return data, order, job.trainer.total_training_steps or order.total_steps(job.trainer.total_epochs)
@@ -255,11 +251,12 @@ class Run:
     def _prompts(self, batch: int) -> DataProto:
         return self._train.batch(self._order.rows(batch))
 
-    def _upcoming(self, number: int) -> DataProto | None:
+    def _upcoming(self, number: int, sampling: str) -> DataProto | None:
         """The rows that step `number` will ask the rollout for; None where it will not be made."""
         if number > self.status.total_steps or self.status.stop_requested:
             return None
-        return fan_out(self._prompts(number), self.job.rollout.n, self.job.rollout.seed, number)
+        rollout = self.job.rollout
+        return fan_out(self._prompts(number), rollout.sampling[sampling].n, rollout.seed, number, sampling)
 
     @property
     def _max_staleness(self) -> int:

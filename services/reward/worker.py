@@ -16,11 +16,13 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RewardFailed
 from rolemesh.models.loading import load_tokenizer
+from rolemesh.roles import methods
 from rolemesh.workers.local import LocalWorker, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
 from services.reward.functions import ScoreFunction, UnknownDataSource, default_compute_score
 from services.reward.functions.custom import load_function
 from services.reward.model import ModelScorer
+from services.reward.thoughts import thought_tokens
 
 
 class RewardWorker(LocalWorker):
@@ -37,6 +39,7 @@ class RewardWorker(LocalWorker):
     def __init__(self, job: JobConfig) -> None:
         super().__init__("reward")
         self._tokenizer = load_tokenizer(job.actor.model)
+        self._marks_thoughts = "think_mask" in methods(job)["reward.compute_scores"].writes
         custom = job.reward.custom_reward_function
         self._function: ScoreFunction = partial(default_compute_score, format_score=job.reward.format_score)
         self._function_name = "default_compute_score"
@@ -49,7 +52,8 @@ class RewardWorker(LocalWorker):
 
     @on_worker_thread
     def compute_scores(self, batch: DataProto) -> DataProto:
-        """token_level_scores [B, T] float32, the score on the last response token and 0 elsewhere; acc [B].
+        """token_level_scores [B, T] float32, the score on the last response token and 0 elsewhere; acc [B];
+        think_mask [B, T], where the job's advantages need it.
 
         Raises:
             InvalidBatch: a response has no token.
@@ -66,7 +70,10 @@ class RewardWorker(LocalWorker):
             scores[row], acc[row] = self._by_function(batch, row)
         last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(1)
         token_level_scores = torch.zeros(mask.shape).scatter_(1, last[:, None], scores[:, None])
-        return DataProto.from_dict({"token_level_scores": token_level_scores, "acc": acc})
+        columns = {"token_level_scores": token_level_scores, "acc": acc}
+        if self._marks_thoughts:
+            columns["think_mask"] = thought_tokens(batch["responses"], mask, self._tokenizer)
+        return DataProto(columns)
 
     def _by_model(self, rows: DataProto) -> Tensor:
         if self._model is None:

@@ -22,7 +22,7 @@ class RolloutWorker(LocalWorker):
 
     def __init__(self, job: JobConfig) -> None:
         super().__init__("rollout")
-        self._sampling: dict[str, SamplingConfig] = {"train": job.rollout, "validation": job.rollout.val_kwargs}
+        self._sampling = job.rollout.sampling
         self._prompt_length, self._response_length = job.data.max_prompt_length, job.data.max_response_length
         self._writes = methods(job)["rollout.generate"].writes
         self._engine = load_engine(job, self)
@@ -38,7 +38,7 @@ class RolloutWorker(LocalWorker):
 
         Raises:
             InvalidBatch: prompts are not [B, data.max_prompt_length], not left-padded, or
-                meta_info["sampling"] is neither "train" nor "validation".
+                meta_info["sampling"] is none that roles.Rollout.generate names.
         """
         sampling = self._check(prompts)
         async with self.turn(), aclosing(self._engine.generate(prompts, sampling)) as finished:
