@@ -282,7 +282,8 @@ class Recorder:
         name = f"controller.{node.name}"
         self.check(name, node.reads(self.job), batch)
         yield
-        self.add(Node(name, node.reads(self.job), node.writes(self.job)))
+        if node.reads(self.job) or node.writes(self.job):  # else it has nothing to do in this job
+            self.add(Node(name, node.reads(self.job), node.writes(self.job)))
 
 
 @dataclass
