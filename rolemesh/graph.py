@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.roles import COLUMNS, Critic, Method, Metrics, NoCritic, NoReference, Reference, Roles, methods
+from rolemesh.roles import COLUMNS, Method, Metrics, Roles, methods
 from rolemesh.weights.source import WeightSource
 
 P = ParamSpec("P")
@@ -226,9 +226,7 @@ class Recorder:
 
     def roles(self) -> Roles:
         """Roles that record."""
-        reference: Reference = RecordedReference(self) if self.job.uses_reference else NoReference()
-        critic: Critic = RecordedCritic(self) if self.job.uses_critic else NoCritic()
-        return Roles(RecordedActor(self), RecordedRollout(self), RecordedReward(self), critic, reference)
+        return Roles.of(self.job, {role: RECORDED[role](self) for role in self.job.roles})
 
     def add(self, this: Node) -> None:
         """A call, with an edge from the last writer of each column that it reads. A call that is made once
@@ -292,6 +290,9 @@ class RecordedActor:
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return self.recorder.call("actor.compute_log_probs", batch)
+
+    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        return self.recorder.call("actor.compute_ref_log_probs", batch)
 
     async def update(self, batch: DataProto) -> Metrics:
         self.recorder.call("actor.update", batch)
@@ -366,6 +367,15 @@ class RecordedCritic:
 
     async def load_checkpoint(self, directory: Path | None) -> None:
         raise AssertionError("a page loads no checkpoint; the loop does")
+
+
+RECORDED: dict[str, Callable[[Recorder], Any]] = {
+    "actor": RecordedActor,
+    "rollout": RecordedRollout,
+    "reference": RecordedReference,
+    "critic": RecordedCritic,
+    "reward": RecordedReward,
+}
 
 
 def _blank(name: str, num_rows: int) -> Tensor:

@@ -14,10 +14,10 @@ independent of its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -131,6 +131,7 @@ def methods(job: JobConfig) -> dict[str, Method]:
     ]  # fmt: skip
     return {f"{method.role}.{method.name}": method for method in table}
 
+        Method("actor", "compute_ref_log_probs", "ComputeRefLogProbs", sequence, ("ref_log_probs",)),
 
 # --------------------------------------------------------------------------------------- roles
 
@@ -151,6 +152,11 @@ class Actor(Protocol):
         ...
 
     async def save_checkpoint(self, directory: Path) -> None:
+    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        """What Reference.compute_log_probs would answer of the base model: the adapter is off for the while.
+        Raises Unsupported where there is none (actor.model.lora_rank 0)."""
+        ...
+
         """Writes model and optimizer; nothing random has a state. Raises CheckpointFailed."""
         ...
 
@@ -228,6 +234,16 @@ class NoCritic:
     async def update(self, batch: DataProto) -> Metrics:
         raise Unsupported("this job has no critic; algorithm.adv_estimator gae is the one that uses it")
 
+@dataclass
+class ReferenceInActor:
+    """The reference of a job whose actor trains an adapter: the actor without it. No second model is loaded."""
+
+    actor: Actor
+
+    async def compute_log_probs(self, batch: DataProto) -> DataProto:
+        return await self.actor.compute_ref_log_probs(batch)
+
+
     async def save_checkpoint(self, directory: Path) -> None:
         return None
 
@@ -248,3 +264,9 @@ class Roles:
     async def sync_weights(self, version: int) -> None:
         """The rollouts take up the actor's weights, under a version that grows with each step."""
         await self.rollout.update_weights(await self.actor.publish_weights(version))
+    @classmethod
+    def of(cls, job: JobConfig, given: Mapping[str, Any]) -> Roles:
+        """The roles of a job by their names, and what stands in for those that it has not."""
+        in_actor: dict[str, Any] = {"reference": ReferenceInActor(given["actor"])} if job.ref_in_actor else {}
+        return cls(**in_actor, **given)
+

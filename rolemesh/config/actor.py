@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from rolemesh.config.base import Config
-from rolemesh.config.model import ModelConfig, OptimConfig
+from rolemesh.config.model import ModelConfig, OptimConfig, PolicyModelConfig
 
 KLPenalty = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
@@ -49,5 +49,5 @@ class ActorConfig(Config):
 
 
 class ReferenceConfig(Config):
-    model: ModelConfig = ModelConfig()
+    model: PolicyModelConfig = PolicyModelConfig()
     log_prob_micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward pass")

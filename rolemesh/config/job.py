@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from rolemesh.config.actor import ActorConfig, ReferenceConfig
-from rolemesh.config.algorithm import AlgorithmConfig
+from rolemesh.config.algorithm import COMPARING, AlgorithmConfig
 from rolemesh.config.base import Config, explain, merge, parse_overrides, read_yaml
 from rolemesh.config.critic import CriticConfig
 from rolemesh.config.data import DataConfig
@@ -52,11 +52,7 @@ class JobConfig(Config):
                     f"{role}: a mini-batch of {mini} rows ({prompts} prompts times rollout.n {self.rollout.n}) "
                     f"does not divide into micro-batches of ppo_micro_batch_size_per_gpu {micro}"
                 )
-        if self.algorithm.adv_estimator == "grpo" and self.rollout.n == 1:
-            raise ValueError(
-                "algorithm.adv_estimator grpo compares the responses to one prompt, and rollout.n is 1; "
-                "set rollout.n to 2 or more"
-            )
+        self._check_estimator()
         for key in ("prompt_length", "response_length"):
             own, common = getattr(self.rollout, key), getattr(self.data, f"max_{key}")
             if own not in (None, common):
@@ -66,8 +62,41 @@ class JobConfig(Config):
         if self.trainer.resume_mode == "resume_path" and not self.trainer.resume_from_path:
             raise ValueError("trainer.resume_mode is resume_path and trainer.resume_from_path is not set")
         self._check_dynamic_sampling()
+        self._check_adapter()
+        self._check_bypass()
         self._check_groups()
         return self
+
+    def _check_estimator(self) -> None:
+        estimator = self.algorithm.adv_estimator
+        if estimator in COMPARING and self.rollout.n == 1:
+            raise ValueError(
+                f"algorithm.adv_estimator {estimator} compares the responses to one prompt, and rollout.n is "
+                "1; set rollout.n to 2 or more"
+            )
+        if estimator in ("egpo", "optimal_token_baseline") and self.algorithm.rollout_correction.bypass_mode:
+            raise ValueError(
+                f"algorithm.adv_estimator {estimator} reads what the actor says of its distributions before "
+                "the update, and algorithm.rollout_correction.bypass_mode leaves that call out; set it to false"
+            )
+        if self.trainer.critic_warmup and not self.uses_critic:
+            raise ValueError(
+                f"trainer.critic_warmup is {self.trainer.critic_warmup}, and a job with "
+                f"algorithm.adv_estimator {estimator} has no critic; set it to 0"
+            )
+
+    def _check_adapter(self) -> None:
+        model, other = self.actor.model, self.reference.model.path
+        if model.lora_adapter_path and not model.lora_rank:
+            raise ValueError(
+                f"actor.model.lora_adapter_path is {model.lora_adapter_path} and actor.model.lora_rank 0; set "
+                "lora_rank to the adapter's rank"
+            )
+        if self.ref_in_actor and other not in ("", model.path):
+            raise ValueError(
+                f"reference.model.path is {other}, and with actor.model.lora_rank {model.lora_rank} the "
+                "reference policy is the actor with its adapter off; leave the one or the other out"
+            )
 
     def _check_dynamic_sampling(self) -> None:
         algorithm, data = self.algorithm, self.data
@@ -112,6 +141,26 @@ class JobConfig(Config):
                 "the prompts are answered; set trainer.total_training_steps"
             )
 
+    def _check_bypass(self) -> None:
+        bypasses, loss_mode = self.algorithm.rollout_correction.bypass_mode, self.actor.policy_loss.loss_mode
+        if loss_mode == "bypass" and not bypasses:
+            raise ValueError(
+                "actor.policy_loss.loss_mode is bypass and algorithm.rollout_correction.bypass_mode false; set "
+                "bypass_mode to true, or loss_mode to vanilla"
+            )
+        if bypasses and loss_mode not in ("vanilla", "bypass"):
+            raise ValueError(
+                "algorithm.rollout_correction.bypass_mode is true, which has a loss of its own (loss_type), "
+                f"and actor.policy_loss.loss_mode is {loss_mode}; set loss_mode to bypass, or bypass_mode to "
+                "false"
+            )
+        if bypasses and self.algorithm.adv_estimator in ("egpo", "optimal_token_baseline"):
+            raise ValueError(
+                "algorithm.rollout_correction.bypass_mode is true, so the actor computes nothing before the "
+                f"update, and algorithm.adv_estimator {self.algorithm.adv_estimator} needs that; set "
+                "bypass_mode to false, or choose another estimator"
+            )
+
     def _check_groups(self) -> None:
         for group, members in self.groups.items():
             sharing = [role for role in members if self.on_device(role)]
@@ -136,9 +185,14 @@ class JobConfig(Config):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def ref_in_actor(self) -> bool:
+        """The reference policy is the actor with its adapter off, and no role of its own."""
+        return self.uses_reference and self.actor.model.lora_rank > 0
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """The roles of this job, in the order in which they are started."""
-        wanted = {"reference": self.uses_reference, "critic": self.uses_critic}
+        wanted = {"reference": self.uses_reference and not self.ref_in_actor, "critic": self.uses_critic}
         return tuple(role for role in ROLES if wanted.get(role, True))
 
     # ------------------------------------------------------------ where they run

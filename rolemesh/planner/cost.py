@@ -88,20 +88,27 @@ def role_seconds(
         return {"judge": one.seconds(device, config.micro_batch_size_per_gpu)}
     if role == "actor":
         one = Pass(shape, rows, width, predicted, job.actor.model.dtype)
-        model, epochs, micro = job.actor.model, job.actor.ppo_epochs, job.actor.ppo_micro_batch_size_per_gpu
-        parameters, mini = shape.policy_parameters, job.actor.ppo_mini_batch_size
+        epochs, micro = job.actor.ppo_epochs, job.actor.ppo_micro_batch_size_per_gpu
+        recomputes = job.actor.model.enable_gradient_checkpointing
+        mini, learnt = job.actor.ppo_mini_batch_size, shape.trained_parameters(job.actor.model)
+        parameters = shape.policy_parameters
     else:
         one = Pass(shape, rows, width, 0, job.critic_model.dtype)
-        model, epochs, micro = job.critic_model, job.critic.ppo_epochs, job.critic.ppo_micro_batch_size_per_gpu
-        parameters, mini = shape.score_parameters, job.critic_mini_batch_size
+        epochs, micro = job.critic.ppo_epochs, job.critic.ppo_micro_batch_size_per_gpu
+        recomputes = job.critic_model.enable_gradient_checkpointing
+        mini, parameters = job.critic_mini_batch_size, shape.score_parameters
+        learnt = parameters
 
     gathering = FLOAT32 * parameters * (devices - 1) / devices / device.link_bandwidth
     calls = max(1.0, rows / micro)
     judge = max(one.seconds(device, micro), calls * gathering)
-    passes = 1 + BACKWARD + model.enable_gradient_checkpointing
+    backward = BACKWARD if learnt >= parameters else 1  # fixed matrices have no gradients of their own
+    passes = 1 + backward + recomputes
+    if role == "actor" and job.ref_in_actor:
+        judge *= 2  # once more with the adapter off
     learn = max(one.seconds(device, micro, passes), 3 * calls * gathering)
     steps = data.train_batch_size // mini
-    adamw = steps * OPTIMIZER_TRAFFIC * parameters / devices / device.memory_bandwidth
+    adamw = steps * OPTIMIZER_TRAFFIC * learnt / devices / device.memory_bandwidth
     return {"judge": judge, "update": epochs * (learn + adamw)}
 
 

@@ -2,7 +2,8 @@
 
 What Rolemesh's trainers really do: weights are float32 and stay so; bfloat16 is the type of matrix products
 (torch.autocast), which keeps a copy of each matrix for as long as a pass lasts; gradients are float32; AdamW
-has two float32 moments. So a trained parameter is 16 bytes, a fixed one 4.
+has two float32 moments. So a trained parameter is 16 bytes, a fixed one 4; where an adapter is trained, all of
+the model's are fixed.
 
 Rows run at their full width S = P + T. Nothing is counted for the allocator's gaps, for kernels' scratch or
 for the CUDA context (about half a GiB).
@@ -63,10 +64,10 @@ def role_shapes(job: JobConfig) -> Shapes:
     Raises:
         ModelNotFound: a directory is missing or does not describe a model.
     """
-    models = {"actor": job.actor.model}
+    models: dict[str, ModelConfig] = {"actor": job.actor.model}
     if job.rollout.name != "openai":
         models["rollout"] = job.actor.model
-    if job.uses_reference:
+    if "reference" in job.roles:
         models["reference"] = job.reference_model
     if job.uses_critic:
         models["critic"] = job.critic_model
@@ -97,9 +98,13 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
         rows = job.actor.ppo_micro_batch_size_per_gpu
         entropy = job.actor.entropy_coeff != 0
         head = logits_bytes(shape, rows, job.data.max_response_length, entropy=entropy)
-        memory = trained(shape.policy_parameters, shape, job.actor.model, rows, width, head, ranks)
+        learnt = shape.trained_parameters(job.actor.model)
+        memory = trained(learnt, shape, job.actor.model, rows, width, head, ranks)
+        whole = FLOAT32 * shape.policy_parameters // ranks
+        if job.actor.model.lora_rank:
+            memory = replace(memory, weights=memory.weights + whole)
         # On a CPU the version that is published lies in the same memory.
-        return replace(memory, weights=2 * memory.weights) if device.shared else memory
+        return replace(memory, weights=memory.weights + whole) if device.shared else memory
     if role == "critic":
         rows = job.critic.ppo_micro_batch_size_per_gpu
         return trained(shape.score_parameters, shape, job.critic_model, rows, width, 0, ranks)

@@ -11,8 +11,10 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.errors import Unsupported
 from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
+from rolemesh.models.lora import Adapter
 from rolemesh.models.optimizer import Optimizer, num_warmup_steps
 from rolemesh.models.sequence import check_sequences, token_stats
 from rolemesh.models.training import Schedule, refuse_float16, train
@@ -96,7 +98,8 @@ class ActorWorker(PolicyWorker):
 
     Raises:
         ModelNotFound: the model directory is not there, not whole, or has no tokenizer.
-        InvalidConfig: float16, which would need loss scaling; a warm-up ratio of an unknown number of steps.
+        InvalidConfig: float16, which would need loss scaling; a warm-up ratio of an unknown number of steps; an
+            adapter that does not fit the model.
     """
 
     def __init__(self, job: JobConfig) -> None:
@@ -112,6 +115,7 @@ class ActorWorker(PolicyWorker):
         warmup_steps = num_warmup_steps(actor.optim, self.schedule.num_steps(job), "actor")
         self.tokenizer = load_tokenizer(actor.model, "actor")
         super().__init__(job, "actor", actor.model, actor.ppo_micro_batch_size_per_gpu)
+        self.adapter = Adapter(self.model, actor.model, actor.seed) if actor.model.lora_rank else None
         if actor.model.enable_gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.optimizer = Optimizer(
@@ -128,6 +132,20 @@ class ActorWorker(PolicyWorker):
         writes = methods(self.job)["actor.compute_log_probs"].writes
         columns = self._stats(batch, entropy=True, sum_pi_squared="sum_pi_squared" in writes)
         return DataProto({"old_log_probs": columns.pop("log_probs"), **columns})
+
+    @on_worker_thread
+    def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        """ref_log_probs [B, T] of the base model, 0 where response_mask is False.
+
+        Raises:
+            Unsupported: the actor has no adapter that could be off.
+        """
+        if self.adapter is None:
+            raise Unsupported(
+                "actor.compute_ref_log_probs is of an actor with an adapter, and actor.model.lora_rank is 0"
+            )
+        with self.adapter.off():
+            return DataProto({"ref_log_probs": self._stats(batch)["log_probs"]})
 
     @on_worker_thread
     def update(self, batch: DataProto) -> Metrics:
@@ -169,7 +187,9 @@ class ActorWorker(PolicyWorker):
         """Model, tokenizer and optimizer: rolemesh/models/checkpoint.py. Raises CheckpointFailed."""
 
         def write_model(into: Path) -> None:
-            self.model.save_pretrained(into)
+        if self.adapter:
+            return HeldWeights(version, self.adapter.base_weights(), self.adapter.deltas())
+            (self.adapter.save if self.adapter else self.model.save_pretrained)(into)
             self.tokenizer.save_pretrained(into)
 
         save_checkpoint(directory, write_model, self.optimizer)
@@ -183,4 +203,7 @@ class ActorWorker(PolicyWorker):
             model: torch.nn.Module = load_causal_lm(config, "actor")
             return model
 
-        load_checkpoint(directory, self.model, read_model, self.optimizer)
+        if self.adapter:
+            load_checkpoint(directory, self.adapter.weights, self.adapter.read, self.optimizer)
+        else:
+            load_checkpoint(directory, self.model.state_dict(), read_weights, self.optimizer)

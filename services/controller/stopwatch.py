@@ -96,6 +96,9 @@ class TimedActor:
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return await _timed(self.stopwatch, "old_log_prob", self.actor.compute_log_probs(batch))
 
+    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        return await _timed(self.stopwatch, "ref", self.actor.compute_ref_log_probs(batch))
+
     async def update(self, batch: DataProto) -> Metrics:
         return await _timed(self.stopwatch, "update_actor", self.actor.update(batch))
 
@@ -175,6 +178,9 @@ class WarmingActor:
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return await self.actor.compute_log_probs(batch)
+
+    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        return await self.actor.compute_ref_log_probs(batch)
 
     async def update(self, batch: DataProto) -> Metrics:
         return {"training/critic_warmup": 1.0}

@@ -99,11 +99,11 @@ class CriticWorker(LocalWorker):
     def load_checkpoint(self, directory: Path | None) -> None:
         """Takes up what save_checkpoint wrote, bit for bit; None: begins anew. Raises CheckpointFailed."""
 
-        def read_model(path: Path | None) -> ScoreModel:
+        def read_weights(path: Path | None) -> dict[str, Tensor]:
             config = self.config.model_copy(update={"path": str(path)}) if path else self.config
-            return ScoreModel.load(config, "critic", seed=self.job.critic.seed)
+            return ScoreModel.load(config, "critic", seed=self.job.critic.seed).state_dict()
 
-        load_checkpoint(directory, self.model, read_model, self.optimizer)
+        load_checkpoint(directory, self.model.state_dict(), read_weights, self.optimizer)
 
 
 def value_objective(
@@ -113,13 +113,14 @@ def value_objective(
 
     Args:
         values: [b, T] of a micro-batch.
-        rows: the micro-batch: response_mask, values (before the update), returns.
+        rows: the micro-batch: response_mask, values (before the update), returns; loss_mask where
+            rollout_correction rejects tokens.
         mini_batch_mask: response_mask [B, T] of the mini-batch that it is part of.
 
     Returns:
         The micro-batch's shares of the mini-batch's loss and of what is reported.
     """
-    mask = rows["response_mask"]
+    mask = rows["loss_mask"] if "loss_mask" in rows else rows["response_mask"]
     loss, clipped = clipped_value_loss(
         values,
         rows["values"],

@@ -26,6 +26,10 @@ JOBS = {
         "rollout": {"n": 4},
         "actor": {"use_kl_loss": True},
     },
+    "ppo with KL to the base of an adapter": {
+        "algorithm": {"use_kl_in_reward": True},
+        "actor": {"model": {"lora_rank": 8}},
+    },
 }
 
 
