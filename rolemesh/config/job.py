@@ -36,22 +36,7 @@ class JobConfig(Config):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> JobConfig:
-        rows = self.data.train_batch_size * self.rollout.n
-        trained = {"actor": (self.actor.ppo_mini_batch_size, self.actor.ppo_micro_batch_size_per_gpu)}
-        if self.uses_critic:
-            trained["critic"] = (self.critic_mini_batch_size, self.critic.ppo_micro_batch_size_per_gpu)
-        for role, (prompts, micro) in trained.items():
-            mini = prompts * self.rollout.n
-            if rows % mini:
-                raise ValueError(
-                    f"data.train_batch_size {self.data.train_batch_size} does not divide into mini-batches "
-                    f"of {role}.ppo_mini_batch_size {prompts}"
-                )
-            if mini % micro:
-                raise ValueError(
-                    f"{role}: a mini-batch of {mini} rows ({prompts} prompts times rollout.n {self.rollout.n}) "
-                    f"does not divide into micro-batches of ppo_micro_batch_size_per_gpu {micro}"
-                )
+        self._check_batches()
         self._check_estimator()
         for key in ("prompt_length", "response_length"):
             own, common = getattr(self.rollout, key), getattr(self.data, f"max_{key}")
@@ -66,6 +51,33 @@ class JobConfig(Config):
         self._check_bypass()
         self._check_groups()
         return self
+
+    def _check_batches(self) -> None:
+        trained = {"actor": (self.actor.ppo_mini_batch_size, self.actor.ppo_micro_batch_size_per_gpu)}
+        if self.uses_critic:
+            trained["critic"] = (self.critic_mini_batch_size, self.critic.ppo_micro_batch_size_per_gpu)
+        for role, (prompts, micro) in trained.items():
+            mini = prompts * self.rollout.n
+            if self.data.train_batch_size % prompts:
+                raise ValueError(
+                    f"data.train_batch_size {self.data.train_batch_size} does not divide into mini-batches "
+                    f"of {role}.ppo_mini_batch_size {prompts}"
+                )
+            if mini % micro and self.max_tokens(role) is None:
+                raise ValueError(
+                    f"{role}.ppo_mini_batch_size is {prompts}, so a mini-batch has {mini} rows (rollout.n is "
+                    f"{self.rollout.n}), and these do not divide into micro-batches of "
+                    f"{role}.ppo_micro_batch_size_per_gpu {micro} rows"
+                )
+        longest = self.data.max_prompt_length + self.data.max_response_length
+        keys = {"actor": "ppo", "critic": "ppo", "reference": "log_prob"}
+        for role, stem in keys.items():
+            budget = self.max_tokens(role)
+            if role in self.roles and budget is not None and budget < longest:
+                raise ValueError(
+                    f"{role}.{stem}_max_token_len_per_gpu is {budget}, and a row may have {longest} tokens "
+                    "(data.max_prompt_length and data.max_response_length); set it to that or more"
+                )
 
     def _check_estimator(self) -> None:
         estimator = self.algorithm.adv_estimator
@@ -154,12 +166,6 @@ class JobConfig(Config):
                 f"and actor.policy_loss.loss_mode is {loss_mode}; set loss_mode to bypass, or bypass_mode to "
                 "false"
             )
-        if bypasses and self.algorithm.adv_estimator in ("egpo", "optimal_token_baseline"):
-            raise ValueError(
-                "algorithm.rollout_correction.bypass_mode is true, so the actor computes nothing before the "
-                f"update, and algorithm.adv_estimator {self.algorithm.adv_estimator} needs that; set "
-                "bypass_mode to false, or choose another estimator"
-            )
 
     def _check_groups(self) -> None:
         for group, members in self.groups.items():
@@ -230,6 +236,18 @@ class JobConfig(Config):
     def critic_mini_batch_size(self) -> int:
         """In prompts."""
         return self.critic.ppo_mini_batch_size or self.actor.ppo_mini_batch_size
+
+    def max_tokens(self, role: str) -> int | None:
+        """Tokens in a pass of actor, critic or reference; None where passes have a fixed number of rows."""
+        actor, critic, reference = self.actor, self.critic, self.reference
+        own, budget = {
+            "actor": (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+            "critic": (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu),
+            "reference": (reference.log_prob_use_dynamic_bsz, reference.log_prob_max_token_len_per_gpu),
+        }[role]
+        if not (actor.use_dynamic_bsz if own is None else own):
+            return None
+        return actor.ppo_max_token_len_per_gpu if budget is None else budget
 
     def _model(self, model: ModelConfig) -> ModelConfig:
         return model if model.path else model.model_copy(update={"path": self.actor.model.path})
