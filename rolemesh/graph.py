@@ -209,7 +209,7 @@ async def record(page: Page, job: JobConfig, title: str) -> StepGraph:
     recorder.add(Node("data", (), FROM_THE_DATA))
     token = observer.set(recorder)
     try:
-        await page(_some_prompts(), recorder.roles())
+        await page(_some_prompts(job), recorder.roles())
     finally:
         observer.reset(token)
     return recorder.graph
@@ -249,7 +249,7 @@ class Recorder:
         return self.answer(method, len(batch))
 
     def answer(self, method: Method, num_rows: int) -> DataProto:
-        return DataProto({name: _blank(name, num_rows) for name in method.writes})
+        return DataProto({name: _blank(name, num_rows, self.job) for name in method.writes})
 
     def check(self, reader: str, reads: Iterable[str], batch: DataProto) -> None:
         """Raises InvalidBatch unless every column is there and is what `COLUMNS` says."""
@@ -262,7 +262,7 @@ class Recorder:
                     f"there; {way_out}. The batch has {sorted(batch.columns)}"
                 )
             if name in batch.tensors and name in COLUMNS:
-                wanted, got = _blank(name, len(batch)), batch.tensors[name]
+                wanted, got = _blank(name, len(batch), self.job), batch.tensors[name]
                 if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
                     raise InvalidBatch(
                         f"{self.graph.title}: {reader} reads column {name!r} as "
@@ -378,7 +378,7 @@ RECORDED: dict[str, Callable[[Recorder], Any]] = {
 }
 
 
-def _blank(name: str, num_rows: int) -> Tensor:
+def _blank(name: str, num_rows: int, job: JobConfig) -> Tensor:
     """A column of the declared shape and dtype: masks all True, the rest zero."""
     column = COLUMNS[name]
     sizes = {
@@ -387,14 +387,15 @@ def _blank(name: str, num_rows: int) -> Tensor:
         "T": RESPONSE_TOKENS,
         "S": PROMPT_TOKENS + RESPONSE_TOKENS,
         "K": KEPT_TOKENS,
+        "C": len(job.algorithm.gdpo_reward_keys),
     }
     shape = [sizes[axis] for axis in column.axes]
     return torch.full(shape, column.dtype == torch.bool, dtype=column.dtype)
 
 
-def _some_prompts() -> DataProto:
+def _some_prompts(job: JobConfig) -> DataProto:
     return DataProto.from_dict(
-        {name: _blank(name, NUM_PROMPTS) for name in ("prompts", "prompt_mask")},
+        {name: _blank(name, NUM_PROMPTS, job) for name in ("prompts", "prompt_mask")},
         {
             "uid": [f"prompt-{i}" for i in range(NUM_PROMPTS)],
             "data_source": ["recording"] * NUM_PROMPTS,
