@@ -10,7 +10,6 @@ come, and the interpreter's own directory, which a process that may no longer wa
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -23,6 +22,7 @@ import sys
 import types
 from typing import Any
 
+from services.reward.parent import die_with_parent
 from services.reward.sandbox.landlock import no_new_privileges, restrict_to_reading
 from services.reward.sandbox.seccomp import allow_computing_only
 
@@ -33,7 +33,6 @@ THREADS = 512  # that programs may have beside what else the user runs; memory e
 STACK_BYTES = 64 << 20  # of a thread, unless it says another size: deep recursion needs it
 OPEN_FILES = 64
 RECURSION = 600_000
-PR_SET_PDEATHSIG = 1
 READY = b"ready"
 
 # What is there without being imported, as data sets of this kind expect (APPS, TACO, PRIME). builtins come
@@ -47,8 +46,6 @@ import string, re, datetime, collections, heapq, bisect, copy, math, random, sta
 import operator, io, sys, json
 exit = quit = sys.exit
 """
-
-_libc = ctypes.CDLL(None)
 
 
 def main() -> None:
@@ -112,13 +109,6 @@ def num_tasks(uid: int) -> int:
         except OSError:
             continue  # it has ended
     return total
-
-
-def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent ends, however that ends."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def confine(asked: dict[str, Any], files: list[int], kept: tuple[int, int], parent: int, tasks: int) -> str:

@@ -18,7 +18,8 @@ import struct
 COMPUTE: dict[str, tuple[int | None, int | None]] = {
     # files that are open, and looking for files to read
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
-    "lstat": (6, None), "lseek": (8, 62), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66),
+    "lstat": (6, None), "lseek": (8, 62), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65),
+    "writev": (20, 66),
     "access": (21, None), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "pipe": (22, None),
     "pipe2": (293, 59), "getcwd": (79, 17), "readlink": (89, None), "readlinkat": (267, 78),
     "getdents64": (217, 61), "newfstatat": (262, 79), "statx": (332, 291), "faccessat": (269, 48),
@@ -31,7 +32,8 @@ COMPUTE: dict[str, tuple[int | None, int | None]] = {
     "futex": (202, 98), "set_robust_list": (273, 99), "set_tid_address": (218, 96), "rseq": (334, 293),
     "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "membarrier": (324, 283), "gettid": (186, 178),
     "arch_prctl": (158, None), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "restart_syscall": (219, 128), "exit": (60, 93), "exit_group": (231, 94),
+    "rt_sigreturn": (15, 139), "sigaltstack": (131, 132), "restart_syscall": (219, 128), "exit": (60, 93),
+    "exit_group": (231, 94),
     "getpid": (39, 172), "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175),
     "getgid": (104, 176), "getegid": (108, 177), "getrlimit": (97, 163), "getrusage": (98, 165),
     "sysinfo": (99, 179), "uname": (63, 160), "times": (100, 153),
