@@ -44,9 +44,38 @@ def test_a_wrong_type_names_key_value_and_expectation() -> None:
         make_job({"data": {"train_batch_size": "many"}})
 
 
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (
+            {"algorithm": {"adv_estimator": "reinforce++"}},
+            ["gae, grpo,", "did you mean 'reinforce_plus_plus'?"],
+        ),
+        ({"actor": {"loss_agg_mode": "token_mean"}}, ["token-sum", "did you mean 'token-mean'?"]),
+        ({"actor": {"policy_loss": {"loss_mode": "gsop"}}}, ["vanilla, gpg,", "did you mean 'gspo'?"]),
+        (
+            {"algorithm": {"rollout_correction": {"rollout_is": "tokens"}}},
+            ["token, sequence; did you mean 'token'"],
+        ),
+        (
+            {"trainer": {"logger": ["file", "wandbi"]}},
+            ["'trainer.logger.1' is 'wandbi'", "did you mean 'wandb'?"],
+        ),
+        ({"rollout": {"mode": "yes"}}, ["'rollout.mode' is 'yes', which is none of sync, async"]),
+        ({"rollout": {"mode": None}}, ["'rollout.mode' is None, which is none of sync, async"]),
+    ],
+)
+def test_an_unknown_value_is_an_error_that_names_the_known_ones_and_the_nearest(
+    section: dict, words: list[str]
+) -> None:
+    with pytest.raises(InvalidConfig) as error:
+        make_job(section)
+    assert all(word in str(error.value) for word in words), error.value
+
+
 def test_all_errors_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("actor: {clip_ratio: 7}\ndata: {seeed: 1}\n")
+    path.write_text("actor: {clip_ratio: -7}\ndata: {seeed: 1}\n")
     with pytest.raises(InvalidConfig) as error:
         load_job(path)
     assert all(word in str(error.value) for word in (str(path), "actor.clip_ratio", "data.seeed", "data.seed"))
