@@ -224,6 +224,10 @@ class JobConfig(Config):
     def run_dir(self) -> Path:
         return Path(self.trainer.default_local_dir or f"outputs/{self.trainer.experiment_name}").absolute()
 
+    def profile_dir(self, step: int) -> Path:
+        """What trainer.profile_steps asks for of a step (docs/profiling.md)."""
+        return self.run_dir / "profile" / f"step_{step}"
+
     @property
     def reference_model(self) -> ModelConfig:
         return self._model(self.reference.model)

@@ -19,7 +19,7 @@ class ModelConfig(Config):
     )
     enable_activation_offload: bool = Field(
         False,
-        description="what gradient checkpointing keeps lies in the host's memory meanwhile; on a CPU it does anyway",
+        description="what gradient checkpointing keeps lies in the host's memory; on a CPU it does anyway",
     )
     use_remove_padding: bool = Field(
         True, description="rows go through the model end to end; false: padded to P + T tokens each"
@@ -32,8 +32,8 @@ class ModelConfig(Config):
     def _offload_is_of_checkpoints(self) -> "ModelConfig":
         if self.enable_activation_offload and not self.enable_gradient_checkpointing:
             raise ValueError(
-                "enable_activation_offload is true and enable_gradient_checkpointing false, and what is moved is "
-                "what the latter keeps; set both to true, or neither"
+                "enable_activation_offload is true and enable_gradient_checkpointing false, and what is moved "
+                "is what the latter keeps; set both to true, or neither"
             )
         return self
 

@@ -9,23 +9,56 @@ MIN_MATRIX_ROWS tokens: on one thread 16 were enough for every shape tried.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
+from rolemesh.models.distribution import MIN_MATRIX_ROWS, TokenStats, Wanted, distribution_stats
 from rolemesh.models.heads import ScoreModel
+from rolemesh.models.packing import Segments, is_packed, take
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MIN_MATRIX_ROWS = 256  # tokens in a forward pass
-NO_MASS = -1e30  # a logit whose exp() is 0; of -inf, and of the lowest number, gradients would be NaN
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
     """Matrix products in `dtype` (a ModelConfig's); weights stay float32."""
     return torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32")
+
+
+def lay_out(
+    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, packed: bool
+) -> tuple[dict[str, Any], Tensor]:
+    """A forward pass over rows, with padding or without.
+
+    Args:
+        input_ids, attention_mask, position_ids: [b, S].
+        packed: lay the rows' tokens end to end; rolemesh/models/packing.py.
+
+    Returns:
+        What the model's body is called with; and [b, S], where in its flattened output each position is (of
+        padding: some other).
+    """
+    rows, width = input_ids.shape
+    if not packed:
+        ids, mask, positions = steady_rows(input_ids, attention_mask, position_ids)
+        places = torch.arange(rows * width, device=ids.device).view(rows, width)
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}, places
+    mask = attention_mask.bool()
+    places = (mask.flatten().cumsum(0) - 1).clamp(min=0).view(rows, width)
+    tokens, lengths = mask.flatten().nonzero()[:, 0], mask.sum(1)
+    times = -(-MIN_MATRIX_ROWS // len(tokens))
+    tokens, lengths = tokens.repeat(times), lengths.repeat(times)
+    inputs = {"input_ids": input_ids, "position_ids": position_ids}
+    laid = {name: column.flatten()[tokens][None] for name, column in inputs.items()}
+    return {**laid, "segments": Segments.of(lengths), "use_cache": False}, places
+
+
+def scatter(cells: Tensor, mask: Tensor) -> Tensor:
+    """Numbers [n] where mask [b, T] is True, 0 elsewhere; n of them are."""
+    return torch.zeros(mask.shape, dtype=cells.dtype, device=cells.device).masked_scatter(mask, cells)
 
 
 def steady_rows(*tensors: Tensor) -> list[Tensor]:
@@ -50,6 +83,12 @@ def check_sequences(batch: DataProto, method: str) -> None:
             f"{method}: input_ids, attention_mask and position_ids [B, P + T] and response_mask [B, T] with "
             f"P > 0 expected; got {sequences | {'response_mask': list(mask.shape)}}"
         )
+    attended = batch["attention_mask"].bool()
+    if not attended[:, width - mask.shape[1] - 1].all() or (mask & ~attended[:, width - mask.shape[1] :]).any():
+        raise InvalidBatch(
+            f"{method}: a prompt's last token at column P - 1, and response_mask True on tokens alone, "
+            "expected; attention_mask says otherwise"
+        )
     if "kept_ids" in batch:
         kept_ids, responses = batch["kept_ids"], batch["input_ids"][:, width - mask.shape[1] :]
         if kept_ids.shape[:-1] != mask.shape:
@@ -63,20 +102,6 @@ def check_sequences(batch: DataProto, method: str) -> None:
                 f"{method}: response token {token} of row {row} is {int(responses[row, token])}, which is not "
                 "among the kept_ids that it was drawn from"
             )
-
-
-class TokenStats(NamedTuple):
-    """Of the distribution that each response token is drawn from.
-
-    Args:
-        log_probs: [b, T], of the token.
-        entropys: [b, T] in nats; None unless asked for.
-        sum_pi_squared: [b, T], the sum of the squared probabilities of all tokens; None unless asked for.
-    """
-
-    log_probs: Tensor
-    entropys: Tensor | None
-    sum_pi_squared: Tensor | None
 
 
 def token_stats(
@@ -109,36 +134,18 @@ def token_stats(
     Returns:
         float32 (float64 of a float64 model). Cells where response_mask is False hold some finite number.
     """
-    num_rows, num_tokens = rows["response_mask"].shape
-    ids, mask, positions = steady_rows(rows["input_ids"], rows["attention_mask"], rows["position_ids"])
-    # The position before the first response token predicts it. A few more where the head would have too few.
-    kept = max(num_tokens + 1, min(ids.shape[1], -(-MIN_MATRIX_ROWS // len(ids))))
-    with autocast(ids.device, dtype):
-        logits = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=kept,
-        ).logits[:num_rows, -num_tokens - 1 : -1]
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    drawn = rows["input_ids"][:, -num_tokens:, None]
-    if "kept_ids" in rows:
-        kept_ids = rows["kept_ids"].long()
-        logits = logits.gather(-1, kept_ids.clamp(min=0)).to(wide).masked_fill(kept_ids < 0, NO_MASS)
-        drawn = (kept_ids == drawn).int().argmax(-1, keepdim=True)  # its place among them
-    logits = logits.to(wide)
-    if temperature not in (0, 1):
-        logits = logits / temperature
-    log_softmax = torch.log_softmax(logits, -1)
-    log_probs = log_softmax.gather(-1, drawn)[..., 0]
-    entropys = squares = None
-    if entropy:
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropys = -(log_softmax.exp() * log_softmax).sum(-1)
-    if sum_pi_squared:
-        squares = (2 * log_softmax.detach()).exp().sum(-1)
-    return TokenStats(log_probs, entropys, squares)
+    body = model.get_decoder()
+    inputs, places = lay_out(rows["input_ids"], rows["attention_mask"], rows["position_ids"], is_packed(body))
+    mask = rows["response_mask"]
+    before = places[:, -mask.shape[1] - 1 : -1][mask]  # the token before a response token predicts it
+    drawn = rows["input_ids"][:, -mask.shape[1] :][mask]
+    kept_ids = rows["kept_ids"][mask].long() if "kept_ids" in rows else None
+    wanted = Wanted(temperature, entropy, entropy_gradient, sum_pi_squared)
+    with autocast(mask.device, dtype):
+        output = body(**inputs)
+        hidden = take(output.last_hidden_state.flatten(0, 1), before)
+        stats = distribution_stats(model, output, hidden, drawn, kept_ids, wanted)
+    return stats.each(lambda cells: scatter(cells, mask))
 
 
 def token_values(model: ScoreModel, rows: DataProto, *, dtype: str = "float32") -> Tensor:
@@ -149,9 +156,9 @@ def token_values(model: ScoreModel, rows: DataProto, *, dtype: str = "float32") 
         rows: the columns of roles.SEQUENCE [b, ...], on the model's device.
         dtype: a ModelConfig's.
     """
-    num_rows, num_tokens = rows["response_mask"].shape
-    ids, mask, positions = steady_rows(rows["input_ids"], rows["attention_mask"], rows["position_ids"])
-    with autocast(ids.device, dtype):
-        hidden = model(ids, mask, positions)
-    values: Tensor = model.score(hidden[:num_rows, -num_tokens - 1 : -1])
-    return values
+    mask = rows["response_mask"]
+    packed = is_packed(model.body)
+    inputs, places = lay_out(rows["input_ids"], rows["attention_mask"], rows["position_ids"], packed)
+    with autocast(mask.device, dtype):
+        hidden = model(**inputs).flatten(0, 1)
+    return scatter(model.score(take(hidden, places[:, -mask.shape[1] - 1 : -1][mask])), mask)

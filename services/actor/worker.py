@@ -15,15 +15,17 @@ from rolemesh.errors import Unsupported
 from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
 from rolemesh.models.lora import Adapter
+from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.optimizer import Optimizer, num_warmup_steps
+from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import check_sequences, token_stats
-from rolemesh.models.training import Schedule, refuse_float16, train
+from rolemesh.models.training import Schedule, checkpoint_activations, refuse_float16, train
 from rolemesh.roles import Metrics, methods
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
-from services.actor.objective import policy_objective
+from services.actor.objective import choose_tokens, policy_loss_of, policy_objective
 
 
 class PolicyWorker(LocalWorker):
@@ -33,20 +35,22 @@ class PolicyWorker(LocalWorker):
         job: its rollout.temperature is that of the distribution which responses are drawn from.
         role: actor or reference.
         config: the role's model.
-        micro_batch_size: rows per forward pass.
+        micro_batches: how rows are cut for forward passes.
 
     Raises:
         ModelNotFound: the model directory is not there or not whole.
-        InvalidConfig: a device that is not there.
+        InvalidConfig: a device that is not there; an architecture that cannot go without padding.
     """
 
-    def __init__(self, job: JobConfig, role: str, config: ModelConfig, micro_batch_size: int) -> None:
+    def __init__(self, job: JobConfig, role: str, config: ModelConfig, micro_batches: MicroBatches) -> None:
         super().__init__(role)
         self.job, self.role, self.config = job, role, config
         self.device = resolve_device(job.trainer.device)
         self.model = load_causal_lm(config, role).to(self.device)
+        if config.use_remove_padding:
+            remove_padding(self.model.get_decoder(), role)
         self.parking = Parking(self._tensors, self.device, job.run_dir)
-        self._micro_batch_size = micro_batch_size
+        self._micro_batches = micro_batches
         self._temperature = 0.0 if job.rollout.greedy else job.rollout.temperature
 
     def _tensors(self) -> Iterable[Tensor]:
@@ -62,9 +66,8 @@ class PolicyWorker(LocalWorker):
         batch = method.prune(batch)
         check_sequences(batch, f"{self.role}.compute_log_probs")
         columns: dict[str, Tensor] = {}
-        for start in range(0, len(batch), self._micro_batch_size):
-            at = slice(start, start + self._micro_batch_size)
-            rows = batch[at].to(self.device)
+        for at in self._micro_batches.cut(batch):
+            rows = batch.select_idxs(at).to(self.device)
             stats = token_stats(
                 self.model,
                 rows,
@@ -75,7 +78,7 @@ class PolicyWorker(LocalWorker):
             )
             for name, cells in stats._asdict().items():
                 if cells is not None:
-                    column = columns.setdefault(name, torch.zeros(batch["response_mask"].shape))
+                    column = columns.setdefault(name, cells.new_zeros(batch["response_mask"].shape).cpu())
                     column[at] = torch.where(rows["response_mask"], cells, 0).cpu()
         return columns
 
@@ -85,7 +88,8 @@ class ReferenceWorker(PolicyWorker):
 
     def __init__(self, job: JobConfig) -> None:
         size = job.reference.log_prob_micro_batch_size_per_gpu
-        super().__init__(job, "reference", job.reference_model, size)
+        cut = MicroBatches.of(job, "reference", job.reference_model, size)
+        super().__init__(job, "reference", job.reference_model, cut)
 
     @on_worker_thread
     def compute_log_probs(self, batch: DataProto) -> DataProto:
@@ -107,17 +111,16 @@ class ActorWorker(PolicyWorker):
         refuse_float16(actor.model, "actor")
         self.schedule = Schedule(
             mini_batch_size=actor.ppo_mini_batch_size * job.rollout.n,
-            micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
+            micro_batches=MicroBatches.of(job, "actor", actor.model, actor.ppo_micro_batch_size_per_gpu),
             epochs=actor.ppo_epochs,
             shuffle=actor.shuffle,
             seed=actor.seed,
         )
         warmup_steps = num_warmup_steps(actor.optim, self.schedule.num_steps(job), "actor")
         self.tokenizer = load_tokenizer(actor.model, "actor")
-        super().__init__(job, "actor", actor.model, actor.ppo_micro_batch_size_per_gpu)
+        super().__init__(job, "actor", actor.model, self.schedule.micro_batches)
         self.adapter = Adapter(self.model, actor.model, actor.seed) if actor.model.lora_rank else None
-        if actor.model.enable_gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(self.model, actor.model)
         self.optimizer = Optimizer(
             self.model, actor.optim, grad_clip=actor.grad_clip, warmup_steps=warmup_steps, role="actor"
         )
@@ -159,12 +162,19 @@ class ActorWorker(PolicyWorker):
         check_sequences(batch, "actor.update")
         self.model.train()
         try:
-            metrics = train(batch.to(self.device), self.optimizer, self.schedule, self._loss)
+            metrics = train(batch.to(self.device), self.optimizer, self.schedule, self._loss, self._prepare)
         finally:
             self.model.eval()
         if self.job.actor.use_kl_loss:
             metrics["kl_coef"] = self.job.actor.kl_loss_coef
         return {f"actor/{name}": value for name, value in metrics.items()}
+
+    def _prepare(self, mini_batch: DataProto) -> DataProto:
+        """With what the loss must know of the whole mini-batch."""
+        if policy_loss_of(self.job).choose is None:
+            return mini_batch
+        log_probs = self._stats(mini_batch)["log_probs"].to(self.device)
+        return choose_tokens(mini_batch, log_probs, self.job, self.optimizer.num_updates)
 
     def _loss(self, rows: DataProto, mini_batch_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         stats = token_stats(
@@ -175,11 +185,13 @@ class ActorWorker(PolicyWorker):
             entropy=self.job.actor.entropy_coeff != 0,
             entropy_gradient=True,
         )
-        return policy_objective(stats.log_probs, stats.entropys, rows, mini_batch_mask, self.job.actor)
+        return policy_objective(stats.log_probs, stats.entropys, rows, mini_batch_mask, self.job)
 
     @on_worker_thread
     def publish_weights(self, version: int) -> WeightSource:
         """A copy of the weights as they are now, under a version."""
+        if self.adapter:
+            return HeldWeights(version, self.adapter.base_weights(), self.adapter.deltas())
         return HeldWeights(version, named_weights(self.model))
 
     @on_worker_thread
@@ -187,8 +199,6 @@ class ActorWorker(PolicyWorker):
         """Model, tokenizer and optimizer: rolemesh/models/checkpoint.py. Raises CheckpointFailed."""
 
         def write_model(into: Path) -> None:
-        if self.adapter:
-            return HeldWeights(version, self.adapter.base_weights(), self.adapter.deltas())
             (self.adapter.save if self.adapter else self.model.save_pretrained)(into)
             self.tokenizer.save_pretrained(into)
 
@@ -198,10 +208,10 @@ class ActorWorker(PolicyWorker):
     def load_checkpoint(self, directory: Path | None) -> None:
         """Takes up what save_checkpoint wrote, bit for bit; None: begins anew. Raises CheckpointFailed."""
 
-        def read_model(path: Path | None) -> torch.nn.Module:
+        def read_weights(path: Path | None) -> dict[str, Tensor]:
             config = self.config.model_copy(update={"path": str(path)}) if path else self.config
-            model: torch.nn.Module = load_causal_lm(config, "actor")
-            return model
+            weights: dict[str, Tensor] = load_causal_lm(config, "actor").state_dict()
+            return weights
 
         if self.adapter:
             load_checkpoint(directory, self.adapter.weights, self.adapter.read, self.optimizer)

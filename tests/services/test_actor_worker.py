@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from rolemesh.config.actor import ActorConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, RolemeshError
+from rolemesh.models.distribution import Wanted
 from rolemesh.models.sequence import token_stats
 from rolemesh.models.tiny import make_tiny_model
 from services.actor.objective import policy_objective
@@ -371,12 +371,11 @@ def test_kept_tokens_by_the_whole_vocabulary(tiny_model: Path) -> None:
 def test_the_gradient_of_replayed_log_probs_is_that_of_finite_differences() -> None:
     """Of a table of bigrams: inside a transformers model norms compute in float32, too coarse to differ."""
     batch = keeping(sequence_batch(4))
+    mask, ids = batch["response_mask"], batch["input_ids"]
+    wanted = Wanted(temperature=0.7, entropy=True, entropy_gradient=True, sum_pi_squared=False)
 
     def replayed(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        def bigrams(input_ids: torch.Tensor, logits_to_keep: int, **_: Any) -> SimpleNamespace:
-            return SimpleNamespace(logits=table[input_ids[:, -logits_to_keep:]])
-
-        return token_stats(bigrams, batch, temperature=0.7, entropy_gradient=True)[:2]
+        return wanted.of(table[ids[:, 5:-1][mask]], ids[:, 6:][mask], batch["kept_ids"][mask].long())[:2]
 
     table = torch.randn(257, 257, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert torch.autograd.gradcheck(replayed, 3 * table.requires_grad_(), fast_mode=True)
