@@ -80,6 +80,8 @@ DISAGREEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the critic's mini-batch": ({"critic": {"ppo_mini_batch_size": 96}}, {}),
     "no critic's": ({"critic": {"ppo_mini_batch_size": 96}} | JOBS["grpo"], {}),
     "nothing to compare": ({"algorithm": {"adv_estimator": "grpo"}}, {}),
+    "nothing to leave out": ({"algorithm": {"adv_estimator": "rloo"}}, {}),
+    "the batch to compare with": ({"algorithm": {"adv_estimator": "reinforce_plus_plus_baseline"}}, {}),
     "ahead": (AHEAD, {"strategy": "standalone"}),
     "ahead on a shared device": (AHEAD, {"strategy": "hybrid"}),
     "ahead by nothing": (AHEAD | {"trainer": {"max_staleness": 0}}, {"strategy": "hybrid"}),
