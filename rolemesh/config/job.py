@@ -141,6 +141,11 @@ class JobConfig(Config):
                 "the KL taken off no two rewards are equal, and no group would be left out; set metric to "
                 "seq_reward"
             )
+        if algorithm.filter_groups.metric == "score" and self.reward.overlong_buffer.enable:
+            raise ValueError(
+                "algorithm.filter_groups.metric is score and reward.overlong_buffer.enable true: the score "
+                "without the punishment is not kept; set metric to acc, or to seq_reward, which has it"
+            )
         if self.rollout.mode == "async" and self.trainer.max_staleness > 0:
             raise ValueError(
                 "algorithm.filter_groups.enable: how many prompts a step takes is not known before they are "
