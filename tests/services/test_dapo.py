@@ -422,6 +422,14 @@ def test_the_step_graph_has_one_round_whatever_the_batch(tiny_model: Path, tmp_p
             r"metric is seq_final_reward and algorithm\.use_kl_in_reward true",
         ),
         (
+            [
+                "algorithm.filter_groups.metric=score",
+                "reward.reward_manager=dapo",
+                "reward.overlong_buffer={enable: true, len: 4}",
+            ],
+            r"metric is score and reward\.overlong_buffer\.enable true",
+        ),
+        (
             ["algorithm.filter_groups.enable=false", "data.gen_batch_size=12"],
             r"gen_batch_size is 12 and data\.train_batch_size 4: without algorithm\.filter_groups\.enable",
         ),
