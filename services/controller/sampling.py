@@ -34,8 +34,8 @@ def groups_with_spread(answered: DataProto, job: JobConfig) -> list[DataProto]:
     values = column.reshape(len(answered), -1).sum(dim=1).reshape(-1, job.rollout.n)  # [prompts, n]
     differ = (values != values[:, :1]).any(dim=1)
     rows = DataProto(answered.tensors, answered.non_tensors)  # not of one step any more: no meta
-    groups = rows.split(job.rollout.n)
-    return [group for group, differs in zip(groups, differ.tolist(), strict=True) if differs]
+    # copied first: what is left out is not to stay in memory as long as a neighbour waits
+    return rows.select_idxs(differ.repeat_interleave(job.rollout.n)).split(job.rollout.n)
 
 
 class DynamicSampling:

@@ -27,7 +27,7 @@ from services.controller.dapo import dapo_step
 from services.controller.loop import Run
 from services.controller.pages import record_step
 from services.controller.run_dir import read_metrics
-from services.controller.sampling import DynamicSampling
+from services.controller.sampling import DynamicSampling, groups_with_spread
 from services.controller.step import Step
 from services.reward.worker import RewardWorker
 
@@ -208,6 +208,21 @@ def test_every_group_is_learnt_from_once_or_waits_or_has_no_spread(
             + told["sampling/groups_answered"]
             - told["sampling/groups_without_spread"]
         )
+
+
+def test_answers_differ_where_one_is_not_equal_to_another_and_only_these_are_held(world: World) -> None:
+    rewards = torch.tensor(
+        [0.1, 0.1, 0.1, 0.2, 0.2, 0.3, 0.0, 0.0, 0.0]
+    )  # in float32 0.1 three times has a spread
+    answered = DataProto(
+        {"token_level_scores": torch.stack([torch.zeros(9), rewards], dim=1), "acc": torch.arange(9.0)},
+        meta_info={"step": 3},
+    )
+    job = world.job.model_copy(update={"rollout": world.job.rollout.model_copy(update={"n": 3})})
+    [group] = groups_with_spread(answered, job)
+    assert group["acc"].tolist() == [3, 4, 5]
+    assert group["acc"].untyped_storage().nbytes() == 3 * 4
+    assert group.meta_info == {}  # groups of several steps come together
 
 
 async def test_a_step_that_others_have_filled_answers_no_prompt(world: World) -> None:
