@@ -44,6 +44,12 @@ class JobConfig(Config):
                 raise ValueError(
                     f"rollout.{key} is {own} and data.max_{key} {common}; the latter holds everywhere"
                 )
+        overlong, longest = self.reward.overlong_buffer, self.data.max_response_length
+        if overlong.enable and overlong.len > longest:
+            raise ValueError(
+                f"reward.overlong_buffer.len is {overlong.len} and data.max_response_length {longest}: the "
+                "buffer is the last part of a response; make it smaller"
+            )
         if self.trainer.resume_mode == "resume_path" and not self.trainer.resume_from_path:
             raise ValueError("trainer.resume_mode is resume_path and trainer.resume_from_path is not set")
         self._check_dynamic_sampling()

@@ -15,7 +15,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RewardFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import methods
-from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.local import LocalWorker, as_call
 from rolemesh.workers.parking import Parking, model_tensors
 from services.reward.functions import QUICK, UnknownDataSource, rule_of
 from services.reward.judge import function_of
@@ -53,6 +53,7 @@ class RewardWorker(LocalWorker):
             self._model = scorer = ModelScorer(job, self._tokenizer)
             self.parking = Parking(lambda: model_tensors(scorer.model), scorer.device, job.run_dir)
 
+    @as_call
     async def compute_scores(self, batch: DataProto) -> DataProto:
         """token_level_scores [B, T] float32, the score on the last response token and 0 elsewhere; acc [B];
         where the job's advantages need them, reward_components [B, K] float32 and think_mask [B, T].
@@ -67,10 +68,11 @@ class RewardWorker(LocalWorker):
         by_model = [row for row in range(len(batch)) if batch["reward_model"][row].get("style") == "model"]
         by_function = sorted(set(range(len(batch))) - set(by_model))
         verdicts: dict[int, Verdict] = {}
-        waiting = await self.run(self._begin, batch, by_function, verdicts)
+        async with self.traced("compute_scores"):
+            waiting = await self.run(self._begin, batch, by_function, verdicts)
         try:
             if by_model:
-                async with self.turn():
+                async with self.turn(), self.traced("compute_scores"):
                     verdicts |= await self.run(self._by_model, batch, by_model)
             for rows, future in waiting:
                 verdicts |= zip(rows, await self._verdicts(batch, rows, future), strict=True)

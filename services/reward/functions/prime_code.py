@@ -21,7 +21,7 @@ _sandbox = Sandbox()  # of this process; it starts with the first program
 
 
 @dataclass(frozen=True)
-class Test:
+class Case:
     """What goes in and has to come out: text; or of `function` the arguments and the result, as JSON."""
 
     given: str
@@ -45,13 +45,13 @@ def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig)
         ValueError: the ground truth holds no tests.
         SandboxUnavailable: programs cannot be run safely on this machine. None was.
     """
-    tests, program = tests_of(ground_truth), program_of(solution_str)
+    cases, program = cases_of(ground_truth), program_of(solution_str)
     deadline = time.monotonic() + 0.9 * config.timeout_s
     if not config.sandbox.continuous:
-        right = all(_passes(program, test, config, deadline) for test in tests)
+        right = all(_passes(program, case, config, deadline) for case in cases)
         return {"score": float(right), "acc": float(right)}
-    tests = tests[:CONTINUOUS_TESTS]
-    share = sum(_passes(program, test, config, deadline) for test in tests) / len(tests)
+    cases = cases[:CONTINUOUS_TESTS]
+    share = sum(_passes(program, case, config, deadline) for case in cases) / len(cases)
     return {"score": share, "acc": float(share == 1)}
 
 
@@ -59,7 +59,7 @@ def program_of(solution_str: str) -> str:
     return solution_str.rpartition(f"{FENCE}python")[2].partition(FENCE)[0]
 
 
-def tests_of(ground_truth: Any) -> list[Test]:
+def cases_of(ground_truth: Any) -> list[Case]:
     """The tests of a ground truth.
 
     Raises:
@@ -72,8 +72,8 @@ def tests_of(ground_truth: Any) -> list[Test]:
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; a test has both")
     if function is None:
-        return [Test(_text(each), _text(right), None) for each, right in zip(inputs, outputs, strict=True)]
-    return [Test(*_call(each, right), function) for each, right in zip(inputs, outputs, strict=True)]
+        return [Case(_text(each), _text(right), None) for each, right in zip(inputs, outputs, strict=True)]
+    return [Case(*_call(each, right), function) for each, right in zip(inputs, outputs, strict=True)]
 
 
 def _text(text: Any) -> str:
@@ -88,7 +88,7 @@ def _call(arguments: Any, result: Any) -> tuple[str, str]:
     return json.dumps(arguments), json.dumps(result)
 
 
-def _passes(program: str, test: Test, config: RewardConfig, deadline: float) -> bool:
+def _passes(program: str, case: Case, config: RewardConfig, deadline: float) -> bool:
     left = deadline - time.monotonic()
     if left <= 0:
         return False
@@ -97,11 +97,11 @@ def _passes(program: str, test: Test, config: RewardConfig, deadline: float) -> 
         cpu_s=cpu_s,
         wall_s=min(2 * cpu_s, left),
         memory_bytes=config.sandbox.memory_limit_mb << 20,
-        output_bytes=2 * len(test.expected.encode()) + SPARE_OUTPUT,
+        output_bytes=2 * len(case.expected.encode()) + SPARE_OUTPUT,
     )
-    outcome = _sandbox.run(program, test.given, limits, function=test.function)
-    same = same_text if test.function is None else same_result
-    return outcome.status == 0 and same(outcome.output, test.expected)
+    outcome = _sandbox.run(program, case.given, limits, function=case.function)
+    same = same_text if case.function is None else same_result
+    return outcome.status == 0 and same(outcome.output, case.expected)
 
 
 def same_text(output: str, expected: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -96,8 +95,6 @@ class Sandbox:
         self._process = self._control = None
 
     def _start(self) -> None:
-        if sys.platform != "linux":
-            raise SandboxUnavailable(f"programs are run on Linux only, and this is {platform.system()}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         home = os.open(sys.base_prefix, os.O_PATH)
         files = (theirs.fileno(), home)
