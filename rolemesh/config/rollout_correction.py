@@ -82,8 +82,7 @@ class RolloutCorrectionConfig(Config):
     @property
     def bounds(self) -> tuple[float | None, float]:
         """Of w: (None, where it is cut), or IcePop's (low, high)."""
-        low, high = _bounds("rollout_is_threshold", str(self.rollout_is_threshold))
-        return low, high
+        return _bounds("rollout_is_threshold", str(self.rollout_is_threshold), single_from=1)
 
     @property
     def criteria(self) -> tuple[Criterion, ...]:
@@ -112,7 +111,7 @@ class RolloutCorrectionConfig(Config):
 
 def _criterion(name: str, text: str) -> Criterion:
     over, _, estimator = name.rpartition("_")
-    low, high = _bounds(f"rollout_rs_threshold of {name}", text)
+    low, high = _bounds(f"rollout_rs_threshold of {name}", text, single_from=1 if estimator == "k1" else 0)
     if estimator == "k1":
         return Criterion(over, estimator, math.log(low or 1 / high), math.log(high))
     if low is not None:
@@ -120,8 +119,8 @@ def _criterion(name: str, text: str) -> Criterion:
     return Criterion(over, estimator, -math.inf, high)
 
 
-def _bounds(key: str, text: str) -> tuple[float | None, float]:
-    """`2.0` is (None, 2.0), `0.5_2.0` is (0.5, 2.0)."""
+def _bounds(key: str, text: str, *, single_from: float) -> tuple[float | None, float]:
+    """`2.0` is (None, 2.0), `0.5_2.0` is (0.5, 2.0). One number alone is at least `single_from`."""
     first, underscore, second = text.strip().partition("_")
     try:
         low, high = (float(first), float(second)) if underscore else (None, float(first))
@@ -129,4 +128,9 @@ def _bounds(key: str, text: str) -> tuple[float | None, float]:
         low, high = None, math.nan
     if not (0 < high < math.inf and (low is None or 0 < low <= high)):
         raise ValueError(f'{key} is {text!r}; it is a number above 0, or two as in "0.5_2.0"')
+    if low is None and high < single_from:
+        raise ValueError(
+            f"{key} is {text}, and a single bound of a ratio is not below 1; two are written in quotes, "
+            "as YAML reads 0.5_5 as 0.55"
+        )
     return low, high

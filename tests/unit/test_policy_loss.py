@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,8 +29,10 @@ from rolemesh.algos.policy_loss import (
     vanilla_policy_loss,
 )
 from rolemesh.algos.value_loss import clipped_value_loss
-from rolemesh.config.actor import ActorConfig, PolicyLossConfig
+from rolemesh.config.actor import ActorConfig, LossMode, PolicyLossConfig
+from rolemesh.config.job import make_job
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
+from rolemesh.errors import InvalidConfig
 
 CONFIG = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3)
 LN2 = math.log(2)
@@ -239,6 +241,36 @@ def test_bypass_rejects_by_the_policy_under_training() -> None:
     assert result.accepted is not None
     assert result.accepted.tolist() == [[True, False, False]]
     assert_close(result.shares["rollout_rs_masked_fraction"], of(0.0, 1.0, 1.0))
+
+
+# ------------------------------------------------------------------------------ configuration
+
+
+def test_every_loss_mode_has_a_loss_and_no_other_has() -> None:
+    assert set(get_args(LossMode)) == set(POLICY_LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"policy_loss": {"loss_mode": "gpso"}}, "'gspo'"),
+        ({"clip_ratio_low": 1.0}, "lower clip range is 1 .*loss_mode vanilla"),
+        ({"clip_ratio": 3.0, "policy_loss": {"loss_mode": "gspo"}}, "lower clip range is 3 .*loss_mode gspo"),
+        ({"policy_loss": {"clip_cov_lb": 5.0}}, "clip_cov_lb 5 is not below clip_cov_ub 5"),
+        ({"policy_loss": {"clip_cov_ratio": 0}}, "clip_cov_ratio"),
+        ({"policy_loss": {"kl_cov_ratio": 1.5}}, "kl_cov_ratio"),
+        ({"policy_loss": {"dro_beta": 0}}, "dro_beta"),
+        ({"tau_neg": 0}, "tau_neg"),
+    ],
+)
+def test_ranges_of_no_loss_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        make_job({"actor": keys})
+
+
+@pytest.mark.parametrize("loss_mode", ["cispo", "geo_mean", "dppo_kl"])
+def test_ranges_that_are_of_no_ratio_may_be_wide(loss_mode: str) -> None:
+    assert ActorConfig(clip_ratio=10, policy_loss=PolicyLossConfig.model_validate({"loss_mode": loss_mode}))
 
 
 # ------------------------------------------------------------------------- what holds for each

@@ -198,6 +198,8 @@ def test_what_is_rejected_is_out_of_the_loss_mask_and_told() -> None:
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0_0.5"}, "'2.0_0.5'; it is a number above 0"),
         ({"rollout_is": "token", "rollout_is_threshold": "much"}, "'much'; it is a number above 0"),
         ({"rollout_is": "token", "rollout_is_threshold": 0}, "it is a number above 0"),
+        ({"rollout_is": "token", "rollout_is_threshold": 0.55}, "two are written in quotes"),
+        ({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 0.55}, "two are written in quotes"),
         ({"loss_type": "reinforce"}, "loss_type is reinforce and bypass_mode false"),
         ({"bypass_mode": True, "rollout_is": "token"}, "ppo_clip and rollout_is token"),
     ],
