@@ -52,16 +52,22 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`["trainer.save_freq=5"]` to `{"trainer": {"save_freq": 5}}`. Values are YAML.
+    """What a command line lays on its job file: other files (`configs/recipes/dapo.yaml`), each on those left of
+    it, and on all of them single keys: `["trainer.save_freq=5"]` is `{"trainer": {"save_freq": 5}}`. Values are
+    YAML.
 
     Raises:
-        InvalidConfig: an override is not key=value.
+        InvalidConfig: neither key=value nor a YAML file, or a file that cannot be read.
     """
+    files: dict[str, Any] = {}
     tree: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
+        if not equals and override.endswith((".yaml", ".yml")):
+            files = merge(files, read_yaml(Path(override)))
+            continue
         if not equals or not all(part.isidentifier() for part in key.split(".")):
-            raise InvalidConfig(f"override {override!r} is not of the form section.key=value")
+            raise InvalidConfig(f"override {override!r} is not of the form section.key=value, nor a .yaml file")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
@@ -75,7 +81,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             if not isinstance(node, dict):
                 raise InvalidConfig(f"override {override!r} contradicts another one above it")
         node[leaf] = value
-    return tree
+    return merge(files, tree)
 
 
 def _number(text: str) -> str | float:
