@@ -24,6 +24,7 @@ from services.controller.curves import draw_curves
 from services.controller.experience import fan_out, gather
 from services.controller.loggers import Loggers, require_libraries
 from services.controller.pages import check_step, page_of
+from services.controller.profile import check_profile_steps, profiled
 from services.controller.progress import Display
 from services.controller.run_dir import MetricsFile, answers, dump, read_metrics, write_config
 from services.controller.sampling import DynamicSampling
@@ -63,6 +64,7 @@ class Run:
         self._val = self._validation_data()
         self.job = with_total_steps(job, total_steps)
         self.status.set(total_steps=total_steps)
+        check_profile_steps(self.job)
         self._checkpoints = Checkpoints(job.run_dir, job.trainer.max_actor_ckpt_to_keep)
         self._saved_step = 0
         self._answers: list[dict[str, Any]] = []
@@ -154,7 +156,8 @@ class Run:
         for number in range(start + 1, last + 1):
             if not await self.status.may_begin():
                 break
-            await self._make_step(number)
+            with profiled(number, self.job):
+                await self._make_step(number)
         if trainer.save_freq > 0 and self.status.step > self._saved_step:  # stopped between two saves
             async with self._checkpoints.writing(self._roles, self._state(self.status.step)):
                 pass

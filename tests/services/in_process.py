@@ -14,6 +14,7 @@ from rolemesh.data.parquet import write_rows
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles
 from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.traces import Traces
 from services.actor.worker import ActorWorker, ReferenceWorker
 from services.controller.loop import Run
 from services.controller.run_dir import read_metrics
@@ -91,6 +92,8 @@ def small_job(directory: Path, model: Path, run: str, *overrides: str) -> JobCon
 def workers(job: JobConfig) -> Iterator[Roles]:
     """The job's roles as workers of this process."""
     made: dict[str, LocalWorker] = {role: WORKERS[role](job) for role in job.roles}
+    for role, worker in made.items():
+        worker.traces = Traces.of(job, role)
     try:
         yield Roles.of(job, made)
     finally:
