@@ -72,6 +72,7 @@ COLUMNS: dict[str, Column] = {
     "token_level_scores": Column("BT", torch.float32, "the reward, as a rule on the last response token"),
     "acc": Column("B", torch.float32, "1 where the answer is right (the score itself where none says)"),
     "reward_components": Column("BC", torch.float32, "the parts of the reward, by algorithm.gdpo_reward_keys"),
+    "reward_extra_info": Column("B", None, "dict: further numbers that came with the score, by name"),
     "think_mask": Column("BT", torch.bool, "True between <think> and </think>; all of a response without them"),
     # made by the controller
     "reward_baselines": Column("B", torch.float32, "the reward of the greedy answer to the row's prompt"),
@@ -126,6 +127,7 @@ def methods(job: JobConfig) -> dict[str, Method]:
     squares = ("sum_pi_squared",) if estimator == "optimal_token_baseline" else ()
     thoughts = ("think_mask",) if estimator == "egpo" else ()
     components = ("reward_components",) if job.algorithm.gdpo_reward_keys else ()
+    extra = ("reward_extra_info",) if job.reward.tells_more else ()
     sequence = (*SEQUENCE, *kept)
     table = [
         Method("rollout", "generate", "Generate", ("prompts", "prompt_mask", "seeds"),
@@ -139,7 +141,7 @@ def methods(job: JobConfig) -> dict[str, Method]:
         Method("critic", "update", "Update", (*SEQUENCE, "values", "returns", *loss_mask)),
         Method("reward", "compute_scores", "ComputeScores",
                ("prompts", "prompt_mask", "responses", "response_mask", "data_source", "reward_model", "uid"),
-               ("token_level_scores", "acc", *components, *thoughts), optional=("extra_info",)),
+               ("token_level_scores", "acc", *components, *extra, *thoughts), optional=("extra_info",)),
     ]  # fmt: skip
     return {f"{method.role}.{method.name}": method for method in table}
 

@@ -32,7 +32,7 @@ class OverlongBufferConfig(Config):
     enable: bool = Field(False, description="punish responses that come near data.max_response_length")
     len: int = Field(0, ge=0, description="tokens before the maximum over which the punishment grows")
     penalty_factor: float = Field(1.0, ge=0, description="of the full punishment, at the maximum")
-    log: bool = Field(False, description="metrics reward/overlong/*: the punishment, and the share punished")
+    log: bool = Field(False, description="metrics: reward/overlong_reward/mean, and reward/overlong/mean, the share")
 
 
 class SandboxConfig(Config):
@@ -61,6 +61,11 @@ class RewardConfig(Config):
         "hendrycks", description="MATH's answers are equal as normalised text, or as mathematics"
     )
     sandbox: SandboxConfig = SandboxConfig()
+
+    @property
+    def tells_more(self) -> bool:
+        """Whether further numbers may come with a score, for the step's metrics."""
+        return self.custom_reward_function.path is not None or self.overlong_buffer.log
 
     @model_validator(mode="after")
     def _manager_fits(self) -> RewardConfig:

@@ -146,8 +146,16 @@ class RewardWorker(LocalWorker):
     def _columns(self, batch: DataProto, verdicts: list[Verdict]) -> DataProto:
         mask: Tensor = batch["response_mask"]
         scores = torch.tensor([verdict.score for verdict in verdicts])
-        if self._config.overlong_buffer.enable:
-            scores += overlong_penalty(mask.sum(1), self._max_tokens, self._config.overlong_buffer)
+        extra = [
+            {k: v for k, v in verdict.entries.items() if k not in ("score", "acc")} for verdict in verdicts
+        ]
+        overlong = self._config.overlong_buffer
+        if overlong.enable:
+            penalties = overlong_penalty(mask.sum(1), self._max_tokens, overlong)
+            scores += penalties
+            if overlong.log:
+                for told, penalty in zip(extra, penalties.tolist(), strict=True):
+                    told |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}
         last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(1)
         columns = {
             "token_level_scores": torch.zeros(mask.shape).scatter_(1, last[:, None], scores[:, None]),
@@ -159,7 +167,7 @@ class RewardWorker(LocalWorker):
             )
         if "think_mask" in self._writes:
             columns["think_mask"] = thought_tokens(batch["responses"], mask, self._tokenizer)
-        return DataProto.from_dict(columns)
+        return DataProto.from_dict(columns, {"reward_extra_info": extra} if self._config.tells_more else {})
 
     def _components(self, batch: DataProto, row: int, verdict: Verdict) -> list[float]:
         for key in self._component_keys:

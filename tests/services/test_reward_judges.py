@@ -193,11 +193,16 @@ async def test_the_dapo_manager_takes_the_punishment_from_the_score_and_not_from
     buffer of 12, 18 are in its middle, 24 at its end."""
     texts = [answer + " " * (length - 1 - len(answer)) for answer, length in
              (("Answer: 7", 11), ("Answer: 7", 18), ("Answer: 8", 24))]  # fmt: skip
-    overlong = {"enable": True, "len": 12, "penalty_factor": 1.0}
+    overlong = {"enable": True, "len": 12, "penalty_factor": 1.0, "log": True}
     async with working(tiny_model, reward_manager="dapo", overlong_buffer=overlong) as worker:
         answered = await worker.compute_scores(batch(*[("math_dapo", text, "7") for text in texts]))
     assert answered["token_level_scores"].sum(1).tolist() == [1.0, 0.5, -2.0]
     assert answered["acc"].tolist() == [1.0, 1.0, 0.0]
+    assert list(answered["reward_extra_info"]) == [
+        {"overlong_reward": 0.0, "overlong": 0.0},
+        {"overlong_reward": -0.5, "overlong": 1.0},
+        {"overlong_reward": -1.0, "overlong": 1.0},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -235,6 +240,7 @@ async def test_components_are_columns_in_the_order_of_the_keys(tiny_model: Path,
     answered = await worker.compute_scores(batch(("mine", "x", None), ("mine", "y", None)))
     worker.close()
     assert answered["reward_components"].tolist() == [[-2.0, 0.0], [-2.0, 1.0]]
+    assert answered["reward_extra_info"][1] == {"right": 1.0, "format": -2.0}
 
 
 async def test_a_component_that_is_not_there_names_the_row(tiny_model: Path, tmp_path: Path) -> None:

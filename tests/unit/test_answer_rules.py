@@ -117,7 +117,7 @@ def answer(program: str) -> str:
 
 
 def score(program: str, truth: Any, **sandbox: Any) -> dict[str, float]:
-    return compute_score(answer(program), truth, config=RewardConfig(sandbox={"timeout_s": 2, **sandbox}))  # type: ignore[arg-type]
+    return compute_score(answer(program), truth, config=RewardConfig(sandbox={"timeout_s": 2, **sandbox}))
 
 
 def test_the_program_is_the_last_python_block() -> None:
