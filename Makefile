@@ -10,7 +10,7 @@ IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyprojec
 TARGET ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-plan dashboards seeds lock image test-cluster \
+.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-step bench-plan dashboards seeds lock image test-cluster \
 	demo-cluster clean
 
 help: ## this list
@@ -77,6 +77,9 @@ bench-rollout: .venv/.vllm ## the rollout service beside vLLM in process; new we
 	$(BIN)/python -m benchmarks.placements
 	$(BIN)/python -m benchmarks.rollout
 
+bench-step: setup ## a step of GRPO and of PPO beside a loop by hand and beside TRL, which it installs; 15 minutes
+	$(BIN)/python -m benchmarks.step
+
 bench-plan: setup ## the planner's estimates beside measured memory and steps
 	$(BIN)/python -m benchmarks.plan
 
@@ -97,4 +100,4 @@ demo-cluster: .venv/bin/helm ## the demo on that cluster, step by step: install,
 	IMAGE=$(IMAGE) scripts/demo-cluster
 
 clean: ## remove .venv and caches; outputs/ stays
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
