@@ -62,7 +62,9 @@ def course_of(job: JobConfig, num_prompts: int) -> dict[str, Any]:
     """The settings that decide which prompts a step sees and which tokens it draws. A resumed run with
     others would be neither the old run nor a new one."""
     data, rollout, filter_groups = job.data, job.rollout, job.algorithm.filter_groups
+    model = job.actor.model
     return {
+        "actor.model.lora_alpha": model.lora_alpha if model.lora_rank else None,
         "algorithm.adv_estimator": job.algorithm.adv_estimator,
         "algorithm.filter_groups.metric": filter_groups.metric if filter_groups.enable else None,
         "data.train_files": [Path(file).name for file in data.train_files],
@@ -173,9 +175,10 @@ class Checkpoints:
             if state.same_course.get(key) != value
         ]
         if differing:
+            key = "lora_adapter_path" if (path / "actor" / "adapter_config.json").is_file() else "path"
             raise InvalidConfig(
                 f"{path} cannot be resumed exactly: {'; '.join(differing)}. Set them back, or begin a new run "
-                f"from its weights with actor.model.path={path / 'actor'}"
+                f"from its weights with actor.model.{key}={path / 'actor'}"
             )
         return state
 
