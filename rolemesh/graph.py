@@ -249,7 +249,12 @@ class Recorder:
         return self.answer(method, len(batch))
 
     def answer(self, method: Method, num_rows: int) -> DataProto:
-        return DataProto({name: _blank(name, num_rows, self.job) for name in method.writes})
+        tensors = [name for name in method.writes if COLUMNS[name].dtype]
+        others = [name for name in method.writes if name not in tensors]
+        return DataProto.from_dict(
+            {name: _blank(name, num_rows, self.job) for name in tensors},
+            {name: [{}] * num_rows for name in others},
+        )
 
     def check(self, reader: str, reads: Iterable[str], batch: DataProto) -> None:
         """Raises InvalidBatch unless every column is there and is what `COLUMNS` says."""
