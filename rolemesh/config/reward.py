@@ -32,7 +32,9 @@ class OverlongBufferConfig(Config):
     enable: bool = Field(False, description="punish responses that come near data.max_response_length")
     len: int = Field(0, ge=0, description="tokens before the maximum over which the punishment grows")
     penalty_factor: float = Field(1.0, ge=0, description="of the full punishment, at the maximum")
-    log: bool = Field(False, description="metrics: reward/overlong_reward/mean, and reward/overlong/mean, the share")
+    log: bool = Field(
+        False, description="metrics: reward/overlong_reward/mean, and reward/overlong/mean, the share"
+    )
 
 
 class SandboxConfig(Config):
@@ -53,7 +55,7 @@ class RewardConfig(Config):
     )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     num_workers: int | None = Field(
-        None, gt=0, description="processes that score rows; null: as many as there are CPUs"
+        None, gt=0, description="processes that score rows; null: as many as there are CPUs, 8 at most"
     )
     timeout_s: float = Field(300.0, gt=0, description="for a row (batch: a call); then the run ends, naming it")
     format_score: float = Field(0.0, description="gsm8k: of a well-formed wrong answer")

@@ -23,6 +23,8 @@ from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import InvalidConfig, RewardFailed
 from services.reward.verdict import Verdict
 
+MOST_BY_THEMSELVES = 8  # a container sees all CPUs of its node, whatever its share of them
+
 
 class Judges:
     """The pool of one reward worker.
@@ -33,8 +35,8 @@ class Judges:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        num_threads = config.num_workers or len(os.sched_getaffinity(0))
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="judge")
+        num_judges = config.num_workers or min(len(os.sched_getaffinity(0)), MOST_BY_THEMSELVES)
+        self._threads = ThreadPoolExecutor(num_judges, thread_name_prefix="judge")
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._running: set[_Judge] = set()

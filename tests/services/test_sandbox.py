@@ -269,6 +269,12 @@ def test_a_program_has_the_standard_library_and_answers_the_same_each_time(sandb
     other.close()
 
 
+def test_a_program_that_is_no_text_fails_and_the_smallest_memory_is_enough(sandbox: Sandbox) -> None:
+    assert attempt(sandbox, "print('\ud800')\n", limits=replace(LIMITS, memory_bytes=64 << 20)).output == "?\n"
+    assert attempt(sandbox, "\x00").status == 1
+    assert attempt(sandbox, "print(input())", "\ud800").output == "?\n"
+
+
 def test_a_function_is_called_with_the_arguments_and_its_prints_are_no_result(sandbox: Sandbox) -> None:
     program = (
         "class Solution:\n    def f(self, xs: List[int], k):\n        print('x')\n        return xs[k], k\n"

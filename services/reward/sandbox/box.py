@@ -174,7 +174,7 @@ def _file(text: str, *, sealed: bool) -> int:
     """Text as an open file in memory, of no name; sealed: nobody can change it."""
     file = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with open(file, "wb", closefd=False) as writing:
-        writing.write(text.encode(errors="surrogateescape"))
+        writing.write(text.encode(errors="replace"))
     os.lseek(file, 0, os.SEEK_SET)
     if sealed:
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALED)

@@ -145,7 +145,9 @@ def confine(asked: dict[str, Any], files: list[int], kept: tuple[int, int], pare
             resource.RLIMIT_MEMLOCK: 0,
         }
         for limit, value in limits.items():
-            resource.setrlimit(limit, (value, value))
+            _, highest = resource.getrlimit(limit)
+            lower = value if highest == resource.RLIM_INFINITY else min(value, highest)
+            resource.setrlimit(limit, (lower, lower))
         no_new_privileges()
         allow_computing_only()
     except BaseException as error:
