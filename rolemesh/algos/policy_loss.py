@@ -95,7 +95,8 @@ def gspo_policy_loss(
     """Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071, eq. 13).
 
     PPO's clip, not dual, on s = sg(exp(mean_t log ρ))·π/sg(π): the value of the response's ratio, its length
-    taken out, and the gradient of the token's. s is held below e^10, as elsewhere in the field.
+    taken out, and the gradient of the token's. s is at most e^10. The paper's mean is over the tokens of a row
+    and then over rows: loss_agg_mode seq-mean-token-mean.
     """
     d = log_ratio(log_probs, old_log_probs)
     log_s = row_mean(d.detach(), response_mask) + log_probs - log_probs.detach()
@@ -242,6 +243,7 @@ def dro_policy_loss(
 ) -> TokenLosses:
     """Direct Reward Optimisation (Richemond et al. 2024, arXiv:2405.19107): −(A·log π − ½β·log²ρ), a quadratic
     penalty in place of the clip; β = dro_beta."""
+    assert config.policy_loss.dro_beta is not None, "refused when the job is read"
     d = log_ratio(log_probs, old_log_probs)
     losses = -(advantages * log_probs - 0.5 * config.policy_loss.dro_beta * d.square())
     return TokenLosses(losses, {"ppo_kl": -d.detach()})
@@ -310,7 +312,7 @@ ROWS = "seq-mean-token-mean"
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "vanilla": PolicyLoss(vanilla_policy_loss),
     "gpg": PolicyLoss(gpg_policy_loss),
-    "gspo": PolicyLoss(gspo_policy_loss, aggregation=ROWS),
+    "gspo": PolicyLoss(gspo_policy_loss),
     "cispo": PolicyLoss(cispo_policy_loss),
     "sapo": PolicyLoss(sapo_policy_loss, aggregation=ROWS),
     "clip_cov": PolicyLoss(clip_cov_policy_loss, choose=choose_clip_cov),

@@ -29,7 +29,13 @@ class PolicyLossConfig(Config):
     clip_cov_ub: float = Field(5.0, description="clip_cov: and below this")
     kl_cov_ratio: float = Field(0.0002, gt=0, le=1, description="kl_cov: share of the tokens that pay a KL")
     ppo_kl_coef: float = Field(0.1, ge=0, description="kl_cov: weight of that KL")
-    dro_beta: float = Field(0.1, gt=0, description="dro: weight of the squared log-ratio")
+    dro_beta: float | None = Field(None, gt=0, description="dro: weight of the squared log-ratio; 0.05, say")
+
+    @model_validator(mode="after")
+    def _dro_has_a_weight(self) -> "PolicyLossConfig":
+        if self.loss_mode == "dro" and self.dro_beta is None:
+            raise ValueError("loss_mode is dro and dro_beta is not set; 0.05 is usual")
+        return self
 
     @model_validator(mode="after")
     def _covariances_lie_between(self) -> "PolicyLossConfig":
@@ -64,7 +70,7 @@ class ActorConfig(Config):
     tau_pos: float = Field(1.0, gt=0, description="sapo: how sharp the gate is where A > 0")
     tau_neg: float = Field(1.05, gt=0, description="sapo: and where it is not")
     loss_agg_mode: LossAggMode = Field(
-        "token-mean", description="gspo, sapo and geo_mean are seq-mean-token-mean whatever it says"
+        "token-mean", description="sapo and geo_mean are seq-mean-token-mean whatever it says"
     )
     loss_scale_factor: int | None = Field(
         None, gt=0, description="divisor of seq-mean-token-sum-norm; null: the response length"

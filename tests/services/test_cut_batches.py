@@ -21,13 +21,16 @@ from rolemesh.models.optimizer import Optimizer
 from rolemesh.models.tiny import make_tiny_model
 from services.actor.worker import ActorWorker
 
-ROWS = 8
+ROWS = 6
 # name: keys of the actor
 CUTS: dict[str, dict[str, Any]] = {
     "whole": {"ppo_micro_batch_size_per_gpu": ROWS},
-    "twos": {"ppo_micro_batch_size_per_gpu": 2},
     "ones": {"ppo_micro_batch_size_per_gpu": 1},
-}
+    "by tokens": {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 20},
+    "padded, by tokens": {
+        "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 50, "model": {"use_remove_padding": False},
+    },
+}  # fmt: skip
 REJECTION = {"rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "4.0,2.0"}
 # name: loss_mode, algorithm.rollout_correction
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,6 +66,7 @@ def job_of(model: Path, loss: str, mode: str, cut: dict[str, Any]) -> JobConfig:
         "loss_agg_mode": mode,
         "policy_loss": {
             "loss_mode": loss_mode, "clip_cov_ratio": 0.1, "kl_cov_ratio": 0.1, "clip_cov_lb": 0.0,
+            "dro_beta": 0.1,
         },
         "entropy_coeff": 0.01,
         "use_kl_loss": True,

@@ -34,7 +34,7 @@ from rolemesh.config.job import make_job
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
 from rolemesh.errors import InvalidConfig
 
-CONFIG = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3)
+CONFIG = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, policy_loss=PolicyLossConfig(dro_beta=0.1))
 LN2 = math.log(2)
 
 
@@ -137,6 +137,11 @@ def test_kl_cov_adds_a_kl_to_the_chosen_tokens_and_clips_nothing() -> None:
     assert_close(result.losses, of(-2.0, -2 + 0.1 * LN2, -2 + 0.1 * LN2))
     assert_close(case.gradient, of(-2.0, -2.0 + 0.1, -2.0 - 0.1))
     assert_close(result.shares["ppo_kl"], of(LN2, LN2, LN2))
+
+
+def test_sapo_and_geo_mean_have_an_aggregation_of_their_own() -> None:
+    own = {name: loss.aggregation for name, loss in POLICY_LOSSES.items() if loss.aggregation}
+    assert own == {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
 
 
 def test_geo_mean_by_hand() -> None:
@@ -260,6 +265,7 @@ def test_every_loss_mode_has_a_loss_and_no_other_has() -> None:
         ({"policy_loss": {"clip_cov_ratio": 0}}, "clip_cov_ratio"),
         ({"policy_loss": {"kl_cov_ratio": 1.5}}, "kl_cov_ratio"),
         ({"policy_loss": {"dro_beta": 0}}, "dro_beta"),
+        ({"policy_loss": {"loss_mode": "dro"}}, "loss_mode is dro and dro_beta is not set"),
         ({"tau_neg": 0}, "tau_neg"),
     ],
 )
