@@ -42,10 +42,12 @@ class MicroBatches:
             batch: attention_mask [B, S], no row of which has more tokens than max_tokens.
         """
         mask = batch["attention_mask"]
+        if not len(mask):
+            return []
         lengths = mask.sum(1).tolist() if self.packed else [mask.shape[1]] * len(mask)
         if self.max_tokens is not None:
             return [torch.tensor(rows) for rows in within(lengths, self.max_tokens)]
-        if self.packed and self.balanced and lengths:
+        if self.packed and self.balanced:
             num_parts = -(-len(lengths) // self.num_rows)
             return [torch.tensor(rows) for rows in balance(lengths, num_parts, self.num_rows)]
         return list(torch.split(torch.arange(len(lengths)), self.num_rows))
