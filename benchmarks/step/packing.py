@@ -20,7 +20,7 @@ from benchmarks.step.ours import job_of
 from benchmarks.step.setting import MICRO_BATCH, PROMPT_TOKENS, RESPONSE_TOKENS, SEQUENCES
 from benchmarks.step.workload import end_probability
 from rolemesh.dataproto import DataProto
-from rolemesh.models.distribution import CHUNK_LOGITS, MIN_MATRIX_ROWS
+from rolemesh.models.chunks import CHUNK_LOGITS, MIN_MATRIX_ROWS
 from rolemesh.models.tiny import CLASSES
 from rolemesh.rpc.allocator import give_back_free_memory
 from services.actor.worker import ActorWorker

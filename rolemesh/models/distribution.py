@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_LOGITS = 2**25  # as many logits exist at a time, and less than twice as many: 128 to 256 MiB of float32
-BLOCK_LOGITS = 2**20  # of these, as many are worked on at a time where no gradient is kept: what caches hold
-MIN_MATRIX_ROWS = 256  # tokens in a forward pass; rolemesh/models/sequence.py says why
+from rolemesh.models.chunks import MIN_MATRIX_ROWS, tokens_at_once
+
+BLOCK_LOGITS = 2**20  # as many logits are worked on at a time where no gradient is kept: what caches hold
 NO_MASS = -1e30  # a logit whose exp() is 0; of -inf, and of the lowest number, gradients would be NaN
 
 
@@ -100,8 +100,7 @@ def distribution_stats(
         parts = _cut(logits.numel() // BLOCK_LOGITS, logits, drawn, kept_ids)
         return _joined([wanted.of(*part) for part in parts])
 
-    rows = max(MIN_MATRIX_ROWS, CHUNK_LOGITS // model.config.vocab_size)
-    chunks = _cut(len(hidden) // rows, hidden, drawn, kept_ids)
+    chunks = _cut(len(hidden) // tokens_at_once(model.config.vocab_size), hidden, drawn, kept_ids)
     if len(chunks) == 1 or not torch.is_grad_enabled():
         stats = _joined([of_chunk(*chunk) for chunk in chunks])
     else:

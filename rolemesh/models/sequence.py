@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.models.distribution import MIN_MATRIX_ROWS, TokenStats, Wanted, distribution_stats
+from rolemesh.models.chunks import MIN_MATRIX_ROWS
+from rolemesh.models.distribution import TokenStats, Wanted, distribution_stats
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.packing import Segments, is_packed, take
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
-from rolemesh.models import distribution
+from rolemesh.models import chunks, distribution
 from rolemesh.models.distribution import head
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.packing import padded_width, remove_padding
@@ -154,9 +154,9 @@ def test_chunks_and_blocks_give_what_the_whole_gives(gradient: bool, monkeypatch
             stats = token_stats(model, rows, temperature=0.7, sum_pi_squared=True)
         return [column for column in stats if column is not None]
 
-    assert rows["response_mask"].sum() > 2 * distribution.MIN_MATRIX_ROWS
+    assert rows["response_mask"].sum() > 2 * chunks.MIN_MATRIX_ROWS
     whole = found()
-    monkeypatch.setattr(distribution, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(chunks, "CHUNK_LOGITS", 1)
     monkeypatch.setattr(distribution, "BLOCK_LOGITS", 5 * SMALL["vocab_size"])
     for mine, theirs in zip(found(), whole, strict=True):
         assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
