@@ -38,7 +38,7 @@ def main() -> None:
     connection.send_bytes(b"{}")
     while True:
         try:
-            arguments = connection.recv()  # pickled by the service, which started us
+            arguments = json.loads(connection.recv_bytes())
         except EOFError:
             return
         connection.send_bytes(json.dumps(answer(function, name, arguments)).encode())

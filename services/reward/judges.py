@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -83,9 +82,13 @@ class Judges:
         return judge
 
     def _ask(self, arguments: Mapping[str, Any]) -> list[Verdict]:
+        try:
+            message = json.dumps(arguments).encode()
+        except (TypeError, ValueError) as error:
+            raise RewardFailed(f"the row is not JSON-like: {error}") from error
         judge = self._judge()
         try:
-            said = judge.ask(pickle.dumps(arguments), self._config.timeout_s)
+            said = judge.ask(message, self._config.timeout_s)
         except RewardFailed:
             self._end(judge)
             raise
