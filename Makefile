@@ -10,8 +10,8 @@ IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyprojec
 TARGET ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-step bench-plan dashboards seeds lock image test-cluster \
-	demo-cluster clean
+.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-step bench-plan dashboards seeds curves \
+	lock image test-cluster demo-cluster clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 15
@@ -85,6 +85,9 @@ bench-plan: setup ## the planner's estimates beside measured memory and steps
 
 seeds: setup ## the demo with three seeds: accuracy before and after, a table and a plot
 	$(BIN)/python -m benchmarks.demo
+
+curves: setup ## how ten recipes learn, with three seeds: docs/algorithms.png and a table
+	$(BIN)/python -m benchmarks.recipes
 
 lock: ## resolve both locks anew; what is in both has one version
 	$(COMPILE) requirements-vllm.in --override requirements-vllm.override -o requirements-vllm.lock
