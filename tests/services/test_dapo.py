@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -143,14 +143,16 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     directory = tmp_path_factory.mktemp("world")
     job = small_job(directory, tiny_model, "run", *DAPO)
     (directory / "reward.py").write_text(RIGHT)
     tokenizer = load_tokenizer(job.actor.model)
     tokens = [tokenizer.encode(text, add_special_tokens=False) for text in "12"]
     data = PromptDataset(job.data.train_files, job.data, tokenizer)
-    return World(job, data, RewardWorker(job), (tokens[0][0], tokens[1][0]))
+    reward = RewardWorker(job)
+    yield World(job, data, reward, (tokens[0][0], tokens[1][0]))
+    reward.close()
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
