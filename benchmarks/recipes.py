@@ -23,6 +23,7 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles
 from services.actor.worker import ActorWorker, ReferenceWorker
 from services.controller.loop import Run
+from services.controller.record import STEP
 from services.controller.run_dir import read_metrics
 from services.critic.worker import CriticWorker
 from services.demo import one_thread, prepare_demo
@@ -132,7 +133,7 @@ def _points(curve: dict[int, float]) -> tuple[list[int], list[float]]:
 def accuracy(job: JobConfig) -> dict[int, float]:
     """Held-out accuracy by step."""
     records = read_metrics(job.run_dir / "metrics.jsonl")
-    return {int(r["training/global_step"]): r[ACCURACY] for r in records if r.get(ACCURACY) is not None}
+    return {int(r[STEP] or 0): right for r in records if (right := r.get(ACCURACY)) is not None}
 
 
 def keep(curves: Curves) -> None:

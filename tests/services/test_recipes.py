@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from in_process import small_job, train
 
-from configs.recipes.gdpo_reward import compute_score
 from rolemesh.config import JobConfig, load_job
 from rolemesh.config.base import read_yaml
 from services.controller.run_dir import read_metrics
+from services.reward.functions.custom import load_function
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
@@ -72,7 +72,12 @@ async def test_a_recipe_makes_two_steps(recipe: Path, tiny_model: Path, tmp_path
     ("answer", "correct", "form"),
     [("so #### 1,234", 1, 1), ("#### 12. or #### 1234.", 1, 1), ("#### 1235", 0, 1), ("1234", 0, 0)],
 )
-def test_the_reward_of_gdpo_tells_its_components(answer: str, correct: float, form: float) -> None:
-    assert compute_score("openai/gsm8k", answer, "1234", {}) == {
-        "score": correct, "acc": correct, "correct": correct, "format": form
-    }  # fmt: skip
+def test_the_reward_of_gdpo_tells_its_components(
+    answer: str, correct: float, form: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CONFIGS.parent)  # what the recipe's path starts from
+    job = laid_on(CONFIGS / "recipes" / "gdpo.yaml", "gsm8k-ppo.yaml")
+    compute_score = load_function(job.reward.custom_reward_function)
+    told = compute_score(data_source="openai/gsm8k", solution_str=answer, ground_truth="1234", extra_info={})
+    assert told == {"score": correct, "acc": correct, "correct": correct, "format": form}
+    assert set(job.algorithm.gdpo_reward_keys) <= set(told)
