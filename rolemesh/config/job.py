@@ -273,11 +273,11 @@ class JobConfig(Config):
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """Reads a job file and lays dotted overrides on it.
+    """Reads a job file and lays overrides on it.
 
     Args:
         path: a YAML file.
-        overrides: `section.key=value`, the value in YAML.
+        overrides: further YAML files, and `section.key=value`, the value in YAML (parse_overrides).
 
     Raises:
         InvalidConfig: with every wrong key, where it is, and the nearest right one.

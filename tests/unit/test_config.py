@@ -96,6 +96,26 @@ def test_a_file_that_is_no_job_is_refused(tmp_path: Path, content: str, words: s
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"no such job file: .*absent.yaml"):
         load_job(tmp_path / "absent.yaml")
+    (tmp_path / "job.yaml").touch()
+    with pytest.raises(InvalidConfig, match=r"no such job file: .*absent.yaml"):
+        load_job(tmp_path / "job.yaml", [str(tmp_path / "absent.yaml")])
+
+
+def test_files_are_laid_on_each_other_from_left_to_right_and_keys_on_all_of_them(tmp_path: Path) -> None:
+    clip_ratios = {"base": (0.1, 0.1, 0.1, 0.1), "first": (0.2, 0.2, 0.2), "second": (0.3, 0.3)}
+    names = ("clip_ratio_c", "clip_ratio_high", "clip_ratio_low", "clip_ratio")
+    for name, values in clip_ratios.items():
+        section = {key: 1 + value for key, value in zip(names[::-1], values, strict=False)}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"actor": section}))
+    files = [str(tmp_path / f"{name}.yaml") for name in ("first", "second")]
+    overrides = ["actor.clip_ratio=1.4", *files, "actor.policy_loss.loss_mode=cispo"]
+    actor = load_job(tmp_path / "base.yaml", overrides).actor
+    assert [getattr(actor, name) for name in names] == [1.1, 1.2, 1.3, 1.4]
+
+
+def test_an_override_that_is_neither_a_key_nor_a_file_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"'dapo' is not of the form section.key=value, nor a .yaml file"):
+        parse_overrides(["dapo"])
 
 
 @pytest.mark.parametrize(
