@@ -102,6 +102,7 @@ class Run:
             RolemeshError: a step, a validation or a checkpoint failed; the last good checkpoint stays.
         """
         context.job.set(self.job.trainer.experiment_name)
+        context.step.set(0)
         ahead = Ahead(roles.rollout, self._upcoming, self._max_staleness)
         self._roles = bypassing(timed(replace(roles, rollout=ahead), self._stopwatch), self.job)
         token = observer.set(self._stopwatch)

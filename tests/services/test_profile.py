@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import small_job
+from in_process import course, small_job
 from observed import in_process, over_grpc, run
 from serving import served_group
 
@@ -23,13 +23,23 @@ from services.controller.loop import Run
 from services.controller.pages import check_step
 
 CLOCKS = 1000  # microseconds, between torch's clock, the controller's and what a call's midpoint says
+TWO_STEPS = ("trainer.total_training_steps=2", "trainer.val_before_train=false")
 WHERE = {"in process": in_process, "over gRPC": over_grpc}
 Slice = dict[str, Any]
 
 
 def profiled_job(directory: Path, model: Path, *overrides: str) -> JobConfig:
-    steps = ("trainer.total_training_steps=2", "trainer.profile_steps=[2]", "trainer.val_before_train=false")
-    return small_job(directory, model, "run", *steps, *overrides)
+    return small_job(directory, model, "run", *TWO_STEPS, "trainer.profile_steps=[2]", *overrides)
+
+
+@pytest.fixture(scope="module")
+async def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> JobConfig:
+    """The same run without a profile."""
+    job = small_job(tmp_path_factory.mktemp("plain"), tiny_model, "run", *TWO_STEPS)
+    async with in_process(job) as roles:
+        assert roles.actor.traces is None  # type: ignore[attr-defined]
+        await run(job, roles)
+    return job
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -83,11 +93,12 @@ def check_timeline(found: list[dict[str, Any]], methods: set[str]) -> None:
 
 @pytest.mark.parametrize("where", WHERE)
 async def test_a_profiled_step_has_a_timeline_and_a_trace_of_each_role(
-    where: str, tiny_model: Path, tmp_path: Path
+    where: str, plain: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = profiled_job(tmp_path, tiny_model)
     async with WHERE[where](job) as roles:
         await run(job, roles)
+    assert course(job) == course(plain)
     directory = job.profile_dir(2)
     assert [path.name for path in directory.parent.iterdir()] == ["step_2"]
 
@@ -137,12 +148,8 @@ async def test_who_waits_for_whom_where_roles_share_a_device(tiny_model: Path, t
         assert role == other or began >= ended - CLOCKS  # one role at a time
 
 
-async def test_a_run_without_profile_steps_writes_and_records_nothing(tiny_model: Path, tmp_path: Path) -> None:
-    job = small_job(tmp_path, tiny_model, "run", "trainer.total_training_steps=1")
-    async with in_process(job) as roles:
-        assert roles.actor.traces is None  # type: ignore[attr-defined]
-        await run(job, roles)
-    assert not (job.run_dir / "profile").exists()
+def test_a_run_without_profile_steps_writes_and_records_nothing(plain: JobConfig) -> None:
+    assert not (plain.run_dir / "profile").exists()
     assert timeline.calls.get() is None
 
 
