@@ -52,9 +52,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """What a command line lays on its job file: other files (`configs/recipes/dapo.yaml`), each on those left of
-    it, and on all of them single keys: `["trainer.save_freq=5"]` is `{"trainer": {"save_freq": 5}}`. Values are
-    YAML.
+    """What a command line lays on its job file: other files (`configs/recipes/dapo.yaml`), each on those left
+    of it, and on all of them single keys: `["trainer.save_freq=5"]` is `{"trainer": {"save_freq": 5}}`. Values
+    are YAML.
 
     Raises:
         InvalidConfig: neither key=value nor a YAML file, or a file that cannot be read.

@@ -122,8 +122,11 @@ def test_an_override_that_is_neither_a_key_nor_a_file_is_refused() -> None:
     ("overrides", "words"),
     [
         (["data.train_batch_size=10", "actor.ppo_mini_batch_size=4"], "10 does not divide into mini-batches"),
-        (["actor.ppo_micro_batch_size_per_gpu=3"], "does not divide into micro-batches"),
-        (["critic.ppo_micro_batch_size_per_gpu=3"], "critic: a mini-batch of 8 rows"),
+        (["actor.ppo_micro_batch_size_per_gpu=3"], "do not divide into micro-batches"),
+        (
+            ["critic.ppo_micro_batch_size_per_gpu=3"],
+            "critic.ppo_mini_batch_size is 8, so a mini-batch has 8 rows",
+        ),
         (["algorithm.adv_estimator=grpo"], "rollout.n is 1"),
         (["trainer.resume_mode=resume_path"], "resume_from_path is not set"),
         (["rollout.top_k=0"], "-1 takes all"),
