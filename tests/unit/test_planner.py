@@ -76,7 +76,10 @@ NAMED = {"standalone": STANDALONE, "collocate": COLLOCATE, "hybrid": HYBRID, "sp
 
 def test_a_config_alone_gives_llama_7b(tmp_path: Path) -> None:
     LlamaConfig(tie_word_embeddings=False).save_pretrained(tmp_path)  # its defaults are the 7B's
-    assert read_shape(ModelConfig(path=str(tmp_path)), "actor") == LLAMA_7B
+    shape = read_shape(ModelConfig(path=str(tmp_path)), "actor")
+    assert replace(shape, matrices=()) == LLAMA_7B
+    # Rows plus columns: four of the attention's and three of the MLP's in each of 32 layers.
+    assert sum(size for _, size in shape.matrices) == 32 * (4 * 2 * 4096 + 3 * (4096 + 11008))
     assert LLAMA_7B.policy_parameters == 6_738_415_616
 
 
