@@ -11,6 +11,7 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
+from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
 from rolemesh.models import chunks, distribution
@@ -18,6 +19,7 @@ from rolemesh.models.distribution import head
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.packing import padded_width, remove_padding
 from rolemesh.models.sequence import token_stats, token_values
+from rolemesh.models.training import checkpoint_activations
 
 SMALL = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -59,7 +61,9 @@ def stats_and_gradients(model: Any, rows: DataProto) -> list[torch.Tensor]:
     model.zero_grad()
     stats = token_stats(model, rows, temperature=0.7, entropy_gradient=True, sum_pi_squared=True)
     assert stats.entropys is not None and stats.sum_pi_squared is not None  # noqa: PT018
-    weights = torch.linspace(-1, 1, stats.log_probs.numel()).view(stats.log_probs.shape)
+    weights = (
+        torch.linspace(-1, 1, stats.log_probs.numel()).view(stats.log_probs.shape).to(stats.log_probs.device)
+    )
     torch.autograd.backward((weights * stats.log_probs + weights.flip(0) * stats.entropys).sum())
     mask = rows["response_mask"]
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -201,3 +205,35 @@ def test_log_probs_at_a_large_vocabulary_need_little_more_than_a_chunk_of_logits
     peak = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
     chunk = 256 * 152_000 * 4
     assert chunk <= peak < 1.3 * chunk
+
+
+@pytest.mark.gpu
+def test_packed_is_padded_in_bfloat16_on_a_gpu() -> None:
+    """There attention is the kernel for uneven lengths, and keeps its window."""
+    for kind in ("Qwen2", "Mistral"):
+        model, rows = causal_lm(kind, torch.float32).cuda(), uneven(9).to("cuda")
+        with torch.no_grad():
+            padded = token_stats(model, rows, temperature=0.7, dtype="bfloat16")
+            remove_padding(model.get_decoder(), "actor")
+            packed = token_stats(model, rows, temperature=0.7, dtype="bfloat16")
+        assert_close(packed.log_probs, padded.log_probs, rtol=0.05, atol=0.1)
+        assert not torch.equal(packed.log_probs, padded.log_probs)
+
+
+@pytest.mark.gpu
+def test_activations_on_the_host_leave_the_gradients_and_free_the_gpu() -> None:
+    found: dict[bool, tuple[int, list[torch.Tensor]]] = {}
+    for offload in (False, True):
+        model, rows = (
+            causal_lm("Qwen2", torch.float32, num_hidden_layers=16).cuda().train(),
+            uneven(64).to("cuda"),
+        )
+        config = ModelConfig(path="", enable_activation_offload=offload)
+        checkpoint_activations(model, config)
+        remove_padding(model.get_decoder(), "actor")
+        torch.cuda.reset_peak_memory_stats()
+        gradients = stats_and_gradients(model, rows)
+        found[offload] = torch.cuda.max_memory_allocated(), gradients
+    assert found[True][0] < found[False][0]
+    for mine, theirs in zip(found[True][1], found[False][1], strict=True):
+        assert_close(mine, theirs)
