@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.step.setting import RESPONSE_TOKENS, SEQUENCES
+from benchmarks.step.setting import PROMPT_TOKENS, RESPONSE_TOKENS, SEQUENCES
 from rolemesh.data.parquet import write_rows
 from rolemesh.models.tiny import make_tiny_model
 
@@ -45,13 +45,17 @@ def write_model(directory: Path, end: float) -> None:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     rows = model.get_input_embeddings().weight  # tied: the head's too
     with torch.no_grad():
-        # One dimension is the same for every token, so large that nothing moves the normalised state there:
-        # sqrt(hidden) of it. What a token's row has more or less in that dimension is its logit's bias.
+        # One dimension is the same for every token, so large that little moves the normalised state there: what
+        # a token's row has more or less in that dimension is its logit's bias.
         rows[:, 0] = 1.0
-        scale = math.sqrt(model.config.hidden_size)
-        odds = end / (1 - end) * (len(tokenizer) - 2)
-        rows[tokenizer.eos_token_id, 0] += (math.log(odds) if end else -30.0) / scale
-        rows[tokenizer.pad_token_id, 0] -= 30.0 / scale
+        rows[tokenizer.pad_token_id, 0] = rows[tokenizer.eos_token_id, 0] = -2.0
+        ids = torch.randint(200, (64, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+        output = model(input_ids=ids, output_hidden_states=True)
+        state = output.hidden_states[-1][:, -1].mean(0)  # normalised, as the head is given it
+        if end:
+            others = output.logits[:, -1].logsumexp(-1).mean()
+            rows[tokenizer.eos_token_id] = 0.0
+            rows[tokenizer.eos_token_id, 0] = (math.log(end / (1 - end)) + others) / state[0]
     model.save_pretrained(directory)
 
 
