@@ -65,7 +65,7 @@ def job_of(recipe: str, seed: int, steps: int) -> JobConfig:
             "actor.optim.lr=5e-4",
             f"trainer.experiment_name={recipe}-{seed}",
             f"trainer.default_local_dir={RUNS / f'{recipe}-{seed}'}",
-            f"trainer.total_training_steps={steps}",
+            f"trainer.total_training_steps={steps}", "trainer.test_freq=2",
             "trainer.rollout_data_dir=null", "trainer.validation_data_dir=null",
         ],
     )  # fmt: skip
@@ -145,7 +145,7 @@ def keep(curves: Curves) -> None:
 
 def main(
     seeds: Annotated[list[int], typer.Option(help="Which seeds.")] = [1, 2, 3],  # noqa: B006
-    steps: Annotated[int, typer.Option(help="Of each run.")] = 40,
+    steps: Annotated[int, typer.Option(help="Of each run.")] = 30,
     recipes: Annotated[list[str], typer.Option(help="Files of configs/recipes.")] = list(RECIPES),  # noqa: B006
 ) -> None:
     """Prints a table, and writes benchmarks/results/recipes.json and docs/algorithms.png."""

@@ -18,8 +18,8 @@ ACCURACY = "val-core/rolemesh/arithmetic/acc/mean@1"
 # with rollout.n of each
 RECIPES = {"ppo": 1, "grpo": 8, "rloo": 4, "reinforce++": 1, "remax": 1, "gpg": 8, "gspo": 8, "dapo": 8}
 NUM_ROWS = 128  # responses a step, whatever rollout.n
-# Ten steps gain twice this and more. A share of 256 sampled answers has a standard error of 0.03.
-MARGIN = 0.08
+# From below a third to two thirds and more. A share of 256 answers has a standard error of 0.03.
+MARGIN = 0.25
 
 
 @pytest.fixture(scope="session")
@@ -45,11 +45,10 @@ async def test_a_policy_learns_to_add(recipe: str, n: int, seed: int, adder: Pat
             f"actor.model.path={adder / 'model'}",
             f"data.train_files={adder / 'data' / 'train.parquet'}",
             f"data.val_files={adder / 'data' / 'val.parquet'}",
-            f"data.train_batch_size={NUM_ROWS // n}", f"actor.ppo_mini_batch_size={NUM_ROWS // n}",
+            f"data.train_batch_size={NUM_ROWS // n}", f"actor.ppo_mini_batch_size={NUM_ROWS // n // 2}",
             "data.max_response_length=12", "reward.overlong_buffer.len=3",  # no right sum is overlong
-            "actor.optim.lr=1e-3", "actor.optim.lr_warmup_steps=0", "critic.optim.lr_warmup_steps=0",
-            "rollout.val_kwargs.do_sample=true",  # what the policy would do, not what it likes best
-            "trainer.total_training_steps=10", "trainer.test_freq=10", "trainer.save_freq=-1",
+            "actor.optim.lr=5e-4", "actor.optim.lr_warmup_steps=0", "critic.optim.lr_warmup_steps=0",
+            "trainer.total_training_steps=8", "trainer.test_freq=8", "trainer.save_freq=-1",
             "trainer.rollout_data_dir=null", "trainer.validation_data_dir=null",
             f"trainer.default_local_dir={tmp_path / 'run'}",
         ],

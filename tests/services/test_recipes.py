@@ -16,11 +16,13 @@ from services.reward.functions.custom import load_function
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
-# The reward of the small job, as a dict with the components that gdpo.yaml asks for.
-PARTS = """
+# No two answers are worth the same, so that each step has something to learn; with gdpo.yaml's components.
+REWARD = """
+import zlib
+
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    digits = sum(character.isdigit() for character in solution_str) / 16
-    return {"score": digits, "correct": digits, "format": float(solution_str[:1].isdigit())}
+    score = zlib.crc32(solution_str.encode()) / 2**32
+    return {"score": score, "correct": score, "format": float(solution_str[:1].isdigit())}
 """
 
 
@@ -55,11 +57,11 @@ def test_a_recipe_is_one_method_whatever_it_is_laid_on(recipe: Path) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 async def test_a_recipe_makes_two_steps(recipe: Path, tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "scored.py").write_text(REWARD)
     job = small_job(
         tmp_path, tiny_model, "run", *with_estimator(recipe), "trainer.total_training_steps=2",
         "data.max_response_length=12", "data.train_batch_size=2", "actor.use_dynamic_bsz=true",
-        f"reward.custom_reward_function.path={tmp_path / 'parts.py'}",
+        f"reward.custom_reward_function.path={tmp_path / 'scored.py'}",
     )  # fmt: skip
     await train(job)
     records = [r for r in read_metrics(job.run_dir / "metrics.jsonl") if "actor/grad_norm" in r]
