@@ -10,8 +10,8 @@ IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyprojec
 TARGET ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-plan dashboards seeds lock image test-cluster \
-	demo-cluster clean
+.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-step bench-plan dashboards seeds curves \
+	lock image test-cluster demo-cluster clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 15
@@ -77,11 +77,17 @@ bench-rollout: .venv/.vllm ## the rollout service beside vLLM in process; new we
 	$(BIN)/python -m benchmarks.placements
 	$(BIN)/python -m benchmarks.rollout
 
+bench-step: setup ## a step of GRPO and of PPO beside a loop by hand and beside TRL, which it installs; 15 minutes
+	$(BIN)/python -m benchmarks.step
+
 bench-plan: setup ## the planner's estimates beside measured memory and steps
 	$(BIN)/python -m benchmarks.plan
 
 seeds: setup ## the demo with three seeds: accuracy before and after, a table and a plot
 	$(BIN)/python -m benchmarks.demo
+
+curves: setup ## how ten recipes learn, with three seeds: docs/algorithms.png and a table
+	$(BIN)/python -m benchmarks.recipes
 
 lock: ## resolve both locks anew; what is in both has one version
 	$(COMPILE) requirements-vllm.in --override requirements-vllm.override -o requirements-vllm.lock
@@ -97,4 +103,4 @@ demo-cluster: .venv/bin/helm ## the demo on that cluster, step by step: install,
 	IMAGE=$(IMAGE) scripts/demo-cluster
 
 clean: ## remove .venv and caches; outputs/ stays
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

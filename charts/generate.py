@@ -12,6 +12,7 @@ from pathlib import Path
 from values import Values
 
 from rolemesh.config import JobConfig
+from rolemesh.config.algorithm import COMPARING
 from rolemesh.config.placement import ROLES, ReplicasConfig, strategies
 
 CHARTS = Path(__file__).parent
@@ -72,6 +73,7 @@ def defaults() -> str:
     content = {
         "roles": list(ROLES),
         "stateless": list(ReplicasConfig.model_fields),
+        "comparing": list(COMPARING),
         "job": JobConfig().model_dump(mode="json", exclude={"placement"}),
     }
     return json.dumps(content, indent=1) + "\n"

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.roles import COLUMNS, Critic, Method, Metrics, NoCritic, NoReference, Reference, Roles, methods
+from rolemesh.roles import COLUMNS, Method, Metrics, Roles, methods
 from rolemesh.weights.source import WeightSource
 
 P = ParamSpec("P")
@@ -209,7 +209,7 @@ async def record(page: Page, job: JobConfig, title: str) -> StepGraph:
     recorder.add(Node("data", (), FROM_THE_DATA))
     token = observer.set(recorder)
     try:
-        await page(_some_prompts(), recorder.roles())
+        await page(_some_prompts(job), recorder.roles())
     finally:
         observer.reset(token)
     return recorder.graph
@@ -226,9 +226,7 @@ class Recorder:
 
     def roles(self) -> Roles:
         """Roles that record."""
-        reference: Reference = RecordedReference(self) if self.job.uses_reference else NoReference()
-        critic: Critic = RecordedCritic(self) if self.job.uses_critic else NoCritic()
-        return Roles(RecordedActor(self), RecordedRollout(self), RecordedReward(self), critic, reference)
+        return Roles.of(self.job, {role: RECORDED[role](self) for role in self.job.roles})
 
     def add(self, this: Node) -> None:
         """A call, with an edge from the last writer of each column that it reads. A call that is made once
@@ -251,7 +249,12 @@ class Recorder:
         return self.answer(method, len(batch))
 
     def answer(self, method: Method, num_rows: int) -> DataProto:
-        return DataProto({name: _blank(name, num_rows) for name in method.writes})
+        tensors = [name for name in method.writes if COLUMNS[name].dtype]
+        others = [name for name in method.writes if name not in tensors]
+        return DataProto.from_dict(
+            {name: _blank(name, num_rows, self.job) for name in tensors},
+            {name: [{}] * num_rows for name in others},
+        )
 
     def check(self, reader: str, reads: Iterable[str], batch: DataProto) -> None:
         """Raises InvalidBatch unless every column is there and is what `COLUMNS` says."""
@@ -264,7 +267,7 @@ class Recorder:
                     f"there; {way_out}. The batch has {sorted(batch.columns)}"
                 )
             if name in batch.tensors and name in COLUMNS:
-                wanted, got = _blank(name, len(batch)), batch.tensors[name]
+                wanted, got = _blank(name, len(batch), self.job), batch.tensors[name]
                 if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
                     raise InvalidBatch(
                         f"{self.graph.title}: {reader} reads column {name!r} as "
@@ -282,7 +285,8 @@ class Recorder:
         name = f"controller.{node.name}"
         self.check(name, node.reads(self.job), batch)
         yield
-        self.add(Node(name, node.reads(self.job), node.writes(self.job)))
+        if node.reads(self.job) or node.writes(self.job):  # else it has nothing to do in this job
+            self.add(Node(name, node.reads(self.job), node.writes(self.job)))
 
 
 @dataclass
@@ -291,6 +295,9 @@ class RecordedActor:
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return self.recorder.call("actor.compute_log_probs", batch)
+
+    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        return self.recorder.call("actor.compute_ref_log_probs", batch)
 
     async def update(self, batch: DataProto) -> Metrics:
         self.recorder.call("actor.update", batch)
@@ -342,7 +349,11 @@ class RecordedReward:
     recorder: Recorder
 
     async def compute_scores(self, batch: DataProto) -> DataProto:
-        return self.recorder.call("reward.compute_scores", batch)
+        """No two scores are equal: a page that waits for answers which differ comes to its end."""
+        answer = self.recorder.call("reward.compute_scores", batch)
+        answer["acc"] = torch.arange(len(batch), dtype=torch.float32)
+        answer["token_level_scores"][:, -1] = answer["acc"]
+        return answer
 
 
 @dataclass
@@ -363,7 +374,16 @@ class RecordedCritic:
         raise AssertionError("a page loads no checkpoint; the loop does")
 
 
-def _blank(name: str, num_rows: int) -> Tensor:
+RECORDED: dict[str, Callable[[Recorder], Any]] = {
+    "actor": RecordedActor,
+    "rollout": RecordedRollout,
+    "reference": RecordedReference,
+    "critic": RecordedCritic,
+    "reward": RecordedReward,
+}
+
+
+def _blank(name: str, num_rows: int, job: JobConfig) -> Tensor:
     """A column of the declared shape and dtype: masks all True, the rest zero."""
     column = COLUMNS[name]
     sizes = {
@@ -372,14 +392,15 @@ def _blank(name: str, num_rows: int) -> Tensor:
         "T": RESPONSE_TOKENS,
         "S": PROMPT_TOKENS + RESPONSE_TOKENS,
         "K": KEPT_TOKENS,
+        "C": len(job.algorithm.gdpo_reward_keys),
     }
     shape = [sizes[axis] for axis in column.axes]
     return torch.full(shape, column.dtype == torch.bool, dtype=column.dtype)
 
 
-def _some_prompts() -> DataProto:
+def _some_prompts(job: JobConfig) -> DataProto:
     return DataProto.from_dict(
-        {name: _blank(name, NUM_PROMPTS) for name in ("prompts", "prompt_mask")},
+        {name: _blank(name, NUM_PROMPTS, job) for name in ("prompts", "prompt_mask")},
         {
             "uid": [f"prompt-{i}" for i in range(NUM_PROMPTS)],
             "data_source": ["recording"] * NUM_PROMPTS,

@@ -14,10 +14,10 @@ independent of its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -66,13 +66,19 @@ COLUMNS: dict[str, Column] = {
     # experience
     "old_log_probs": Column("BT", torch.float32, "the actor's, before the update"),
     "entropys": Column("BT", torch.float32, "of the actor's distribution, in nats"),
+    "sum_pi_squared": Column("BT", torch.float32, "the squared probabilities of all tokens, summed"),
     "ref_log_probs": Column("BT", torch.float32, "the reference policy's"),
     "values": Column("BT", torch.float32, "the critic's value before token t is sampled"),
     "token_level_scores": Column("BT", torch.float32, "the reward, as a rule on the last response token"),
     "acc": Column("B", torch.float32, "1 where the answer is right (the score itself where none says)"),
+    "reward_components": Column("BC", torch.float32, "the parts of the reward, by algorithm.gdpo_reward_keys"),
+    "reward_extra_info": Column("B", None, "dict: further numbers that came with the score, by name"),
+    "think_mask": Column("BT", torch.bool, "True between <think> and </think>; all of a response without them"),
     # made by the controller
+    "reward_baselines": Column("B", torch.float32, "the reward of the greedy answer to the row's prompt"),
     "token_level_rewards": Column("BT", torch.float32, "scores less the KL penalty"),
     "rollout_is_weights": Column("BT", torch.float32, "of the token's loss: old over rollout probability"),
+    "loss_mask": Column("BT", torch.bool, "response_mask without what the rollout correction rejects"),
     "advantages": Column("BT", torch.float32, ""),
     "returns": Column("BT", torch.float32, ""),
 }
@@ -115,19 +121,27 @@ def methods(job: JobConfig) -> dict[str, Method]:
     """`"actor.update"` and so on: what each method of this job reads and writes."""
     kl_loss = ("ref_log_probs",) if job.actor.use_kl_loss else ()
     kept = ("kept_ids",) if job.rollout.truncates else ()
-    correction = ("rollout_is_weights",) if job.algorithm.rollout_correction.rollout_is else ()
+    correction = job.algorithm.rollout_correction.columns
+    loss_mask = tuple(name for name in correction if name == "loss_mask")
+    estimator = job.algorithm.adv_estimator
+    squares = ("sum_pi_squared",) if estimator == "optimal_token_baseline" else ()
+    thoughts = ("think_mask",) if estimator == "egpo" else ()
+    components = ("reward_components",) if job.algorithm.gdpo_reward_keys else ()
+    extra = ("reward_extra_info",) if job.reward.tells_more else ()
     sequence = (*SEQUENCE, *kept)
     table = [
         Method("rollout", "generate", "Generate", ("prompts", "prompt_mask", "seeds"),
                ("row", "responses", "response_mask", "rollout_log_probs", "weight_versions", *kept)),
-        Method("actor", "compute_log_probs", "ComputeLogProbs", sequence, ("old_log_probs", "entropys")),
+        Method("actor", "compute_log_probs", "ComputeLogProbs", sequence,
+               ("old_log_probs", "entropys", *squares)),
         Method("actor", "update", "Update", (*sequence, "old_log_probs", "advantages", *kl_loss, *correction)),
+        Method("actor", "compute_ref_log_probs", "ComputeRefLogProbs", sequence, ("ref_log_probs",)),
         Method("reference", "compute_log_probs", "ComputeLogProbs", sequence, ("ref_log_probs",)),
         Method("critic", "compute_values", "ComputeValues", SEQUENCE, ("values",)),
-        Method("critic", "update", "Update", (*SEQUENCE, "values", "returns")),
+        Method("critic", "update", "Update", (*SEQUENCE, "values", "returns", *loss_mask)),
         Method("reward", "compute_scores", "ComputeScores",
                ("prompts", "prompt_mask", "responses", "response_mask", "data_source", "reward_model", "uid"),
-               ("token_level_scores", "acc"), optional=("extra_info",)),
+               ("token_level_scores", "acc", *components, *extra, *thoughts), optional=("extra_info",)),
     ]  # fmt: skip
     return {f"{method.role}.{method.name}": method for method in table}
 
@@ -140,6 +154,11 @@ class Actor(Protocol):
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         """Log-probabilities [B, T] of the responses and entropies [B, T], 0 where response_mask is False."""
+        ...
+
+    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        """What Reference.compute_log_probs would answer of the base model: the adapter is off for the while.
+        Raises Unsupported where there is none (actor.model.lora_rank 0)."""
         ...
 
     async def update(self, batch: DataProto) -> Metrics:
@@ -174,7 +193,7 @@ class Rollout(Protocol):
     def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
         """One response for each row, in batches of finished rows; column `row` says which they are.
 
-        meta_info["sampling"] is "train" (rollout.*) or "validation" (rollout.val_kwargs.*).
+        meta_info["sampling"] is "train" (rollout.*), "greedy" or "validation" (rollout.val_kwargs.*).
         """
         ...
 
@@ -219,6 +238,16 @@ class NoReference:
         return DataProto()
 
 
+@dataclass
+class ReferenceInActor:
+    """The reference of a job whose actor trains an adapter: the actor without it. No second model is loaded."""
+
+    actor: Actor
+
+    async def compute_log_probs(self, batch: DataProto) -> DataProto:
+        return await self.actor.compute_ref_log_probs(batch)
+
+
 class NoCritic:
     """The critic of a job whose algorithm has none: nothing to save, and an error where a page asks it."""
 
@@ -244,6 +273,12 @@ class Roles:
     reward: Reward
     critic: Critic = field(default_factory=NoCritic)
     reference: Reference = field(default_factory=NoReference)
+
+    @classmethod
+    def of(cls, job: JobConfig, given: Mapping[str, Any]) -> Roles:
+        """The roles of a job by their names, and what stands in for those that it has not."""
+        in_actor: dict[str, Any] = {"reference": ReferenceInActor(given["actor"])} if job.ref_in_actor else {}
+        return cls(**in_actor, **given)
 
     async def sync_weights(self, version: int) -> None:
         """The rollouts take up the actor's weights, under a version that grows with each step."""

@@ -58,7 +58,11 @@ ConfigArgument = Annotated[Path, typer.Argument(help="The job file (YAML).", met
 ConfigOption = Annotated[Path, typer.Option("--config", help="The job file (YAML).", metavar="FILE")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Keys laid on the job file, e.g. trainer.save_freq=5", metavar="[KEY=VALUE]..."),
+    typer.Argument(
+        help="Laid on the job file: others, such as configs/recipes/dapo.yaml, from left to right, and single "
+        "keys, such as trainer.save_freq=5",
+        metavar="[FILE|KEY=VALUE]...",
+    ),
 ]
 ADDRESSES = (
     "host:port, several separated by commas; or dns:NAME:PORT, all that the name has; or "

@@ -16,7 +16,7 @@ from rolemesh.errors import WRONG_INPUT, InvalidConfig, RoleUnavailable
 from rolemesh.kubernetes import Cluster
 from rolemesh.metrics import CONTROLLER
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.roles import NoCritic, NoReference, Roles, methods
+from rolemesh.roles import Roles, methods
 from rolemesh.rpc import tls
 from rolemesh.rpc.allocator import tune
 from rolemesh.rpc.clients import (
@@ -132,8 +132,7 @@ async def drive(
         for client in clients.values():
             await stack.enter_async_context(client)
         await until_ready(clients.values(), job.trainer.ready_timeout_s)
-        roles: dict[str, Any] = {"critic": NoCritic(), "reference": NoReference(), **clients}
-        return await run.train(Roles(**roles))
+        return await run.train(Roles.of(job, clients))
 
 
 def new_client(role: str, addresses: Sequence[str] | Members, job: JobConfig) -> RoleClient:

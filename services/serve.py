@@ -29,6 +29,7 @@ from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.traces import Traces
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ async def load_group(roles: Sequence[str], job: JobConfig) -> tuple[list[LocalWo
         if shares:
             await lease.vacate()
         worker, its_servicers = await _load(role, job, store)
+        worker.traces = Traces.of(job, role)
         if shares:
             lease.seat(worker)
             worker.lease = lease

@@ -152,6 +152,7 @@ def to_json(status: pb.GetStatusResponse) -> dict[str, Any]:
         "step": status.step,
         "total_steps": status.total_steps,
         "phase": status.phase,
+        "found": status.found,
         "metrics": {name: v if math.isfinite(v) else None for name, v in sorted(status.latest.items())},
         "roles": {
             role.name: [
@@ -212,6 +213,7 @@ def _as_run(status: pb.GetStatusResponse) -> RunStatus:
         step=status.step,
         phase=status.phase,
         total_steps=status.total_steps,
+        found=status.found,
     )
     return run
 

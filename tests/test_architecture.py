@@ -16,6 +16,7 @@ SERVICES = {path.parent.name for path in (ROOT / "services").glob("*/__init__.py
 
 # Each reads code from bytes, or a shell's language from text.
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+SANDBOX = ROOT / "services" / "reward" / "sandbox" / "inside.py"  # runs what it is sent, without any rights
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "os.system", "os.popen", "yaml.load"}
 
 
@@ -60,7 +61,8 @@ def test_services_never_import_each_other(path: Path) -> None:
 def test_nothing_runs_what_it_is_sent(path: Path) -> None:
     assert [name for name in imports(path) if name.split(".")[0] in FORBIDDEN_MODULES] == []
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    assert [dotted(call.func) for call in calls if dotted(call.func) in FORBIDDEN_CALLS] == []
+    forbidden = FORBIDDEN_CALLS - {"exec"} if path == SANDBOX else FORBIDDEN_CALLS
+    assert [dotted(call.func) for call in calls if dotted(call.func) in forbidden] == []
     shells = [keyword for call in calls for keyword in call.keywords if keyword.arg == "shell"]
     assert [keyword.value.lineno for keyword in shells] == []
 

@@ -1,12 +1,14 @@
-"""How much better a token or a response was than expected."""
+"""How much better a token was than expected, from what came after it in its own response.
+
+Estimators that compare the responses to one prompt are in group_advantages.py; estimators.py has the table.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 from torch import Tensor
+
+from rolemesh.algos.aggregation import masked_whiten
 
 
 def compute_gae(
@@ -28,7 +30,7 @@ def compute_gae(
     Raises:
         ValueError: the tensors differ in shape.
     """
-    _same_shape(token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
+    require_one_shape(token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
     next_value = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(next_value)
     advantages = torch.empty_like(values)
@@ -41,48 +43,70 @@ def compute_gae(
     return advantages, advantages + values
 
 
-def compute_grpo(
-    token_level_rewards: Tensor, response_mask: Tensor, uid: Sequence[str], *, norm_by_std: bool = True
+def compute_whitened_gae(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """A response's reward against the others to the same prompt (Shao et al. 2024, arXiv:2402.03300).
+    """What PPO learns from: `compute_gae` with its advantages whitened over the batch's sampled tokens. The
+    returns are not: the critic learns them as they are."""
+    advantages, returns = compute_gae(token_level_rewards, values, response_mask, gamma=gamma, lam=lam)
+    return masked_whiten(advantages, response_mask), returns
 
-    A = (r − μ)/(σ + 1e-6) on every sampled token; r is the response's reward, μ and σ (Bessel's) are its
-    group's. Without the division it is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783). A group of one has μ = 0
-    and σ = 1: its reward is kept.
+
+def compute_reinforce_plus_plus(
+    token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (Hu 2025, arXiv:2501.03262): the discounted return to go, whitened over the batch.
 
     Args:
         token_level_rewards: [B, T] float32.
         response_mask: [B, T] bool.
-        uid: [B], the prompt of each row.
-        norm_by_std: algorithm.norm_adv_by_std_in_grpo.
+        gamma: algorithm.gamma.
 
     Returns:
-        advantages [B, T], 0 where response_mask is False; returns, the same.
+        advantages [B, T], 0 where response_mask is False; returns [B, T], not whitened.
+    """
+    returns = return_to_go(token_level_rewards, response_mask, gamma)
+    return torch.where(response_mask, masked_whiten(returns, response_mask), 0), returns
+
+
+def compute_remax(
+    token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor
+) -> tuple[Tensor, Tensor]:
+    """ReMax (Li et al. 2023, arXiv:2310.10505): the return to go, less what the greedy answer to the
+    same prompt was worth.
+
+    Args:
+        token_level_rewards: [B, T] float32.
+        response_mask: [B, T] bool.
+        reward_baselines: [B] float32, the reward of the greedy answer to the row's prompt.
+
+    Returns:
+        advantages [B, T]; returns [B, T].
+    """
+    returns = return_to_go(token_level_rewards, response_mask)
+    return returns - torch.where(response_mask, reward_baselines[:, None], 0), returns
+
+
+def return_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """G [B, T]: a sampled token's reward, and γ times G of the next one that was sampled.
+
+    Other tokens are stepped over, as by `compute_gae`: a turn before a tool's output is worth what follows it.
+    They hold G of the next sampled token, 0 where none follows.
 
     Raises:
-        ValueError: the tensors differ in shape, or uid in length.
+        ValueError: the tensors differ in shape.
     """
-    _same_shape(token_level_rewards=token_level_rewards, response_mask=response_mask)
-    if len(uid) != len(token_level_rewards):
-        raise ValueError(f"{len(uid)} uids for {len(token_level_rewards)} rows")
-    names, inverse = np.unique(np.asarray(uid, dtype=str), return_inverse=True)
-    group = torch.from_numpy(inverse.reshape(-1)).to(token_level_rewards.device)
-    # float64: in float32 the mean of equal rewards may miss them by a rounding error, and the 1e-6 in the
-    # denominator would make an advantage of it
-    rewards = token_level_rewards.double().sum(-1)
-    zeros = rewards.new_zeros(len(names))
-    size = zeros.index_add(0, group, torch.ones_like(rewards))
-    mean = torch.where(size > 1, zeros.index_add(0, group, rewards) / size, 0)
-    centred = rewards - mean[group]
-    variance = zeros.index_add(0, group, centred.square()) / (size - 1).clamp(min=1)
-    std = torch.where(size > 1, variance.sqrt(), 1)
-    scores = centred / (std[group] + 1e-6) if norm_by_std else centred
-    # 0.0 and nothing else on padding: a product's −0.0 among them would have the padding sent (docs/wire.md)
-    advantages = torch.where(response_mask, scores.to(token_level_rewards.dtype)[:, None], 0)
-    return advantages, advantages
+    require_one_shape(token_level_rewards=token_level_rewards, response_mask=response_mask)
+    running = torch.zeros_like(token_level_rewards[:, 0])
+    returns = torch.empty_like(token_level_rewards)
+    for t in reversed(range(returns.shape[1])):
+        running = torch.where(response_mask[:, t], token_level_rewards[:, t] + gamma * running, running)
+        returns[:, t] = running
+    return returns
 
 
-def _same_shape(**tensors: Tensor) -> None:
+def require_one_shape(**tensors: Tensor) -> None:
+    """Raises ValueError unless all have the shape [B, T] of the others."""
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if len({tuple(shape) for shape in shapes.values()}) > 1:
         raise ValueError(f"tensors of one shape [B, T] expected; got {shapes}")

@@ -7,12 +7,14 @@ engine drew too often counts less.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rolemesh.algos.aggregation import masked_mean
+from rolemesh.config.rollout_correction import Criterion
 
 
 def importance_weights(
@@ -44,29 +46,96 @@ def importance_weights(
     return torch.where(response_mask, d.clamp(-20, 20).exp(), 0)
 
 
-def truncate(weights: Tensor, threshold: float) -> Tensor:
-    """min(w, threshold): a little bias for a variance that is bounded (Ionides 2008, "Truncated importance
-    sampling"; Espeholt et al. 2018, arXiv:1802.01561, eq. 1)."""
-    return weights.clamp(max=threshold)
+def bounded(weights: Tensor, low: float | None, high: float) -> Tensor:
+    """min(w, high): a little bias for a variance that is bounded (Ionides 2008, "Truncated importance
+    sampling"; Espeholt et al. 2018, arXiv:1802.01561, eq. 1). With `low`, w where it lies in [low, high], else
+    0: IcePop (Ling Team 2025), which learns nothing from a token that the two see too differently.
+
+    Args:
+        low, high: RolloutCorrectionConfig.bounds.
+    """
+    if low is None:
+        return weights.clamp(max=high)
+    return torch.where((weights >= low) & (weights <= high), weights, 0)
+
+
+# Of d (Schulman 2020, joschu.net/blog/kl-approx.html): estimates of KL(engine ‖ trainer).
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: -d,
+    "k2": lambda d: 0.5 * d.square(),
+    "k3": lambda d: torch.expm1(d) - d,  # expm1: between equal policies exp(d) − 1 would be rounding alone
+}
+# Of an estimate [b, T] that is 0 on masked cells: its statistic, [b, T] or [b, 1].
+STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": lambda values, mask: values,
+    "seq_sum": lambda values, mask: values.sum(-1, keepdim=True),
+    "seq_mean": lambda values, mask: values.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1),
+    "seq_max": lambda values, mask: values.amax(-1, keepdim=True),
+}
+
+
+def accepted_tokens(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, criteria: Iterable[Criterion]
+) -> Tensor:
+    """response_mask without what any criterion rejects: single tokens, or whole responses (Liu et al. 2025,
+    "When Speed Kills Stability").
+
+    k1 is −d, so its bounds are of the ratio rollout/old, the inverse of w.
+
+    Args:
+        old_log_probs, rollout_log_probs: [b, T].
+        response_mask: [b, T] bool.
+        criteria: RolloutCorrectionConfig.criteria.
+
+    Returns:
+        [b, T] bool.
+    """
+    d = torch.where(response_mask, old_log_probs - rollout_log_probs, 0).clamp(-20, 20)
+    accepted = response_mask
+    for each in criteria:
+        statistic = STATISTICS[each.over](ESTIMATORS[each.estimator](d), response_mask)
+        accepted = accepted & (statistic >= each.low) & (statistic <= each.high)
+    return accepted
+
+
+def rejection_metrics(accepted: Tensor, response_mask: Tensor) -> dict[str, float]:
+    """The share of the sampled tokens that is rejected, and of the responses that lose some."""
+    rejected = response_mask & ~accepted
+    return {
+        "rollout_corr/rollout_rs_masked_fraction": masked_mean(rejected.float(), response_mask).item(),
+        "rollout_corr/rollout_rs_seq_masked_fraction": rejected.any(-1).float().mean().item(),
+    }
 
 
 def mismatch_metrics(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """How far the trainer's policy is from the engine's, in nats per token drawn by the engine.
+    """How far the trainer's policy is from the engine's.
 
-    kl is the mean of −d, k3_kl that of exp(d) − 1 − d, which is never negative and has less variance
-    (Schulman 2020, joschu.net/blog/kl-approx.html). Both estimate KL(engine ‖ trainer).
+    kl is the mean of −d, k3_kl that of exp(d) − 1 − d, which is never negative and has less variance: nats per
+    token drawn by the engine. A row's perplexity is exp(−mean log-probability): training_ppl and rollout_ppl
+    are means over the rows, log_ppl_diff that of the difference of logarithms, ppl_ratio that of the ratio.
+    χ²(trainer ‖ engine) = E[w²] − 1, w of a token (chi2_token) or of a response (chi2_seq).
 
     Args:
         as importance_weights.
     """
-    d = torch.where(response_mask, old_log_probs - rollout_log_probs, 0)
-    k3 = torch.expm1(d.clamp(-20, 20)) - d  # expm1: between equal policies exp(d) − 1 would be rounding alone
-    return {
-        "rollout_corr/kl": masked_mean(-d, response_mask).item(),
-        "rollout_corr/k3_kl": masked_mean(k3, response_mask).item(),
+    mask = response_mask
+    d = torch.where(mask, old_log_probs - rollout_log_probs, 0)
+    near, near_row = d.clamp(-20, 20), d.sum(-1).clamp(-20, 20)
+    rows, lengths = mask.any(-1), mask.sum(-1).clamp(min=1)
+    trainer, engine = (-torch.where(mask, x, 0).sum(-1) / lengths for x in (old_log_probs, rollout_log_probs))
+    means = {
+        "kl": masked_mean(-d, mask),
+        "k3_kl": masked_mean(ESTIMATORS["k3"](near), mask),
+        "training_ppl": masked_mean(trainer.exp(), rows),
+        "rollout_ppl": masked_mean(engine.exp(), rows),
+        "log_ppl_diff": masked_mean(trainer - engine, rows),
+        "ppl_ratio": masked_mean((trainer - engine).exp(), rows),
+        "chi2_token": masked_mean(torch.expm1(2 * near), mask),
+        "chi2_seq": masked_mean(torch.expm1(2 * near_row), rows),
     }
+    return {f"rollout_corr/{name}": value.item() for name, value in means.items()}
 
 
 def weight_metrics(weights: Tensor, response_mask: Tensor) -> dict[str, float]:
@@ -76,7 +145,7 @@ def weight_metrics(weights: Tensor, response_mask: Tensor) -> dict[str, float]:
     weighted alike (Kish 1965, "Survey Sampling"): 1 where all weights are equal, 1/n where one is all.
 
     Args:
-        weights: [B, T], before truncation.
+        weights: [B, T], before they are bounded.
         response_mask: [B, T] bool.
     """
     w = weights[response_mask].double()

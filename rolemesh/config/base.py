@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 from rolemesh.errors import InvalidConfig
 
@@ -50,16 +52,22 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`["trainer.save_freq=5"]` to `{"trainer": {"save_freq": 5}}`. Values are YAML.
+    """What a command line lays on its job file: other files (`configs/recipes/dapo.yaml`), each on those left
+    of it, and on all of them single keys: `["trainer.save_freq=5"]` is `{"trainer": {"save_freq": 5}}`. Values
+    are YAML.
 
     Raises:
-        InvalidConfig: an override is not key=value.
+        InvalidConfig: neither key=value nor a YAML file, or a file that cannot be read.
     """
+    files: dict[str, Any] = {}
     tree: dict[str, Any] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
+        if not equals and override.endswith((".yaml", ".yml")):
+            files = merge(files, read_yaml(Path(override)))
+            continue
         if not equals or not all(part.isidentifier() for part in key.split(".")):
-            raise InvalidConfig(f"override {override!r} is not of the form section.key=value")
+            raise InvalidConfig(f"override {override!r} is not of the form section.key=value, nor a .yaml file")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
@@ -73,7 +81,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             if not isinstance(node, dict):
                 raise InvalidConfig(f"override {override!r} contradicts another one above it")
         node[leaf] = value
-    return tree
+    return merge(files, tree)
 
 
 def _number(text: str) -> str | float:
@@ -96,13 +104,15 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain(error: ValidationError, schema: type[BaseModel], where: str) -> InvalidConfig:
-    """pydantic's findings, a line each, with the nearest valid key for an unknown one."""
+    """pydantic's findings, a line each, with the nearest valid key or value for an unknown one."""
     lines = []
     for finding in error.errors():
         path = [part for part in finding["loc"] if isinstance(part, str)]
         key = ".".join(map(str, finding["loc"]))
         if finding["type"] == "extra_forbidden":
             lines.append(f"unknown key {key!r}{_hint(schema, path)}")
+        elif finding["type"] == "literal_error":
+            lines.append(f"{key!r} is {finding['input']!r}{_choice(finding)}")
         elif finding["type"] == "missing":
             lines.append(f"{key!r} is missing and has no default")
         elif finding["type"] == "value_error":
@@ -127,6 +137,13 @@ def _hint(schema: type[BaseModel], path: list[str]) -> str:
     if far := [key for key in leaves(schema) if key.rpartition(".")[2] == wrong]:
         return f"; did you mean {far[0]!r}?"
     return f"; known here: {', '.join(section.model_fields)}"
+
+
+def _choice(finding: ErrorDetails) -> str:
+    """All values that a key may have, and the nearest one."""
+    known = re.findall(r"'([^']*)'", finding["ctx"]["expected"])
+    near = difflib.get_close_matches(str(finding["input"]), known, n=1, cutoff=0.6)
+    return ", which is none of " + ", ".join(known) + "".join(f"; did you mean {name!r}?" for name in near)
 
 
 def _section(schema: type[BaseModel], name: str) -> type[BaseModel] | None:

@@ -1,6 +1,9 @@
 """critic: the value model."""
 
-from pydantic import Field
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field, model_validator
 
 from rolemesh.config.actor import LossAggMode
 from rolemesh.config.base import Config
@@ -12,9 +15,24 @@ class CriticConfig(Config):
     optim: CriticOptimConfig = CriticOptimConfig()
     ppo_mini_batch_size: int | None = Field(None, gt=0, description="null: the actor's")
     ppo_micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward and backward pass")
+    use_dynamic_bsz: bool | None = Field(
+        None, description="as many rows per pass as the tokens allow; null: actor.use_dynamic_bsz"
+    )
+    ppo_max_token_len_per_gpu: int = Field(32768, gt=0, description="tokens per pass")
     ppo_epochs: int = Field(1, gt=0, description="passes over each batch")
     shuffle: bool = Field(False, description="a new order of rows in every pass")
     cliprange_value: float = Field(0.5, gt=0, description="how far a value may move from the old one")
     loss_agg_mode: LossAggMode = "token-mean"
     grad_clip: float = Field(1.0, gt=0, description="largest gradient norm")
     seed: int = Field(42, description="of the value head and the shuffle")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_trained_whole(cls, data: Any) -> Any:
+        model = data.get("model") if isinstance(data, Mapping) else None
+        if isinstance(model, Mapping) and model.get("lora_rank"):
+            raise ValueError(
+                f"critic.model.lora_rank is {model['lora_rank']}, and a critic is trained whole; adapters are "
+                "the actor's (actor.model.lora_rank)"
+            )
+        return data

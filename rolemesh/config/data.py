@@ -19,6 +19,9 @@ class DataConfig(Config):
     train_files: Files = Field([], description="one Parquet file or several")
     val_files: Files = Field([], description="one Parquet file or several; none: no validation")
     train_batch_size: int = Field(1024, gt=0, description="prompts per step")
+    gen_batch_size: int | None = Field(
+        None, gt=0, description="prompts answered at once in dynamic sampling; null: train_batch_size"
+    )
     val_batch_size: int | None = Field(None, gt=0, description="prompts per validation call; null: all at once")
     max_prompt_length: int = Field(512, gt=0, description="P, tokens")
     max_response_length: int = Field(512, gt=0, description="T, tokens")
@@ -32,3 +35,8 @@ class DataConfig(Config):
     seed: int = Field(42, description="of that order")
     train_max_samples: int = Field(-1, ge=-1, description="use only so many rows; -1: all")
     val_max_samples: int = Field(-1, ge=-1, description="use only so many rows; -1: all")
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Prompts that are answered together."""
+        return self.gen_batch_size or self.train_batch_size

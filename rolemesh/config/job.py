@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from rolemesh.config.actor import ActorConfig, ReferenceConfig
-from rolemesh.config.algorithm import AlgorithmConfig
+from rolemesh.config.algorithm import COMPARING, AlgorithmConfig
 from rolemesh.config.base import Config, explain, merge, parse_overrides, read_yaml
 from rolemesh.config.critic import CriticConfig
 from rolemesh.config.data import DataConfig
@@ -36,37 +36,147 @@ class JobConfig(Config):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> JobConfig:
-        rows = self.data.train_batch_size * self.rollout.n
-        trained = {"actor": (self.actor.ppo_mini_batch_size, self.actor.ppo_micro_batch_size_per_gpu)}
-        if self.uses_critic:
-            trained["critic"] = (self.critic_mini_batch_size, self.critic.ppo_micro_batch_size_per_gpu)
-        for role, (prompts, micro) in trained.items():
-            mini = prompts * self.rollout.n
-            if rows % mini:
-                raise ValueError(
-                    f"data.train_batch_size {self.data.train_batch_size} does not divide into mini-batches "
-                    f"of {role}.ppo_mini_batch_size {prompts}"
-                )
-            if mini % micro:
-                raise ValueError(
-                    f"{role}: a mini-batch of {mini} rows ({prompts} prompts times rollout.n {self.rollout.n}) "
-                    f"does not divide into micro-batches of ppo_micro_batch_size_per_gpu {micro}"
-                )
-        if self.algorithm.adv_estimator == "grpo" and self.rollout.n == 1:
-            raise ValueError(
-                "algorithm.adv_estimator grpo compares the responses to one prompt, and rollout.n is 1; "
-                "set rollout.n to 2 or more"
-            )
+        self._check_batches()
+        self._check_estimator()
         for key in ("prompt_length", "response_length"):
             own, common = getattr(self.rollout, key), getattr(self.data, f"max_{key}")
             if own not in (None, common):
                 raise ValueError(
                     f"rollout.{key} is {own} and data.max_{key} {common}; the latter holds everywhere"
                 )
+        overlong, longest = self.reward.overlong_buffer, self.data.max_response_length
+        if overlong.enable and overlong.len > longest:
+            raise ValueError(
+                f"reward.overlong_buffer.len is {overlong.len} and data.max_response_length {longest}: the "
+                "buffer is the last part of a response; make it smaller"
+            )
         if self.trainer.resume_mode == "resume_path" and not self.trainer.resume_from_path:
             raise ValueError("trainer.resume_mode is resume_path and trainer.resume_from_path is not set")
+        self._check_dynamic_sampling()
+        self._check_adapter()
+        self._check_bypass()
         self._check_groups()
         return self
+
+    def _check_batches(self) -> None:
+        trained = {"actor": (self.actor.ppo_mini_batch_size, self.actor.ppo_micro_batch_size_per_gpu)}
+        if self.uses_critic:
+            trained["critic"] = (self.critic_mini_batch_size, self.critic.ppo_micro_batch_size_per_gpu)
+        for role, (prompts, micro) in trained.items():
+            mini = prompts * self.rollout.n
+            if self.data.train_batch_size % prompts:
+                raise ValueError(
+                    f"data.train_batch_size {self.data.train_batch_size} does not divide into mini-batches "
+                    f"of {role}.ppo_mini_batch_size {prompts}"
+                )
+            if mini % micro and self.max_tokens(role) is None:
+                raise ValueError(
+                    f"{role}.ppo_mini_batch_size is {prompts}, so a mini-batch has {mini} rows (rollout.n is "
+                    f"{self.rollout.n}), and these do not divide into micro-batches of "
+                    f"{role}.ppo_micro_batch_size_per_gpu {micro} rows"
+                )
+        longest = self.data.max_prompt_length + self.data.max_response_length
+        keys = {"actor": "ppo", "critic": "ppo", "reference": "log_prob"}
+        for role, stem in keys.items():
+            budget = self.max_tokens(role)
+            if role in self.roles and budget is not None and budget < longest:
+                raise ValueError(
+                    f"{role}.{stem}_max_token_len_per_gpu is {budget}, and a row may have {longest} tokens "
+                    "(data.max_prompt_length and data.max_response_length); set it to that or more"
+                )
+
+    def _check_estimator(self) -> None:
+        estimator = self.algorithm.adv_estimator
+        if estimator in COMPARING and self.rollout.n == 1:
+            raise ValueError(
+                f"algorithm.adv_estimator {estimator} compares the responses to one prompt, and rollout.n is "
+                "1; set rollout.n to 2 or more"
+            )
+        if estimator in ("egpo", "optimal_token_baseline") and self.algorithm.rollout_correction.bypass_mode:
+            raise ValueError(
+                f"algorithm.adv_estimator {estimator} reads what the actor says of its distributions before "
+                "the update, and algorithm.rollout_correction.bypass_mode leaves that call out; set it to false"
+            )
+        if self.trainer.critic_warmup and not self.uses_critic:
+            raise ValueError(
+                f"trainer.critic_warmup is {self.trainer.critic_warmup}, and a job with "
+                f"algorithm.adv_estimator {estimator} has no critic; set it to 0"
+            )
+
+    def _check_adapter(self) -> None:
+        model, other = self.actor.model, self.reference.model.path
+        if model.lora_adapter_path and not model.lora_rank:
+            raise ValueError(
+                f"actor.model.lora_adapter_path is {model.lora_adapter_path} and actor.model.lora_rank 0; set "
+                "lora_rank to the adapter's rank"
+            )
+        if self.ref_in_actor and other not in ("", model.path):
+            raise ValueError(
+                f"reference.model.path is {other}, and with actor.model.lora_rank {model.lora_rank} the "
+                "reference policy is the actor with its adapter off; leave the one or the other out"
+            )
+
+    def _check_dynamic_sampling(self) -> None:
+        algorithm, data = self.algorithm, self.data
+        if algorithm.use_pf_ppo and algorithm.adv_estimator != "gae":
+            raise ValueError(
+                "algorithm.use_pf_ppo draws rows by their scores for PPO, and algorithm.adv_estimator is "
+                f"{algorithm.adv_estimator}; set use_pf_ppo to false, or adv_estimator to gae"
+            )
+        if not algorithm.filter_groups.enable:
+            if data.prompts_at_once != data.train_batch_size:
+                raise ValueError(
+                    f"data.gen_batch_size is {data.gen_batch_size} and data.train_batch_size "
+                    f"{data.train_batch_size}: without algorithm.filter_groups.enable a step learns from all "
+                    "that it answers; set that, or leave gen_batch_size out"
+                )
+            return
+        if self.rollout.n == 1:
+            raise ValueError(
+                "algorithm.filter_groups.enable leaves out prompts whose answers do not differ, and rollout.n "
+                "is 1; set rollout.n to 2 or more"
+            )
+        if algorithm.adv_estimator in ("gae", "remax"):
+            raise ValueError(
+                "algorithm.filter_groups.enable is for estimators that compare the answers to one prompt, and "
+                f"algorithm.adv_estimator is {algorithm.adv_estimator}; set adv_estimator to grpo"
+            )
+        if algorithm.filter_groups.metric == "seq_final_reward" and algorithm.use_kl_in_reward:
+            raise ValueError(
+                "algorithm.filter_groups.metric is seq_final_reward and algorithm.use_kl_in_reward true: with "
+                "the KL taken off no two rewards are equal, and no group would be left out; set metric to "
+                "seq_reward"
+            )
+        if algorithm.filter_groups.metric == "score" and self.reward.overlong_buffer.enable:
+            raise ValueError(
+                "algorithm.filter_groups.metric is score and reward.overlong_buffer.enable true: the score "
+                "without the punishment is not kept; set metric to acc, or to seq_reward, which has it"
+            )
+        if self.rollout.mode == "async" and self.trainer.max_staleness > 0:
+            raise ValueError(
+                "algorithm.filter_groups.enable: how many prompts a step takes is not known before they are "
+                "answered, and rollout.mode async would answer those of later steps; set rollout.mode to "
+                "sync, or trainer.max_staleness to 0"
+            )
+        if self.trainer.total_training_steps is None:
+            raise ValueError(
+                "algorithm.filter_groups.enable: how many steps trainer.total_epochs holds is not known before "
+                "the prompts are answered; set trainer.total_training_steps"
+            )
+
+    def _check_bypass(self) -> None:
+        bypasses, loss_mode = self.algorithm.rollout_correction.bypass_mode, self.actor.policy_loss.loss_mode
+        if loss_mode == "bypass" and not bypasses:
+            raise ValueError(
+                "actor.policy_loss.loss_mode is bypass and algorithm.rollout_correction.bypass_mode false; set "
+                "bypass_mode to true, or loss_mode to vanilla"
+            )
+        if bypasses and loss_mode not in ("vanilla", "bypass"):
+            raise ValueError(
+                "algorithm.rollout_correction.bypass_mode is true, which has a loss of its own (loss_type), "
+                f"and actor.policy_loss.loss_mode is {loss_mode}; set loss_mode to bypass, or bypass_mode to "
+                "false"
+            )
 
     def _check_groups(self) -> None:
         for group, members in self.groups.items():
@@ -92,9 +202,14 @@ class JobConfig(Config):
         return self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
 
     @property
+    def ref_in_actor(self) -> bool:
+        """The reference policy is the actor with its adapter off, and no role of its own."""
+        return self.uses_reference and self.actor.model.lora_rank > 0
+
+    @property
     def roles(self) -> tuple[str, ...]:
         """The roles of this job, in the order in which they are started."""
-        wanted = {"reference": self.uses_reference, "critic": self.uses_critic}
+        wanted = {"reference": self.uses_reference and not self.ref_in_actor, "critic": self.uses_critic}
         return tuple(role for role in ROLES if wanted.get(role, True))
 
     # ------------------------------------------------------------ where they run
@@ -120,6 +235,10 @@ class JobConfig(Config):
     def run_dir(self) -> Path:
         return Path(self.trainer.default_local_dir or f"outputs/{self.trainer.experiment_name}").absolute()
 
+    def profile_dir(self, step: int) -> Path:
+        """What trainer.profile_steps asks for of a step (docs/profiling.md)."""
+        return self.run_dir / "profile" / f"step_{step}"
+
     @property
     def reference_model(self) -> ModelConfig:
         return self._model(self.reference.model)
@@ -133,6 +252,18 @@ class JobConfig(Config):
         """In prompts."""
         return self.critic.ppo_mini_batch_size or self.actor.ppo_mini_batch_size
 
+    def max_tokens(self, role: str) -> int | None:
+        """Tokens in a pass of actor, critic or reference; None where passes have a fixed number of rows."""
+        actor, critic, reference = self.actor, self.critic, self.reference
+        own, budget = {
+            "actor": (actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+            "critic": (critic.use_dynamic_bsz, critic.ppo_max_token_len_per_gpu),
+            "reference": (reference.log_prob_use_dynamic_bsz, reference.log_prob_max_token_len_per_gpu),
+        }[role]
+        if not (actor.use_dynamic_bsz if own is None else own):
+            return None
+        return actor.ppo_max_token_len_per_gpu if budget is None else budget
+
     def _model(self, model: ModelConfig) -> ModelConfig:
         return model if model.path else model.model_copy(update={"path": self.actor.model.path})
 
@@ -142,11 +273,11 @@ class JobConfig(Config):
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """Reads a job file and lays dotted overrides on it.
+    """Reads a job file and lays overrides on it.
 
     Args:
         path: a YAML file.
-        overrides: `section.key=value`, the value in YAML.
+        overrides: further YAML files, and `section.key=value`, the value in YAML (parse_overrides).
 
     Raises:
         InvalidConfig: with every wrong key, where it is, and the nearest right one.

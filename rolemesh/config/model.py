@@ -1,8 +1,10 @@
 """A model directory and how it is run."""
 
+import re
+from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rolemesh.config.base import Config
 
@@ -15,9 +17,48 @@ class ModelConfig(Config):
     enable_gradient_checkpointing: bool = Field(
         True, description="recompute activations in the backward pass: less memory, about a third more time"
     )
+    enable_activation_offload: bool = Field(
+        False,
+        description="what gradient checkpointing keeps lies in the host's memory; on a CPU it does anyway",
+    )
+    use_remove_padding: bool = Field(
+        True, description="rows go through the model end to end; false: padded to P + T tokens each"
+    )
     dtype: Precision = Field(
         "float32", description="what matrix products run in; weights and optimizer stay float32 (autocast)"
     )
+
+    @model_validator(mode="after")
+    def _offload_is_of_checkpoints(self) -> "ModelConfig":
+        if self.enable_activation_offload and not self.enable_gradient_checkpointing:
+            raise ValueError(
+                "enable_activation_offload is true and enable_gradient_checkpointing false, and what is moved "
+                "is what the latter keeps; set both to true, or neither"
+            )
+        return self
+
+
+class PolicyModelConfig(ModelConfig):
+    """The actor's, which may be trained by a low-rank adapter alone (docs/lora.md)."""
+
+    lora_rank: int = Field(0, ge=0, description="train an adapter of this rank and nothing else; 0: train all")
+    lora_alpha: int = Field(16, gt=0, description="the adapter counts lora_alpha / lora_rank times")
+    target_modules: str | tuple[str, ...] = Field(
+        "all-linear",
+        description="which modules are adapted: names, as [q_proj, v_proj]; or a pattern of the whole name; "
+        "all-linear: every matrix but the head",
+    )
+    lora_adapter_path: str = Field(
+        "", description="start from this adapter, whose own target modules hold; empty: from a new one"
+    )
+
+
+def is_target(module: str, targets: str | Sequence[str]) -> bool:
+    """Whether a module is adapted, as peft decides it: a string is a pattern of the whole name, an entry of a
+    list the name or its end."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in targets)
 
 
 class OptimConfig(Config):

@@ -148,3 +148,8 @@ class RolloutConfig(SamplingConfig):
     @property
     def num_kept(self) -> int:
         return self.top_k if self.truncates else 0
+
+    @property
+    def sampling(self) -> dict[str, SamplingConfig]:
+        """How tokens are drawn, and how many responses to a prompt, by a request's meta_info["sampling"]."""
+        return {"train": self, "validation": self.val_kwargs, "greedy": SamplingConfig(do_sample=False)}

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from rolemesh.config.base import Config
 
@@ -21,6 +21,9 @@ class TrainerConfig(Config):
         1, ge=0, description="rollout.mode async: steps by which a token's weights may be behind; 0 is sync"
     )
     critic_warmup: int = Field(0, ge=0, description="first steps in which the critic alone is trained")
+    balance_batch: bool = Field(
+        True, description="rows of a mini-batch go to micro-batches by length: each has about as many tokens"
+    )
     val_before_train: bool = True
     val_only: bool = False
     test_freq: int = Field(-1, ge=-1, description="validate every so many steps and at the end; -1: never")
@@ -34,6 +37,9 @@ class TrainerConfig(Config):
     rollout_data_dir: str | None = Field(None, description="one JSONL of responses per training step")
     validation_data_dir: str | None = Field(None, description="one JSONL of responses per validation")
     log_val_generations: int = Field(3, ge=0, description="validation answers shown at the end")
+    profile_steps: tuple[PositiveInt, ...] = Field(
+        (), description="steps of which profile/step_<n> gets a timeline and each role's trace, as [2, 5]"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     rpc_timeout_s: float = Field(1800.0, gt=0, description="seconds; deadline of every call to a role")
     weight_sync_timeout_s: float = Field(

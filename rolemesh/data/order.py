@@ -1,5 +1,5 @@
-"""Which prompts belong to step k: a pure function of the seed and k, so that a resumed run needs no saved
-iterator, only its step number."""
+"""Which prompts belong to batch k: a pure function of the seed and k, so that a resumed run needs no saved
+iterator, only a number: its step's, or with dynamic sampling how many batches have been answered."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ class PromptOrder:
 
     Args:
         num_rows: rows of the data set.
-        config: train_batch_size, shuffle, seed.
+        config: gen_batch_size, train_batch_size, shuffle, seed.
 
     Raises:
         InvalidData: fewer rows than a batch needs.
     """
 
     def __init__(self, num_rows: int, config: DataConfig) -> None:
-        if num_rows < config.train_batch_size:
-            raise InvalidData(
-                f"{num_rows} prompts do not fill one batch of data.train_batch_size {config.train_batch_size}"
-            )
-        self.num_rows, self.batch_size = num_rows, config.train_batch_size
+        self.num_rows, self.batch_size = num_rows, config.prompts_at_once
+        if num_rows < self.batch_size:
+            key = "gen_batch_size" if config.gen_batch_size else "train_batch_size"
+            raise InvalidData(f"{num_rows} prompts do not fill one batch of data.{key} {self.batch_size}")
         self._seed = config.seed if config.shuffle else None
         self._epoch, self._order = 0, self._permutation(0)
 
@@ -40,15 +39,15 @@ class PromptOrder:
         """Whole batches in so many epochs."""
         return total_epochs * self.num_rows // self.batch_size
 
-    def epoch(self, step: int) -> int:
-        """The epoch, from 0, in which step `step` (from 1) begins."""
-        return (step - 1) * self.batch_size // self.num_rows
+    def epoch(self, batch: int) -> int:
+        """The epoch, from 0, in which batch `batch` (from 1) begins."""
+        return (batch - 1) * self.batch_size // self.num_rows
 
-    def rows(self, step: int) -> Rows:
-        """The rows of step `step`, counted from 1: [train_batch_size] int64."""
-        if step < 1:
-            raise ValueError(f"steps count from 1; got {step}")
-        epoch, start = divmod((step - 1) * self.batch_size, self.num_rows)
+    def rows(self, batch: int) -> Rows:
+        """The rows of batch `batch`, counted from 1: [batch_size] int64."""
+        if batch < 1:
+            raise ValueError(f"batches count from 1; got {batch}")
+        epoch, start = divmod((batch - 1) * self.batch_size, self.num_rows)
         head = self._epoch_order(epoch)[start : start + self.batch_size]
         missing = self.batch_size - len(head)
         return np.concatenate([head, self._epoch_order(epoch + 1)[:missing]]) if missing else head.copy()

@@ -1,6 +1,7 @@
 """What actor and critic write into a directory, and read from it again.
 
-    config.json, model.safetensors, …   the model, a Hugging Face directory
+    config.json, model.safetensors, …   the model, a Hugging Face directory; where an adapter is trained, that
+                                        alone (rolemesh/models/lora.py)
     optimizer.safetensors               <parameter>.<moment> of AdamW
     training_state.json                 role, and num_updates: optimizer steps made, which is also the position
                                         in the warm-up and all that the shuffle depends on
@@ -14,11 +15,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor
 
 from rolemesh.errors import CheckpointFailed, ModelNotFound
 from rolemesh.models.loading import load_state
@@ -58,8 +59,8 @@ def save_checkpoint(directory: Path, write_model: Callable[[Path], object], opti
 
 def load_checkpoint(
     directory: Path | None,
-    model: nn.Module,
-    read_model: Callable[[Path | None], nn.Module],
+    weights: Mapping[str, Tensor],
+    read_weights: Callable[[Path | None], Mapping[str, Tensor]],
     optimizer: Optimizer,
 ) -> None:
     """Takes up what save_checkpoint wrote, bit for bit. Where it fails, model and optimizer stay as they were.
@@ -67,8 +68,8 @@ def load_checkpoint(
     Args:
         directory: what save_checkpoint was given; None: model and optimizer become what they were before the
             first update.
-        model: is given the weights.
-        read_model: loads a model of the same class from a directory; None: from the job's.
+        weights: what is trained, as the model holds it; it is overwritten.
+        read_weights: reads the same from a directory; None: what the job begins with.
 
     Raises:
         CheckpointFailed: a file is absent or damaged, or belongs to another model.
@@ -76,7 +77,7 @@ def load_checkpoint(
     """
     if directory is None:
         if optimizer.num_updates:
-            model.load_state_dict(read_model(None).state_dict())
+            _overwrite(weights, read_weights(None))
             optimizer.load_state_tensors({}, 0)
         return
     try:
@@ -85,16 +86,21 @@ def load_checkpoint(
             raise ValueError(f"it is the {state['role']}'s")
         num_updates = int(state["num_updates"])
         moments = load_state(directory / OPTIMIZER_FILE)
-        weights = read_model(directory).state_dict()
-        mine = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        if {name: tensor.shape for name, tensor in weights.items()} != mine:
+        saved = read_weights(directory)
+        mine = {name: tensor.shape for name, tensor in weights.items()}
+        if {name: tensor.shape for name, tensor in saved.items()} != mine:
             raise ValueError("its weights have other names or shapes than the model's")
         optimizer.load_state_tensors(moments, num_updates)
     except (OSError, ValueError, KeyError, TypeError, ModelNotFound) as error:
         raise CheckpointFailed(
             f"{optimizer.role}: the checkpoint {directory} cannot be taken up: {error!r}"
         ) from error
-    model.load_state_dict(weights)
+    _overwrite(weights, saved)
+
+
+def _overwrite(weights: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    for name, tensor in weights.items():
+        tensor.copy_(saved[name])
 
 
 def _flush(path: Path) -> None:

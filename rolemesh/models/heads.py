@@ -69,11 +69,10 @@ class ScoreModel(nn.Module):
             model.has_trained_head = True
         return model.eval()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Hidden states [b, S, H] of the body; `score` makes numbers of those that are wanted."""
-        hidden: Tensor = self.body(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
+    def forward(self, **inputs: Any) -> Tensor:
+        """Hidden states [b, S, H] of the body, for what it is called with; `score` makes numbers of those that
+        are wanted."""
+        hidden: Tensor = self.body(**inputs).last_hidden_state
         return hidden
 
     def save_pretrained(self, directory: Path) -> None:

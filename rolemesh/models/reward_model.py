@@ -8,7 +8,8 @@ from torch import Tensor
 from rolemesh.config.model import ModelConfig
 from rolemesh.errors import ModelNotFound
 from rolemesh.models.heads import ScoreModel
-from rolemesh.models.sequence import autocast, steady_rows
+from rolemesh.models.packing import is_packed, remove_padding
+from rolemesh.models.sequence import autocast, lay_out
 
 
 class RewardModel:
@@ -32,6 +33,8 @@ class RewardModel:
                 f"reward.reward_model: {config.path} is not a reward model: it has no score head (a sequence- "
                 "or token-classification directory has one)"
             )
+        if config.use_remove_padding:
+            remove_padding(model.body, "reward.reward_model")
         return cls(model, config, device)
 
     @torch.no_grad()
@@ -44,13 +47,12 @@ class RewardModel:
         Returns:
             [B] float32, on the CPU.
         """
-        rows = len(input_ids)
-        ids, mask, positions = (
-            t.to(self.device) for t in steady_rows(input_ids, attention_mask.long(), position_ids)
-        )
+        ids, positions = input_ids.to(self.device), position_ids.to(self.device)
+        columns = torch.arange(ids.shape[1], device=self.device)
+        last = (attention_mask.to(self.device) * columns).argmax(-1, keepdim=True)
+        mask = attention_mask.to(self.device).long().scatter(1, last, 1)  # a row without tokens has one
+        inputs, places = lay_out(ids, mask, positions, is_packed(self.model.body))
         with autocast(self.device, self.config.dtype):
-            hidden = self.model(ids, mask, positions)
-        columns = torch.arange(mask.shape[1], device=self.device)
-        last = (mask * columns).argmax(-1)
-        scores: Tensor = self.model.score(hidden[torch.arange(len(hidden), device=self.device), last])
-        return scores[:rows].float().cpu()
+            hidden = self.model(**inputs).flatten(0, 1)
+        scores: Tensor = self.model.score(hidden[places.gather(1, last)[:, 0]])
+        return scores.float().cpu()

@@ -1,7 +1,7 @@
 """From a batch of sequences to a number for each response token.
 
-A row's numbers must not depend on its neighbours, bit for bit. On a CPU they do not, as long as the width is
-the same (the job's P and T are fixed) and matrix products do not take other kernels for fewer rows. On Intel's
+A row's numbers must not depend on its neighbours, bit for bit. On a CPU they do not, as long as a padded row's
+width is the same (the job's P and T are fixed; without padding attention sees to it) and matrix products do not take other kernels for fewer rows. On Intel's
 processors MKL's strict mode sees to that (rolemesh/__init__.py). On others no forward pass has fewer than
 MIN_MATRIX_ROWS tokens: on one thread 16 were enough for every shape tried.
 """
@@ -16,16 +16,50 @@ from torch import Tensor
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
+from rolemesh.models.chunks import MIN_MATRIX_ROWS
+from rolemesh.models.distribution import TokenStats, Wanted, distribution_stats
 from rolemesh.models.heads import ScoreModel
+from rolemesh.models.packing import Segments, is_packed, take
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MIN_MATRIX_ROWS = 256  # tokens in a forward pass
-NO_MASS = -1e30  # a logit whose exp() is 0; of -inf, and of the lowest number, gradients would be NaN
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
     """Matrix products in `dtype` (a ModelConfig's); weights stay float32."""
     return torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32")
+
+
+def lay_out(
+    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, packed: bool
+) -> tuple[dict[str, Any], Tensor]:
+    """A forward pass over rows, with padding or without.
+
+    Args:
+        input_ids, attention_mask, position_ids: [b, S].
+        packed: lay the rows' tokens end to end; rolemesh/models/packing.py.
+
+    Returns:
+        What the model's body is called with; and [b, S], where in its flattened output each position is (of
+        padding: some other).
+    """
+    rows, width = input_ids.shape
+    if not packed:
+        ids, mask, positions = steady_rows(input_ids, attention_mask, position_ids)
+        places = torch.arange(rows * width, device=ids.device).view(rows, width)
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}, places
+    mask = attention_mask.bool()
+    places = (mask.flatten().cumsum(0) - 1).clamp(min=0).view(rows, width)
+    tokens, lengths = mask.flatten().nonzero()[:, 0], mask.sum(1)
+    times = -(-MIN_MATRIX_ROWS // len(tokens))
+    tokens, lengths = tokens.repeat(times), lengths.repeat(times)
+    inputs = {"input_ids": input_ids, "position_ids": position_ids}
+    laid = {name: column.flatten()[tokens][None] for name, column in inputs.items()}
+    return {**laid, "segments": Segments.of(lengths), "use_cache": False}, places
+
+
+def scatter(cells: Tensor, mask: Tensor) -> Tensor:
+    """Numbers [n] where mask [b, T] is True, 0 elsewhere; n of them are."""
+    return torch.zeros(mask.shape, dtype=cells.dtype, device=cells.device).masked_scatter(mask, cells)
 
 
 def steady_rows(*tensors: Tensor) -> list[Tensor]:
@@ -50,6 +84,12 @@ def check_sequences(batch: DataProto, method: str) -> None:
             f"{method}: input_ids, attention_mask and position_ids [B, P + T] and response_mask [B, T] with "
             f"P > 0 expected; got {sequences | {'response_mask': list(mask.shape)}}"
         )
+    attended = batch["attention_mask"].bool()
+    if not attended[:, width - mask.shape[1] - 1].all() or (mask & ~attended[:, width - mask.shape[1] :]).any():
+        raise InvalidBatch(
+            f"{method}: a prompt's last token at column P - 1, and response_mask True on tokens alone, "
+            "expected; attention_mask says otherwise"
+        )
     if "kept_ids" in batch:
         kept_ids, responses = batch["kept_ids"], batch["input_ids"][:, width - mask.shape[1] :]
         if kept_ids.shape[:-1] != mask.shape:
@@ -65,7 +105,7 @@ def check_sequences(batch: DataProto, method: str) -> None:
             )
 
 
-def token_log_probs(
+def token_stats(
     model: Any,
     rows: DataProto,
     *,
@@ -73,8 +113,9 @@ def token_log_probs(
     dtype: str = "float32",
     entropy: bool = True,
     entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of the response tokens under the distribution that they are drawn from.
+    sum_pi_squared: bool = False,
+) -> TokenStats:
+    """The response tokens under the distribution that they are drawn from.
 
     Where sampling truncates, that is the distribution over the tokens which could be drawn. An engine's
     log-probabilities are of it, and over the whole vocabulary every ratio of the two would be off by the mass
@@ -89,38 +130,23 @@ def token_log_probs(
         dtype: a ModelConfig's.
         entropy: compute it too.
         entropy_gradient: whether gradient flows through it.
+        sum_pi_squared: compute it too; no gradient flows through it.
 
     Returns:
-        log_probs [b, T] and entropy in nats [b, T] or None; float32 (float64 of a float64 model). Cells where
-        response_mask is False hold some finite number.
+        float32 (float64 of a float64 model). Cells where response_mask is False hold some finite number.
     """
-    num_rows, num_tokens = rows["response_mask"].shape
-    ids, mask, positions = steady_rows(rows["input_ids"], rows["attention_mask"], rows["position_ids"])
-    # The position before the first response token predicts it. A few more where the head would have too few.
-    kept = max(num_tokens + 1, min(ids.shape[1], -(-MIN_MATRIX_ROWS // len(ids))))
-    with autocast(ids.device, dtype):
-        logits = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=False,
-            logits_to_keep=kept,
-        ).logits[:num_rows, -num_tokens - 1 : -1]
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    drawn = rows["input_ids"][:, -num_tokens:, None]
-    if "kept_ids" in rows:
-        kept_ids = rows["kept_ids"].long()
-        logits = logits.gather(-1, kept_ids.clamp(min=0)).to(wide).masked_fill(kept_ids < 0, NO_MASS)
-        drawn = (kept_ids == drawn).int().argmax(-1, keepdim=True)  # its place among them
-    logits = logits.to(wide)
-    if temperature not in (0, 1):
-        logits = logits / temperature
-    log_softmax = torch.log_softmax(logits, -1)
-    log_probs = log_softmax.gather(-1, drawn)[..., 0]
-    if not entropy:
-        return log_probs, None
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
+    body = model.get_decoder()
+    inputs, places = lay_out(rows["input_ids"], rows["attention_mask"], rows["position_ids"], is_packed(body))
+    mask = rows["response_mask"]
+    before = places[:, -mask.shape[1] - 1 : -1][mask]  # the token before a response token predicts it
+    drawn = rows["input_ids"][:, -mask.shape[1] :][mask]
+    kept_ids = rows["kept_ids"][mask].long() if "kept_ids" in rows else None
+    wanted = Wanted(temperature, entropy, entropy_gradient, sum_pi_squared)
+    with autocast(mask.device, dtype):
+        output = body(**inputs)
+        hidden = take(output.last_hidden_state.flatten(0, 1), before)
+        stats = distribution_stats(model, output, hidden, drawn, kept_ids, wanted)
+    return stats.each(lambda cells: scatter(cells, mask))
 
 
 def token_values(model: ScoreModel, rows: DataProto, *, dtype: str = "float32") -> Tensor:
@@ -131,9 +157,9 @@ def token_values(model: ScoreModel, rows: DataProto, *, dtype: str = "float32") 
         rows: the columns of roles.SEQUENCE [b, ...], on the model's device.
         dtype: a ModelConfig's.
     """
-    num_rows, num_tokens = rows["response_mask"].shape
-    ids, mask, positions = steady_rows(rows["input_ids"], rows["attention_mask"], rows["position_ids"])
-    with autocast(ids.device, dtype):
-        hidden = model(ids, mask, positions)
-    values: Tensor = model.score(hidden[:num_rows, -num_tokens - 1 : -1])
-    return values
+    mask = rows["response_mask"]
+    packed = is_packed(model.body)
+    inputs, places = lay_out(rows["input_ids"], rows["attention_mask"], rows["position_ids"], packed)
+    with autocast(mask.device, dtype):
+        hidden = model(**inputs).flatten(0, 1)
+    return scatter(model.score(take(hidden, places[:, -mask.shape[1] - 1 : -1][mask])), mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig
+from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.optimizer import Optimizer
 
 # (a micro-batch, response_mask of the mini-batch that it is part of) -> its share of the loss, and its shares
@@ -31,20 +33,35 @@ def refuse_float16(config: ModelConfig, role: str) -> None:
         raise InvalidConfig(f"{role}.model.dtype float16 is not for training; bfloat16 or float32 is")
 
 
+def checkpoint_activations(model: Any, config: ModelConfig) -> None:
+    """Of what the forward pass computes, only the input of each block is kept for the backward pass, on the
+    device or in the host's memory, if the configuration says so.
+
+    Args:
+        model: a transformers model.
+    """
+    if config.enable_gradient_checkpointing:
+        kwargs, offload = (
+            {"use_reentrant": False},
+            config.enable_activation_offload and model.device.type != "cpu",
+        )
+        model.gradient_checkpointing_enable(kwargs, offload=offload)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """How a batch is gone through.
 
     Args:
         mini_batch_size: rows per optimizer step.
-        micro_batch_size: rows per forward and backward pass.
+        micro_batches: how these are cut for forward and backward passes.
         epochs: passes.
         shuffle: a new order of rows in every pass; else as they come.
         seed: of the orders.
     """
 
     mini_batch_size: int
-    micro_batch_size: int
+    micro_batches: MicroBatches
     epochs: int
     shuffle: bool
     seed: int
@@ -67,13 +84,18 @@ class Schedule:
 
 
 def train(
-    batch: DataProto, optimizer: Optimizer, schedule: Schedule, loss_of: LossFunction
+    batch: DataProto,
+    optimizer: Optimizer,
+    schedule: Schedule,
+    loss_of: LossFunction,
+    prepare: Callable[[DataProto], DataProto] | None = None,
 ) -> dict[str, float]:
     """Trains on a batch.
 
     Args:
         batch: on the model's device.
         loss_of: the loss; shares of micro-batches add up to the mini-batch's.
+        prepare: adds columns to each mini-batch before it is cut: what a loss must choose among all its tokens.
 
     Returns:
         Means over the mini-batches of what loss_of reports, of grad_norm and of lr.
@@ -89,9 +111,11 @@ def train(
         )
     history: list[dict[str, float]] = []
     for mini_batch in schedule.mini_batches(batch, optimizer):
+        if prepare is not None:
+            mini_batch = prepare(mini_batch)
         sums: dict[str, Tensor] = {}
-        for micro_batch in mini_batch.split(schedule.micro_batch_size):
-            loss, shares = loss_of(micro_batch, mini_batch["response_mask"])
+        for rows in schedule.micro_batches.cut(mini_batch):
+            loss, shares = loss_of(mini_batch.select_idxs(rows), mini_batch["response_mask"])
             torch.autograd.backward(loss)
             for name, share in shares.items():
                 sums[name] = sums[name] + share.detach() if name in sums else share.detach()

@@ -2,7 +2,7 @@
 
 A pass is matrix products at the device's FLOP/s, plus the bytes that the rest reads and writes at its
 bandwidth, plus a constant for each block. Every response is taken to use its whole length: of shorter ones the
-generation takes less; what is trained runs at its full width all the same.
+generation takes less, and what is trained too where padding is left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from rolemesh.config import JobConfig
 from rolemesh.planner.devices import Device
-from rolemesh.planner.memory import FLOAT32, WIDTH, Shapes, block_bytes, kv_bytes_per_token, vllm_memory
+from rolemesh.planner.memory import (
+    FLOAT32,
+    WIDTH,
+    Shapes,
+    block_bytes,
+    kv_bytes_per_token,
+    tokens_of_pass,
+    vllm_memory,
+)
 from rolemesh.planner.shapes import ModelShape
 
 # Bytes per parameter and optimizer step: AdamW reads four tensors and writes three, clipping reads the gradient
@@ -53,7 +61,7 @@ class Pass:
         blocks = 2 * self.shape.layers * block_bytes(self.shape, 1, self.dtype) * self.width
         return self.rows * (blocks + 6 * self.predicted * self.shape.vocabulary * FLOAT32)
 
-    def seconds(self, device: Device, micro_batch: int, passes: float = 1) -> float:
+    def seconds(self, device: Device, micro_batch: float, passes: float = 1) -> float:
         """`passes` forward passes' worth of work, in micro-batches."""
         once = self.flops / device.flops[self.dtype] + self.traffic / device.memory_bandwidth
         calls = max(1.0, self.rows / micro_batch)
@@ -81,27 +89,35 @@ def role_seconds(
         return {"generate": generation_seconds(job, shape, device, rows * split) / split}
     if role == "reference":
         one = Pass(shape, rows, width, predicted, job.reference_model.dtype)
-        return {"judge": one.seconds(device, job.reference.log_prob_micro_batch_size_per_gpu)}
+        return {"judge": one.seconds(device, tokens_of_pass(job, role) / width)}
     if role == "reward":
         config = job.reward.reward_model
         one = Pass(shape, rows, width, 0, config.model.dtype)
-        return {"judge": one.seconds(device, config.micro_batch_size_per_gpu)}
+        return {"judge": one.seconds(device, tokens_of_pass(job, role) / width)}
     if role == "actor":
         one = Pass(shape, rows, width, predicted, job.actor.model.dtype)
-        model, epochs, micro = job.actor.model, job.actor.ppo_epochs, job.actor.ppo_micro_batch_size_per_gpu
-        parameters, mini = shape.policy_parameters, job.actor.ppo_mini_batch_size
+        epochs = job.actor.ppo_epochs
+        recomputes = job.actor.model.enable_gradient_checkpointing
+        mini, learnt = job.actor.ppo_mini_batch_size, shape.trained_parameters(job.actor.model)
+        parameters = shape.policy_parameters
     else:
         one = Pass(shape, rows, width, 0, job.critic_model.dtype)
-        model, epochs, micro = job.critic_model, job.critic.ppo_epochs, job.critic.ppo_micro_batch_size_per_gpu
-        parameters, mini = shape.score_parameters, job.critic_mini_batch_size
+        epochs = job.critic.ppo_epochs
+        recomputes = job.critic_model.enable_gradient_checkpointing
+        mini, parameters = job.critic_mini_batch_size, shape.score_parameters
+        learnt = parameters
 
     gathering = FLOAT32 * parameters * (devices - 1) / devices / device.link_bandwidth
+    micro = tokens_of_pass(job, role) / width
     calls = max(1.0, rows / micro)
     judge = max(one.seconds(device, micro), calls * gathering)
-    passes = 1 + BACKWARD + model.enable_gradient_checkpointing
+    backward = BACKWARD if learnt >= parameters else 1  # fixed matrices have no gradients of their own
+    passes = 1 + backward + recomputes
+    if role == "actor" and job.ref_in_actor:
+        judge *= 2  # once more with the adapter off
     learn = max(one.seconds(device, micro, passes), 3 * calls * gathering)
     steps = data.train_batch_size // mini
-    adamw = steps * OPTIMIZER_TRAFFIC * parameters / devices / device.memory_bandwidth
+    adamw = steps * OPTIMIZER_TRAFFIC * learnt / devices / device.memory_bandwidth
     return {"judge": judge, "update": epochs * (learn + adamw)}
 
 

@@ -2,10 +2,11 @@
 
 What Rolemesh's trainers really do: weights are float32 and stay so; bfloat16 is the type of matrix products
 (torch.autocast), which keeps a copy of each matrix for as long as a pass lasts; gradients are float32; AdamW
-has two float32 moments. So a trained parameter is 16 bytes, a fixed one 4.
+has two float32 moments. So a trained parameter is 16 bytes, a fixed one 4; where an adapter is trained, all of
+the model's are fixed.
 
-Rows run at their full width S = P + T. Nothing is counted for the allocator's gaps, for kernels' scratch or
-for the CUDA context (about half a GiB).
+Rows are taken to have their whole length S = P + T, whether padding is left out or not. Nothing is counted for
+the allocator's gaps, for kernels' scratch or for the CUDA context (about half a GiB).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 
 from rolemesh.config import JobConfig
 from rolemesh.config.model import ModelConfig
+from rolemesh.models.chunks import tokens_at_once
 from rolemesh.planner.devices import Device
 from rolemesh.planner.shapes import ModelShape, read_shape
 
@@ -63,10 +65,10 @@ def role_shapes(job: JobConfig) -> Shapes:
     Raises:
         ModelNotFound: a directory is missing or does not describe a model.
     """
-    models = {"actor": job.actor.model}
+    models: dict[str, ModelConfig] = {"actor": job.actor.model}
     if job.rollout.name != "openai":
         models["rollout"] = job.actor.model
-    if job.uses_reference:
+    if "reference" in job.roles:
         models["reference"] = job.reference_model
     if job.uses_critic:
         models["critic"] = job.critic_model
@@ -90,28 +92,45 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
     if role not in shapes:
         return Memory()
     shape = shapes[role]
-    width = job.data.max_prompt_length + job.data.max_response_length
     if role == "rollout":
         return vllm_memory(job, shape, device) if job.rollout.name == "vllm" else hf_memory(job, shape, device)
+    tokens = tokens_of_pass(job, role)
     if role == "actor":
-        rows = job.actor.ppo_micro_batch_size_per_gpu
-        entropy = job.actor.entropy_coeff != 0
-        head = logits_bytes(shape, rows, job.data.max_response_length, entropy=entropy)
-        memory = trained(shape.policy_parameters, shape, job.actor.model, rows, width, head, ranks)
+        # log-softmax and the gradients of gather and log-softmax; with an entropy bonus exp and product too
+        head = logits_bytes(job, role, shape, copies=4 if job.actor.entropy_coeff == 0 else 5)
+        learnt = shape.trained_parameters(job.actor.model)
+        memory = trained(learnt, shape, job.actor.model, tokens, head, ranks)
+        whole = FLOAT32 * shape.policy_parameters // ranks
+        if job.actor.model.lora_rank:
+            memory = replace(memory, weights=memory.weights + whole)
         # On a CPU the version that is published lies in the same memory.
-        return replace(memory, weights=2 * memory.weights) if device.shared else memory
+        return replace(memory, weights=memory.weights + whole) if device.shared else memory
     if role == "critic":
-        rows = job.critic.ppo_micro_batch_size_per_gpu
-        return trained(shape.score_parameters, shape, job.critic_model, rows, width, 0, ranks)
+        return trained(shape.score_parameters, shape, job.critic_model, tokens, 0, ranks)
     if role == "reference":
-        rows, model = job.reference.log_prob_micro_batch_size_per_gpu, job.reference_model
-        weights = shape.policy_parameters
-        head = rows * (job.data.max_response_length + 1) * shape.vocabulary * 2 * FLOAT32
+        model, weights = job.reference_model, shape.policy_parameters
+        head = logits_bytes(job, role, shape, copies=2)
     else:
-        config = job.reward.reward_model
-        rows, model, weights, head = config.micro_batch_size_per_gpu, config.model, shape.score_parameters, 0
-    passing = forward_bytes(shape, rows * width, model.dtype) + autocast_bytes(shape, model.dtype)
+        model, weights, head = job.reward.reward_model.model, shape.score_parameters, 0
+    passing = forward_bytes(shape, tokens, model.dtype) + autocast_bytes(shape, model.dtype)
     return Memory(weights=FLOAT32 * weights, activations=passing + head)
+
+
+def tokens_of_pass(job: JobConfig, role: str) -> int:
+    """Tokens of a micro-batch whose rows have their whole length; or as many as it may have."""
+    if role == "reward":
+        rows, budget = job.reward.reward_model.micro_batch_size_per_gpu, None
+    else:
+        rows, budget = (
+            {
+                "actor": job.actor.ppo_micro_batch_size_per_gpu,
+                "critic": job.critic.ppo_micro_batch_size_per_gpu,
+                "reference": job.reference.log_prob_micro_batch_size_per_gpu,
+            }[role],
+            job.max_tokens(role),
+        )
+    width = job.data.max_prompt_length + job.data.max_response_length
+    return rows * width if budget is None else budget
 
 
 # ------------------------------------------------------------------------------------ training
@@ -121,14 +140,12 @@ def trained(
     num_parameters: int,
     shape: ModelShape,
     model: ModelConfig,
-    rows: int,
-    width: int,
+    tokens: int,
     head_bytes: int,
     ranks: int,
 ) -> Memory:
-    """16 bytes a parameter over the ranks, the activations of `rows` rows of `width` tokens, and a block's
-    gradients on their way."""
-    tokens = rows * width
+    """16 bytes a parameter over the ranks, the activations of as many tokens, and a block's gradients on their
+    way."""
     block = block_bytes(shape, tokens, model.dtype)
     stored = block * shape.layers
     if model.enable_gradient_checkpointing:  # each block's input, and one block as it is computed again
@@ -157,12 +174,11 @@ def block_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
     return tokens * (norms + attention + mlp)
 
 
-def logits_bytes(shape: ModelShape, rows: int, response_length: int, *, entropy: bool) -> int:
-    """The policy's head at its peak: float32 log-softmax and, in the backward pass, the gradients of
-    gather and log-softmax; with an entropy bonus exp and product besides. Without one, log-probs with
-    entropy (logits, log-softmax, exp, product) need the most."""
-    copies = 5 if entropy else 4
-    return copies * rows * (response_length + 1) * shape.vocabulary * FLOAT32
+def logits_bytes(job: JobConfig, role: str, shape: ModelShape, *, copies: int) -> int:
+    """The policy's head at its peak: float32 copies of a chunk of the logits."""
+    width = job.data.max_prompt_length + job.data.max_response_length
+    predicted = tokens_of_pass(job, role) * (job.data.max_response_length + 1) // width
+    return copies * min(predicted, 2 * tokens_at_once(shape.vocabulary)) * shape.vocabulary * FLOAT32
 
 
 def autocast_bytes(shape: ModelShape, dtype: str) -> int:

@@ -19,8 +19,11 @@ def least_memory(job: JobConfig, role: str, shapes: Shapes) -> Memory:
         width = FLOAT32 if job.rollout.name == "hf" else WIDTH[job.rollout.dtype]
         return Memory(weights=width * shape.policy_parameters)
     whole = FLOAT32 * (shape.score_parameters if role in ("critic", "reward") else shape.policy_parameters)
-    trains = role in TRAINED and not job.trainer.val_only
-    return Memory(weights=whole, gradients=whole, optimizer=2 * whole) if trains else Memory(weights=whole)
+    if role not in TRAINED or job.trainer.val_only:
+        return Memory(weights=whole)
+    adapts = role == "actor" and job.actor.model.lora_rank > 0
+    learnt = FLOAT32 * shape.trained_parameters(job.actor.model) if adapts else whole
+    return Memory(weights=whole + adapts * learnt, gradients=learnt, optimizer=2 * learnt)
 
 
 def refuse_what_cannot_fit(

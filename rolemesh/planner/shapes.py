@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolemesh.config.model import ModelConfig
+from rolemesh.config.model import ModelConfig, PolicyModelConfig, is_target
 from rolemesh.errors import ModelNotFound
 
 # The heads of causal LMs and of reward models: whatever a role does not use of them it does not load.
@@ -39,6 +39,7 @@ class ModelShape:
         heads, kv_heads, head_dim: of the attention.
         intermediate: width of the MLP (of all experts that a token is routed to).
         vocabulary: rows of the embedding.
+        matrices: of the blocks: the module's name, rows plus columns.
     """
 
     body_parameters: int
@@ -51,6 +52,7 @@ class ModelShape:
     head_dim: int
     intermediate: int
     vocabulary: int
+    matrices: tuple[tuple[str, int], ...] = ()
 
     @property
     def policy_parameters(self) -> int:
@@ -61,6 +63,15 @@ class ModelShape:
     def score_parameters(self) -> int:
         """Of a value or reward model: the body, and a weight and a bias for one number."""
         return self.body_parameters + self.hidden + 1
+
+    def trained_parameters(self, model: PolicyModelConfig) -> int:
+        """Of a policy: all, or an adapter's, r for each row and column of a matrix that it adapts."""
+        if not model.lora_rank:
+            return self.policy_parameters
+        everywhere = model.target_modules == "all-linear"
+        return model.lora_rank * sum(
+            size for name, size in self.matrices if everywhere or is_target(name, model.target_modules)
+        )
 
 
 def read_shape(config: ModelConfig, role: str) -> ModelShape:
@@ -100,6 +111,11 @@ def read_shape(config: ModelConfig, role: str) -> ModelShape:
         head_dim=settings.get("head_dim") or hidden // heads,
         intermediate=intermediate,
         vocabulary=vocabulary,
+        matrices=tuple(
+            (name.removesuffix(".weight"), sum(tensors[name]))
+            for name in body
+            if len(tensors[name]) == 2 and tensors[name][0] != vocabulary
+        ),
     )
 
 

@@ -126,6 +126,9 @@ class ActorClient(_Trained):
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return await self._batch("compute_log_probs", batch)
 
+    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        return await self._batch("compute_ref_log_probs", batch)
+
     async def publish_weights(self, version: int) -> WeightSource:
         """The weights stay at the actor; the source says where rollouts pull them."""
         answer = await self._dispatcher.call("PublishWeights", PublishWeightsRequest(version=version))

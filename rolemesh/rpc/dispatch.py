@@ -10,9 +10,10 @@ not pure is asked once. Nothing is skipped and nothing made up: a call ends with
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +27,12 @@ from google.protobuf.message import Message
 from torch import Tensor
 
 from rolemesh import context as origin
-from rolemesh import metrics
+from rolemesh import metrics, timeline
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
 from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
 from rolemesh.rpc.errors import from_status
-from rolemesh.rpc.guard import CALL_KEY, JOB_KEY, LIFE_KEY, STEP_KEY
+from rolemesh.rpc.guard import CALL_KEY, JOB_KEY, LIFE_KEY, STEP_KEY, TIMELINE_KEY
 from rolemesh.rpc.pool import Replica, ReplicaPool
 from rolemesh.rpc.streams import receive, receive_batches, send
 from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS
@@ -300,32 +301,36 @@ class Dispatcher:
         make: Any = getattr(replica.channel, _arity(rpc))
         start = make(rpc.path, serializer(rpc.request), deserializer(rpc.response))
         broken: list[Exception] = []
-        call = start(
-            _frames(request, broken) if isinstance(request, DataProto) else request,
-            timeout=max(0.0, deadline - time.monotonic()),
-            metadata=self._metadata(),
-        )
-        code = grpc.StatusCode.CANCELLED
-        try:
-            yield call
-            code = grpc.StatusCode.OK
-            if self._trained:
-                self._check_life(await call.trailing_metadata(), self._where(rpc, replica))
-        except grpc.aio.AioRpcError as error:
-            code = error.code()
-            raise self._explained(error, self._where(rpc, replica), deadline) from error
-        except asyncio.CancelledError:
-            if broken:  # gRPC cancels a call whose request cannot be made; the reason is what matters
-                raise broken[0] from None
-            raise
-        finally:
-            call.cancel()
-            metrics.CLIENT_REQUESTS.labels(self.pool.role, rpc.name, code.name).inc()
+        code, where = grpc.StatusCode.CANCELLED, self._where(rpc, replica)
+        with timeline.recorded(f"{self.pool.role} {replica.address}", self._method(rpc), request) as seen:
+            call = start(
+                _frames(request, broken) if isinstance(request, DataProto) else request,
+                timeout=max(0.0, deadline - time.monotonic()),
+                metadata=self._metadata(),
+            )
+            try:
+                yield call
+                code = grpc.StatusCode.OK
+                if self._trained or timeline.calls.get() is not None:
+                    trailing = dict(await call.trailing_metadata() or ())
+                    self._check_life(trailing, where)
+                    if TIMELINE_KEY in trailing:
+                        seen.heard(trailing[TIMELINE_KEY])
+            except grpc.aio.AioRpcError as error:
+                code = error.code()
+                raise self._explained(error, where, deadline) from error
+            except asyncio.CancelledError:
+                if broken:  # gRPC cancels a call whose request cannot be made; the reason is what matters
+                    raise broken[0] from None
+                raise
+            finally:
+                call.cancel()
+                metrics.CLIENT_REQUESTS.labels(self.pool.role, rpc.name, code.name).inc()
 
-    def _check_life(self, trailing: Any, where: str) -> None:
-        life = dict(trailing or ()).get(LIFE_KEY, "")
+    def _check_life(self, trailing: Mapping[str, str], where: str) -> None:
+        life = trailing.get(LIFE_KEY, "")
         self._life = self._life or life
-        if life != self._life:
+        if self._trained and life != self._life:
             raise RoleFailed(
                 f"{where}: the role was restarted, and what it had learnt since its last checkpoint is gone; "
                 "run the same command again to go on from there"
@@ -342,8 +347,9 @@ class Dispatcher:
     @asynccontextmanager
     async def _lease(self, rpc: Rpc, rows: int, turn: int, deadline: float) -> AsyncIterator[_Lease]:
         try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                lease = _Lease(await self.pool.acquire(rows, turn), rows)
+            with timeline.recorded(f"{self.pool.role}: waits for a replica", self._method(rpc)):
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    lease = _Lease(await self.pool.acquire(rows, turn), rows)
         except TimeoutError as error:
             where = f"{self.pool.role}.{rpc.name} at {self.pool.addresses}, step {origin.step.get()}"
             busy = f"{where}: no replica had room within the deadline of {self._timeout_s:g} s"
@@ -352,6 +358,10 @@ class Dispatcher:
             yield lease
         finally:
             await self.pool.release(lease.replica, lease.rows)
+
+    def _method(self, rpc: Rpc) -> str:
+        """Its name in Protocol and worker."""
+        return f"{self.pool.role}.{re.sub('(?<!^)(?=[A-Z])', '_', rpc.name).lower()}"
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
@@ -365,6 +375,8 @@ class Dispatcher:
             STEP_KEY: str(origin.step.get()),
             CALL_KEY: uuid.uuid4().hex[:16],
         }
+        if timeline.calls.get() is not None:
+            sent[TIMELINE_KEY] = "1"
         return tuple({**sent, **self.metadata}.items())
 
 

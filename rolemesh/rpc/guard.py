@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import grpc
 
 from rolemesh import context as origin
-from rolemesh import metrics
+from rolemesh import metrics, timeline
 from rolemesh.errors import RolemeshError
 from rolemesh.rpc import tls
 from rolemesh.rpc.contract import Rpc
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 # The metadata of a call: for which job and step it is made, its id, and the weights that it counts on.
 JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
 VERSION_KEY = "rolemesh-weights-version"
+# Asks for what the server did when, which comes with the answer's trailing metadata under the same name.
+TIMELINE_KEY = "rolemesh-timeline"
 # Of the answer: which life of the server made it. A role that is trained begins anew when it is restarted.
 LIFE_KEY = "rolemesh-life"
 
@@ -82,6 +84,9 @@ class Guard:
             if problem := tls.stranger(context):
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{role} is {problem}")
             yield count
+            if (written := timeline.calls.get()) is not None:
+                told = (TIMELINE_KEY, timeline.told(written, started))
+                context.set_trailing_metadata(((LIFE_KEY, self._life), told))
         except grpc.aio.AbortError:  # the method itself chose a status
             code = _as_code(context.code())
             raise
@@ -113,6 +118,7 @@ def _enter_context(role: str, context: Context) -> str:
     origin.role.set(role)
     if job := sent.get(JOB_KEY):
         origin.job.set(unquote(job))  # metadata are ASCII
+    timeline.calls.set([] if TIMELINE_KEY in sent else None)
     if (step := sent.get(STEP_KEY, "")).isdecimal():
         origin.step.set(int(step))
     return sent.get(CALL_KEY, "-")

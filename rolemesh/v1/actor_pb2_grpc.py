@@ -42,6 +42,11 @@ class ActorServiceStub:
                 request_serializer=rolemesh_dot_v1_dot_frame__pb2.Frame.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_frame__pb2.Frame.FromString,
                 _registered_method=True)
+        self.ComputeRefLogProbs = channel.stream_stream(
+                '/rolemesh.v1.ActorService/ComputeRefLogProbs',
+                request_serializer=rolemesh_dot_v1_dot_frame__pb2.Frame.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_frame__pb2.Frame.FromString,
+                _registered_method=True)
         self.Update = channel.stream_unary(
                 '/rolemesh.v1.ActorService/Update',
                 request_serializer=rolemesh_dot_v1_dot_frame__pb2.Frame.SerializeToString,
@@ -76,6 +81,15 @@ class ActorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ComputeRefLogProbs(self, request_iterator, context):
+        """Log-probabilities under the model that the adapter was laid on: what a reference service would answer
+        if it had that model. Of an actor without an adapter FAILED_PRECONDITION.
+        Pure: may be tried again and split by rows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Update(self, request_iterator, context):
         """Trains on a whole batch: mini-batches, epochs, optimizer steps. Changes weights, so it is never
         tried again. The answer holds the step's metrics.
@@ -93,7 +107,7 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes model (a Hugging Face directory) and optimizer into a directory that every role sees.
+        """Writes model (a Hugging Face directory; of one that trains an adapter the adapter alone) and optimizer into a directory that every role sees.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +125,11 @@ def add_ActorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'ComputeLogProbs': grpc.stream_stream_rpc_method_handler(
                     servicer.ComputeLogProbs,
+                    request_deserializer=rolemesh_dot_v1_dot_frame__pb2.Frame.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_frame__pb2.Frame.SerializeToString,
+            ),
+            'ComputeRefLogProbs': grpc.stream_stream_rpc_method_handler(
+                    servicer.ComputeRefLogProbs,
                     request_deserializer=rolemesh_dot_v1_dot_frame__pb2.Frame.FromString,
                     response_serializer=rolemesh_dot_v1_dot_frame__pb2.Frame.SerializeToString,
             ),
@@ -161,6 +180,33 @@ class ActorService:
             request_iterator,
             target,
             '/rolemesh.v1.ActorService/ComputeLogProbs',
+            rolemesh_dot_v1_dot_frame__pb2.Frame.SerializeToString,
+            rolemesh_dot_v1_dot_frame__pb2.Frame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComputeRefLogProbs(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/rolemesh.v1.ActorService/ComputeRefLogProbs',
             rolemesh_dot_v1_dot_frame__pb2.Frame.SerializeToString,
             rolemesh_dot_v1_dot_frame__pb2.Frame.FromString,
             options,

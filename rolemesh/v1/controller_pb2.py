@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolemesh/v1/controller.proto\x12\x0brolemesh.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xaf\x01\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x35\n\x07metrics\x18\x02 \x03(\x0b\x32$.rolemesh.v1.StepRecord.MetricsEntry\x12,\n\x08\x65nded_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"S\n\x07Replica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04live\x18\x02 \x01(\x08\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x18\n\x10outstanding_rows\x18\x04 \x01(\x04\"<\n\x04Role\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x08replicas\x18\x02 \x03(\x0b\x32\x14.rolemesh.v1.Replica\"\x12\n\x10GetStatusRequest\"\xac\x02\n\x11GetStatusResponse\x12\x0b\n\x03job\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.rolemesh.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12\r\n\x05phase\x18\x05 \x01(\t\x12%\n\x04last\x18\x06 \x01(\x0b\x32\x17.rolemesh.v1.StepRecord\x12:\n\x06latest\x18\x07 \x03(\x0b\x32*.rolemesh.v1.GetStatusResponse.LatestEntry\x12 \n\x05roles\x18\x08 \x03(\x0b\x32\x11.rolemesh.v1.Role\x1a-\n\x0bLatestEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x14\n\x12WatchStatusRequest\"E\n\x13WatchStatusResponse\x12.\n\x06status\x18\x01 \x01(\x0b\x32\x1e.rolemesh.v1.GetStatusResponse\"\"\n\x0cWatchRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\"8\n\rWatchResponse\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.rolemesh.v1.StepRecord\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse*\xb0\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x16\n\x12RUN_STATE_STOPPING\x10\x04\x12\x16\n\x12RUN_STATE_FINISHED\x10\x05\x12\x14\n\x10RUN_STATE_FAILED\x10\x06\x32\xd3\x03\n\x11\x43ontrollerService\x12O\n\tGetStatus\x12\x1d.rolemesh.v1.GetStatusRequest\x1a\x1e.rolemesh.v1.GetStatusResponse\"\x03\x90\x02\x01\x12W\n\x0bWatchStatus\x12\x1f.rolemesh.v1.WatchStatusRequest\x1a .rolemesh.v1.WatchStatusResponse\"\x03\x90\x02\x01\x30\x01\x12\x45\n\x05Watch\x12\x19.rolemesh.v1.WatchRequest\x1a\x1a.rolemesh.v1.WatchResponse\"\x03\x90\x02\x01\x30\x01\x12\x43\n\x05Pause\x12\x19.rolemesh.v1.PauseRequest\x1a\x1a.rolemesh.v1.PauseResponse\"\x03\x90\x02\x02\x12\x46\n\x06Resume\x12\x1a.rolemesh.v1.ResumeRequest\x1a\x1b.rolemesh.v1.ResumeResponse\"\x03\x90\x02\x02\x12@\n\x04Stop\x12\x18.rolemesh.v1.StopRequest\x1a\x19.rolemesh.v1.StopResponse\"\x03\x90\x02\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolemesh/v1/controller.proto\x12\x0brolemesh.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xaf\x01\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x35\n\x07metrics\x18\x02 \x03(\x0b\x32$.rolemesh.v1.StepRecord.MetricsEntry\x12,\n\x08\x65nded_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"S\n\x07Replica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04live\x18\x02 \x01(\x08\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x18\n\x10outstanding_rows\x18\x04 \x01(\x04\"<\n\x04Role\x12\x0c\n\x04name\x18\x01 \x01(\t\x12&\n\x08replicas\x18\x02 \x03(\x0b\x32\x14.rolemesh.v1.Replica\"\x12\n\x10GetStatusRequest\"\xbb\x02\n\x11GetStatusResponse\x12\x0b\n\x03job\x18\x01 \x01(\t\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.rolemesh.v1.RunState\x12\x0c\n\x04step\x18\x03 \x01(\x04\x12\x13\n\x0btotal_steps\x18\x04 \x01(\x04\x12\r\n\x05phase\x18\x05 \x01(\t\x12%\n\x04last\x18\x06 \x01(\x0b\x32\x17.rolemesh.v1.StepRecord\x12:\n\x06latest\x18\x07 \x03(\x0b\x32*.rolemesh.v1.GetStatusResponse.LatestEntry\x12 \n\x05roles\x18\x08 \x03(\x0b\x32\x11.rolemesh.v1.Role\x12\r\n\x05\x66ound\x18\t \x01(\t\x1a-\n\x0bLatestEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x14\n\x12WatchStatusRequest\"E\n\x13WatchStatusResponse\x12.\n\x06status\x18\x01 \x01(\x0b\x32\x1e.rolemesh.v1.GetStatusResponse\"\"\n\x0cWatchRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\"8\n\rWatchResponse\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.rolemesh.v1.StepRecord\"\x0e\n\x0cPauseRequest\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse*\xb0\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x14\n\x10RUN_STATE_PAUSED\x10\x03\x12\x16\n\x12RUN_STATE_STOPPING\x10\x04\x12\x16\n\x12RUN_STATE_FINISHED\x10\x05\x12\x14\n\x10RUN_STATE_FAILED\x10\x06\x32\xd3\x03\n\x11\x43ontrollerService\x12O\n\tGetStatus\x12\x1d.rolemesh.v1.GetStatusRequest\x1a\x1e.rolemesh.v1.GetStatusResponse\"\x03\x90\x02\x01\x12W\n\x0bWatchStatus\x12\x1f.rolemesh.v1.WatchStatusRequest\x1a .rolemesh.v1.WatchStatusResponse\"\x03\x90\x02\x01\x30\x01\x12\x45\n\x05Watch\x12\x19.rolemesh.v1.WatchRequest\x1a\x1a.rolemesh.v1.WatchResponse\"\x03\x90\x02\x01\x30\x01\x12\x43\n\x05Pause\x12\x19.rolemesh.v1.PauseRequest\x1a\x1a.rolemesh.v1.PauseResponse\"\x03\x90\x02\x02\x12\x46\n\x06Resume\x12\x1a.rolemesh.v1.ResumeRequest\x1a\x1b.rolemesh.v1.ResumeResponse\"\x03\x90\x02\x02\x12@\n\x04Stop\x12\x18.rolemesh.v1.StopRequest\x1a\x19.rolemesh.v1.StopResponse\"\x03\x90\x02\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,8 +48,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTROLLERSERVICE'].methods_by_name['Resume']._serialized_options = b'\220\002\002'
   _globals['_CONTROLLERSERVICE'].methods_by_name['Stop']._loaded_options = None
   _globals['_CONTROLLERSERVICE'].methods_by_name['Stop']._serialized_options = b'\220\002\002'
-  _globals['_RUNSTATE']._serialized_start=1013
-  _globals['_RUNSTATE']._serialized_end=1189
+  _globals['_RUNSTATE']._serialized_start=1028
+  _globals['_RUNSTATE']._serialized_end=1204
   _globals['_STEPRECORD']._serialized_start=79
   _globals['_STEPRECORD']._serialized_end=254
   _globals['_STEPRECORD_METRICSENTRY']._serialized_start=208
@@ -61,29 +61,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST']._serialized_start=403
   _globals['_GETSTATUSREQUEST']._serialized_end=421
   _globals['_GETSTATUSRESPONSE']._serialized_start=424
-  _globals['_GETSTATUSRESPONSE']._serialized_end=724
-  _globals['_GETSTATUSRESPONSE_LATESTENTRY']._serialized_start=679
-  _globals['_GETSTATUSRESPONSE_LATESTENTRY']._serialized_end=724
-  _globals['_WATCHSTATUSREQUEST']._serialized_start=726
-  _globals['_WATCHSTATUSREQUEST']._serialized_end=746
-  _globals['_WATCHSTATUSRESPONSE']._serialized_start=748
-  _globals['_WATCHSTATUSRESPONSE']._serialized_end=817
-  _globals['_WATCHREQUEST']._serialized_start=819
-  _globals['_WATCHREQUEST']._serialized_end=853
-  _globals['_WATCHRESPONSE']._serialized_start=855
-  _globals['_WATCHRESPONSE']._serialized_end=911
-  _globals['_PAUSEREQUEST']._serialized_start=913
-  _globals['_PAUSEREQUEST']._serialized_end=927
-  _globals['_PAUSERESPONSE']._serialized_start=929
-  _globals['_PAUSERESPONSE']._serialized_end=944
-  _globals['_RESUMEREQUEST']._serialized_start=946
-  _globals['_RESUMEREQUEST']._serialized_end=961
-  _globals['_RESUMERESPONSE']._serialized_start=963
-  _globals['_RESUMERESPONSE']._serialized_end=979
-  _globals['_STOPREQUEST']._serialized_start=981
-  _globals['_STOPREQUEST']._serialized_end=994
-  _globals['_STOPRESPONSE']._serialized_start=996
-  _globals['_STOPRESPONSE']._serialized_end=1010
-  _globals['_CONTROLLERSERVICE']._serialized_start=1192
-  _globals['_CONTROLLERSERVICE']._serialized_end=1659
+  _globals['_GETSTATUSRESPONSE']._serialized_end=739
+  _globals['_GETSTATUSRESPONSE_LATESTENTRY']._serialized_start=694
+  _globals['_GETSTATUSRESPONSE_LATESTENTRY']._serialized_end=739
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=741
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=761
+  _globals['_WATCHSTATUSRESPONSE']._serialized_start=763
+  _globals['_WATCHSTATUSRESPONSE']._serialized_end=832
+  _globals['_WATCHREQUEST']._serialized_start=834
+  _globals['_WATCHREQUEST']._serialized_end=868
+  _globals['_WATCHRESPONSE']._serialized_start=870
+  _globals['_WATCHRESPONSE']._serialized_end=926
+  _globals['_PAUSEREQUEST']._serialized_start=928
+  _globals['_PAUSEREQUEST']._serialized_end=942
+  _globals['_PAUSERESPONSE']._serialized_start=944
+  _globals['_PAUSERESPONSE']._serialized_end=959
+  _globals['_RESUMEREQUEST']._serialized_start=961
+  _globals['_RESUMEREQUEST']._serialized_end=976
+  _globals['_RESUMERESPONSE']._serialized_start=978
+  _globals['_RESUMERESPONSE']._serialized_end=994
+  _globals['_STOPREQUEST']._serialized_start=996
+  _globals['_STOPREQUEST']._serialized_end=1009
+  _globals['_STOPRESPONSE']._serialized_start=1011
+  _globals['_STOPRESPONSE']._serialized_end=1025
+  _globals['_CONTROLLERSERVICE']._serialized_start=1207
+  _globals['_CONTROLLERSERVICE']._serialized_end=1674
 # @@protoc_insertion_point(module_scope)

@@ -69,7 +69,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("job", "state", "step", "total_steps", "phase", "last", "latest", "roles")
+    __slots__ = ("job", "state", "step", "total_steps", "phase", "last", "latest", "roles", "found")
     class LatestEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class GetStatusResponse(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     LATEST_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
     job: str
     state: RunState
     step: int
@@ -93,7 +94,8 @@ class GetStatusResponse(_message.Message):
     last: StepRecord
     latest: _containers.ScalarMap[str, float]
     roles: _containers.RepeatedCompositeFieldContainer[Role]
-    def __init__(self, job: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., last: _Optional[_Union[StepRecord, _Mapping]] = ..., latest: _Optional[_Mapping[str, float]] = ..., roles: _Optional[_Iterable[_Union[Role, _Mapping]]] = ...) -> None: ...
+    found: str
+    def __init__(self, job: _Optional[str] = ..., state: _Optional[_Union[RunState, str]] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., last: _Optional[_Union[StepRecord, _Mapping]] = ..., latest: _Optional[_Mapping[str, float]] = ..., roles: _Optional[_Iterable[_Union[Role, _Mapping]]] = ..., found: _Optional[str] = ...) -> None: ...
 
 class WatchStatusRequest(_message.Message):
     __slots__ = ()

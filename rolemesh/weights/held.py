@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 from torch import Tensor
@@ -124,12 +124,20 @@ class HeldWeights:
         version: of the weights.
         tensors: Hugging Face name to tensor, on any device; tied ones once
             (rolemesh.models.loading.named_weights). They are copied.
+        deltas: by name, what is added to a tensor on its way; made one at a time.
     """
 
-    def __init__(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        version: int,
+        tensors: Mapping[str, Tensor],
+        deltas: Mapping[str, Callable[[], Tensor]] | None = None,
+    ) -> None:
         self._manifest = lay_out(version, tensors)
         self._region = Region(self._manifest.region_bytes)
         for spec, tensor in zip(self._manifest.weights, tensors.values(), strict=True):
+            if deltas and spec.name in deltas:
+                tensor = tensor + deltas[spec.name]()
             self._region.write(spec.offset, tensor_bytes(tensor.detach().cpu().contiguous()).data)
         self._region.seal()
 

@@ -7,16 +7,22 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from rolemesh import context as origin
+from rolemesh import timeline
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.parking import Parking
+from rolemesh.workers.traces import Traces
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_traced: ContextVar[str] = ContextVar("traced", default="")  # the method for which a function is run
 
 
 class LocalWorker:
@@ -26,21 +32,48 @@ class LocalWorker:
         role: its name.
         parking: what it has on its device; None: nothing, or what it keeps there it parks in a way of its own.
         lease: of the device that it shares; None: the device is its own.
+        traces: of its operations; None: no step is traced.
     """
 
     def __init__(self, role: str) -> None:
         self.role = role
         self.parking: Parking | None = None
         self.lease: Lease | None = None
+        self.traces: Traces | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=role)
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """While it is entered, the role is on the device; not to be entered from within itself."""
         return nullcontext() if self.lease is None else self.lease.turn(self.role)
 
+    def call(self, method: str, batch: object = None) -> AbstractContextManager[timeline.Call]:
+        """A call of a method, for who writes down when it waited and when it computed."""
+        resident = self.lease.resident if self.lease else None
+        return timeline.recorded(self.role, f"{self.role}.{method}", batch, waits_for=resident or self.role)
+
+    @asynccontextmanager
+    async def traced(self, method: str) -> AsyncIterator[None]:
+        """While it is entered, what runs on the worker's thread is traced, in the steps in which the job asks
+        for it. Within a turn and not around one: roles of a process are traced one at a time."""
+        step = origin.step.get()
+        if self.traces is None or step not in self.traces.steps:
+            yield
+            return
+        _traced.set(method)
+        await self._on_thread(self.traces.begin)
+        try:
+            yield
+        finally:
+            await self._on_thread(self.traces.end, step)
+
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs a function on the worker's thread, in the caller's context (job, step), turn or not. When the
         caller is cancelled the function still ends, before anything else runs on the thread: `sleep` too."""
+        if self.traces and (method := _traced.get()):
+            function = self.traces.labelled(method, function)
+        return await self._on_thread(function, *args, **kwargs)
+
+    async def _on_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         context = contextvars.copy_context()
         call = functools.partial(context.run, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
@@ -78,8 +111,23 @@ def on_worker_thread(
     thread. The ordinary one stays at hand as `method.__wrapped__`."""
 
     async def asynchronous(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        async with self.turn():
-            return await self.run(method, self, *args, **kwargs)
+        batch = args[0] if args else None
+        with self.call(method.__name__, batch) as call:
+            async with self.turn(), self.traced(method.__name__):
+                return await self.run(call.computed(method), self, *args, **kwargs)
 
     functools.update_wrapper(asynchronous, method)
     return asynchronous
+
+
+def as_call(
+    method: Callable[Concatenate[W, P], Awaitable[R]],
+) -> Callable[Concatenate[W, P], Coroutine[Any, Any, R]]:
+    """Makes an async method of a worker one whose calls can be written down (LocalWorker.call)."""
+
+    @functools.wraps(method)
+    async def written(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.call(method.__name__, args[0] if args else None) as call, call.computing():
+            return await method(self, *args, **kwargs)
+
+    return written

@@ -28,6 +28,11 @@ class ActorServicer:
         async for frame in send(log_probs):
             yield frame
 
+    async def ComputeRefLogProbs(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        log_probs = await self._worker.compute_ref_log_probs(await receive(frames))
+        async for frame in send(log_probs):
+            yield frame
+
     async def Update(self, frames: AsyncIterator[bytes], context: Any) -> checkpoint_pb2.UpdateResponse:
         batch = await receive(frames)
         self._published = None  # other weights, be the next version's number the same

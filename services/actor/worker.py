@@ -8,23 +8,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rolemesh.algos.aggregation import Aggregation
-from rolemesh.algos.kl import kl_penalty
-from rolemesh.algos.policy_loss import POLICY_LOSSES, Clip
 from rolemesh.config import JobConfig
-from rolemesh.config.actor import ActorConfig
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.errors import Unsupported
 from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
+from rolemesh.models.lora import Adapter
+from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.optimizer import Optimizer, num_warmup_steps
-from rolemesh.models.sequence import check_sequences, token_log_probs
-from rolemesh.models.training import Schedule, refuse_float16, train
+from rolemesh.models.packing import remove_padding
+from rolemesh.models.sequence import check_sequences, token_stats
+from rolemesh.models.training import Schedule, checkpoint_activations, refuse_float16, train
 from rolemesh.roles import Metrics, methods
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
+from services.actor.objective import choose_tokens, policy_loss_of, policy_objective
 
 
 class PolicyWorker(LocalWorker):
@@ -34,20 +35,22 @@ class PolicyWorker(LocalWorker):
         job: its rollout.temperature is that of the distribution which responses are drawn from.
         role: actor or reference.
         config: the role's model.
-        micro_batch_size: rows per forward pass.
+        micro_batches: how rows are cut for forward passes.
 
     Raises:
         ModelNotFound: the model directory is not there or not whole.
-        InvalidConfig: a device that is not there.
+        InvalidConfig: a device that is not there; an architecture that cannot go without padding.
     """
 
-    def __init__(self, job: JobConfig, role: str, config: ModelConfig, micro_batch_size: int) -> None:
+    def __init__(self, job: JobConfig, role: str, config: ModelConfig, micro_batches: MicroBatches) -> None:
         super().__init__(role)
         self.job, self.role, self.config = job, role, config
         self.device = resolve_device(job.trainer.device)
         self.model = load_causal_lm(config, role).to(self.device)
+        if config.use_remove_padding:
+            remove_padding(self.model.get_decoder(), role)
         self.parking = Parking(self._tensors, self.device, job.run_dir)
-        self._micro_batch_size = micro_batch_size
+        self._micro_batches = micro_batches
         self._temperature = 0.0 if job.rollout.greedy else job.rollout.temperature
 
     def _tensors(self) -> Iterable[Tensor]:
@@ -55,23 +58,29 @@ class PolicyWorker(LocalWorker):
         return model_tensors(self.model)
 
     @torch.no_grad()
-    def _log_probs(self, batch: DataProto, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies (zeros unless asked for), [B, T], 0 where response_mask is False."""
+    def _stats(
+        self, batch: DataProto, *, entropy: bool = False, sum_pi_squared: bool = False
+    ) -> dict[str, Tensor]:
+        """TokenStats by name, those asked for: [B, T] on the CPU, 0 where response_mask is False."""
         method = methods(self.job)[f"{self.role}.compute_log_probs"]
         batch = method.prune(batch)
         check_sequences(batch, f"{self.role}.compute_log_probs")
-        log_probs, entropys = (torch.zeros(batch["response_mask"].shape) for _ in range(2))
-        for start in range(0, len(batch), self._micro_batch_size):
-            at = slice(start, start + self._micro_batch_size)
-            rows = batch[at].to(self.device)
-            chosen, spread = token_log_probs(
-                self.model, rows, temperature=self._temperature, dtype=self.config.dtype, entropy=entropy
+        columns: dict[str, Tensor] = {}
+        for at in self._micro_batches.cut(batch):
+            rows = batch.select_idxs(at).to(self.device)
+            stats = token_stats(
+                self.model,
+                rows,
+                temperature=self._temperature,
+                dtype=self.config.dtype,
+                entropy=entropy,
+                sum_pi_squared=sum_pi_squared,
             )
-            mask = rows["response_mask"]
-            log_probs[at] = torch.where(mask, chosen, 0).cpu()
-            if spread is not None:
-                entropys[at] = torch.where(mask, spread, 0).cpu()
-        return log_probs, entropys
+            for name, cells in stats._asdict().items():
+                if cells is not None:
+                    column = columns.setdefault(name, cells.new_zeros(batch["response_mask"].shape).cpu())
+                    column[at] = torch.where(rows["response_mask"], cells, 0).cpu()
+        return columns
 
 
 class ReferenceWorker(PolicyWorker):
@@ -79,12 +88,13 @@ class ReferenceWorker(PolicyWorker):
 
     def __init__(self, job: JobConfig) -> None:
         size = job.reference.log_prob_micro_batch_size_per_gpu
-        super().__init__(job, "reference", job.reference_model, size)
+        cut = MicroBatches.of(job, "reference", job.reference_model, size)
+        super().__init__(job, "reference", job.reference_model, cut)
 
     @on_worker_thread
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """ref_log_probs [B, T], 0 where response_mask is False."""
-        return DataProto({"ref_log_probs": self._log_probs(batch, entropy=False)[0]})
+        return DataProto({"ref_log_probs": self._stats(batch)["log_probs"]})
 
 
 class ActorWorker(PolicyWorker):
@@ -92,7 +102,8 @@ class ActorWorker(PolicyWorker):
 
     Raises:
         ModelNotFound: the model directory is not there, not whole, or has no tokenizer.
-        InvalidConfig: float16, which would need loss scaling; a warm-up ratio of an unknown number of steps.
+        InvalidConfig: float16, which would need loss scaling; a warm-up ratio of an unknown number of steps; an
+            adapter that does not fit the model.
     """
 
     def __init__(self, job: JobConfig) -> None:
@@ -100,16 +111,16 @@ class ActorWorker(PolicyWorker):
         refuse_float16(actor.model, "actor")
         self.schedule = Schedule(
             mini_batch_size=actor.ppo_mini_batch_size * job.rollout.n,
-            micro_batch_size=actor.ppo_micro_batch_size_per_gpu,
+            micro_batches=MicroBatches.of(job, "actor", actor.model, actor.ppo_micro_batch_size_per_gpu),
             epochs=actor.ppo_epochs,
             shuffle=actor.shuffle,
             seed=actor.seed,
         )
         warmup_steps = num_warmup_steps(actor.optim, self.schedule.num_steps(job), "actor")
         self.tokenizer = load_tokenizer(actor.model, "actor")
-        super().__init__(job, "actor", actor.model, actor.ppo_micro_batch_size_per_gpu)
-        if actor.model.enable_gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        super().__init__(job, "actor", actor.model, self.schedule.micro_batches)
+        self.adapter = Adapter(self.model, actor.model, actor.seed) if actor.model.lora_rank else None
+        checkpoint_activations(self.model, actor.model)
         self.optimizer = Optimizer(
             self.model, actor.optim, grad_clip=actor.grad_clip, warmup_steps=warmup_steps, role="actor"
         )
@@ -119,9 +130,25 @@ class ActorWorker(PolicyWorker):
 
     @on_worker_thread
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys [B, T], 0 where response_mask is False."""
-        log_probs, entropys = self._log_probs(batch, entropy=True)
-        return DataProto({"old_log_probs": log_probs, "entropys": entropys})
+        """old_log_probs, entropys and what else the job's method writes, [B, T], 0 where response_mask is
+        False."""
+        writes = methods(self.job)["actor.compute_log_probs"].writes
+        columns = self._stats(batch, entropy=True, sum_pi_squared="sum_pi_squared" in writes)
+        return DataProto({"old_log_probs": columns.pop("log_probs"), **columns})
+
+    @on_worker_thread
+    def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        """ref_log_probs [B, T] of the base model, 0 where response_mask is False.
+
+        Raises:
+            Unsupported: the actor has no adapter that could be off.
+        """
+        if self.adapter is None:
+            raise Unsupported(
+                "actor.compute_ref_log_probs is of an actor with an adapter, and actor.model.lora_rank is 0"
+            )
+        with self.adapter.off():
+            return DataProto({"ref_log_probs": self._stats(batch)["log_probs"]})
 
     @on_worker_thread
     def update(self, batch: DataProto) -> Metrics:
@@ -135,15 +162,22 @@ class ActorWorker(PolicyWorker):
         check_sequences(batch, "actor.update")
         self.model.train()
         try:
-            metrics = train(batch.to(self.device), self.optimizer, self.schedule, self._loss)
+            metrics = train(batch.to(self.device), self.optimizer, self.schedule, self._loss, self._prepare)
         finally:
             self.model.eval()
         if self.job.actor.use_kl_loss:
             metrics["kl_coef"] = self.job.actor.kl_loss_coef
         return {f"actor/{name}": value for name, value in metrics.items()}
 
+    def _prepare(self, mini_batch: DataProto) -> DataProto:
+        """With what the loss must know of the whole mini-batch."""
+        if policy_loss_of(self.job).choose is None:
+            return mini_batch
+        log_probs = self._stats(mini_batch)["log_probs"].to(self.device)
+        return choose_tokens(mini_batch, log_probs, self.job, self.optimizer.num_updates)
+
     def _loss(self, rows: DataProto, mini_batch_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        log_probs, entropys = token_log_probs(
+        stats = token_stats(
             self.model,
             rows,
             temperature=self._temperature,
@@ -151,11 +185,13 @@ class ActorWorker(PolicyWorker):
             entropy=self.job.actor.entropy_coeff != 0,
             entropy_gradient=True,
         )
-        return policy_objective(log_probs, entropys, rows, mini_batch_mask, self.job.actor)
+        return policy_objective(stats.log_probs, stats.entropys, rows, mini_batch_mask, self.job)
 
     @on_worker_thread
     def publish_weights(self, version: int) -> WeightSource:
         """A copy of the weights as they are now, under a version."""
+        if self.adapter:
+            return HeldWeights(version, self.adapter.base_weights(), self.adapter.deltas())
         return HeldWeights(version, named_weights(self.model))
 
     @on_worker_thread
@@ -163,7 +199,7 @@ class ActorWorker(PolicyWorker):
         """Model, tokenizer and optimizer: rolemesh/models/checkpoint.py. Raises CheckpointFailed."""
 
         def write_model(into: Path) -> None:
-            self.model.save_pretrained(into)
+            (self.adapter.save if self.adapter else self.model.save_pretrained)(into)
             self.tokenizer.save_pretrained(into)
 
         save_checkpoint(directory, write_model, self.optimizer)
@@ -172,46 +208,12 @@ class ActorWorker(PolicyWorker):
     def load_checkpoint(self, directory: Path | None) -> None:
         """Takes up what save_checkpoint wrote, bit for bit; None: begins anew. Raises CheckpointFailed."""
 
-        def read_model(path: Path | None) -> torch.nn.Module:
+        def read_weights(path: Path | None) -> dict[str, Tensor]:
             config = self.config.model_copy(update={"path": str(path)}) if path else self.config
-            model: torch.nn.Module = load_causal_lm(config, "actor")
-            return model
+            weights: dict[str, Tensor] = load_causal_lm(config, "actor").state_dict()
+            return weights
 
-        load_checkpoint(directory, self.model, read_model, self.optimizer)
-
-
-def policy_objective(
-    log_probs: Tensor, entropys: Tensor | None, rows: DataProto, mini_batch_mask: Tensor, config: ActorConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the actor minimises: policy loss − entropy_coeff·entropy + kl_loss_coef·KL(actor, reference).
-
-    Args:
-        log_probs: [b, T] of a micro-batch.
-        entropys: [b, T]; None where entropy_coeff is 0.
-        rows: the micro-batch: response_mask, old_log_probs, advantages, with use_kl_loss ref_log_probs, with
-            rollout_correction rollout_is_weights.
-        mini_batch_mask: response_mask [B, T] of the mini-batch that it is part of.
-
-    Returns:
-        The micro-batch's shares of the mini-batch's loss and of what is reported.
-    """
-    mask = rows["response_mask"]
-    aggregate = Aggregation.of(mini_batch_mask, config.loss_agg_mode, config.loss_scale_factor)
-    mean = Aggregation.of(mini_batch_mask, "token-mean")
-    clip = Clip(
-        low=config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low,
-        high=config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high,
-        dual=config.clip_ratio_c,
-    )
-    policy_loss = POLICY_LOSSES[config.policy_loss.loss_mode]
-    tokens = policy_loss(log_probs, rows["old_log_probs"], rows["advantages"], mask, clip)
-    losses = tokens.losses * rows["rollout_is_weights"] if "rollout_is_weights" in rows else tokens.losses
-    loss = pg_loss = aggregate(losses, mask)
-    shares = {"pg_loss": pg_loss} | {name: mean(per_token, mask) for name, per_token in tokens.shares.items()}
-    if entropys is not None:
-        loss = loss - config.entropy_coeff * aggregate(entropys, mask)
-    if config.use_kl_loss:
-        kl_loss = aggregate(kl_penalty(log_probs, rows["ref_log_probs"], config.kl_loss_type), mask)
-        loss = loss + config.kl_loss_coef * kl_loss
-        shares["kl_loss"] = kl_loss
-    return loss, shares
+        if self.adapter:
+            load_checkpoint(directory, self.adapter.weights, self.adapter.read, self.optimizer)
+        else:
+            load_checkpoint(directory, self.model.state_dict(), read_weights, self.optimizer)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from rolemesh.algos.advantages import compute_gae, compute_grpo
-from rolemesh.algos.aggregation import masked_whiten
+from rolemesh.algos.estimators import ESTIMATORS
 from rolemesh.algos.kl import kl_penalty
 from rolemesh.algos.rollout_correction import (
+    accepted_tokens,
+    bounded,
     importance_weights,
     mismatch_metrics,
-    truncate,
+    rejection_metrics,
     weight_metrics,
 )
 from rolemesh.config import JobConfig
@@ -17,25 +18,46 @@ from rolemesh.graph import node
 from rolemesh.roles import Metrics
 
 
+def _correction_reads(job: JobConfig) -> tuple[str, ...]:
+    own = () if job.algorithm.rollout_correction.bypass_mode else ("old_log_probs", "rollout_log_probs")
+    return (*own, "response_mask")
+
+
 def _correction_writes(job: JobConfig) -> tuple[str, ...]:
-    return ("rollout_is_weights",) if job.algorithm.rollout_correction.rollout_is else ()
+    return job.algorithm.rollout_correction.columns
 
 
-@node(reads=("old_log_probs", "rollout_log_probs", "response_mask"), writes=_correction_writes, phase="adv")
+@node(reads=_correction_reads, writes=_correction_writes, phase="adv")
 def apply_rollout_correction(batch: DataProto, job: JobConfig) -> tuple[DataProto, Metrics]:
-    """rollout_is_weights [B, T], where `algorithm.rollout_correction.rollout_is` says of what: the policy loss
-    of each token is multiplied by its weight.
+    """What `algorithm.rollout_correction` says against tokens that the engine drew from another distribution.
+
+    rollout_is_weights [B, T], with rollout_is: the policy loss of each token is multiplied by its weight.
+    loss_mask [B, T], with rollout_rs: response_mask without what is rejected, which is out of the actor's and
+    the critic's loss. It still counts in the losses' denominators, as in verl 0.9: to reject makes a step
+    smaller, and does not make the other tokens weigh more. response_mask stays, and with it KL, advantages and
+    metrics are those of all that was sampled. (verl takes advantages of the accepted tokens alone; with gae a
+    rejected last token would take the reward along.)
+
+    With bypass_mode there is nothing to compare here, as old_log_probs are the engine's; the actor's loss does
+    it, against the policy under training.
 
     Returns:
         the batch; and how far the engine's policy is from the actor's, whether or not that is corrected. The
-        weights are then those of tokens, and told before they are truncated.
+        weights are then those of tokens, and told before they are bounded.
     """
     correction = job.algorithm.rollout_correction
-    log_probs = (batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
+    if correction.bypass_mode:
+        return batch, {}
+    mask = batch["response_mask"]
+    log_probs = (batch["old_log_probs"], batch["rollout_log_probs"], mask)
     weights = importance_weights(*log_probs, level=correction.rollout_is or "token")
+    metrics = mismatch_metrics(*log_probs) | weight_metrics(weights, mask)
     if correction.rollout_is:
-        batch["rollout_is_weights"] = truncate(weights, correction.rollout_is_threshold)
-    return batch, mismatch_metrics(*log_probs) | weight_metrics(weights, batch["response_mask"])
+        batch["rollout_is_weights"] = bounded(weights, *correction.bounds)
+    if correction.rollout_rs:
+        batch["loss_mask"] = accepted_tokens(*log_probs, correction.criteria)
+        metrics |= rejection_metrics(batch["loss_mask"], mask)
+    return batch, metrics
 
 
 def _kl_reads(job: JobConfig) -> tuple[str, ...]:
@@ -66,23 +88,34 @@ def apply_kl_penalty(batch: DataProto, job: JobConfig, beta: float) -> tuple[Dat
     return batch, {"actor/reward_kl_penalty": row_kl.mean().item(), "actor/reward_kl_penalty_coeff": beta}
 
 
+@node(reads=("token_level_scores",), writes=("reward_baselines",))
+def set_baselines(greedy: DataProto, batch: DataProto) -> tuple[DataProto, Metrics]:
+    """reward_baselines [B]: the score of the greedy answer to the row's prompt.
+
+    Args:
+        greedy: an answer to each prompt, scored, in the order of the prompts.
+        batch: the samples, as many for each prompt, in the same order.
+
+    Returns:
+        the batch; and the mean of the greedy answers' scores.
+    """
+    scores = greedy["token_level_scores"].sum(dim=1)  # [prompts]
+    batch["reward_baselines"] = scores.repeat_interleave(len(batch) // len(greedy))
+    return batch, {"critic/reward_baselines/mean": scores.mean().item()}
+
+
 def _advantage_reads(job: JobConfig) -> tuple[str, ...]:
-    own = {"gae": "values", "grpo": "uid"}[job.algorithm.adv_estimator]
-    return ("token_level_rewards", "response_mask", own)
+    estimator = ESTIMATORS[job.algorithm.adv_estimator]
+    return (*estimator.reads, *set(estimator.optional).intersection(_correction_writes(job)))
 
 
 @node(reads=_advantage_reads, writes=("advantages", "returns"), phase="adv")
 def compute_advantages(batch: DataProto, job: JobConfig) -> DataProto:
-    """advantages and returns [B, T], by `algorithm.adv_estimator`. GAE's are whitened, its returns not."""
-    rewards, mask, algorithm = batch["token_level_rewards"], batch["response_mask"], job.algorithm
-    if algorithm.adv_estimator == "gae":
-        advantages, returns = compute_gae(
-            rewards, batch["values"], mask, gamma=algorithm.gamma, lam=algorithm.lam
-        )
-        advantages = masked_whiten(advantages, mask)
-    else:
-        advantages, returns = compute_grpo(
-            rewards, mask, batch["uid"].tolist(), norm_by_std=algorithm.norm_adv_by_std_in_grpo
-        )
-    batch["advantages"], batch["returns"] = advantages, returns
+    """advantages and returns [B, T], by `algorithm.adv_estimator`."""
+    estimator = ESTIMATORS[job.algorithm.adv_estimator]
+    options = {key: getattr(job.algorithm, key) for key in estimator.keys}
+    options |= {column: batch[column] for column in estimator.optional if column in batch}
+    batch["advantages"], batch["returns"] = estimator.compute(
+        *(batch[column] for column in estimator.reads), **options
+    )
     return batch

@@ -25,15 +25,16 @@ class Ahead:
 
     Args:
         rollout: generates.
-        upcoming: the rows that a step will ask for; None where that step will not be made.
+        upcoming: the rows of a step for a sampling ("train", "greedy"); None where it will not be made. Who
+            asks for the rows of one step is taken to ask for those of the next ones too.
         max_staleness: in steps. With 0 rows are begun when their step asks for them.
     """
 
     def __init__(
-        self, rollout: Rollout, upcoming: Callable[[int], DataProto | None], max_staleness: int
+        self, rollout: Rollout, upcoming: Callable[[int, str], DataProto | None], max_staleness: int
     ) -> None:
         self._rollout, self._upcoming, self._max_staleness = rollout, upcoming, max_staleness
-        self._begun: dict[int, _Generation] = {}
+        self._begun: dict[tuple[int, str], _Generation] = {}
         self._version = 0
 
     async def generate(self, prompts: DataProto) -> AsyncGenerator[DataProto]:
@@ -47,7 +48,7 @@ class Ahead:
             current = range(self._version, self._version + 1)
             generation = _Generation(self._rollout, prompts, current, context.step.get())
         else:
-            generation = self._of_step(prompts.meta_info["step"], prompts)
+            generation = self._of_step(prompts.meta_info["step"], prompts.meta_info["sampling"], prompts)
         try:
             while (rows := await generation.next()) is not None:
                 yield rows
@@ -63,21 +64,21 @@ class Ahead:
         for generation in self._begun.values():
             await generation.end()
 
-    def _of_step(self, number: int, prompts: DataProto) -> _Generation:
+    def _of_step(self, number: int, sampling: str, prompts: DataProto) -> _Generation:
         """The generation of the step that asks for its rows; those of the steps after it are begun."""
-        self._begin(number, prompts)
+        self._begin(number, sampling, prompts)
         for later in range(number + 1, number + 1 + self._max_staleness):
-            self._begin(later, self._upcoming(later))
-        rows = self._begun[number].rows
+            self._begin(later, sampling, self._upcoming(later, sampling))
+        rows = self._begun[number, sampling].rows
         assert all(torch.equal(rows[name], prompts[name]) for name in ("seeds", "prompts")), (
             f"step {number} asks for other rows than were begun for it"
         )
-        return self._begun.pop(number)
+        return self._begun.pop((number, sampling))
 
-    def _begin(self, number: int, rows: DataProto | None) -> None:
-        if number not in self._begun and rows is not None:
+    def _begin(self, number: int, sampling: str, rows: DataProto | None) -> None:
+        if (number, sampling) not in self._begun and rows is not None:
             versions = range(max(0, number - 1 - self._max_staleness), number)
-            self._begun[number] = _Generation(self._rollout, rows, versions, number)
+            self._begun[number, sampling] = _Generation(self._rollout, rows, versions, number)
 
 
 class _Generation:

@@ -3,6 +3,7 @@
     <run directory>/global_step_<n>/actor        the actor's (a Hugging Face directory and its optimizer)
                                    /critic       the critic's
                                    /controller.json
+                                   /waiting_groups   where dynamic sampling has kept some
     <run directory>/latest                       the name of the newest whole one, written last
 
 Roles write into `global_step_<n>.partial`; a rename makes it whole. Whatever is interrupted leaves the last
@@ -18,13 +19,15 @@ import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rolemesh.config import JobConfig
-from rolemesh.errors import CheckpointFailed, InvalidConfig, RoleUnavailable
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import CheckpointFailed, InvalidBatch, InvalidConfig, RoleUnavailable
 from rolemesh.roles import Roles
+from rolemesh.rpc.codec import dump
 from services.controller.experience import gather
 
 NAME = re.compile(r"global_step_(\d+)")
@@ -34,28 +37,40 @@ PARTIAL = ".partial"
 @dataclass(frozen=True)
 class ControllerState:
     """What the controller itself must remember. All randomness is a function of seed and step, so a step
-    number is the data position and every random state of the controller.
+    number is every random state of the controller, and the data position where a step takes one batch.
 
     Args:
         step: steps made.
         kl_controller: the KL coefficient.
         same_course: the settings on which the further course depends bit for bit; see `course_of`.
+        num_batches: of prompts that were answered, in dynamic sampling; 0 elsewhere.
+        waiting: groups of answers that no step has learnt from yet; a file of its own.
     """
 
     step: int
     kl_controller: dict[str, float]
     same_course: dict[str, Any]
+    num_batches: int = 0
+    waiting: DataProto = field(default_factory=DataProto, repr=False)
+
+    def to_json(self) -> str:
+        """All but the groups that wait."""
+        return json.dumps({name: value for name, value in vars(self).items() if name != "waiting"}, indent=1)
 
 
 def course_of(job: JobConfig, num_prompts: int) -> dict[str, Any]:
     """The settings that decide which prompts a step sees and which tokens it draws. A resumed run with
     others would be neither the old run nor a new one."""
-    data, rollout = job.data, job.rollout
+    data, rollout, filter_groups = job.data, job.rollout, job.algorithm.filter_groups
+    model = job.actor.model
     return {
+        "actor.model.lora_alpha": model.lora_alpha if model.lora_rank else None,
         "algorithm.adv_estimator": job.algorithm.adv_estimator,
+        "algorithm.filter_groups.metric": filter_groups.metric if filter_groups.enable else None,
         "data.train_files": [Path(file).name for file in data.train_files],
         "prompts in data.train_files": num_prompts,
         "data.train_batch_size": data.train_batch_size,
+        "data.gen_batch_size": data.gen_batch_size,
         "data.shuffle": data.shuffle,
         "data.seed": data.seed,
         "data.max_prompt_length": data.max_prompt_length,
@@ -134,6 +149,11 @@ class Checkpoints:
     async def load(self, path: Path, roles: Roles, course: dict[str, Any]) -> ControllerState:
         """Brings the roles to where they were at a checkpoint; raises what `read` does, and what they do."""
         state = self.read(path, course)
+        waiting = path / "waiting_groups"
+        try:
+            state = replace(state, waiting=DataProto.load_from_disk(waiting)) if waiting.exists() else state
+        except (OSError, InvalidBatch) as error:
+            raise CheckpointFailed(f"{waiting} cannot be read: {error}") from error
         await gather(roles.actor.load_checkpoint(path / "actor"), roles.critic.load_checkpoint(path / "critic"))
         return state
 
@@ -155,9 +175,10 @@ class Checkpoints:
             if state.same_course.get(key) != value
         ]
         if differing:
+            key = "lora_adapter_path" if (path / "actor" / "adapter_config.json").is_file() else "path"
             raise InvalidConfig(
                 f"{path} cannot be resumed exactly: {'; '.join(differing)}. Set them back, or begin a new run "
-                f"from its weights with actor.model.path={path / 'actor'}"
+                f"from its weights with actor.model.{key}={path / 'actor'}"
             )
         return state
 
@@ -182,7 +203,9 @@ class Checkpoints:
             )
             for error in filter(None, saves):
                 raise error
-            write_durably(partial / "controller.json", json.dumps(asdict(state), indent=1))
+            write_durably(partial / "controller.json", state.to_json())
+            if len(state.waiting):
+                write_durably(partial / "waiting_groups", dump(state.waiting))
             yield
             left = _put_aside(path) if path.exists() else None  # of a course left by resuming from before it
             partial.rename(path)
@@ -216,11 +239,11 @@ def _put_aside(path: Path) -> Path:
     return path.rename(path.with_name(path.name + ".old" + PARTIAL))
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replaces a file at once: a reader sees the old text or the new, also after a loss of power."""
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Replaces a file at once: a reader sees the old content or the new, also after a loss of power."""
     new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with new.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)

@@ -45,7 +45,7 @@ def fan_out(
         seed: of the job's sampling.
         step: the step; 0 for validation, which draws the same numbers each time, so that two validations
             differ by the model alone.
-        sampling: "train" or "validation", for the rollout.
+        sampling: "train", "greedy" or "validation", for the rollout.
         first: position of the first prompt, where these are a part of those of the step.
 
     Returns:

@@ -18,13 +18,16 @@ from rolemesh.graph import observer
 from rolemesh.metrics import CHECKPOINT_WRITTEN
 from rolemesh.roles import Metrics, Roles
 from services.controller.ahead import Ahead
+from services.controller.bypass import bypassing
 from services.controller.checkpoints import Checkpoints, ControllerState, course_of
 from services.controller.curves import draw_curves
 from services.controller.experience import fan_out, gather
 from services.controller.loggers import Loggers, require_libraries
 from services.controller.pages import check_step, page_of
+from services.controller.profile import check_profile_steps, profiled
 from services.controller.progress import Display
 from services.controller.run_dir import MetricsFile, answers, dump, read_metrics, write_config
+from services.controller.sampling import DynamicSampling
 from services.controller.status import RunStatus, State
 from services.controller.step import Step
 from services.controller.stopwatch import Stopwatch, WarmingActor, timed
@@ -52,9 +55,16 @@ class Run:
         self._stopwatch = Stopwatch(lambda phase: self.status.set(phase=phase))
         self._kl = KLController(job.algorithm.kl_ctrl)
         self._train, self._order, total_steps = self._training_data()
+        self._sampling = DynamicSampling(
+            job.data.train_batch_size,
+            self._prompts,
+            job.algorithm.filter_groups.max_num_gen_batches,
+            lambda found: self.status.set(found=found),
+        )
         self._val = self._validation_data()
         self.job = with_total_steps(job, total_steps)
         self.status.set(total_steps=total_steps)
+        check_profile_steps(self.job)
         self._checkpoints = Checkpoints(job.run_dir, job.trainer.max_actor_ckpt_to_keep)
         self._saved_step = 0
         self._answers: list[dict[str, Any]] = []
@@ -92,8 +102,9 @@ class Run:
             RolemeshError: a step, a validation or a checkpoint failed; the last good checkpoint stays.
         """
         context.job.set(self.job.trainer.experiment_name)
+        context.step.set(0)
         ahead = Ahead(roles.rollout, self._upcoming, self._max_staleness)
-        self._roles = timed(replace(roles, rollout=ahead), self._stopwatch)
+        self._roles = bypassing(timed(replace(roles, rollout=ahead), self._stopwatch), self.job)
         token = observer.set(self._stopwatch)
         try:
             await check_step(self.job)
@@ -128,6 +139,7 @@ class Run:
             self.display.console.print(f"goes on from {chosen}", style="dim", highlight=False, soft_wrap=True)
             state = await self._checkpoints.load(chosen, self._roles, self._course())
             self._kl.load_state_dict(state.kl_controller)
+            self._sampling.restore(state.num_batches, state.waiting, self.job.rollout.n)
             start = self._saved_step = state.step
         else:  # roles may have been trained by a controller that ended before its first checkpoint
             await gather(self._roles.actor.load_checkpoint(None), self._roles.critic.load_checkpoint(None))
@@ -145,7 +157,8 @@ class Run:
         for number in range(start + 1, last + 1):
             if not await self.status.may_begin():
                 break
-            await self._make_step(number)
+            with profiled(number, self.job):
+                await self._make_step(number)
         if trainer.save_freq > 0 and self.status.step > self._saved_step:  # stopped between two saves
             async with self._checkpoints.writing(self._roles, self._state(self.status.step)):
                 pass
@@ -164,11 +177,14 @@ class Run:
     async def _train_on(self, number: int) -> Metrics:
         """The page, on the prompts of this step."""
         began = time.perf_counter()
-        step = Step(number, self.job, self._kl)
+        step = Step(number, self.job, self._kl, self._sampling)
+        dynamic = self.job.algorithm.filter_groups.enable  # a step then takes as many batches as it needs
+        position = self._sampling.num_batches + 1 if dynamic else number
+        prompts = self._sampling.next_prompts() if dynamic else self._prompts(number)
         roles = self._roles
         if number <= self.job.trainer.critic_warmup:
             roles = replace(roles, actor=WarmingActor(roles.actor))
-        metrics = await page_of(self.job)(self._prompts(number), roles, step)
+        metrics = await page_of(self.job)(prompts, roles, step)
         seconds = time.perf_counter() - began
 
         batch = step.batch
@@ -177,7 +193,7 @@ class Run:
             self._kl.update(metrics["actor/reward_kl_penalty"], len(batch))
         dump(answers(batch, number, self._tokenizer), self.job.trainer.rollout_data_dir, number)
         return {
-            "training/epoch": float(self._order.epoch(number)),
+            "training/epoch": float(self._order.epoch(position)),
             **metrics,
             **self._stopwatch.take(),
             "timing_s/step": seconds,
@@ -222,11 +238,6 @@ class Run:
         job = self.job
         if not job.data.train_files:
             raise InvalidConfig("data.train_files is empty: name one Parquet file or several")
-        if job.trainer.critic_warmup and not job.uses_critic:
-            raise InvalidConfig(
-                f"trainer.critic_warmup is {job.trainer.critic_warmup}, and a job with algorithm.adv_estimator "
-                f"{job.algorithm.adv_estimator} has no critic; set it to 0"
-            )
         data = PromptDataset(job.data.train_files, job.data, self._tokenizer)
         order = PromptOrder(len(data), job.data)
         return data, order, job.trainer.total_training_steps or order.total_steps(job.trainer.total_epochs)
@@ -241,14 +252,15 @@ class Run:
             )
         return None
 
-    def _prompts(self, number: int) -> DataProto:
-        return self._train.batch(self._order.rows(number))
+    def _prompts(self, batch: int) -> DataProto:
+        return self._train.batch(self._order.rows(batch))
 
-    def _upcoming(self, number: int) -> DataProto | None:
+    def _upcoming(self, number: int, sampling: str) -> DataProto | None:
         """The rows that step `number` will ask the rollout for; None where it will not be made."""
         if number > self.status.total_steps or self.status.stop_requested:
             return None
-        return fan_out(self._prompts(number), self.job.rollout.n, self.job.rollout.seed, number)
+        rollout = self.job.rollout
+        return fan_out(self._prompts(number), rollout.sampling[sampling].n, rollout.seed, number, sampling)
 
     @property
     def _max_staleness(self) -> int:
@@ -258,7 +270,10 @@ class Run:
         return course_of(self.job, len(self._train))
 
     def _state(self, step: int) -> ControllerState:
-        return ControllerState(step, self._kl.state_dict(), self._course())
+        sampling = self._sampling
+        return ControllerState(
+            step, self._kl.state_dict(), self._course(), sampling.num_batches, sampling.waiting
+        )
 
     def _summary(self) -> Summary:
         return Summary(

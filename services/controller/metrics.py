@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+
 import torch
 from torch import Tensor
 
@@ -30,7 +33,18 @@ def batch_metrics(batch: DataProto) -> Metrics:
         metrics["critic/values/mean"] = masked_mean(batch["values"], mask).item()
     if "entropys" in batch:
         metrics["actor/entropy"] = masked_mean(batch["entropys"], mask).item()
+    if "reward_extra_info" in batch:
+        metrics |= _extra_means(batch["reward_extra_info"])
     return metrics
+
+
+def _extra_means(rows: Iterable[Mapping[str, float]]) -> Metrics:
+    """`reward/NAME/mean` of what came with the scores, over the rows that have it."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward/{name}/mean": fmean(values[name]) for name in sorted(values)}
 
 
 def staleness_metrics(batch: DataProto, newest: int) -> Metrics:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
+from rolemesh.algos.estimators import ESTIMATORS
 from rolemesh.algos.kl import KLController
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.graph import StepGraph, record
 from rolemesh.roles import Roles
+from services.controller.bypass import bypassing
+from services.controller.dapo import dapo_step
 from services.controller.grpo import grpo_step
 from services.controller.ppo import ppo_step
+from services.controller.remax import remax_step
+from services.controller.sampling import DynamicSampling
 from services.controller.step import Page, Step
 
-PAGES: dict[str, Page] = {"gae": ppo_step, "grpo": grpo_step}
+PAGES: Mapping[str, Page] = dict.fromkeys(ESTIMATORS, grpo_step) | {"gae": ppo_step, "remax": remax_step}
 
 
 def page_of(job: JobConfig) -> Page:
-    """The page that `algorithm.adv_estimator` names."""
-    return PAGES[job.algorithm.adv_estimator]
+    """The page that `algorithm.adv_estimator` names, or that of dynamic sampling."""
+    return dapo_step if job.algorithm.filter_groups.enable else PAGES[job.algorithm.adv_estimator]
 
 
 async def check_step(job: JobConfig) -> StepGraph:
@@ -30,7 +36,8 @@ async def check_step(job: JobConfig) -> StepGraph:
     page = page_of(job)
 
     async def recorded(prompts: DataProto, roles: Roles) -> None:
-        await page(prompts, roles, Step(1, job, KLController(job.algorithm.kl_ctrl)))
+        sampling = DynamicSampling(len(prompts), lambda number: prompts)
+        await page(prompts, bypassing(roles, job), Step(1, job, KLController(job.algorithm.kl_ctrl), sampling))
 
     return await record(recorded, job, f"{page.__module__.rpartition('.')[2]}.py, one step")
 

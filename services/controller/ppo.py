@@ -9,6 +9,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics, Roles
 from services.controller.advantages import apply_kl_penalty, apply_rollout_correction, compute_advantages
 from services.controller.experience import collect, fan_out, gather
+from services.controller.resampling import resample
 from services.controller.step import Step
 
 
@@ -31,6 +32,7 @@ async def ppo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
     batch, kl_metrics = apply_kl_penalty(batch, step.job, step.kl.value)  # token_level_rewards [B, T]
     batch = compute_advantages(batch, step.job)  # advantages, returns [B, T]
 
-    critic_metrics, actor_metrics = await gather(roles.critic.update(batch), roles.actor.update(batch))
+    drawn, pf_ppo = resample(batch, step.job, step.number)  # all rows, or those that PF-PPO draws
+    critic_metrics, actor_metrics = await gather(roles.critic.update(drawn), roles.actor.update(drawn))
     await roles.sync_weights(step.number)
-    return step.report(batch, mismatch, kl_metrics, critic_metrics, actor_metrics)
+    return step.report(batch, mismatch, kl_metrics, pf_ppo, critic_metrics, actor_metrics)

@@ -99,6 +99,7 @@ def line_of(status: RunStatus) -> Text:
     if status.state is State.PAUSED:  # an empty phase: between two steps
         parts = ["pauses after this step" if status.phase else "paused"]
     parts += [PHASES.get(status.phase, status.phase)] if status.phase else []
+    parts += [status.found] if status.found else []
     reward = _last(status.records, "critic/score/mean")
     parts += [f"reward {reward:.3f}"] if reward is not None else []
     accuracies = accuracy_by_step(status.records)

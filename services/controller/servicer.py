@@ -35,6 +35,7 @@ class ControllerServicer:
             step=status.step,
             total_steps=status.total_steps,
             phase=status.phase,
+            found=status.found,
             last=to_message(status.records[-1]) if status.records else None,
             latest=to_message(status.latest).metrics if status.latest else None,
             roles=[pb.Role(name=role, replicas=_replicas(client)) for role, client in self._clients.items()],

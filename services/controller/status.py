@@ -35,6 +35,7 @@ class RunStatus:
         self.total_steps = 0
         self.step = 0
         self.phase = ""
+        self.found = ""  # dynamic sampling: how many groups of the step's batch there are
         self.records: list[Record] = []
         self.latest: Record = {}  # the newest value of each metric, whichever step it is of
         self.stop_requested = False
@@ -58,12 +59,14 @@ class RunStatus:
         step: int | None = None,
         phase: str | None = None,
         total_steps: int | None = None,
+        found: str | None = None,
     ) -> None:
         """Notes what is new."""
         self._state = state or self._state
         self.step = self.step if step is None else step
         self.phase = self.phase if phase is None else phase
         self.total_steps = self.total_steps if total_steps is None else total_steps
+        self.found = self.found if found is None else found
         self._tell()
 
     def add(self, *records: Record) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rolemesh.algos.kl import KLController
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics, Roles
 from services.controller.metrics import batch_metrics, staleness_metrics
+from services.controller.sampling import DynamicSampling
 
 
 @dataclass
@@ -20,12 +21,14 @@ class Step:
         number: counted from 1.
         job: the hyperparameters.
         kl: the KL penalty's coefficient. The loop moves it, after the step.
+        sampling: the groups that wait, and more prompts; for the page that asks for them.
         batch: what the step was made of, for dumps; set by `report`.
     """
 
     number: int
     job: JobConfig
     kl: KLController
+    sampling: DynamicSampling = field(default_factory=DynamicSampling)
     batch: DataProto | None = None
 
     def report(self, batch: DataProto, *parts: Metrics) -> Metrics:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from rolemesh import metrics
+from rolemesh import metrics, timeline
 from rolemesh.dataproto import DataProto
 from rolemesh.graph import ControllerNode
 from rolemesh.roles import Actor, Critic, Metrics, Reference, Reward, Roles, Rollout
@@ -53,7 +53,10 @@ class Stopwatch:
             if not self._running[phase]:
                 del self._running[phase]
                 metrics.PHASE_RUNNING.labels(phase).set(0)
-                passed = time.perf_counter() - self._since.pop(phase)
+                began, now = self._since.pop(phase), time.perf_counter()
+                passed = now - began
+                if (written := timeline.calls.get()) is not None:
+                    written.append(timeline.Call(timeline.PHASES, phase, began, now))
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + passed
             self._tell(before)
 
@@ -65,11 +68,12 @@ class Stopwatch:
     @contextmanager
     def during(self, node: ControllerNode, batch: DataProto) -> Iterator[None]:
         """As the observer of controller functions."""
-        if not node.phase:
-            yield
-            return
-        with self(node.phase):
-            yield
+        with timeline.recorded(timeline.CONTROLLER, f"controller.{node.name}", batch):
+            if not node.phase:
+                yield
+                return
+            with self(node.phase):
+                yield
 
     def _tell(self, before: str) -> None:
         if self.phase != before:
@@ -95,6 +99,9 @@ class TimedActor:
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return await _timed(self.stopwatch, "old_log_prob", self.actor.compute_log_probs(batch))
+
+    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        return await _timed(self.stopwatch, "ref", self.actor.compute_ref_log_probs(batch))
 
     async def update(self, batch: DataProto) -> Metrics:
         return await _timed(self.stopwatch, "update_actor", self.actor.update(batch))
@@ -175,6 +182,9 @@ class WarmingActor:
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return await self.actor.compute_log_probs(batch)
+
+    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        return await self.actor.compute_ref_log_probs(batch)
 
     async def update(self, batch: DataProto) -> Metrics:
         return {"training/critic_warmup": 1.0}

@@ -15,9 +15,11 @@ from rolemesh.dataproto import DataProto
 from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import resolve_device
+from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.optimizer import Optimizer, num_warmup_steps
+from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import check_sequences, token_values
-from rolemesh.models.training import Schedule, refuse_float16, train
+from rolemesh.models.training import Schedule, checkpoint_activations, refuse_float16, train
 from rolemesh.roles import Metrics, methods
 from rolemesh.workers.local import LocalWorker, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
@@ -28,7 +30,8 @@ class CriticWorker(LocalWorker):
 
     Raises:
         ModelNotFound: the model directory is not there or not whole.
-        InvalidConfig: float16, which would need loss scaling; a warm-up ratio of an unknown number of steps.
+        InvalidConfig: float16, which would need loss scaling; a warm-up ratio of an unknown number of steps; an
+            architecture that cannot go without padding.
     """
 
     def __init__(self, job: JobConfig) -> None:
@@ -38,7 +41,7 @@ class CriticWorker(LocalWorker):
         refuse_float16(self.config, "critic")
         self.schedule = Schedule(
             mini_batch_size=job.critic_mini_batch_size * job.rollout.n,
-            micro_batch_size=critic.ppo_micro_batch_size_per_gpu,
+            micro_batches=MicroBatches.of(job, "critic", self.config, critic.ppo_micro_batch_size_per_gpu),
             epochs=critic.ppo_epochs,
             shuffle=critic.shuffle,
             seed=critic.seed,
@@ -46,8 +49,9 @@ class CriticWorker(LocalWorker):
         warmup_steps = num_warmup_steps(critic.optim, self.schedule.num_steps(job), "critic")
         self.device = resolve_device(job.trainer.device)
         self.model = ScoreModel.load(self.config, "critic", seed=critic.seed).to(self.device)
-        if self.config.enable_gradient_checkpointing:
-            self.model.body.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.config.use_remove_padding:
+            remove_padding(self.model.body, "critic")
+        checkpoint_activations(self.model.body, self.config)
         self.optimizer = Optimizer(
             self.model, critic.optim, grad_clip=critic.grad_clip, warmup_steps=warmup_steps, role="critic"
         )
@@ -62,9 +66,8 @@ class CriticWorker(LocalWorker):
         batch = methods(self.job)["critic.compute_values"].prune(batch)
         check_sequences(batch, "critic.compute_values")
         values = torch.zeros(batch["response_mask"].shape)
-        for start in range(0, len(batch), self.schedule.micro_batch_size):
-            at = slice(start, start + self.schedule.micro_batch_size)
-            rows = batch[at].to(self.device)
+        for at in self.schedule.micro_batches.cut(batch):
+            rows = batch.select_idxs(at).to(self.device)
             predicted = token_values(self.model, rows, dtype=self.config.dtype)
             values[at] = torch.where(rows["response_mask"], predicted, 0).cpu()
         return DataProto({"values": values})
@@ -99,11 +102,11 @@ class CriticWorker(LocalWorker):
     def load_checkpoint(self, directory: Path | None) -> None:
         """Takes up what save_checkpoint wrote, bit for bit; None: begins anew. Raises CheckpointFailed."""
 
-        def read_model(path: Path | None) -> ScoreModel:
+        def read_weights(path: Path | None) -> dict[str, Tensor]:
             config = self.config.model_copy(update={"path": str(path)}) if path else self.config
-            return ScoreModel.load(config, "critic", seed=self.job.critic.seed)
+            return ScoreModel.load(config, "critic", seed=self.job.critic.seed).state_dict()
 
-        load_checkpoint(directory, self.model, read_model, self.optimizer)
+        load_checkpoint(directory, self.model.state_dict(), read_weights, self.optimizer)
 
 
 def value_objective(
@@ -113,13 +116,14 @@ def value_objective(
 
     Args:
         values: [b, T] of a micro-batch.
-        rows: the micro-batch: response_mask, values (before the update), returns.
+        rows: the micro-batch: response_mask, values (before the update), returns; loss_mask where
+            rollout_correction rejects tokens.
         mini_batch_mask: response_mask [B, T] of the mini-batch that it is part of.
 
     Returns:
         The micro-batch's shares of the mini-batch's loss and of what is reported.
     """
-    mask = rows["response_mask"]
+    mask = rows["loss_mask"] if "loss_mask" in rows else rows["response_mask"]
     loss, clipped = clipped_value_loss(
         values,
         rows["values"],

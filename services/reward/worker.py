@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-import traceback
-from collections.abc import Mapping
-from functools import partial
-from numbers import Real
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -16,18 +14,24 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RewardFailed
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.workers.local import LocalWorker, on_worker_thread
+from rolemesh.roles import methods
+from rolemesh.workers.local import LocalWorker, as_call
 from rolemesh.workers.parking import Parking, model_tensors
-from services.reward.functions import ScoreFunction, UnknownDataSource, default_compute_score
-from services.reward.functions.custom import load_function
+from services.reward.functions import QUICK, UnknownDataSource, rule_of
+from services.reward.judge import function_of
+from services.reward.judges import Judges
 from services.reward.model import ModelScorer
+from services.reward.overlong import overlong_penalty
+from services.reward.thoughts import thought_tokens
+from services.reward.verdict import PLURAL, Verdict, judge
 
 
 class RewardWorker(LocalWorker):
     """Implements rolemesh.roles.Reward.
 
     A row whose reward_model.style is "model" is scored by reward.reward_model; any other by
-    reward.custom_reward_function where one is set, else by the rule of its data_source.
+    reward.custom_reward_function where one is set, else by the rule of its data_source. Quick rules run on the
+    worker's thread; the user's function, and rules that are slow or run programs, in processes of their own.
 
     Raises:
         InvalidConfig: the custom function cannot be loaded.
@@ -36,20 +40,23 @@ class RewardWorker(LocalWorker):
 
     def __init__(self, job: JobConfig) -> None:
         super().__init__("reward")
+        self._config = job.reward
+        self._component_keys = job.algorithm.gdpo_reward_keys
+        self._writes = methods(job)["reward.compute_scores"].writes
+        self._max_tokens = job.data.max_response_length
         self._tokenizer = load_tokenizer(job.actor.model)
-        custom = job.reward.custom_reward_function
-        self._function: ScoreFunction = partial(default_compute_score, format_score=job.reward.format_score)
-        self._function_name = "default_compute_score"
-        if custom.path is not None:
-            self._function, self._function_name = load_function(custom), f"{custom.name} of {custom.path}"
+        self._judges = Judges(job.reward)
+        if job.reward.custom_reward_function.path is not None:
+            self._judges.start()
         self._model: ModelScorer | None = None
         if job.reward.reward_model.enable:
             self._model = scorer = ModelScorer(job, self._tokenizer)
             self.parking = Parking(lambda: model_tensors(scorer.model), scorer.device, job.run_dir)
 
-    @on_worker_thread
-    def compute_scores(self, batch: DataProto) -> DataProto:
-        """token_level_scores [B, T] float32, the score on the last response token and 0 elsewhere; acc [B].
+    @as_call
+    async def compute_scores(self, batch: DataProto) -> DataProto:
+        """token_level_scores [B, T] float32, the score on the last response token and 0 elsewhere; acc [B];
+        where the job's advantages need them, reward_components [B, K] float32 and think_mask [B, T].
 
         Raises:
             InvalidBatch: a response has no token.
@@ -59,72 +66,120 @@ class RewardWorker(LocalWorker):
         if len(empty := (~mask.any(1)).nonzero().flatten()):
             raise InvalidBatch(f"reward.compute_scores: response of {batch['uid'][int(empty[0])]} has no token")
         by_model = [row for row in range(len(batch)) if batch["reward_model"][row].get("style") == "model"]
-        scores, acc = torch.zeros(len(batch)), torch.zeros(len(batch))
-        if by_model:
-            scores[by_model] = acc[by_model] = self._by_model(batch.select_idxs(by_model))
-        for row in sorted(set(range(len(batch))) - set(by_model)):
-            scores[row], acc[row] = self._by_function(batch, row)
-        last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(1)
-        token_level_scores = torch.zeros(mask.shape).scatter_(1, last[:, None], scores[:, None])
-        return DataProto.from_dict({"token_level_scores": token_level_scores, "acc": acc})
+        by_function = sorted(set(range(len(batch))) - set(by_model))
+        verdicts: dict[int, Verdict] = {}
+        async with self.traced("compute_scores"):
+            waiting = await self.run(self._begin, batch, by_function, verdicts)
+        try:
+            if by_model:
+                async with self.turn(), self.traced("compute_scores"):
+                    verdicts |= await self.run(self._by_model, batch, by_model)
+            for rows, future in waiting:
+                verdicts |= zip(rows, await self._verdicts(batch, rows, future), strict=True)
+        finally:
+            for _, future in waiting:
+                future.cancel()
+        return await self.run(self._columns, batch, [verdicts[row] for row in range(len(batch))])
 
-    def _by_model(self, rows: DataProto) -> Tensor:
+    def close(self) -> None:
+        self._judges.close()
+        super().close()
+
+    def _begin(
+        self, batch: DataProto, rows: list[int], verdicts: dict[int, Verdict]
+    ) -> list[tuple[list[int], Future[list[Verdict]]]]:
+        """Scores what is quick, and has the judges begin with the rest.
+
+        Returns:
+            rows, and what will be their verdicts.
+        """
+        if self._config.reward_manager == "batch" and rows:
+            each = [self._arguments(batch, row) for row in rows]
+            together = {PLURAL[name]: [arguments[name] for arguments in each] for name in each[0]}
+            return [(rows, self._judges.submit(together))]
+        waiting = []
+        for row in rows:
+            arguments = self._arguments(batch, row)
+            try:
+                if self._is_quick(arguments["data_source"]):
+                    [verdicts[row]] = judge(*function_of(self._config), arguments)
+                else:
+                    waiting.append(([row], self._judges.submit(arguments)))
+            except (RewardFailed, UnknownDataSource) as error:
+                raise RewardFailed(f"{_named(batch, [row])}: {error}") from error
+        return waiting
+
+    def _is_quick(self, data_source: str) -> bool:
+        is_custom = self._config.custom_reward_function.path is not None
+        return not is_custom and rule_of(data_source, self._config) in QUICK
+
+    def _arguments(self, batch: DataProto, row: int) -> dict[str, Any]:
+        """What a reward function is called with for a row."""
+        response: Tensor = batch["responses"][row][batch["response_mask"][row]]
+        return {
+            "data_source": batch["data_source"][row],
+            "solution_str": self._tokenizer.decode(response, skip_special_tokens=True),
+            "ground_truth": batch["reward_model"][row].get("ground_truth"),
+            "extra_info": batch["extra_info"][row] if "extra_info" in batch else {},
+        }
+
+    async def _verdicts(
+        self, batch: DataProto, rows: list[int], future: Future[list[Verdict]]
+    ) -> list[Verdict]:
+        try:
+            return await asyncio.wrap_future(future)
+        except RewardFailed as error:
+            raise RewardFailed(f"{_named(batch, rows)}: {error}") from error
+
+    def _by_model(self, batch: DataProto, rows: list[int]) -> dict[int, Verdict]:
         if self._model is None:
             raise RewardFailed(
-                f"row {rows['uid'][0]}: its reward_model.style is 'model'; reward.reward_model.enable is false"
+                f"{_named(batch, rows[:1])}: its reward_model.style is 'model'; "
+                "reward.reward_model.enable is false"
             )
-        scores = self._model.score(rows)
+        scores = self._model.score(batch.select_idxs(rows))
         if len(bad := (~scores.isfinite()).nonzero().flatten()):
             at = int(bad[0])
-            raise RewardFailed(f"row {rows['uid'][at]}: the reward model's score is {scores[at].item()}")
-        return scores
+            raise RewardFailed(f"{_named(batch, [rows[at]])}: the reward model's score is {scores[at].item()}")
+        return {row: Verdict(score, score, {}) for row, score in zip(rows, scores.tolist(), strict=True)}
 
-    def _by_function(self, batch: DataProto, row: int) -> tuple[float, float]:
-        response: Tensor = batch["responses"][row][batch["response_mask"][row]]
-        try:
-            result = self._function(
-                data_source=batch["data_source"][row],
-                solution_str=self._tokenizer.decode(response, skip_special_tokens=True),
-                ground_truth=batch["reward_model"][row].get("ground_truth"),
-                extra_info=batch["extra_info"][row] if "extra_info" in batch else {},
+    def _columns(self, batch: DataProto, verdicts: list[Verdict]) -> DataProto:
+        mask: Tensor = batch["response_mask"]
+        scores = torch.tensor([verdict.score for verdict in verdicts])
+        extra = [
+            {k: v for k, v in verdict.entries.items() if k not in ("score", "acc")} for verdict in verdicts
+        ]
+        overlong = self._config.overlong_buffer
+        if overlong.enable:
+            penalties = overlong_penalty(mask.sum(1), self._max_tokens, overlong)
+            scores += penalties
+            if overlong.log:
+                for told, penalty in zip(extra, penalties.tolist(), strict=True):
+                    told |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}
+        last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(1)
+        columns = {
+            "token_level_scores": torch.zeros(mask.shape).scatter_(1, last[:, None], scores[:, None]),
+            "acc": torch.tensor([verdict.acc for verdict in verdicts]),
+        }
+        if "reward_components" in self._writes:
+            columns["reward_components"] = torch.tensor(
+                [self._components(batch, row, verdict) for row, verdict in enumerate(verdicts)]
             )
-        except UnknownDataSource as error:
-            raise RewardFailed(f"row {batch['uid'][row]}: {error}") from error
-        except Exception as error:  # whatever a user's function raises belongs to this row
-            raise RewardFailed(
-                f"row {batch['uid'][row]}: {self._function_name} raised {type(error).__name__}: {error}"
-                f"{_where(error)}"
-            ) from error
-        try:
-            return score_and_acc(result)
-        except (TypeError, ValueError) as error:
-            raise RewardFailed(
-                f"row {batch['uid'][row]}: {self._function_name} returned {result!r:.200}: {error}"
-            ) from error
+        if "think_mask" in self._writes:
+            columns["think_mask"] = thought_tokens(batch["responses"], mask, self._tokenizer)
+        return DataProto.from_dict(columns, {"reward_extra_info": extra} if self._config.tells_more else {})
+
+    def _components(self, batch: DataProto, row: int, verdict: Verdict) -> list[float]:
+        for key in self._component_keys:
+            if not math.isfinite(verdict.entries.get(key, math.nan)):
+                raise RewardFailed(
+                    f"{_named(batch, [row])}: algorithm.gdpo_reward_keys names {key!r}, and what "
+                    f"scored the row gave no finite number of that name, but {dict(verdict.entries)}"
+                )
+        return [verdict.entries[key] for key in self._component_keys]
 
 
-def _where(error: Exception) -> str:
-    """The line that raised: only the message crosses to the controller."""
-    at = traceback.extract_tb(error.__traceback__)[-1]
-    return f" ({at.filename}, line {at.lineno})"
-
-
-def score_and_acc(result: Any) -> tuple[float, float]:
-    """What a function returned, as (score, acc); acc is the score where the function names none.
-
-    Raises:
-        TypeError: neither a number nor a dict with "score".
-        ValueError: not finite.
-    """
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            raise TypeError('a dict needs "score"')
-        score, acc = result["score"], result.get("acc", result["score"])
-    else:
-        score = acc = result
-    for value in (score, acc):
-        if not isinstance(value, Real):
-            raise TypeError("expected a number, or a dict with one under 'score'")
-        if not math.isfinite(value):
-            raise ValueError(f"the score is {value}, which is not finite")
-    return float(score), float(acc)
+def _named(batch: DataProto, rows: list[int]) -> str:
+    """What an error calls the rows."""
+    first, last = batch["uid"][rows[0]], batch["uid"][rows[-1]]
+    return f"row {first}" if len(rows) == 1 else f"{len(rows)} rows, {first} to {last}"

@@ -12,6 +12,7 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.roles import COLUMNS, methods
+from rolemesh.timeline import TRANSFER
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker
 from services.rollout.engines import load_engine
@@ -22,7 +23,7 @@ class RolloutWorker(LocalWorker):
 
     def __init__(self, job: JobConfig) -> None:
         super().__init__("rollout")
-        self._sampling: dict[str, SamplingConfig] = {"train": job.rollout, "validation": job.rollout.val_kwargs}
+        self._sampling = job.rollout.sampling
         self._prompt_length, self._response_length = job.data.max_prompt_length, job.data.max_response_length
         self._writes = methods(job)["rollout.generate"].writes
         self._engine = load_engine(job, self)
@@ -38,13 +39,16 @@ class RolloutWorker(LocalWorker):
 
         Raises:
             InvalidBatch: prompts are not [B, data.max_prompt_length], not left-padded, or
-                meta_info["sampling"] is neither "train" nor "validation".
+                meta_info["sampling"] is none that roles.Rollout.generate names.
         """
         sampling = self._check(prompts)
-        async with self.turn(), aclosing(self._engine.generate(prompts, sampling)) as finished:
-            async for rows in finished:
-                self._check_answer(rows, sampling)
-                yield rows
+        with self.call("generate", prompts) as call:
+            async with self.turn(), self.traced("generate"):
+                with call.computing():
+                    async with aclosing(self._engine.generate(prompts, sampling)) as finished:
+                        async for rows in finished:
+                            self._check_answer(rows, sampling)
+                            yield rows
 
     async def update_weights(self, source: WeightSource) -> None:
         """Fetches a version whole, then swaps it in between two decode steps: rows that are being made go on
@@ -53,9 +57,12 @@ class RolloutWorker(LocalWorker):
         Raises:
             WeightsUnavailable: it could not be had or is not this model's; the old weights stay.
         """
-        tensors = await source.fetch()
-        async with self.turn():
-            await self._engine.load_weights(source.version, tensors)
+        with self.call("update_weights") as call:
+            with call.during(TRANSFER):
+                tensors = await source.fetch()
+            async with self.turn(), self.traced("update_weights"):
+                with call.computing():
+                    await self._engine.load_weights(source.version, tensors)
 
     async def sleep(self) -> int:
         return await self._engine.sleep()

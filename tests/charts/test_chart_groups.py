@@ -26,6 +26,10 @@ JOBS = {
         "rollout": {"n": 4},
         "actor": {"use_kl_loss": True},
     },
+    "ppo with KL to the base of an adapter": {
+        "algorithm": {"use_kl_in_reward": True},
+        "actor": {"model": {"lora_rank": 8}},
+    },
 }
 
 
@@ -76,6 +80,8 @@ DISAGREEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the critic's mini-batch": ({"critic": {"ppo_mini_batch_size": 96}}, {}),
     "no critic's": ({"critic": {"ppo_mini_batch_size": 96}} | JOBS["grpo"], {}),
     "nothing to compare": ({"algorithm": {"adv_estimator": "grpo"}}, {}),
+    "nothing to leave out": ({"algorithm": {"adv_estimator": "rloo"}}, {}),
+    "the batch to compare with": ({"algorithm": {"adv_estimator": "reinforce_plus_plus_baseline"}}, {}),
     "ahead": (AHEAD, {"strategy": "standalone"}),
     "ahead on a shared device": (AHEAD, {"strategy": "hybrid"}),
     "ahead by nothing": (AHEAD | {"trainer": {"max_staleness": 0}}, {"strategy": "hybrid"}),

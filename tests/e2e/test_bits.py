@@ -81,9 +81,29 @@ async def test_steps_over_grpc_equal_steps_in_process_bit_for_bit(
     await train_over_grpc(job)
     shares = any(sum(map(job.on_device, roles)) > 1 for roles in job.groups.values())
     assert (num_switches() > before) == shares
+    assert_same_bits(job, expected)
+
+
+def assert_same_bits(job: JobConfig, expected: JobConfig) -> None:
     assert course(job) == course(expected)
     assert len(course(job)) == 4  # the validation before training, and three steps
     written, wanted = checkpoint(job), checkpoint(expected)
     assert written.keys() == wanted.keys()
     assert {"actor/model.safetensors", "actor/optimizer.safetensors"} <= wanted.keys()
     assert [name for name in wanted if written[name] != wanted[name]] == []
+
+
+async def test_dynamic_sampling_over_grpc_equals_that_in_process_bit_for_bit(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    overrides = (
+        *SAVED, "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "data.gen_batch_size=6",
+        "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward",
+    )  # fmt: skip
+    expected = small_job(tmp_path, tiny_model, "in-process", *overrides)
+    await train(expected)
+    assert max(record.get("train/num_gen_batches") or 0 for record in course(expected)) > 1
+    assert max(record.get("sampling/groups_from_before") or 0 for record in course(expected)) > 0
+    job = small_job(tmp_path, tiny_model, "grpc", *overrides, *TWO_REPLICAS)
+    await train_over_grpc(job)
+    assert_same_bits(job, expected)

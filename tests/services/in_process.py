@@ -12,7 +12,9 @@ from rolemesh.config.base import merge, parse_overrides
 from rolemesh.config.job import make_job
 from rolemesh.data.parquet import write_rows
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.roles import NoCritic, NoReference, Roles
+from rolemesh.roles import Roles
+from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.traces import Traces
 from services.actor.worker import ActorWorker, ReferenceWorker
 from services.controller.loop import Run
 from services.controller.run_dir import read_metrics
@@ -20,6 +22,14 @@ from services.controller.summary import Summary
 from services.critic.worker import CriticWorker
 from services.reward.worker import RewardWorker
 from services.rollout.worker import RolloutWorker
+
+WORKERS: dict[str, Any] = {
+    "actor": ActorWorker,
+    "rollout": RolloutWorker,
+    "reference": ReferenceWorker,
+    "critic": CriticWorker,
+    "reward": RewardWorker,
+}
 
 # Rewards digits: something that a random model does now and then.
 REWARD = """
@@ -81,19 +91,14 @@ def small_job(directory: Path, model: Path, run: str, *overrides: str) -> JobCon
 @contextmanager
 def workers(job: JobConfig) -> Iterator[Roles]:
     """The job's roles as workers of this process."""
-    roles = Roles(
-        ActorWorker(job),
-        RolloutWorker(job),
-        RewardWorker(job),
-        CriticWorker(job) if job.uses_critic else NoCritic(),
-        ReferenceWorker(job) if job.uses_reference else NoReference(),
-    )
+    made: dict[str, LocalWorker] = {role: WORKERS[role](job) for role in job.roles}
+    for role, worker in made.items():
+        worker.traces = Traces.of(job, role)
     try:
-        yield roles
+        yield Roles.of(job, made)
     finally:
-        for worker in (roles.actor, roles.rollout, roles.reward, roles.critic, roles.reference):
-            if hasattr(worker, "close"):
-                worker.close()
+        for worker in made.values():
+            worker.close()
 
 
 async def train(job: JobConfig) -> Summary:

@@ -38,7 +38,7 @@ async def over_grpc(job: JobConfig) -> AsyncIterator[Roles]:
         for role in job.roles:
             addresses = await stack.enter_async_context(served(role, *[job] * (1 + (role == "rollout"))))
             clients[role] = await stack.enter_async_context(CLIENTS[role](addresses, methods(job)))
-        yield Roles(**clients)
+        yield Roles.of(job, clients)
 
 
 async def run(job: JobConfig, roles: Roles) -> Run:
@@ -86,6 +86,9 @@ class Observed:
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return await self.roles.actor.compute_log_probs(batch)
+
+    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
+        return await self.roles.actor.compute_ref_log_probs(batch)
 
     async def update(self, batch: DataProto) -> Metrics:
         self.batches.append(batch)

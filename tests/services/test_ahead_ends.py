@@ -149,7 +149,7 @@ async def test_other_rows_than_were_begun_are_refused(tiny_model: Path, tmp_path
         return fan_out(data.batch(range(4)), 2, seed, step)
 
     async with nothing_left(), in_process(job) as roles:
-        rollout: Rollout = Ahead(roles.rollout, rows, 1)
+        rollout: Rollout = Ahead(roles.rollout, lambda step, sampling: rows(step), 1)
         async with aclosing(cast(Ahead, rollout)):
             assert sum([len(part) async for part in rollout.generate(rows(1))]) == 8
             with pytest.raises(AssertionError, match="step 2 asks for other rows"):

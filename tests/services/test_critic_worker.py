@@ -23,6 +23,8 @@ from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, RolemeshError
 from rolemesh.models.heads import ScoreModel
+from rolemesh.models.micro_batches import MicroBatches
+from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import token_values
 from services.critic.worker import CriticWorker, value_objective
 
@@ -138,23 +140,25 @@ async def test_the_first_mini_batch_reports_half_the_squared_error(tiny_model: P
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_loss_and_gradient_do_not_depend_on_the_micro_batch(tiny_model: Path, mode: str) -> None:
+def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(tiny_model: Path, mode: str) -> None:
     config = CriticConfig(loss_agg_mode=mode)  # type: ignore[arg-type]
-    model = ScoreModel.load(ModelConfig(path=str(tiny_model)), "critic").double()
+    models = [ScoreModel.load(ModelConfig(path=str(tiny_model)), "critic").double() for _ in range(2)]
+    remove_padding(models[1].body, "critic")
     batch = sequence_batch(8)
 
-    def loss_and_gradient(size: int) -> list[torch.Tensor]:
+    def loss_and_gradient(packed: bool, num_rows: int, max_tokens: int | None = None) -> list[torch.Tensor]:
+        model, total = models[packed], torch.zeros((), dtype=torch.float64)
         model.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for rows in batch.split(size):
+        for at in MicroBatches(num_rows, max_tokens, packed, balanced=True).cut(batch):
+            rows = batch.select_idxs(at)
             loss, _ = value_objective(token_values(model, rows), rows, batch["response_mask"], config)
             loss.backward()
             total += loss.detach()
         return [total, *(parameter.grad.clone() for parameter in model.parameters())]
 
-    whole = loss_and_gradient(8)
-    for size in (1, 2, 3, 4):
-        for mine, theirs in zip(loss_and_gradient(size), whole, strict=True):
+    whole = loss_and_gradient(False, 8)
+    for cut in ((False, 1), (False, 3), (False, 8, 40), (True, 8), (True, 3), (True, 1), (True, 8, 17)):
+        for mine, theirs in zip(loss_and_gradient(*cut), whole, strict=True):
             assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 

@@ -127,9 +127,11 @@ async def test_log_probs_are_those_of_a_full_forward(any_model: Path, filters: d
     worker.close()
 
 
-async def test_greedy_validation_is_transformers_greedy_search(any_model: Path):
-    prompts = prompts_of(9, "validation")
-    worker = RolloutWorker(job_of(any_model))
+@pytest.mark.parametrize("use", ["validation", "greedy"])
+async def test_greedy_answers_are_transformers_greedy_search(any_model: Path, use: str):
+    """Those to training prompts too, however these are sampled."""
+    prompts = prompts_of(9, use)
+    worker = RolloutWorker(job_of(any_model, temperature=0.5, top_k=7))
     answer = await generated(worker, prompts)
     model = AutoModelForCausalLM.from_pretrained(any_model)
     expected = model.generate(
@@ -244,7 +246,7 @@ async def test_prompts_that_cannot_be_right_are_refused(tiny_model: Path, change
 
 async def test_an_unknown_kind_of_sampling_is_refused(tiny_model: Path):
     worker = RolloutWorker(job_of(tiny_model))
-    with pytest.raises(InvalidBatch, match=r"'test'.*'train', 'validation'"):
+    with pytest.raises(InvalidBatch, match=r"'test'.*'train', 'validation', 'greedy'"):
         await generated(worker, prompts_of(2, "test"))
     worker.close()
 

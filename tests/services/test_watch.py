@@ -18,6 +18,7 @@ from rolemesh.rpc.server import RoleServer
 from rolemesh.v1 import controller_pb2 as pb
 from services.control import drive
 from services.controller.loop import Run
+from services.controller.progress import line_of
 from services.controller.servicer import SERVICE, ControllerServicer
 from services.controller.status import RunStatus, State
 from services.watch import FAILED, code_of, follow, to_json
@@ -96,10 +97,12 @@ async def test_a_watcher_survives_a_controller_that_is_restarted_and_sees_the_en
         seen = await anext(answers)
         assert isinstance(seen, pb.GetStatusResponse)
         assert (seen.state, seen.step) == (pb.RUN_STATE_RUNNING, 3)
-        status.set(phase="gen")
+        status.set(phase="gen", found="3 of 8 groups")
         while seen.phase != "gen":
             seen = await anext(answers)
             assert isinstance(seen, pb.GetStatusResponse)
+        assert to_json(seen)["found"] == "3 of 8 groups"
+        assert "generating  ·  3 of 8 groups" in line_of(status).plain
         await first.drain(0)
         assert isinstance(await anext(answers), RoleUnavailable)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from rolemesh.algos.advantages import compute_gae, compute_grpo
+from rolemesh.algos.advantages import compute_gae
 
 
 def all_of(values: Tensor) -> Tensor:
@@ -63,51 +63,3 @@ def test_gae_of_rows_without_sampled_tokens_is_zero() -> None:
 def test_gae_refuses_unequal_shapes() -> None:
     with pytest.raises(ValueError, match="one shape"):
         compute_gae(torch.ones(2, 3), torch.ones(2, 4), torch.ones(2, 3).bool(), gamma=1.0, lam=1.0)
-
-
-REWARDS = tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 3.0], [0.0, 0.0, 5.0], [0.0, 5.0, 0.0]])
-LENGTHS = tensor([[1, 1, 0], [1, 1, 1], [1, 0, 1], [1, 1, 1]]).bool()
-
-
-def test_grpo_compares_the_responses_to_one_prompt() -> None:
-    """Group a holds 1 and 3: μ = 2, σ = √2. The rows of a group need not be neighbours."""
-    rewards, mask = REWARDS[[0, 3, 1, 2]], LENGTHS[[0, 3, 1, 2]]
-    advantages, returns = compute_grpo(rewards, mask, ["a", "b", "a", "b"])
-    score = 1 / (2**0.5 + 1e-6)
-    expected = tensor([-score, 0.0, score, 0.0])[:, None] * mask
-    assert_close(advantages, expected)
-    assert torch.equal(advantages, returns)
-
-
-def test_dr_grpo_does_not_divide_by_the_deviation() -> None:
-    advantages, _ = compute_grpo(REWARDS, LENGTHS, ["a", "a", "b", "b"], norm_by_std=False)
-    assert torch.equal(advantages, tensor([-1.0, 1.0, 0.0, 0.0])[:, None] * LENGTHS)
-
-
-@pytest.mark.parametrize("norm_by_std", [True, False])
-def test_a_group_of_one_keeps_its_reward(norm_by_std: bool) -> None:
-    advantages, _ = compute_grpo(REWARDS, LENGTHS, ["a", "b", "c", "d"], norm_by_std=norm_by_std)
-    assert_close(advantages, tensor([1.0, 3.0, 5.0, 5.0])[:, None] * LENGTHS)
-
-
-def test_a_group_of_equals_gets_exactly_nothing() -> None:
-    """0.1 has no exact binary form: its mean over 3 rows in float32 is not 0.1, and 1e-6 divides."""
-    rewards = torch.full((3, 1), 0.1)
-    advantages, _ = compute_grpo(rewards, torch.ones(3, 1, dtype=torch.bool), ["a"] * 3)
-    assert advantages.abs().max() < 1e-9
-
-
-def test_grpo_of_rows_without_sampled_tokens_is_zero() -> None:
-    advantages, _ = compute_grpo(REWARDS, torch.zeros_like(LENGTHS), ["a"] * 4)
-    assert torch.equal(advantages, torch.zeros(4, 3))
-
-
-def test_grpo_pads_with_one_zero() -> None:
-    """A −0.0 beside a 0.0 would be padding of two kinds, and the wire would send all of it."""
-    advantages, _ = compute_grpo(REWARDS, LENGTHS, ["a", "a", "b", "b"])
-    assert not advantages[~LENGTHS].signbit().any()
-
-
-def test_grpo_needs_a_uid_for_each_row() -> None:
-    with pytest.raises(ValueError, match="3 uids for 4 rows"):
-        compute_grpo(REWARDS, LENGTHS, ["a"] * 3)

@@ -44,9 +44,38 @@ def test_a_wrong_type_names_key_value_and_expectation() -> None:
         make_job({"data": {"train_batch_size": "many"}})
 
 
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (
+            {"algorithm": {"adv_estimator": "reinforce++"}},
+            ["gae, grpo,", "did you mean 'reinforce_plus_plus'?"],
+        ),
+        ({"actor": {"loss_agg_mode": "token_mean"}}, ["token-sum", "did you mean 'token-mean'?"]),
+        ({"actor": {"policy_loss": {"loss_mode": "gsop"}}}, ["vanilla, gpg,", "did you mean 'gspo'?"]),
+        (
+            {"algorithm": {"rollout_correction": {"rollout_is": "tokens"}}},
+            ["token, sequence; did you mean 'token'"],
+        ),
+        (
+            {"trainer": {"logger": ["file", "wandbi"]}},
+            ["'trainer.logger.1' is 'wandbi'", "did you mean 'wandb'?"],
+        ),
+        ({"rollout": {"mode": "yes"}}, ["'rollout.mode' is 'yes', which is none of sync, async"]),
+        ({"rollout": {"mode": None}}, ["'rollout.mode' is None, which is none of sync, async"]),
+    ],
+)
+def test_an_unknown_value_is_an_error_that_names_the_known_ones_and_the_nearest(
+    section: dict, words: list[str]
+) -> None:
+    with pytest.raises(InvalidConfig) as error:
+        make_job(section)
+    assert all(word in str(error.value) for word in words), error.value
+
+
 def test_all_errors_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("actor: {clip_ratio: 7}\ndata: {seeed: 1}\n")
+    path.write_text("actor: {clip_ratio: -7}\ndata: {seeed: 1}\n")
     with pytest.raises(InvalidConfig) as error:
         load_job(path)
     assert all(word in str(error.value) for word in (str(path), "actor.clip_ratio", "data.seeed", "data.seed"))
@@ -67,14 +96,37 @@ def test_a_file_that_is_no_job_is_refused(tmp_path: Path, content: str, words: s
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"no such job file: .*absent.yaml"):
         load_job(tmp_path / "absent.yaml")
+    (tmp_path / "job.yaml").touch()
+    with pytest.raises(InvalidConfig, match=r"no such job file: .*absent.yaml"):
+        load_job(tmp_path / "job.yaml", [str(tmp_path / "absent.yaml")])
+
+
+def test_files_are_laid_on_each_other_from_left_to_right_and_keys_on_all_of_them(tmp_path: Path) -> None:
+    clip_ratios = {"base": (0.1, 0.1, 0.1, 0.1), "first": (0.2, 0.2, 0.2), "second": (0.3, 0.3)}
+    names = ("clip_ratio_c", "clip_ratio_high", "clip_ratio_low", "clip_ratio")
+    for name, values in clip_ratios.items():
+        section = {key: 1 + value for key, value in zip(names[::-1], values, strict=False)}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"actor": section}))
+    files = [str(tmp_path / f"{name}.yaml") for name in ("first", "second")]
+    overrides = ["actor.clip_ratio=1.4", *files, "actor.policy_loss.loss_mode=cispo"]
+    actor = load_job(tmp_path / "base.yaml", overrides).actor
+    assert [getattr(actor, name) for name in names] == [1.1, 1.2, 1.3, 1.4]
+
+
+def test_an_override_that_is_neither_a_key_nor_a_file_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"'dapo' is not of the form section.key=value, nor a .yaml file"):
+        parse_overrides(["dapo"])
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["data.train_batch_size=10", "actor.ppo_mini_batch_size=4"], "10 does not divide into mini-batches"),
-        (["actor.ppo_micro_batch_size_per_gpu=3"], "does not divide into micro-batches"),
-        (["critic.ppo_micro_batch_size_per_gpu=3"], "critic: a mini-batch of 8 rows"),
+        (["actor.ppo_micro_batch_size_per_gpu=3"], "do not divide into micro-batches"),
+        (
+            ["critic.ppo_micro_batch_size_per_gpu=3"],
+            "critic.ppo_mini_batch_size is 8, so a mini-batch has 8 rows",
+        ),
         (["algorithm.adv_estimator=grpo"], "rollout.n is 1"),
         (["trainer.resume_mode=resume_path"], "resume_from_path is not set"),
         (["rollout.top_k=0"], "-1 takes all"),

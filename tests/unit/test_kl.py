@@ -56,6 +56,28 @@ def test_with_a_plus_the_value_stays_and_the_gradient_is_that_of_k2(name: str) -
     assert_close(log_probs.grad, tensor([GRADIENTS["k2"]]))
 
 
+@pytest.mark.parametrize("name", ["k1", "abs", "k2", "k3", "low_var_kl+", "k1+", "abs+", "mse+"])
+def test_each_gradient_by_finite_differences(name: str) -> None:
+    """With a plus they are those of the mean squared half, ½d²; without, those of the estimator's own value."""
+    valued = "k2" if name.endswith("+") else name
+    ref_log_probs = torch.tensor([-1.5, -2.0, -0.7, -4.0], dtype=torch.float64)
+    log_probs = torch.tensor([-1.0, -3.0, -0.9, -1.2], dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(kl_penalty(log_probs, ref_log_probs, name).sum(), log_probs)
+    step = 1e-6
+    above, below = (kl_penalty(log_probs.detach() + h, ref_log_probs, valued) for h in (step, -step))
+    assert_close(gradient, (above - below) / (2 * step), rtol=1e-8, atol=1e-8)
+
+
+def test_k3_beyond_its_clamps_has_no_gradient_and_with_a_plus_that_of_k2() -> None:
+    """d = −3 has e³ − 4, above 10; d = −25 is beyond 20 too."""
+    for name, expected in (("k3", [0.0, 0.0]), ("k3+", [-3.0, -25.0])):
+        log_probs = tensor([[-4.0, -30.0]], requires_grad=True)
+        kl = kl_penalty(log_probs, tensor([[-1.0, -5.0]]), name)
+        assert_close(kl.detach(), tensor([[10.0, 10.0]]))
+        (gradient,) = torch.autograd.grad(kl.sum(), log_probs)
+        assert_close(gradient, tensor([expected]))
+
+
 def test_k3_is_held_at_10() -> None:
     far = kl_penalty(tensor([[-100.0, 0.0, 0.0]]), tensor([[0.0, -5.0, -100.0]]), "k3")
     assert_close(far, tensor([[10.0, math.exp(-5) + 4, 10.0]]))

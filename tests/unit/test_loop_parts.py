@@ -66,8 +66,11 @@ def test_gae_is_whitened_and_returns_are_not() -> None:
 def test_metrics_of_a_batch_by_hand() -> None:
     batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
     batch["advantages"] = batch["returns"] = torch.where(MASK, 2.0, 99.0)
+    batch["reward_extra_info"] = [{"form": 1.0}, {"form": 0.5, "tone": -1.0}]
     metrics = batch_metrics(batch)
     expected = {
+        "reward/form/mean": 0.75,
+        "reward/tone/mean": -1.0,
         "critic/score/mean": 0.75,
         "critic/score/max": 1.0,
         "critic/score/min": 0.5,

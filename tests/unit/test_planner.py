@@ -76,7 +76,10 @@ NAMED = {"standalone": STANDALONE, "collocate": COLLOCATE, "hybrid": HYBRID, "sp
 
 def test_a_config_alone_gives_llama_7b(tmp_path: Path) -> None:
     LlamaConfig(tie_word_embeddings=False).save_pretrained(tmp_path)  # its defaults are the 7B's
-    assert read_shape(ModelConfig(path=str(tmp_path)), "actor") == LLAMA_7B
+    shape = read_shape(ModelConfig(path=str(tmp_path)), "actor")
+    assert replace(shape, matrices=()) == LLAMA_7B
+    # Rows plus columns: four of the attention's and three of the MLP's in each of 32 layers.
+    assert sum(size for _, size in shape.matrices) == 32 * (4 * 2 * 4096 + 3 * (4096 + 11008))
     assert LLAMA_7B.policy_parameters == 6_738_415_616
 
 
@@ -184,13 +187,16 @@ def test_activations_by_hand() -> None:
     inputs = 32 * 8192 * 4096 * 4
     norms, attention, mlp = 2 * 4096 * (4 + 4 + 2), 4 * 4096 * 2, 4 * 11008 * 2
     block = 8192 * (norms + attention + mlp)
-    logits = 4 * 8 * 513 * 32000 * 4
+    logits = 4 * 2 * 1048 * 32000 * 4  # a chunk has 2**25 of them, 1,048 tokens', or up to twice as many
     casts = 2 * (6_476_005_376 + 131_072_000)
     checkpointed = role_memory(ppo(), "actor", {"actor": LLAMA_7B}, H100)
-    assert logits_bytes(LLAMA_7B, 8, 512, entropy=False) == logits
+    assert logits_bytes(ppo(), "actor", LLAMA_7B, copies=4) == logits
     assert checkpointed.activations == inputs + 2 * block + logits + casts
     whole = ppo(actor={"model": {"enable_gradient_checkpointing": False}})
     assert role_memory(whole, "actor", {"actor": LLAMA_7B}, H100).activations == 33 * block + logits + casts
+    dynamic = ppo(actor={"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 8192})
+    assert role_memory(dynamic, "actor", {"actor": LLAMA_7B}, H100) == checkpointed
+    assert role_memory(dynamic, "critic", {"critic": LLAMA_7B}, H100).activations > checkpointed.activations
 
 
 @settings(max_examples=60, deadline=None)

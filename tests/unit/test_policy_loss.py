@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,43 +12,348 @@ from torch import Tensor, tensor
 from torch.testing import assert_close
 
 from rolemesh.algos.aggregation import Aggregation
-from rolemesh.algos.policy_loss import Clip, TokenLosses, vanilla_policy_loss
+from rolemesh.algos.policy_loss import (
+    POLICY_LOSSES,
+    TokenLosses,
+    bypass_policy_loss,
+    cispo_policy_loss,
+    clip_cov_policy_loss,
+    dppo_kl_policy_loss,
+    dppo_tv_policy_loss,
+    dro_policy_loss,
+    geo_mean_policy_loss,
+    gpg_policy_loss,
+    gspo_policy_loss,
+    kl_cov_policy_loss,
+    sapo_policy_loss,
+    vanilla_policy_loss,
+)
 from rolemesh.algos.value_loss import clipped_value_loss
+from rolemesh.config.actor import ActorConfig, LossMode, PolicyLossConfig
+from rolemesh.config.job import make_job
+from rolemesh.config.rollout_correction import RolloutCorrectionConfig
+from rolemesh.errors import InvalidConfig
 
-CLIP = Clip(low=0.2, high=0.3, dual=3.0)
+CONFIG = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, policy_loss=PolicyLossConfig(dro_beta=0.1))
+LN2 = math.log(2)
 
 
-def loss_of(ratio: Tensor, advantages: Tensor) -> TokenLosses:
-    return vanilla_policy_loss(ratio.log(), torch.zeros_like(ratio), advantages, torch.ones(1).bool(), CLIP)
+class Case:
+    """Tokens with the probabilities new and old, [b, T], in float64."""
+
+    def __init__(self, new: Any, old: Any, advantages: Any, mask: Any = None) -> None:
+        self.log_probs = tensor(new, dtype=torch.float64).log().requires_grad_()
+        self.old_log_probs = tensor(old, dtype=torch.float64).log()
+        self.advantages = tensor(advantages, dtype=torch.float64)
+        self.mask = torch.ones_like(self.advantages, dtype=torch.bool) if mask is None else tensor(mask)
+
+    def __call__(
+        self, loss: Callable[..., TokenLosses], config: ActorConfig = CONFIG, **besides: Any
+    ) -> TokenLosses:
+        """The losses; their sum's gradient is then in `gradient`."""
+        result = loss(self.log_probs, self.old_log_probs, self.advantages, self.mask, config, **besides)
+        (self.gradient,) = torch.autograd.grad(result.losses.sum(), self.log_probs)
+        return result
+
+
+def of(*values: float) -> Tensor:
+    return tensor([values], dtype=torch.float64)
 
 
 def test_the_clipped_surrogate_by_hand() -> None:
-    ratio = tensor([1.0, 1.5, 0.5, 1.5, 0.5, 4.0])
-    advantages = tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0])
-    result = loss_of(ratio, advantages)
-    # free; held at 1.3; free; free, the worse; held at 0.8; dual clip: 3·2 and not 4·2
-    assert_close(result.losses, tensor([-2.0, -2.6, -1.0, 3.0, 1.6, 6.0]))
-    assert torch.equal(result.shares["pg_clipfrac"], tensor([0.0, 1.0, 0.0, 0.0, 1.0, 0.0]))
-    assert torch.equal(result.shares["pg_clipfrac_lower"], tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0]))
-    assert_close(result.shares["ppo_kl"], -ratio.log())
+    """free; held at 1.3; free; free, the worse; held at 0.8; dual clip: 3·2 and not 4·2."""
+    ratio = [1.0, 1.5, 0.5, 1.5, 0.5, 4.0]
+    case = Case([[0.1 * r for r in ratio]], [[0.1] * 6], [[2.0, 2.0, 2.0, -2.0, -2.0, -2.0]])
+    result = case(vanilla_policy_loss)
+    assert_close(result.losses, of(-2.0, -2.6, -1.0, 3.0, 1.6, 6.0))
+    assert_close(case.gradient, of(-2.0, 0.0, -1.0, 3.0, 0.0, 0.0))
+    assert_close(result.shares["pg_clipfrac"], of(0.0, 1.0, 0.0, 0.0, 1.0, 0.0))
+    assert_close(result.shares["pg_clipfrac_lower"], of(0.0, 0.0, 0.0, 0.0, 0.0, 1.0))
+    assert_close(result.shares["ppo_kl"], -of(*ratio).log())
 
 
-def test_no_gradient_flows_where_the_clip_holds() -> None:
-    log_ratio = tensor([1.0, 1.5, 0.5, 4.0]).log().requires_grad_()
-    advantages = tensor([2.0, 2.0, -2.0, -2.0])
-    vanilla_policy_loss(
-        log_ratio, torch.zeros(4), advantages, torch.ones(4).bool(), CLIP
-    ).losses.sum().backward()
-    assert log_ratio.grad is not None
-    assert_close(log_ratio.grad, tensor([-2.0, 0.0, 0.0, 0.0]))
+def test_gpg_is_the_log_probability_times_the_advantage() -> None:
+    case = Case([[0.5, 0.25]], [[0.9, 0.1]], [[2.0, -3.0]])
+    result = case(gpg_policy_loss)
+    assert_close(result.losses, of(2 * LN2, -6 * LN2))
+    assert_close(case.gradient, of(-2.0, 3.0))
 
 
-def test_an_outlier_is_held_at_a_log_ratio_of_20() -> None:
-    far = vanilla_policy_loss(tensor([90.0]), tensor([0.0]), tensor([-1e-9]), torch.ones(1).bool(), CLIP)
-    assert far.losses.isfinite().all()
-    assert_close(far.shares["ppo_kl"], tensor([-20.0]))
-    rare = vanilla_policy_loss(tensor([-90.0]), tensor([0.0]), tensor([1.0]), torch.ones(1).bool(), CLIP)
-    assert rare.losses.item() == pytest.approx(-math.exp(-20))
+def test_gspo_has_the_value_of_the_rows_ratio_and_the_gradient_of_the_tokens() -> None:
+    """Ratios 4 and 1: s = 2. With A = 1 held at 1.3; with A = -1 free, and no dual clip. Ratios 1.21 and 1:
+    s = 1.1, and each token's gradient is -A·s, not a half of it. What is masked is not in the mean."""
+    new = [[0.4, 0.1, 0.9], [0.4, 0.1, 0.9], [0.121, 0.1, 0.9]]
+    mask = [[True, True, False]] * 3
+    advantages = [[1.0] * 3, [-1.0] * 3, [2.0] * 3]
+    case = Case(new, [[0.1] * 3] * 3, advantages, mask)
+    result = case(gspo_policy_loss)
+    expected = tensor([[-1.3, -1.3], [2.0, 2.0], [-2.2, -2.2]], dtype=torch.float64)
+    assert_close(result.losses[:, :2], expected)
+    assert_close(case.gradient[:, :2], tensor([[0.0, 0.0], [2.0, 2.0], [-2.2, -2.2]], dtype=torch.float64))
+    assert_close(result.shares["pg_clipfrac"][:, 0], tensor([1.0, 0.0, 0.0], dtype=torch.float64))
+    far = Case([[1.0]], [[math.exp(-15)]], [[-1.0]])
+    assert far(gspo_policy_loss).losses.item() == pytest.approx(math.exp(10))
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
+    case = Case([[0.3, 0.1, 0.22]], [[0.2, 0.2, 0.2]], [[2.0, -1.0, 1.0]])
+    result = case(cispo_policy_loss)
+    weights = (1.3, 0.8, 1.1)
+    assert_close(result.losses, of(-1.3 * 2 * math.log(0.3), 0.8 * math.log(0.1), -1.1 * math.log(0.22)))
+    assert_close(case.gradient, of(-2 * weights[0], weights[1], -weights[2]))
+    assert_close(result.shares["pg_clipfrac"], of(1.0, 1.0, 0.0))
+
+
+def test_cispo_without_a_lower_bound() -> None:
+    config = ActorConfig(
+        clip_ratio_low=10, clip_ratio_high=0.3, policy_loss=PolicyLossConfig(loss_mode="cispo")
+    )
+    case = Case([[0.1]], [[0.5]], [[1.0]])
+    case(cispo_policy_loss, config)
+    assert_close(case.gradient, of(-0.2))
+
+
+def test_sapos_gate_by_hand() -> None:
+    """At ρ = 1 the gate is 2/τ and its slope 1; at ρ = 2 it is 4·sigmoid(τ)/τ."""
+    case = Case([[0.1, 0.1, 0.2, 0.2]], [[0.1, 0.1, 0.1, 0.1]], [[1.0, -1.0, 1.0, -2.0]])
+    result = case(sapo_policy_loss)
+    up, down = 4 / (1 + math.exp(-1)), 4 / 1.05 / (1 + math.exp(-1.05))
+    assert_close(result.losses, of(-2.0, 2 / 1.05, -up, 2 * down))
+    slope_up, slope_down = up * (1 - up / 4), 1.05 * down * (1 - 1.05 * down / 4)  # τ·gate·(1 − sigmoid)
+    assert_close(case.gradient, of(-1.0, 1.0, -2 * slope_up, 2 * 2 * slope_down))
+
+
+def test_clip_cov_takes_the_chosen_tokens_out_and_has_no_dual_clip() -> None:
+    case = Case([[0.1, 0.4, 0.15, 0.1]], [[0.1, 0.1, 0.1, 0.1]], [[2.0, -2.0, 1.0, 5.0]])
+    result = case(clip_cov_policy_loss, chosen=tensor([[False, False, False, True]]))
+    assert_close(result.losses, of(-2.0, 8.0, -1.3, 0.0))
+    assert_close(case.gradient, of(-2.0, 8.0, 0.0, 0.0))
+    assert_close(result.shares["pg_clipfrac"], of(0.0, 0.0, 0.0, 1.0))
+
+
+def test_kl_cov_adds_a_kl_to_the_chosen_tokens_and_clips_nothing() -> None:
+    case = Case([[0.2, 0.2, 0.05]], [[0.1, 0.1, 0.1]], [[1.0, 1.0, 4.0]])
+    result = case(kl_cov_policy_loss, chosen=tensor([[False, True, True]]))
+    assert_close(result.losses, of(-2.0, -2 + 0.1 * LN2, -2 + 0.1 * LN2))
+    assert_close(case.gradient, of(-2.0, -2.0 + 0.1, -2.0 - 0.1))
+    assert_close(result.shares["ppo_kl"], of(LN2, LN2, LN2))
+
+
+def test_sapo_and_geo_mean_have_an_aggregation_of_their_own() -> None:
+    own = {name: loss.aggregation for name, loss in POLICY_LOSSES.items() if loss.aggregation}
+    assert own == {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
+
+
+def test_geo_mean_by_hand() -> None:
+    """log ρ (0.5, -0.1) with A = 1: 0.5 is held at 0.3, mean 0.1. (0.5, -0.5) with A = -2: -0.5 is held at
+    -0.2, mean 0.15. The third row has no token."""
+    log_ratio = [[0.5, -0.1, 3.0], [0.5, -0.5, 3.0], [0.5, 0.5, 3.0]]
+    new = [[0.1 * math.exp(d) for d in row] for row in log_ratio]
+    mask = [[True, True, False], [True, True, False], [False, False, False]]
+    case = Case(new, [[0.1] * 3] * 3, [[1.0] * 3, [-2.0] * 3, [1.0] * 3], mask)
+    result = case(geo_mean_policy_loss)
+    first, second = math.exp(0.1), math.exp(0.15)
+    aggregate = Aggregation.of(case.mask, POLICY_LOSSES["geo_mean"].aggregation or "")
+    loss = aggregate(result.losses, case.mask)
+    assert loss.item() == pytest.approx((-first + 2 * second) / 3)
+    (gradient,) = torch.autograd.grad(
+        aggregate(case_losses(case, geo_mean_policy_loss), case.mask), case.log_probs
+    )
+    expected = tensor([[0.0, -first / 2, 0], [2 * second / 2, 0, 0], [0, 0, 0]], dtype=torch.float64) / 3
+    assert_close(gradient, expected)
+    assert_close(result.shares["pg_clipfrac"][:2, :2], tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
+    assert_close(
+        result.shares["pg_clipfrac_lower"][:2, :2], tensor([[0.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    )
+
+
+def case_losses(case: Case, loss: Callable[..., TokenLosses]) -> Tensor:
+    return loss(case.log_probs, case.old_log_probs, case.advantages, case.mask, CONFIG).losses
+
+
+def test_the_weight_of_a_geo_mean_row_is_the_geometric_mean_of_its_tokens() -> None:
+    weights, mask = tensor([[4.0, 1.0, 9.0], [2.0, 0.5, 9.0]]), tensor([[True, True, False]] * 2)
+    assert_close(POLICY_LOSSES["geo_mean"].weights(weights, mask), tensor([[2.0], [1.0]]))
+    assert torch.equal(POLICY_LOSSES["vanilla"].weights(weights, mask), weights)
+
+
+DIVERGENCE = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.2)
+
+
+def test_dppo_tv_masks_what_has_moved_too_far_the_advantages_way() -> None:
+    """Moves +0.1 and +0.3 with A > 0, +0.3 and -0.15 with A < 0; then a ratio of 5, which counts as 3."""
+    case = Case([[0.5, 0.7, 0.7, 0.3, 0.05]], [[0.4, 0.4, 0.4, 0.45, 0.01]], [[1.0, 1.0, -1.0, -1.0, 2.0]])
+    result = case(dppo_tv_policy_loss, DIVERGENCE)
+    assert_close(result.losses, of(-1.25 * math.log(0.5), 0.0, 1.75 * math.log(0.7), 0.0, -6 * math.log(0.05)))
+    assert_close(case.gradient, of(-1.25, 0.0, 1.75, 0.0, -6.0))
+    assert_close(result.shares["pg_clipfrac"], of(0.0, 1.0, 0.0, 1.0, 0.0))
+    assert_close(result.shares["pg_clipfrac_lower"], of(0.0, 0.0, 0.0, 0.0, 1.0))
+
+
+def test_dppo_kl_masks_by_the_divergence_of_this_token_or_another() -> None:
+    """From 0.5 to 0.6, and to 0.4, it is ½ ln(0.25/0.24) = 0.0204; to 0.55 it is ½ ln(0.25/0.2475) = 0.0050."""
+    new, advantages = [[0.6, 0.6, 0.4, 0.4, 0.55]], [[1.0, -1.0, 1.0, -1.0, 1.0]]
+    for allowed, kept in ((0.0203, [0, 1, 1, 0, 1]), (0.0205, [1, 1, 1, 1, 1]), (0.0049, [0, 1, 1, 0, 0])):
+        case = Case(new, [[0.5] * 5], advantages)
+        result = case(dppo_kl_policy_loss, ActorConfig(clip_ratio=allowed))
+        gradient = of(-1.2, 1.2, -0.8, 0.8, -1.1) * tensor(kept)
+        assert_close(case.gradient, gradient)
+        assert_close(result.losses, gradient * case.log_probs.detach())
+        assert_close(result.shares["pg_clipfrac"], 1 - of(*kept))
+
+
+def test_dro_by_hand() -> None:
+    case = Case([[0.4, 0.1]], [[0.2, 0.2]], [[3.0, -1.0]])
+    result = case(dro_policy_loss)
+    assert_close(result.losses, of(-3 * math.log(0.4) + 0.05 * LN2**2, math.log(0.1) + 0.05 * LN2**2))
+    assert_close(case.gradient, of(-3 + 0.1 * LN2, 1 - 0.1 * LN2))
+
+
+def test_bypass_with_ppo_clip_is_vanilla_against_the_engine() -> None:
+    case = Case([[0.15, 0.4]], [[0.1, 0.1]], [[2.0, -2.0]])
+    result = case(bypass_policy_loss, correction=RolloutCorrectionConfig(bypass_mode=True))
+    assert_close(result.losses, of(-2.6, 6.0))
+    assert_close(case.gradient, of(0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("rollout_is", "threshold", "weights"),
+    [
+        (None, 2.0, (1.0, 1.0, 1.0)),
+        ("token", 2.0, (1.5, 2.0, 0.5)),
+        ("token", "0.6_3.0", (1.5, 0.0, 0.0)),
+        ("sequence", 10.0, (3.0, 3.0, 3.0)),
+    ],
+)
+def test_bypass_with_reinforce_weighs_by_a_factor_without_gradient(
+    rollout_is: Any, threshold: Any, weights: tuple[float, ...]
+) -> None:
+    """Ratios 1.5, 4 and 0.5."""
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True, loss_type="reinforce", rollout_is=rollout_is, rollout_is_threshold=threshold
+    )
+    case = Case([[0.15, 0.4, 0.05]], [[0.1, 0.1, 0.1]], [[2.0, -1.0, 1.0]])
+    result = case(bypass_policy_loss, correction=correction)
+    expected = of(*weights) * of(-2.0, 1.0, -1.0)
+    assert_close(case.gradient, expected)
+    assert_close(result.losses, expected * case.log_probs.detach())
+
+
+def test_bypass_rejects_by_the_policy_under_training() -> None:
+    correction = RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold=2.0)
+    case = Case([[0.15, 0.4, 0.04]], [[0.1, 0.1, 0.1]], [[1.0, 1.0, 1.0]])
+    result = case(bypass_policy_loss, correction=correction)
+    assert result.accepted is not None
+    assert result.accepted.tolist() == [[True, False, False]]
+    assert_close(result.shares["rollout_rs_masked_fraction"], of(0.0, 1.0, 1.0))
+
+
+# ------------------------------------------------------------------------------ configuration
+
+
+def test_every_loss_mode_has_a_loss_and_no_other_has() -> None:
+    assert set(get_args(LossMode)) == set(POLICY_LOSSES)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"policy_loss": {"loss_mode": "gpso"}}, "'gspo'"),
+        ({"clip_ratio_low": 1.0}, "lower clip range is 1 .*loss_mode vanilla"),
+        ({"clip_ratio": 3.0, "policy_loss": {"loss_mode": "gspo"}}, "lower clip range is 3 .*loss_mode gspo"),
+        ({"policy_loss": {"clip_cov_lb": 5.0}}, "clip_cov_lb 5 is not below clip_cov_ub 5"),
+        ({"policy_loss": {"clip_cov_ratio": 0}}, "clip_cov_ratio"),
+        ({"policy_loss": {"kl_cov_ratio": 1.5}}, "kl_cov_ratio"),
+        ({"policy_loss": {"dro_beta": 0}}, "dro_beta"),
+        ({"policy_loss": {"loss_mode": "dro"}}, "loss_mode is dro and dro_beta is not set"),
+        ({"tau_neg": 0}, "tau_neg"),
+    ],
+)
+def test_ranges_of_no_loss_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        make_job({"actor": keys})
+
+
+@pytest.mark.parametrize("loss_mode", ["cispo", "geo_mean", "dppo_kl"])
+def test_ranges_that_are_of_no_ratio_may_be_wide(loss_mode: str) -> None:
+    assert ActorConfig(clip_ratio=10, policy_loss=PolicyLossConfig.model_validate({"loss_mode": loss_mode}))
+
+
+# ------------------------------------------------------------------------- what holds for each
+
+BESIDES: dict[str, dict[str, Any]] = {
+    "clip_cov": {"chosen": tensor([[False, True, False], [False] * 3])},
+    "kl_cov": {"chosen": tensor([[False, True, False], [False] * 3])},
+    "bypass": {
+        "correction": RolloutCorrectionConfig(
+            bypass_mode=True, loss_type="reinforce", rollout_is="sequence", rollout_rs="seq_mean_k3",
+            rollout_rs_threshold=5.0,
+        )
+    },
+}  # fmt: skip
+
+
+def aggregated(name: str, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    loss = POLICY_LOSSES[name]
+    tokens = loss.of_tokens(log_probs, old, advantages, mask, CONFIG, **BESIDES.get(name, {}))
+    aggregate = Aggregation.of(mask, loss.aggregation or "token-mean")
+    return aggregate(tokens.losses, mask if tokens.accepted is None else tokens.accepted)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_masked_cells_and_rows_without_a_token_change_nothing(name: str) -> None:
+    mask = tensor([[True, True, False], [False, False, False]])
+    new, old = tensor([[-1.0, -0.3, -2.0], [-1.0, -2.0, -3.0]]), tensor([[-1.2, -0.1, -1.0]] * 2)
+    advantages = tensor([[1.0, -0.5, 3.0], [2.0, 2.0, 2.0]])
+    found = []
+    for elsewhere in (-0.5, -7.0):
+        log_probs = torch.where(mask, new, elsewhere).requires_grad_()
+        others = torch.where(mask, old, 2 * elsewhere), torch.where(mask, advantages, elsewhere)
+        loss = aggregated(name, log_probs, *others, mask)
+        loss.backward()
+        assert log_probs.grad is not None
+        assert (log_probs.grad[~mask] == 0).all()
+        found.append((loss.detach(), log_probs.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert found[0][1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_batch_without_a_token_has_no_loss(name: str) -> None:
+    log_probs = torch.full((2, 3), -1.0, requires_grad=True)
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    loss = aggregated(name, log_probs, torch.zeros(2, 3), torch.ones(2, 3), nothing)
+    loss.backward()
+    assert loss == 0
+    assert log_probs.grad is not None
+    assert (log_probs.grad == 0).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_ratios_beyond_all_bounds_stay_finite(name: str, sign: float) -> None:
+    log_probs = tensor([[0.0, -200.0, -1.0], [-200.0, 0.0, -1.0]], requires_grad=True)
+    old = tensor([[-200.0, 0.0, -1.0]] * 2)
+    loss = aggregated(name, log_probs, old, torch.full((2, 3), sign), torch.ones(2, 3).bool())
+    loss.backward()
+    assert loss.isfinite()
+    assert log_probs.grad is not None
+    assert log_probs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"gpg", "gspo", "kl_cov"}))
+def test_log_ratios_are_held_at_20(name: str) -> None:
+    """π_old is lower by 90; what is reported is 20."""
+    old, one = torch.full((1, 1), -90.0), torch.ones(1, 1)
+    besides = {
+        key: value[:1, :1] if isinstance(value, Tensor) else value
+        for key, value in BESIDES.get(name, {}).items()
+    }
+    result = POLICY_LOSSES[name].of_tokens(torch.zeros(1, 1), old, -1e-9 * one, one.bool(), CONFIG, **besides)
+    assert_close(result.shares["ppo_kl"], tensor([[-20.0]]))
+
+
+# ------------------------------------------------------------------------------- the value loss
 
 
 def test_the_value_loss_by_hand() -> None:

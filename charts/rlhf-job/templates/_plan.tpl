@@ -29,7 +29,8 @@
 {{- $job := include "rlhf-job.job" . | fromJson }}
 {{- $absent := list }}
 {{- if ne $job.algorithm.adv_estimator "gae" }}{{ $absent = append $absent "critic" }}{{ end }}
-{{- if not (or $job.algorithm.use_kl_in_reward $job.actor.use_kl_loss) }}{{ $absent = append $absent "reference" }}{{ end }}
+{{- $weighsKL := or $job.algorithm.use_kl_in_reward $job.actor.use_kl_loss }}
+{{- if or (not $weighsKL) (gt (int $job.actor.model.lora_rank) 0) }}{{ $absent = append $absent "reference" }}{{ end }}
 {{- $roles := list }}
 {{- range (.Files.Get "files/defaults.json" | fromJson).roles }}
 {{- if not (has . $absent) }}{{ $roles = append $roles . }}{{ end }}

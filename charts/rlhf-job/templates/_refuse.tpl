@@ -105,8 +105,9 @@
 {{- define "rlhf-job.refuse.job" -}}
 {{- $job := include "rlhf-job.job" (first .) | fromJson }}
 {{- $n := int $job.rollout.n }}{{ $batch := int $job.data.train_batch_size }}
-{{- if and (eq $job.algorithm.adv_estimator "grpo") (eq $n 1) }}
-{{- fail "job.algorithm.adv_estimator grpo compares the responses to one prompt, and job.rollout.n is 1: set it to 2 or more" }}
+{{- $estimator := $job.algorithm.adv_estimator }}
+{{- if and (has $estimator ((first .).Files.Get "files/defaults.json" | fromJson).comparing) (eq $n 1) }}
+{{- fail (printf "job.algorithm.adv_estimator %s compares the responses to one prompt, and job.rollout.n is 1: set it to 2 or more" $estimator) }}
 {{- end }}
 {{- range $group := last . }}
 {{- range $role := without $group.roles "rollout" "reference" "reward" }}

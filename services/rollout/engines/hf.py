@@ -65,7 +65,7 @@ class Columns(CacheLayerMixin):  # type: ignore[misc]
 
     def forget(self) -> None:
         """Leaves nothing in it."""
-        self._filled = 0
+        self._filled, self.is_initialized = 0, False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._filled + query_length, 0
@@ -285,15 +285,28 @@ class _Batch:
                 layer.forget()
         end = self._width + self._t
         start = self._cache.get_seq_length()
-        mask = self._visible[:, None, None, :end]
-        if end - start > 1:
-            # Padding attends to itself: a softmax over nothing would be NaN, and spread.
-            see = torch.ones(end, end, dtype=torch.bool, device=mask.device).tril()
-            mask = (mask & see) | torch.eye(end, dtype=torch.bool, device=mask.device)
+        ids, visible, positions = self._ids[:, start:end], self._visible[:, :end], self._positions[:, start:end]
+        if start > 0:
+            return self._forward(ids, visible[:, None, None], positions)
+        # Nothing is known yet. Answers to one prompt have it in common: it is read once, and handed to each.
+        _, group = torch.unique(torch.cat([ids, visible], 1), dim=0, return_inverse=True)
+        some = torch.empty_like(group[: int(group.max()) + 1])
+        some[group] = torch.arange(len(group), device=group.device)
+        some = self._filled_up(some)
+        # Padding attends to itself: a softmax over nothing would be NaN, and spread.
+        see = torch.ones(end, end, dtype=torch.bool, device=ids.device).tril()
+        mask = (visible[some][:, None, None] & see) | torch.eye(end, dtype=torch.bool, device=ids.device)
+        logits = self._forward(ids[some], mask, positions[some])
+        for layer in self._cache.layers:
+            layer.keep(group)
+        return logits[group]
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """[b, V] after the last of the tokens [b, n], which see what the mask [b, 1, n or 1, end] lets them."""
         output = self._engine.model(
-            input_ids=self._ids[:, start:end],
+            input_ids=ids,
             attention_mask=mask,
-            position_ids=self._positions[:, start:end],
+            position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,

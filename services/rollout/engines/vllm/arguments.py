@@ -39,7 +39,7 @@ ELSEWHERE = {
     "mode": "the controller's",
     "n": "the controller repeats the prompts",
     "seed": "the controller derives each row's from it",
-    "val_kwargs": "the worker hands one of the two sampling parameters to `generate`",
+    "val_kwargs": "the worker hands `generate` the sampling parameters that a request names",
     "prompt_length": "the job file checks it against data.max_prompt_length",
     "response_length": "the job file checks it against data.max_response_length",
     "calculate_log_probs": "always true",

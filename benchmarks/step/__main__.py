@@ -1,0 +1,268 @@
+"""One step of GRPO and one of PPO on one machine: a page of ours beside the least that a loop by hand would do,
+and beside TRL's trainers; packed training beside padded; the memory of log-probabilities.
+
+    python -m benchmarks.step
+
+Contestants are processes that are given the same model, prompts, rule and number of threads, and take turns.
+TRL is installed into environments of its own under .cache/benchmarks. Writes benchmarks/results/step.json and
+step.png.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.step.setting import FILLS, RESPONSE_TOKENS, SEQUENCES
+from benchmarks.step.workload import write_workload
+from services.processes import role_environment
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+CACHE = ROOT / ".cache" / "benchmarks"
+HERE = "benchmarks.step"
+OURS, NO_PASS, SERVED, PLAIN, TRL = "ours", "ours, bypass_mode", "ours, five processes", "by hand", "TRL"
+BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+WARM_UP = 2  # steps
+PATIENCE_S = 300.0  # for a start or a step
+
+console = Console()
+
+
+@dataclass
+class Contestant:
+    """A process that makes a step when it is asked for one."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    async def start(cls, name: str, python: str, arguments: Sequence[str]) -> Contestant:
+        log = CACHE / "logs" / f"{'-'.join(arguments[:1])}-{name.replace(' ', '-')}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(python, "-m", *arguments),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=output,
+                cwd=ROOT,
+                env=role_environment(),
+            )
+        return cls(name, process, log)
+
+    async def answer(self) -> dict[str, Any]:
+        """Its next line.
+
+        Raises:
+            RuntimeError: it ended, or took too long; with the end of its log.
+        """
+        assert self.process.stdout is not None
+        try:
+            line = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)
+        except TimeoutError:
+            line = b""
+        if not line:
+            end = self.log.read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"{self.name} gave no answer; the end of {self.log}:\n{end}")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+    async def step(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"step\n")
+        await self.process.stdin.drain()
+        return await self.answer()
+
+    async def end(self) -> None:
+        """Its input ends, and with it the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), 30)
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
+
+def environment(name: str) -> str:
+    """The interpreter of an environment with what trl-NAME.txt says, made where it is not there as it says."""
+    wanted = Path(__file__).with_name(f"trl-{name}.txt").read_text()
+    directory = CACHE / f"trl-{name}"
+    python, made = directory / "bin" / "python", directory / "installed.txt"
+    if not (made.is_file() and made.read_text() == wanted):
+        console.print(f"installing {wanted.split()[-1]} into {directory.relative_to(ROOT)}")
+        uv = str(Path(sys.executable).with_name("uv"))
+        requirements = str(Path(__file__).with_name(f"trl-{name}.txt"))
+        subprocess.run([uv, "venv", "-q", "--clear", "--python", sys.executable, str(directory)], check=True)
+        subprocess.run([uv, "pip", "install", "-q", "--python", str(python), "-r", requirements], check=True)
+        made.write_text(wanted)
+    return str(python)
+
+
+async def compete(fill: str, algorithm: str, rounds: int, with_trl: bool) -> dict[str, Any]:
+    """All contestants at one algorithm and fill: a step each, in turns, so many times."""
+    workload = str(CACHE / "workload" / fill)
+    lines = {
+        OURS: (sys.executable, [f"{HERE}.ours", workload, algorithm]),
+        NO_PASS: (sys.executable, [f"{HERE}.ours", workload, algorithm, BYPASS]),
+        SERVED: (sys.executable, [f"{HERE}.ours", workload, algorithm, "--served"]),
+        PLAIN: (sys.executable, [f"{HERE}.plain", workload, algorithm]),
+    }
+    if with_trl:
+        lines[TRL] = (environment(algorithm), [f"{HERE}.with_trl", workload, algorithm])
+    async with AsyncExitStack() as stack:
+        contestants = []
+        for name, (python, arguments) in lines.items():
+            contestant = await Contestant.start(name, python, arguments)
+            stack.push_async_callback(contestant.end)
+            await contestant.answer()
+            contestants.append(contestant)
+        for round in range(-WARM_UP, rounds):
+            for contestant in contestants if round % 2 else reversed(contestants):
+                step = await contestant.step()
+                if round >= 0:
+                    contestant.steps.append(step)
+            console.print(f"{algorithm}, {fill}: round {round + 1} of {rounds}", style="dim")
+        return {contestant.name: numbers(contestant.steps) for contestant in contestants}
+
+
+def numbers(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a contestant's steps took."""
+    made = sum(step["response_tokens"] for step in steps)
+    found: dict[str, Any] = {
+        "seconds": [step["seconds"] for step in steps],
+        "cpu_seconds": [step["cpu_s"] for step in steps],
+        "fill": made / (len(steps) * SEQUENCES * RESPONSE_TOKENS),
+        "response_tokens_per_second": made / sum(step["seconds"] for step in steps),
+        "phases": {
+            phase: statistics.median(step["phases"].get(phase, 0.0) for step in steps)
+            for phase in steps[0]["phases"]
+        },
+    }
+    if all("computing_s" in step for step in steps):
+        shares = [1 - step["computing_s"] / step["seconds"] for step in steps]
+        found["share_not_computing"] = statistics.median(shares)
+    return found
+
+
+async def packing(rounds: int) -> dict[str, Any]:
+    """What benchmarks/step/packing.py finds."""
+    workload = str(CACHE / "workload" / "full")
+    contestant = await Contestant.start("packing", sys.executable, [f"{HERE}.packing", workload, str(rounds)])
+    try:
+        return (await contestant.answer()) | (await contestant.answer())
+    finally:
+        await contestant.end()
+
+
+def ratio(ours: dict[str, Any], other: dict[str, Any], key: str = "seconds") -> float:
+    """The median of the rounds' ratios: in a round both were measured within seconds of each other."""
+    return float(statistics.median(a / b for a, b in zip(ours[key], other[key], strict=True)))
+
+
+def aims(result: dict[str, Any]) -> list[tuple[str, float, str]]:
+    """(what, measured, aim)."""
+    rows = []
+    for case, of in result["steps"].items():
+        rows.append((f"{case}: ours over the loop by hand", ratio(of[OURS], of[PLAIN]), "≤ 1.10"))
+        rows.append((f"{case}: share not in model computation", of[OURS]["share_not_computing"], "≤ 0.05"))
+        if TRL in of:
+            aim = "< 1" if "full" in case else "≤ 0.6"
+            rows.append((f"{case}: ours over TRL", ratio(of[OURS], of[TRL]), aim))
+            rows.append((f"{case}: ours in bypass_mode over TRL", ratio(of[NO_PASS], of[TRL]), aim))
+    training, memory = result["training"], result["memory"]
+    packed, padded = ({"seconds": training["seconds"][name]} for name in ("packed", "padded"))
+    rows.append((f"padded over packed training, {training['fill']:.0%} filled", ratio(padded, packed), "≥ 1.8"))
+    peak = statistics.median(memory["peak_bytes"]) / memory["chunk_bytes"]
+    rows.append((f"peak of log-probs over a chunk's logits, V = {memory['vocabulary']:,}", peak, "< 1.3"))
+    return rows
+
+
+def show(result: dict[str, Any]) -> None:
+    steps = Table("", "", "minimum s", "median s", "processor s", "answer tokens/s", "fill", "phases (overlap)")
+    for case, of in result["steps"].items():
+        for name, found in of.items():
+            phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in found["phases"].items())
+            seconds, cpu = found["seconds"], min(found["cpu_seconds"])
+            steps.add_row(
+                *(case, name, f"{min(seconds):.2f}", f"{statistics.median(seconds):.2f}"),
+                *("" if name == SERVED else f"{cpu:.2f}", f"{found['response_tokens_per_second']:,.0f}"),
+                *(f"{found['fill']:.0%}", phases),
+            )
+            case = ""
+    console.print(steps)
+    table = Table("", "measured", "aim")
+    for what, measured, aim in aims(result):
+        table.add_row(what, f"{measured:.2f}", aim)
+    console.print(table)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Median seconds of a step, a group of bars for each algorithm and fill."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(result["steps"]), figsize=(14, 3.2), squeeze=False)
+    for panel, (case, of) in zip(panels[0], result["steps"].items(), strict=True):
+        for at, (name, found) in enumerate(of.items()):
+            panel.barh(name, statistics.median(found["seconds"]), color=f"C{at}")
+            panel.scatter(found["seconds"], [name] * len(found["seconds"]), color="black", s=8, zorder=3)
+        panel.set(title=case, xlabel="seconds a step (bar: median)", xlim=(0, None))
+        panel.invert_yaxis()
+        if panel is not panels[0][0]:
+            panel.set_yticklabels([])
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+async def measure(rounds: int, with_trl: bool) -> dict[str, Any]:
+    for fill, share in FILLS.items():
+        write_workload(CACHE / "workload" / fill, share)
+    if with_trl:
+        for algorithm in ("grpo", "ppo"):
+            environment(algorithm)
+    found = await packing(rounds)
+    steps = {}
+    for fill in FILLS:
+        for algorithm in ("grpo", "ppo"):
+            case = f"{algorithm.upper()}, {fill} answers"
+            steps[case] = await compete(fill, algorithm, rounds, with_trl)
+    return {"steps": steps, **found}
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="How often each contestant has its turn, a step.")] = 5,
+    with_trl: Annotated[bool, typer.Option("--trl/--no-trl", help="Whether TRL competes.")] = True,
+) -> None:
+    """Prints two tables, and writes benchmarks/results/step.json and step.png."""
+    began = time.perf_counter()
+    result: dict[str, Any] = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
+    result |= asyncio.run(measure(rounds, with_trl))
+    result["load_after"] = os.getloadavg()[0]
+    show(result)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "step.json").write_text(json.dumps(result, indent=2) + "\n")
+    draw(result, RESULTS / "step.png")
+    console.print(f"{time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    typer.run(main)

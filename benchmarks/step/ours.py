@@ -1,0 +1,153 @@
+"""The same step by a page of ours, on roles in this process or on five that serve.
+
+python -m benchmarks.step.ours WORKLOAD grpo|ppo [--served] [KEY=VALUE ...]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.step import turns
+from benchmarks.step.computing import Computing
+from benchmarks.step.setting import (
+    CRITIC_LEARNING_RATE,
+    GROUP,
+    KL_COEF,
+    LEARNING_RATE,
+    MICRO_BATCH,
+    PROMPT_TOKENS,
+    RESPONSE_TOKENS,
+    SEQUENCES,
+)
+from rolemesh.algos.kl import KLController
+from rolemesh.config import JobConfig
+from rolemesh.config.base import merge, parse_overrides
+from rolemesh.config.job import make_job
+from rolemesh.data import PromptDataset, PromptOrder
+from rolemesh.graph import observer
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.roles import Roles, methods
+from rolemesh.rpc.allocator import tune
+from services.actor.worker import ActorWorker, ReferenceWorker
+from services.control import CLIENTS, until_ready
+from services.controller.bypass import bypassing
+from services.controller.pages import page_of
+from services.controller.step import Step
+from services.controller.stopwatch import Stopwatch, timed
+from services.critic.worker import CriticWorker
+from services.processes import role_processes
+from services.reward.worker import RewardWorker
+from services.rollout.worker import RolloutWorker
+
+WORKERS: dict[str, Callable[[JobConfig], Any]] = {
+    "actor": ActorWorker,
+    "rollout": RolloutWorker,
+    "reward": RewardWorker,
+    "critic": CriticWorker,
+    "reference": ReferenceWorker,
+}
+
+
+def job_of(workload: Path, algorithm: str, run_dir: str, overrides: list[str]) -> JobConfig:
+    """One optimizer step for each batch, as everybody makes it."""
+    group = GROUP[algorithm]
+    trained = {"ppo_micro_batch_size_per_gpu": MICRO_BATCH}
+    model: dict[str, Any] = {"enable_gradient_checkpointing": False}
+    sections: dict[str, Any] = {
+        "data": {
+            "train_files": str(workload / "train.parquet"),
+            "train_batch_size": SEQUENCES // group,
+            "max_prompt_length": PROMPT_TOKENS,
+            "max_response_length": RESPONSE_TOKENS,
+        },
+        "actor": {
+            "model": {"path": str(workload / "model"), **model},
+            "optim": {"lr": LEARNING_RATE},
+            "ppo_mini_batch_size": SEQUENCES // group,
+            **trained,
+        },
+        "critic": {"model": model, "optim": {"lr": CRITIC_LEARNING_RATE}, **trained},
+        "reference": {"model": model, "log_prob_micro_batch_size_per_gpu": MICRO_BATCH},
+        "rollout": {"n": group, "max_num_seqs": SEQUENCES},
+        "reward": {"custom_reward_function": {"path": str(Path(__file__).with_name("reward.py"))}},
+        "trainer": {"device": "cpu", "default_local_dir": run_dir, "total_training_steps": 1000},
+    }
+    kl: dict[str, dict[str, Any]] = {
+        "grpo": {
+            "algorithm": {"adv_estimator": "grpo"},
+            "actor": {"use_kl_loss": True, "kl_loss_coef": KL_COEF},
+        },
+        "ppo": {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": KL_COEF}}},
+    }
+    return make_job(merge(merge(sections, kl[algorithm]), parse_overrides(overrides)))
+
+
+async def served(job: JobConfig, stack: AsyncExitStack) -> Roles:
+    """Clients of a process for each role."""
+    processes = await stack.enter_async_context(role_processes(job))
+    addresses = await processes.addresses(job.trainer.ready_timeout_s)
+    clients: dict[str, Any] = {
+        role: await stack.enter_async_context(CLIENTS[role](addresses[role], methods(job)))
+        for role in job.roles
+    }
+    await until_ready(clients.values(), job.trainer.ready_timeout_s)
+    return Roles(**clients)
+
+
+def stepper(job: JobConfig, roles: Roles) -> Callable[[int], Awaitable[dict[str, Any]]]:
+    """Makes step `number` as the loop does: prompts out of the Parquet file, the page, the step's metrics."""
+    data = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))
+    order, kl, page = PromptOrder(len(data), job.data), KLController(job.algorithm.kl_ctrl), page_of(job)
+    stopwatch = Stopwatch()
+    observer.set(stopwatch)
+    roles = bypassing(timed(roles, stopwatch), job)
+
+    async def one_step(number: int) -> dict[str, Any]:
+        began = time.perf_counter()
+        step = Step(number, job, kl)
+        metrics = await page(data.batch(order.rows(number)), roles, step)
+        seconds = time.perf_counter() - began
+        assert step.batch is not None
+        return {
+            "seconds": seconds,
+            "phases": {name.removeprefix("timing_s/"): s for name, s in stopwatch.take().items()},
+            "response_tokens": int(step.batch["response_mask"].sum()),
+            "tokens": int(metrics["perf/total_num_tokens"]),
+        }
+
+    return one_step
+
+
+async def compete(workload: Path, algorithm: str, arguments: list[str]) -> None:
+    async with AsyncExitStack() as stack:
+        directory = stack.enter_context(TemporaryDirectory())
+        overrides = [argument for argument in arguments if argument != "--served"]
+        job = job_of(workload, algorithm, directory, overrides)
+        computing = Computing()
+        if "--served" in arguments:
+            roles = await served(job, stack)
+        else:
+            roles = Roles(**{role: WORKERS[role](job) for role in job.roles})
+            computing.watch()
+        one_step, number = stepper(job, roles), 0
+        turns.answer({"threads": torch.get_num_threads()})
+        while await asyncio.to_thread(turns.wait):
+            number += 1
+            computing.take()
+            result = await one_step(number)
+            turns.answer(result | computing.take())
+
+
+if __name__ == "__main__":
+    turns.begin()
+    tune()
+    asyncio.run(compete(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

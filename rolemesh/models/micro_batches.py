@@ -1,0 +1,86 @@
+"""How rows are cut for forward passes: what is in memory at a time, and never the result."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rolemesh.config import JobConfig
+from rolemesh.config.model import ModelConfig
+from rolemesh.dataproto import DataProto
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How a role's rows are cut.
+
+    Args:
+        num_rows: rows of a micro-batch, where max_tokens is None.
+        max_tokens: tokens that a micro-batch may have.
+        packed: whether padding is left out; if not, every row counts with its full width.
+        balanced: micro-batches of num_rows get about as many tokens each; else rows stay in order.
+    """
+
+    num_rows: int
+    max_tokens: int | None
+    packed: bool
+    balanced: bool
+
+    @classmethod
+    def of(cls, job: JobConfig, role: str, model: ModelConfig, num_rows: int) -> MicroBatches:
+        """Those of the job's actor, critic or reference."""
+        return cls(num_rows, job.max_tokens(role), model.use_remove_padding, job.trainer.balance_batch)
+
+    def cut(self, batch: DataProto) -> list[Tensor]:
+        """The rows of each micro-batch, ascending.
+
+        Args:
+            batch: attention_mask [B, S], no row of which has more tokens than max_tokens.
+        """
+        mask = batch["attention_mask"]
+        if not len(mask):
+            return []
+        lengths = mask.sum(1).tolist() if self.packed else [mask.shape[1]] * len(mask)
+        if self.max_tokens is not None:
+            return [torch.tensor(rows) for rows in within(lengths, self.max_tokens)]
+        if self.packed and self.balanced:
+            num_parts = -(-len(lengths) // self.num_rows)
+            return [torch.tensor(rows) for rows in balance(lengths, num_parts, self.num_rows)]
+        return list(torch.split(torch.arange(len(lengths)), self.num_rows))
+
+
+def within(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Rows in as few parts as `balance` finds, none of more than max_tokens; no length is."""
+    num_parts = -(-sum(lengths) // max_tokens)
+    while num_parts:
+        parts = balance(lengths, num_parts, len(lengths))
+        if all(sum(lengths[row] for row in part) <= max_tokens for part in parts):
+            return parts
+        num_parts += 1
+    return []
+
+
+def balance(lengths: Sequence[int], num_parts: int, max_rows: int) -> list[list[int]]:
+    """Rows in parts of about as many tokens: the longest first, each to the part that has the fewest (Graham
+    1969, "Bounds on multiprocessing timing anomalies": the fullest part has at most 4/3 of the least possible).
+
+    Args:
+        lengths: tokens of each row.
+        num_parts: at most as many as there are rows.
+        max_rows: no part has more; num_parts times it is at least the number of rows.
+
+    Returns:
+        The rows of each part, ascending; the parts by their first row.
+    """
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    open_parts = [(0, part) for part in range(num_parts)]  # tokens, part
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        tokens, part = heapq.heappop(open_parts)
+        parts[part].append(row)
+        if len(parts[part]) < max_rows:
+            heapq.heappush(open_parts, (tokens + lengths[row], part))
+    return sorted(sorted(part) for part in parts)

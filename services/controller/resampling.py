@@ -1,0 +1,38 @@
+"""PF-PPO's part of a step."""
+
+from __future__ import annotations
+
+from rolemesh.algos.resampling import draw_rows, resampling_weights
+from rolemesh.config import JobConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.graph import node
+from rolemesh.roles import Metrics
+
+
+def _reads(job: JobConfig) -> tuple[str, ...]:
+    return ("token_level_scores", *_writes(job)) if job.algorithm.use_pf_ppo else ()
+
+
+def _writes(job: JobConfig) -> tuple[str, ...]:
+    return ("advantages", "returns") if job.algorithm.use_pf_ppo else ()  # and every other column
+
+
+@node(reads=_reads, writes=_writes, phase="adv")
+def resample(batch: DataProto, job: JobConfig, step: int) -> tuple[DataProto, Metrics]:
+    """The rows to train on: where `algorithm.use_pf_ppo` says so, as many as there are, drawn by their scores.
+
+    Args:
+        batch: [B] rows with advantages and returns, which compare the rows as they were generated.
+        job: says how to draw, or that all rows are trained on.
+        step: its number.
+
+    Returns:
+        [B] rows, of which some may be the same; and which share of the batch is among them.
+    """
+    if not job.algorithm.use_pf_ppo:
+        return batch, {}
+    pf_ppo = job.algorithm.pf_ppo
+    scores = batch["token_level_scores"].sum(dim=1)
+    weights = resampling_weights(scores, method=pf_ppo.reweight_method, power=pf_ppo.weight_pow)
+    rows = draw_rows(weights, job.rollout.seed, step)
+    return batch.select_idxs(rows), {"actor/share_of_rows_drawn": len(set(rows.tolist())) / len(rows)}

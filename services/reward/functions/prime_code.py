@@ -1,0 +1,138 @@
+"""Programs against tests (APPS, TACO, CodeContests and Codeforces, in the layout of PRIME, Cui et al. 2025,
+arXiv:2502.01456). They run in the sandbox: see docs/rewards.md."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rolemesh.config.reward import RewardConfig
+from services.reward.sandbox.box import Limits, Sandbox
+
+CONTINUOUS_TESTS = 10
+FENCE = "```"
+SPARE_OUTPUT = 1 << 16  # bytes beyond twice the right output: blanks, and numbers with more digits
+
+_sandbox = Sandbox()  # of this process; it starts with the first program
+
+
+@dataclass(frozen=True)
+class Case:
+    """What goes in and has to come out: text; or of `function` the arguments and the result, as JSON."""
+
+    given: str
+    expected: str
+    function: str | None
+
+
+def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig) -> dict[str, float]:
+    """The share of the first ten tests that the program passes, or without `sandbox.continuous` 1.0 where it
+    passes all, else 0.0. acc is 1 where it passed all that were run.
+
+    The program is the last ```python block of the response, or the response itself where there is none.
+
+    Args:
+        solution_str: the response.
+        ground_truth: {"inputs", "outputs"} as a mapping or as JSON, one test for each pair of texts; with
+            "fn_name", pairs of that function's arguments (a list, or JSON values line by line) and its result.
+        config: `sandbox` and `timeout_s`: tests for which there is no time left are not passed.
+
+    Raises:
+        ValueError: the ground truth holds no tests.
+        SandboxUnavailable: programs cannot be run safely on this machine. None was.
+    """
+    cases, program = cases_of(ground_truth), program_of(solution_str)
+    deadline = time.monotonic() + 0.9 * config.timeout_s
+    if not config.sandbox.continuous:
+        right = all(_passes(program, case, config, deadline) for case in cases)
+        return {"score": float(right), "acc": float(right)}
+    cases = cases[:CONTINUOUS_TESTS]
+    share = sum(_passes(program, case, config, deadline) for case in cases) / len(cases)
+    return {"score": share, "acc": float(share == 1)}
+
+
+def program_of(solution_str: str) -> str:
+    return solution_str.rpartition(f"{FENCE}python")[2].partition(FENCE)[0]
+
+
+def cases_of(ground_truth: Any) -> list[Case]:
+    """The tests of a ground truth.
+
+    Raises:
+        ValueError: it is of another form, or holds none.
+    """
+    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if not isinstance(truth, Mapping) or not {"inputs", "outputs"} <= set(truth):
+        raise ValueError(f"ground_truth should hold inputs and outputs; it is {ground_truth!r:.200}")
+    inputs, outputs, function = list(truth["inputs"]), list(truth["outputs"]), truth.get("fn_name")
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; a test has both")
+    if function is None:
+        return [Case(_text(each), _text(right), None) for each, right in zip(inputs, outputs, strict=True)]
+    return [Case(*_call(each, right), function) for each, right in zip(inputs, outputs, strict=True)]
+
+
+def _text(text: Any) -> str:
+    """Of a list each element is a line."""
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+
+
+def _call(arguments: Any, result: Any) -> tuple[str, str]:
+    """Arguments that are text are JSON, each on a line of its own; the result is then JSON, too."""
+    if isinstance(arguments, str):
+        return json.dumps([json.loads(line) for line in arguments.split("\n")]), result
+    return json.dumps(arguments), json.dumps(result)
+
+
+def _passes(program: str, case: Case, config: RewardConfig, deadline: float) -> bool:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return False
+    cpu_s = config.sandbox.timeout_s
+    limits = Limits(
+        cpu_s=cpu_s,
+        wall_s=min(2 * cpu_s, left),
+        memory_bytes=config.sandbox.memory_limit_mb << 20,
+        output_bytes=2 * len(case.expected.encode()) + SPARE_OUTPUT,
+    )
+    outcome = _sandbox.run(program, case.given, limits, function=case.function)
+    same = same_text if case.function is None else same_result
+    return outcome.status == 0 and same(outcome.output, case.expected)
+
+
+def same_text(output: str, expected: str) -> bool:
+    """Line by line the same words, blank lines and blanks aside; where a fraction is expected, a number that is
+    as near as 1e-6 (relative, or absolute below one)."""
+    lines, right = ([line.split() for line in text.splitlines() if line.strip()] for text in (output, expected))
+    return len(lines) == len(right) and all(
+        len(words) == len(these) and all(map(_same_word, words, these))
+        for words, these in zip(lines, right, strict=True)
+    )
+
+
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
+        return True
+    try:
+        int(expected)
+        return False  # a whole number is exact
+    except ValueError:
+        pass
+    try:
+        return math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+    except ValueError:
+        return False
+
+
+def same_result(output: str, expected: str) -> bool:
+    """A result is what is expected, or the one element of it: data sets write both."""
+    try:
+        result = json.loads(output)
+    except ValueError:
+        return False
+    right = json.loads(expected)
+    return bool(result == right or [result] == right)

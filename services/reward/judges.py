@@ -1,0 +1,145 @@
+"""Judges: processes that score rows, as many as run at the same time.
+
+Each thread of the pool has a process of its own, started with the thread's first row, and waits for it. A
+process that dies or does not answer in time costs the row that it had; the thread's next row gets a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rolemesh.config.reward import RewardConfig
+from rolemesh.errors import InvalidConfig, RewardFailed
+from services.reward.verdict import Verdict
+
+MOST_BY_THEMSELVES = 8  # a container sees all CPUs of its node, whatever its share of them
+
+
+class Judges:
+    """The pool of one reward worker.
+
+    Args:
+        config: which function they score by, how many they are and how long each may take.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        num_judges = config.num_workers or min(len(os.sched_getaffinity(0)), MOST_BY_THEMSELVES)
+        self._threads = ThreadPoolExecutor(num_judges, thread_name_prefix="judge")
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
+        self._running: set[_Judge] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        """Starts the first one, to find out whether it can be.
+
+        Raises:
+            InvalidConfig: the custom function cannot be loaded.
+        """
+        self._threads.submit(self._judge).result()
+
+    def submit(self, arguments: Mapping[str, Any]) -> Future[list[Verdict]]:
+        """The verdicts on a row, or on several that are judged in one call; or RewardFailed."""
+        return self._threads.submit(self._ask, arguments)
+
+    def close(self) -> None:
+        """Ends all; rows that are being scored fail."""
+        with self._lock:
+            self._closed = True
+            for judge in self._running:
+                judge.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _judge(self) -> _Judge:
+        """This thread's process."""
+        judge: _Judge | None = getattr(self._of_thread, "judge", None)
+        if judge is None:
+            with self._lock:
+                if self._closed:
+                    raise RewardFailed("the reward role is being closed")
+                judge = _Judge()
+                self._running.add(judge)
+            self._of_thread.judge = judge
+            try:
+                said = judge.ask(self._config.model_dump_json().encode(), self._config.timeout_s)
+            except RewardFailed:
+                self._end(judge)
+                raise
+            if "invalid" in said:
+                self._end(judge)
+                raise InvalidConfig(said["invalid"])
+        return judge
+
+    def _ask(self, arguments: Mapping[str, Any]) -> list[Verdict]:
+        try:
+            message = json.dumps(arguments).encode()
+        except (TypeError, ValueError) as error:
+            raise RewardFailed(f"the row is not JSON-like: {error}") from error
+        judge = self._judge()
+        try:
+            said = judge.ask(message, self._config.timeout_s)
+        except RewardFailed:
+            self._end(judge)
+            raise
+        if "failed" in said:
+            raise RewardFailed(said["failed"])
+        return [Verdict(**verdict) for verdict in said["verdicts"]]
+
+    def _end(self, judge: _Judge) -> None:
+        judge.kill()
+        with self._lock:
+            self._running.discard(judge)
+        self._of_thread.judge = None
+
+
+class _Judge:
+    """One process, and the line to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "services.reward.judge", str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},  # there are as many judges as CPUs
+                pass_fds=[theirs.fileno()],
+            )
+        self._connection = Connection(ours.detach())
+
+    def ask(self, message: bytes, timeout_s: float) -> dict[str, Any]:
+        """Sends and waits.
+
+        Raises:
+            RewardFailed: no answer in time, or the process ended. It is of no more use.
+        """
+        try:
+            self._connection.send_bytes(message)
+            if not self._connection.poll(timeout_s):
+                raise RewardFailed(
+                    f"it was not scored within reward.timeout_s, {timeout_s:g} s, and was given up"
+                )
+            said: dict[str, Any] = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise RewardFailed(f"the process that scored it {self._fate()}") from error
+        return said
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _fate(self) -> str:
+        code = self._process.wait()
+        if code >= 0:
+            return f"ended itself with exit code {code}"
+        return f"was ended by {signal.Signals(-code).name}" + " (out of memory?)" * (code == -signal.SIGKILL)

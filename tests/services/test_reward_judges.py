@@ -1,0 +1,273 @@
+"""Scoring in other processes: in parallel, in order, and whatever a function does costs its own row alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_reward_worker import batch, custom, job
+
+from rolemesh.config.job import make_job
+from rolemesh.errors import InvalidConfig, RewardFailed
+from services.reward.worker import RewardWorker
+
+ADDS = "```python\nprint(sum(map(int, input().split())))\n```"
+
+
+@asynccontextmanager
+async def working(model: Path, **reward: Any) -> AsyncIterator[RewardWorker]:
+    worker = RewardWorker(job(model, **reward))
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that still run."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= set(map(int, (task / "children").read_text().split()))
+    return found
+
+
+async def scores(worker: RewardWorker, *responses: str) -> list[float]:
+    answered = await worker.compute_scores(batch(*[("mine", response, None) for response in responses]))
+    return answered["token_level_scores"].sum(1).tolist()  # type: ignore[no-any-return]
+
+
+BY_LENGTH = "def compute_score(solution_str, **row):\n    return len(solution_str)\n"
+
+
+async def test_scores_are_in_the_order_of_the_rows_and_equal_those_of_one_process(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    responses = ["x" * (1 + i * 7 % 20) for i in range(60)]
+    function = custom(tmp_path, BY_LENGTH)
+    async with working(tiny_model, num_workers=3, **function) as parallel:
+        assert await scores(parallel, *responses) == [len(response) for response in responses]
+        assert len(children()) == 3
+    async with working(tiny_model, num_workers=1, **function) as serial:
+        assert await scores(serial, *responses) == [len(response) for response in responses]
+
+
+async def test_rows_are_scored_at_the_same_time_and_the_event_loop_goes_on(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Each row waits until all three have begun: one after the other, none would ever end."""
+    source = (
+        "import os, pathlib, time\n"
+        f"HERE = pathlib.Path({str(tmp_path)!r})\n"
+        "def compute_score(extra_info, **row):\n"
+        "    (HERE / f'row-{extra_info[\"index\"]}').touch()\n"
+        "    while len(list(HERE.glob('row-*'))) < 3: time.sleep(0.01)\n"
+        "    return 1.0\n"
+    )
+    async with working(tiny_model, num_workers=3, timeout_s=60.0, **custom(tmp_path, source)) as worker:
+        scoring = asyncio.create_task(scores(worker, "a", "b", "c"))
+        turns = 0
+        while not scoring.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert scoring.result() == [1.0, 1.0, 1.0]
+        assert turns > 100
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "the process that scored it was ended by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"was ended by SIGKILL \(out of memory\?\)"),
+        ("sys.exit(3)", "ended itself with exit code 3"),
+        ("os._exit(0)", "ended itself with exit code 0"),
+        ("time.sleep(600)", r"not scored within reward.timeout_s, 2 s"),
+        ("print(1 / 0)", r"raised ZeroDivisionError: division by zero \(.*mine.py, line 4\)"),
+    ],
+)
+async def test_a_function_that_ends_its_process_or_hangs_costs_its_row_alone(
+    tiny_model: Path, tmp_path: Path, does: str, said: str
+) -> None:
+    source = (
+        "import os, signal, sys, time\n"
+        "def compute_score(solution_str, **row):\n    if solution_str == 'bad':\n"
+        f"        {does}\n    return 1.0\n"
+    )
+    timeout_s = 2.0 if "sleep" in does else 60.0
+    async with working(tiny_model, num_workers=1, timeout_s=timeout_s, **custom(tmp_path, source)) as worker:
+        with pytest.raises(RewardFailed, match=f"row train-000001: .*{said}"):
+            await scores(worker, "good", "bad", "good")
+        assert await scores(worker, "good", "good") == [1.0, 1.0]
+    assert not children()
+
+
+async def test_the_first_row_that_fails_is_the_one_that_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    source = (
+        "import time\ndef compute_score(solution_str, **row):\n"
+        "    if solution_str == 'late': time.sleep(0.3)\n"
+        "    raise ValueError(solution_str)\n"
+    )
+    async with working(tiny_model, num_workers=2, **custom(tmp_path, source)) as worker:
+        with pytest.raises(RewardFailed, match=r"row train-000000: .*ValueError: late"):
+            await scores(worker, "late", "soon")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("1 / 0\n", "raised ZeroDivisionError"),
+        ("def other(): ...\n", r"no function 'compute_score'.*\['other'\]"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_an_error_at_start(
+    tiny_model: Path, tmp_path: Path, source: str, said: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=said):
+        RewardWorker(job(tiny_model, **custom(tmp_path, source)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_judges_end_with_the_service_however_that_ends(tmp_path: Path, number: signal.Signals) -> None:
+    """The function hangs, and is deaf to signals that can be ignored."""
+    function = tmp_path / "mine.py"
+    function.write_text(
+        "import os, signal, time\n"
+        "def compute_score(**row):\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    print(os.getpid(), flush=True)\n"
+        "    while True: time.sleep(60)\n"
+    )
+    source = (
+        "from rolemesh.config.reward import RewardConfig\nfrom services.reward.judges import Judges\n"
+        f"config = RewardConfig(custom_reward_function={{'path': {str(function)!r}}})\n"
+        "Judges(config).submit({'solution_str': 'x'}).result()\n"
+    )
+    service = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    assert service.stdout is not None
+    ended = os.pidfd_open(int(service.stdout.readline()))
+    service.send_signal(number)
+    service.wait()
+    waiting = select.poll()
+    waiting.register(ended, select.POLLIN)
+    assert waiting.poll(20_000), "a process that scores outlived its service"
+
+
+# --------------------------------------------------------------------------------------- managers
+
+
+async def test_the_batch_manager_calls_the_function_once_with_all_rows(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    source = (
+        "calls = 0\n"
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus):\n"
+        "    global calls\n    calls += 1\n"
+        "    assert data_sources == ['mine'] * 3 and ground_truths == [None] * 3\n"
+        "    assert extra_infos[2] == {'index': 2}\n"
+        "    return [{'score': len(text) + bonus, 'acc': calls} for text in solution_strs]\n"
+    )
+    config = custom(tmp_path, source)
+    config["custom_reward_function"]["reward_kwargs"] = {"bonus": 0.5}
+    async with working(tiny_model, reward_manager="batch", **config) as worker:
+        answered = await worker.compute_scores(batch(*[("mine", "x" * n, None) for n in (3, 1, 2)]))
+        assert answered["token_level_scores"].sum(1).tolist() == [3.5, 1.5, 2.5]
+        assert answered["acc"].tolist() == [1.0, 1.0, 1.0]
+
+
+async def test_a_batch_function_that_answers_for_fewer_rows_fails(tiny_model: Path, tmp_path: Path) -> None:
+    function = custom(tmp_path, "def compute_score(**rows):\n    return [1.0]\n")
+    async with working(tiny_model, reward_manager="batch", **function) as worker:
+        with pytest.raises(RewardFailed, match=r"2 rows, train-000000 to train-000001: .*a list of 2 scores"):
+            await scores(worker, "a", "b")
+
+
+async def test_the_dapo_manager_takes_the_punishment_from_the_score_and_not_from_acc(tiny_model: Path) -> None:
+    """data.max_response_length is 24 and a token a character (and one for the end): 11 tokens are below the
+    buffer of 12, 18 are in its middle, 24 at its end."""
+    texts = [answer + " " * (length - 1 - len(answer)) for answer, length in
+             (("Answer: 7", 11), ("Answer: 7", 18), ("Answer: 8", 24))]  # fmt: skip
+    overlong = {"enable": True, "len": 12, "penalty_factor": 1.0, "log": True}
+    async with working(tiny_model, reward_manager="dapo", overlong_buffer=overlong) as worker:
+        answered = await worker.compute_scores(batch(*[("math_dapo", text, "7") for text in texts]))
+    assert answered["token_level_scores"].sum(1).tolist() == [1.0, 0.5, -2.0]
+    assert answered["acc"].tolist() == [1.0, 1.0, 0.0]
+    assert list(answered["reward_extra_info"]) == [
+        {"overlong_reward": 0.0, "overlong": 0.0},
+        {"overlong_reward": -0.5, "overlong": 1.0},
+        {"overlong_reward": -1.0, "overlong": 1.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ({"reward_manager": "batch"}, "custom_reward_function.path is not set"),
+        ({"overlong_buffer": {"enable": True, "len": 4}}, "reward_manager is naive.*reward_manager to dapo"),
+        ({"reward_manager": "dapo", "overlong_buffer": {"enable": True}}, "overlong_buffer.len is 0"),
+        (
+            {"reward_manager": "dapo", "overlong_buffer": {"enable": True, "len": 600}},
+            "reward.overlong_buffer.len is 600 and data.max_response_length 512",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(reward: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidConfig, match=said):
+        make_job({"reward": reward})
+
+
+# -------------------------------------------------------------------------------- components, code
+
+
+def with_components(model: Path, function: dict[str, Any]) -> RewardWorker:
+    config = job(model, **function)
+    algorithm = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["format", "right"]}
+    return RewardWorker(make_job({**config.model_dump(), "algorithm": algorithm, "rollout": {"n": 2}}))
+
+
+async def test_components_are_columns_in_the_order_of_the_keys(tiny_model: Path, tmp_path: Path) -> None:
+    source = (
+        "def compute_score(extra_info, **row):\n"
+        "    return {'score': 1, 'right': extra_info['index'], 'format': -2}\n"
+    )
+    worker = with_components(tiny_model, custom(tmp_path, source))
+    answered = await worker.compute_scores(batch(("mine", "x", None), ("mine", "y", None)))
+    worker.close()
+    assert answered["reward_components"].tolist() == [[-2.0, 0.0], [-2.0, 1.0]]
+    assert answered["reward_extra_info"][1] == {"right": 1.0, "format": -2.0}
+
+
+async def test_a_component_that_is_not_there_names_the_row(tiny_model: Path, tmp_path: Path) -> None:
+    source = (
+        "def compute_score(extra_info, **row):\n"
+        "    return {'score': 1, 'format': 1, **({'right': 1} if extra_info['index'] == 0 else {})}\n"
+    )
+    worker = with_components(tiny_model, custom(tmp_path, source))
+    with pytest.raises(RewardFailed, match=r"row train-000001: .*gdpo_reward_keys names 'right'"):
+        await worker.compute_scores(batch(("mine", "x", None), ("mine", "y", None)))
+    worker.close()
+
+
+async def test_programs_and_mathematics_are_scored_beside_quick_rules(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that breaks out of nothing fails; the rows beside it have their scores, and nothing is left."""
+    monkeypatch.setattr("test_reward_worker.T", 96)
+    tests = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+    rows = batch(
+        ("taco", ADDS, tests),
+        ("openai/gsm8k", "#### 3", "3"),
+        ("apps", "```python\nwhile True: open('/tmp/x', 'w')\n```", tests),
+        ("numina_cn_k12", r"\boxed{2/4}", r"\frac{1}{2}"),
+        ("codeforces", "```python\nimport os\nwhile 1:\n  os.fork()\n```", tests),
+    )
+    async with working(tiny_model, num_workers=2) as worker:
+        answered = await worker.compute_scores(rows)
+        assert answered["acc"].tolist() == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert not children()

@@ -1,0 +1,353 @@
+"""The sandbox: whatever a program does, it fails, nothing is left of it, and the next one is answered."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.reward.sandbox.box import Limits, Outcome, Sandbox, SandboxUnavailable
+
+LIMITS = Limits(cpu_s=2, wall_s=3.0, memory_bytes=512 << 20, output_bytes=1 << 20)
+ADDS = "a, b = map(int, input().split())\nprint(a + b)\n"
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    box = Sandbox()
+    yield box
+    box.close()
+
+
+def session_of(box: Sandbox) -> list[int]:
+    """Processes of the sandbox's session. No program can leave it: there is no setsid for one."""
+    assert box._process is not None
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            if os.getsid(pid) == box._process.pid:
+                found.append(pid)
+        except ProcessLookupError:
+            continue
+    return found
+
+
+def attempt(box: Sandbox, program: str, stdin: str = "", limits: Limits = LIMITS) -> Outcome:
+    """What a program comes to; then nothing of it runs, and a right program passes in the same sandbox."""
+    assert box.run(ADDS, "1 2\n", LIMITS) == Outcome(0, "3\n")
+    assert box._process is not None
+    pid = box._process.pid
+    outcome = box.run(program, stdin, limits)
+    assert box._process.pid == pid, "the sandbox's own process was lost"
+    assert session_of(box) == [pid]
+    assert box.run(ADDS, "20 22\n", LIMITS) == Outcome(0, "42\n")
+    return outcome
+
+
+def refused(box: Sandbox, *statements: str) -> None:
+    """None of the statements is permitted: the program itself says so, and no other mistake passes for it."""
+    tries = "".join(f"try:\n    {each}\nexcept PermissionError:\n    print('refused')\n" for each in statements)
+    program = f"import ctypes, mmap, os, resource, signal, socket, subprocess, threading\n{tries}"
+    assert attempt(box, program) == Outcome(0, "refused\n" * len(statements))
+
+
+# ------------------------------------------------------------------------- time, memory, processes
+
+
+def test_an_endless_loop_ends_with_its_cpu_seconds(sandbox: Sandbox) -> None:
+    outcome = attempt(sandbox, "while True: pass", limits=replace(LIMITS, cpu_s=1, wall_s=60.0))
+    assert outcome == Outcome(-signal.SIGKILL, "")
+
+
+def test_sleep_beyond_the_wall_time_ends_though_signals_are_ignored(sandbox: Sandbox) -> None:
+    program = (
+        "import signal, time\n"
+        "for number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}:\n"
+        "    try: signal.signal(number, signal.SIG_IGN)\n"
+        "    except OSError: pass\n"
+        "print('asleep', flush=True)\n"
+        "while True: time.sleep(60)\n"
+    )
+    began = time.monotonic()
+    outcome = attempt(sandbox, program, limits=replace(LIMITS, wall_s=0.5))
+    assert outcome == Outcome(-signal.SIGKILL, "asleep\n")
+    assert time.monotonic() - began < 30
+
+
+def test_ten_gigabytes_are_not_to_be_had(sandbox: Sandbox) -> None:
+    assert attempt(sandbox, "x = bytearray(10 << 30)") == Outcome(1, "")
+    assert attempt(sandbox, "x = []\nwhile True: x.append(bytearray(1 << 20))").status != 0
+
+
+def test_a_fork_bomb_makes_no_process(sandbox: Sandbox) -> None:
+    refused(sandbox, "os.fork()", "subprocess.run(['/bin/true'])", "os.execv('/bin/true', ['true'])")
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
+    assert attempt(sandbox, bomb, limits=replace(LIMITS, cpu_s=1)).status == -signal.SIGKILL
+
+
+def test_a_daemon_is_not_made(sandbox: Sandbox) -> None:
+    refused(sandbox, "os.setsid()")
+    daemon = (
+        "import os\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        while True: pass\n"
+    )
+    assert attempt(sandbox, daemon) == Outcome(1, "")
+
+
+def test_threads_are_to_be_had_but_not_without_end(sandbox: Sandbox) -> None:
+    deep = (
+        "import threading\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
+        "threading.stack_size(128 << 20)\n"
+        "t = threading.Thread(target=lambda: print(f(50_000)))\nt.start()\nt.join()\n"
+    )
+    assert attempt(sandbox, deep) == Outcome(0, "50000\n")
+    bomb = (
+        "import os, threading\nthreading.stack_size(32 << 10)\nn = 0\nlock = threading.Lock()\nlock.acquire()\n"
+        "try:\n    while True:\n        threading.Thread(target=lock.acquire, daemon=True).start()\n"
+        "        n += 1\n"
+        "except RuntimeError: print(n, flush=True)\nos._exit(0)\n"
+    )
+    outcome = attempt(sandbox, bomb, limits=replace(LIMITS, cpu_s=10, wall_s=20.0, memory_bytes=4 << 30))
+    assert outcome.status == 0
+    assert int(outcome.output) <= 512
+
+
+def test_limits_cannot_be_raised(sandbox: Sandbox) -> None:
+    program = (
+        "import resource\n"
+        "for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_FSIZE):\n"
+        "    try: resource.setrlimit(limit, (1 << 40, 1 << 40))\n"
+        "    except (ValueError, OSError): print('refused')\n"
+    )
+    assert attempt(sandbox, program) == Outcome(0, "refused\n" * 3)
+
+
+# ------------------------------------------------------------------------------------- files
+
+
+def test_no_file_but_the_interpreters_is_read(sandbox: Sandbox, tmp_path: Path) -> None:
+    open_to_all = tmp_path / "secret"
+    open_to_all.write_text("secret")
+    folders = (Path.home(), Path("/"), Path("/proc"), Path("/etc"), tmp_path, Path(__file__).parent)
+    files = (open_to_all, Path("/etc/passwd"), Path("/proc/self/environ"), Path(__file__))
+    refused(sandbox, *(f"os.listdir({str(path)!r})" for path in folders))
+    refused(sandbox, *(f"open({str(path)!r}).read()" for path in files))
+
+
+def test_the_environment_is_empty_and_other_files_are_not_inherited(sandbox: Sandbox) -> None:
+    program = (
+        "import os\nprint(dict(os.environ))\n"
+        "for number in range(3, 200):\n"
+        "    try: os.read(number, 1) if not os.path.isdir(f'/proc/self/fd/{number}') else None\n"
+        "    except OSError: continue\n"
+        "    else: print('open' if not os.path.isdir(f'/proc/self/fd/{number}') else 'directory')\n"
+    )
+    outcome = attempt(sandbox, program)
+    assert (outcome.status, outcome.output.splitlines()[0]) == (0, "{}")
+    assert "open" not in outcome.output.splitlines()
+
+
+def test_nothing_is_written_made_or_changed_anywhere(sandbox: Sandbox, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    mine.chmod(0o666)
+    there, new = repr(str(mine)), repr(str(tmp_path / "new"))
+    statements = (
+        f"open({there}, 'w')", f"open({there}, 'a')", f"open({new}, 'w')", "open('here', 'w')",
+        "open('/tmp/made-by-a-program', 'w')", "open('/dev/shm/made-by-a-program', 'w')",
+        f"os.truncate({there}, 0)", f"os.unlink({there})", f"os.rename({there}, {new})", f"os.mkdir({new})",
+        f"os.symlink('/', {new})", f"os.link({there}, {new})", f"os.chmod({there}, 0)",
+        f"os.utime({there})", f"os.setxattr({there}, 'user.x', b'1')", f"os.mkfifo({new})",
+        "os.memfd_create('x')", "os.chdir('/')",
+    )  # fmt: skip
+    refused(sandbox, *statements)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert mine.read_text() == "mine"
+
+
+def test_the_disk_is_not_filled_and_a_flood_of_output_is_cut(sandbox: Sandbox) -> None:
+    attempt(sandbox, "import os\ni = 0\nwhile True:\n    open(f'/tmp/{i}', 'w').write('x' * 10**6); i += 1\n")
+    flood = "while True: print('x' * 10_000)\n"
+    outcome = attempt(sandbox, flood, limits=replace(LIMITS, output_bytes=100_000))
+    assert outcome.status != 0
+    assert len(outcome.output) <= 100_000
+    stubborn = (
+        "import os\nwhile True:\n    try: os.write(1, b'x' * 10_000)\n"
+        "    except OSError: os.lseek(1, 10**9, 0)\n"
+    )
+    outcome = attempt(sandbox, stubborn, limits=replace(LIMITS, output_bytes=100_000, cpu_s=1))
+    assert outcome.status == -signal.SIGKILL
+    assert len(outcome.output) <= 100_000
+
+
+# ------------------------------------------------------------------------- the network, and others
+
+
+def test_there_is_no_network(sandbox: Sandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        refused(sandbox, f"socket.create_connection(('127.0.0.1', {port}))")
+        listening.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+    kinds = ("AF_INET, socket.SOCK_DGRAM", "AF_INET6", "AF_UNIX", "AF_NETLINK, socket.SOCK_RAW")
+    refused(sandbox, *(f"socket.socket(socket.{kind})" for kind in kinds), "socket.socketpair()")
+
+
+def test_no_other_process_is_reached(sandbox: Sandbox) -> None:
+    attempt(sandbox, "print('begun')")
+    assert sandbox._process is not None
+    pids = ("os.getppid()", str(sandbox._process.pid), str(os.getpid()), "-1", "0")
+    refused(
+        sandbox,
+        *(f"os.kill({pid}, signal.SIGKILL)" for pid in pids),
+        "os.pidfd_open(os.getppid())",
+        "resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))",
+        "os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+        "os.sched_setaffinity(os.getppid(), {0})",
+        "open(f'/proc/{os.getppid()}/mem', 'rb')",
+    )
+    calls = (  # what Python has no name for: PTRACE_ATTACH, io_uring_setup, process_vm_readv, pidfd_getfd, bpf
+        "ptrace(16, os.getppid(), 0, 0)", "mount(b'x', b'/tmp', b'tmpfs', 0, 0)", "unshare(0x10000000)",
+        "syscall(425, 1, 0)", "syscall(310, os.getppid(), 0, 0, 0, 0, 0)", "syscall(438, 3, 0, 0)",
+        "syscall(321, 0, 0, 0)",
+    )  # fmt: skip
+    failing = "libc = ctypes.CDLL(None, use_errno=True)\n    if libc.{} == -1 and ctypes.get_errno() == 1: "
+    refused(sandbox, *(f"{failing.format(call)}raise PermissionError" for call in calls))
+
+
+def test_standard_input_may_be_closed_or_left_unread(sandbox: Sandbox) -> None:
+    assert (
+        attempt(sandbox, "import sys, os\nsys.stdin.close()\nos.close(0)\nprint(1)", "x" * 10**6).output
+        == "1\n"
+    )
+    assert attempt(sandbox, "print(2)", "x" * 10**7) == Outcome(0, "2\n")
+    assert attempt(sandbox, "import os\nos.close(1)\nos.close(2)\n") == Outcome(0, "")
+
+
+def test_a_program_finds_nothing_of_the_one_before_it(sandbox: Sandbox) -> None:
+    sandbox.run(
+        "import builtins, math\nbuiltins.left = 1\nmath.left = 1\nsecret = 'of-the-first-' + 'program'",
+        "",
+        LIMITS,
+    )
+    program = (
+        "import builtins, gc, math\nprint(hasattr(builtins, 'left'), hasattr(math, 'left'))\n"
+        "print(any('of-the-first-' in o for o in gc.get_objects() if isinstance(o, dict) for o in o.values() "
+        "if isinstance(o, str) and o != 'of-the-first-'))\n"
+    )
+    assert attempt(sandbox, program) == Outcome(0, "False False\nFalse\n")
+
+
+# --------------------------------------------------------------------------- what a program has
+
+
+def test_a_program_has_the_standard_library_and_answers_the_same_each_time(sandbox: Sandbox) -> None:
+    program = (
+        "import hashlib, decimal, fractions, asyncio.queues, xml.dom.minidom, zoneinfo, random, unicodedata\n"
+        "print(hashlib.sha256(b'').hexdigest()[:8], zoneinfo.ZoneInfo('UTC'), random.random())\n"
+        "print({'a', 'b', 'c'}, hash('x'))\n"
+        "import atexit\natexit.register(lambda: print('last'))\nexit()\n"
+    )
+    first = attempt(sandbox, program)
+    assert first.status == 0
+    assert first.output.startswith("e3b0c442 UTC 0.8444218515250481\n")  # random.seed(0)
+    assert first.output.endswith("\nlast\n")
+    other = Sandbox()
+    assert other.run(program, "", LIMITS) == first
+    other.close()
+
+
+def test_a_program_that_is_no_text_fails_and_the_smallest_memory_is_enough(sandbox: Sandbox) -> None:
+    assert attempt(sandbox, "print('\ud800')\n", limits=replace(LIMITS, memory_bytes=64 << 20)).output == "?\n"
+    assert attempt(sandbox, "\x00").status == 1
+    assert attempt(sandbox, "print(input())", "\ud800").output == "?\n"
+
+
+def test_a_function_is_called_with_the_arguments_and_its_prints_are_no_result(sandbox: Sandbox) -> None:
+    program = (
+        "class Solution:\n    def f(self, xs: List[int], k):\n        print('x')\n        return xs[k], k\n"
+    )
+    assert sandbox.run(program, "[[4, 5], 1]", LIMITS, function="f") == Outcome(0, "[5, 1]")
+    assert sandbox.run("def f(): return {1}", "[]", LIMITS, function="f").status == 1
+    assert sandbox.run("g = 1", "[]", LIMITS, function="f").status == 1
+
+
+# ------------------------------------------------------------------------------ its own end
+
+
+def test_the_sandbox_ends_with_who_started_it_and_the_program_in_it_too() -> None:
+    """Killed without a chance to clean up, as by the kernel when memory is short."""
+    source = (
+        "import threading\nfrom services.reward.sandbox.box import Limits, Sandbox\n"
+        "box = Sandbox()\nbox.run('', '', Limits())\nprint(box._process.pid, flush=True)\n"
+        "box.run('import time; time.sleep(600)', '', Limits(wall_s=600.0))\n"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    inside = int(starter.stdout.readline())
+    ended = os.pidfd_open(inside)
+    children = Path(f"/proc/{inside}/task/{inside}/children")
+    deadline = time.monotonic() + 20
+    while not children.read_text().split() and time.monotonic() < deadline:
+        os.sched_yield()
+    program = os.pidfd_open(int(children.read_text().split()[0]))
+    starter.kill()
+    starter.wait()
+    for process in (ended, program):
+        assert wait_for(process), "a process outlived the one that started it"
+
+
+def wait_for(pidfd: int, timeout_s: float = 20.0) -> bool:
+    waiting = select.poll()
+    waiting.register(pidfd, select.POLLIN)
+    return bool(waiting.poll(timeout_s * 1000))
+
+
+def test_a_sandbox_that_was_killed_says_so_and_the_next_program_has_another(sandbox: Sandbox) -> None:
+    box = Sandbox()
+    assert box.run(ADDS, "1 1", LIMITS).output == "2\n"
+    assert box._process is not None
+    killing = threading.Timer(0.2, box._process.kill)
+    killing.start()
+    with pytest.raises(SandboxUnavailable, match="ended with -9"):
+        box.run("import time; time.sleep(60)", "", replace(LIMITS, wall_s=60.0))
+    assert box.run(ADDS, "1 1", LIMITS).output == "2\n"
+    box.close()
+
+
+def test_without_landlock_no_program_is_run() -> None:
+    """Landlock's system calls are taken away by a filter, as a kernel or a runtime without it does."""
+    source = (
+        "import ctypes, struct\nfrom services.reward.sandbox import landlock, seccomp\n"
+        "landlock.no_new_privileges()\n"
+        "program = [(32, 0, 0, 0), (21, 0, 1, 444), (6, 0, 0, 0x50000 | 38), (6, 0, 0, 0x7FFF0000)]\n"
+        "code = ctypes.create_string_buffer(b''.join(struct.pack('=HBBI', *i) for i in program))\n"
+        "head = struct.pack('HL', 4, ctypes.cast(code, ctypes.c_void_p).value)\n"
+        "assert ctypes.CDLL(None).prctl(22, 2, head, 0, 0) == 0\n"
+        "from services.reward.sandbox.box import Limits, Sandbox, SandboxUnavailable\n"
+        "try: print(Sandbox().run('print(1)', '', Limits()))\n"
+        "except SandboxUnavailable as error: print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == (
+        "programs cannot be shut in here: the kernel has no Landlock (Linux 5.13 or newer, with landlock among "
+        "its LSMs)\n"
+    ), ran.stderr
+
+
+def test_the_limits_of_the_service_itself_are_untouched(sandbox: Sandbox) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    attempt(sandbox, "print(1)")
+    assert resource.getrlimit(resource.RLIMIT_AS) == before

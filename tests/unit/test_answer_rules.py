@@ -1,0 +1,190 @@
+"""DAPO's rule, math-verify and programs against tests, by answers written by hand; the punishment of length."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from rolemesh.config.reward import OverlongBufferConfig, RewardConfig
+from rolemesh.data import arithmetic
+from rolemesh.data import gsm8k as gsm8k_data
+from services.reward.functions import (
+    RULES,
+    UnknownDataSource,
+    dapo,
+    default_compute_score,
+    math_verify,
+    rule_of,
+)
+from services.reward.functions.prime_code import (
+    cases_of,
+    compute_score,
+    program_of,
+    same_result,
+    same_text,
+)
+from services.reward.overlong import overlong_penalty
+
+# ------------------------------------------------------------------------------------ which rule
+
+
+def test_each_data_source_has_its_rule() -> None:
+    config = RewardConfig()
+    assert rule_of(gsm8k_data.DATA_SOURCE, config) == rule_of(arithmetic.DATA_SOURCE, config) == "gsm8k"
+    for source, rule in {
+        "HuggingFaceH4/MATH-500": "math", "math_dapo": "dapo", "aime24": "dapo", "aime_2025": "dapo",
+        "numina_olympiads": "math_verify", "codecontests": "prime_code", "apps": "prime_code",
+        "codeforces": "prime_code", "taco": "prime_code",
+    }.items():  # fmt: skip
+        assert rule_of(source, config) == rule
+    assert rule_of("HuggingFaceH4/MATH-500", RewardConfig(math="math_verify")) == "math_verify"
+    assert rule_of("aime24", RewardConfig(math="math_verify")) == "dapo"
+    sources = [source for listed in RULES.values() for source in listed]
+    assert len(sources) == len(set(sources)), "two rules for one data source"
+    with pytest.raises(UnknownDataSource, match=r"'gsm8k'; known are openai/gsm8k.*aime\*.*taco"):
+        rule_of("gsm8k", config)
+
+
+# ------------------------------------------------------------------------------------------ dapo
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "right"),
+    [
+        ("so it is\nAnswer: 34", "34", True),
+        ("Answer: 33\nNo.\nAnswer: 34", "34", True),
+        ("Answer: 34\nNo.\nAnswer: 33", "34", False),
+        ("answer : $34$", "34", True),
+        ("Answer: x = 34", "34", True),
+        ("Answer: 1,234", "1234", True),
+        ("Answer: 12 degrees", "12", True),
+        (r"Answer: \frac12", r"\frac{1}{2}", True),
+        (r"Answer: \boxed{34}", "34", True),
+        (r"Answer: \text{A}", "A", True),
+        (r"it is \boxed{34}", "34", True),  # without "Answer:" the last box
+        (r"\boxed{34} Answer: 33", "34", False),
+        ("34", "34", False),
+        ("Answer: 34" + " " * 300, "34", False),  # not within the last 300 characters
+        ("Answer: 34", ["33", "34"], True),
+    ],
+)
+def test_dapo_compares_the_last_answer_and_scores_one_or_minus_one(
+    response: str, truth: Any, right: bool
+) -> None:
+    assert dapo.compute_score(response, truth) == {"score": 1.0 if right else -1.0, "acc": float(right)}
+
+
+@pytest.mark.parametrize(("length", "penalty"), [(60, 0.0), (80, 0.0), (90, -0.25), (100, -0.5)])
+def test_the_punishment_grows_over_the_buffer(length: int, penalty: float) -> None:
+    """max 100, buffer 20, factor 1/2: -(90 - 80) / 20 * 1/2 = -1/4."""
+    buffer = OverlongBufferConfig(enable=True, len=20, penalty_factor=0.5)
+    assert overlong_penalty(torch.tensor([length]), 100, buffer).tolist() == [penalty]
+
+
+# ----------------------------------------------------------------------------------- math_verify
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        (r"so \boxed{\frac{2}{4}}", r"\frac{1}{2}", 1.0),
+        (r"so \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+        (r"\boxed{3}", "4", 0.0),
+        (r"\boxed{\{3, 1\}}", r"\{1,3\}", 1.0),
+        ("no number at all", "4", 0.0),
+        (r"\boxed{4}", ["3", "4"], 1.0),
+    ],
+)
+def test_answers_that_are_equal_as_mathematics_are_right(response: str, truth: Any, score: float) -> None:
+    assert math_verify.compute_score(response, truth) == score
+
+
+def test_a_job_may_have_math_compared_as_mathematics() -> None:
+    answer = r"\boxed{(x+1)^2}"
+    assert default_compute_score("math", answer, "x^2+2x+1") == 0.0
+    assert default_compute_score("math", answer, "x^2+2x+1", config=RewardConfig(math="math_verify")) == 1.0
+
+
+# ------------------------------------------------------------------------------------ prime_code
+
+
+def answer(program: str) -> str:
+    return f"First I thought of\n```python\nraise ValueError\n```\nbut rather\n```python\n{program}\n```\nDone."
+
+
+def score(program: str, truth: Any, **sandbox: Any) -> dict[str, float]:
+    return compute_score(answer(program), truth, config=RewardConfig(sandbox={"timeout_s": 2, **sandbox}))
+
+
+def test_the_program_is_the_last_python_block() -> None:
+    assert program_of(answer("print(1)")) == "\nprint(1)\n"
+    assert program_of("print(1)") == "print(1)"
+
+
+def test_continuous_is_the_share_of_the_first_ten_tests() -> None:
+    """Right for numbers below 7: of 0 to 11 the first ten have seven of these."""
+    truth = {"inputs": [f"{i}\n" for i in range(12)], "outputs": [f"{i * i}\n" for i in range(12)]}
+    program = "n = int(input())\nprint(n * n if n < 7 else 0)"
+    assert score(program, truth) == {"score": 0.7, "acc": 0.0}
+    assert score(program, json.dumps(truth)) == {"score": 0.7, "acc": 0.0}
+    assert score(program, truth, continuous=False) == {"score": 0.0, "acc": 0.0}
+    assert score("print(int(input()) ** 2)", truth, continuous=False) == {"score": 1.0, "acc": 1.0}
+    only_the_last_is_wrong = "n = int(input())\nprint(n * n if n < 11 else 0)"
+    assert score(only_the_last_is_wrong, truth) == {"score": 1.0, "acc": 1.0}
+    assert score(only_the_last_is_wrong, truth, continuous=False) == {"score": 0.0, "acc": 0.0}
+
+
+def test_a_function_is_called_and_its_result_compared() -> None:
+    truth = {"fn_name": "pair", "inputs": [[[1, 2], 3], [[], 0]], "outputs": [[[3, 3]], [[0, 0]]]}
+    program = "class Solution:\n    def pair(self, xs: List[int], k: int):\n        return (sum(xs), k)"
+    assert score(program, truth) == {"score": 1.0, "acc": 1.0}
+    assert score("def pair(xs, k): return [3, 3]", truth) == {"score": 0.5, "acc": 0.0}
+    by_line = {"fn_name": "pair", "inputs": ["[1, 2]\n3"], "outputs": ["[3, 3]"]}
+    assert score(program, by_line) == {"score": 1.0, "acc": 1.0}
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["print(", "raise SystemExit(3)", "import os; os._exit(1)", "while True: pass", "print(5); 1 / 0"],
+)
+def test_a_program_that_fails_fails_its_test(program: str) -> None:
+    assert score(program, {"inputs": [""], "outputs": ["5"]}, timeout_s=1) == {"score": 0.0, "acc": 0.0}
+
+
+def test_tests_for_which_there_is_no_time_left_are_not_passed() -> None:
+    """Two seconds of sleep a test, and 0.9 * 3 seconds for all: the second has not enough."""
+    truth = {"inputs": [""] * 3, "outputs": ["1"] * 3}
+    config = RewardConfig(timeout_s=3.0)
+    said = compute_score(answer("import time; time.sleep(2); print(1)"), truth, config=config)
+    assert said == {"score": pytest.approx(1 / 3), "acc": 0.0}
+
+
+@pytest.mark.parametrize(
+    "truth", [{}, "[]", "1", {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, "no JSON"]
+)
+def test_a_ground_truth_without_tests_is_an_error(truth: Any) -> None:
+    with pytest.raises(ValueError, match=r"ground_truth|Expecting value"):
+        cases_of(truth)
+
+
+def test_outputs_are_compared_word_by_word() -> None:
+    assert same_text("1 2\n3\n\n", "1  2 \n3")
+    assert not same_text("1\n2", "1 2")
+    assert same_text("0.3333333333", "0.33333333")
+    assert same_text("2.0", "2.00")
+    assert not same_text("0.34", "0.33")
+    assert not same_text("1000000008", "1000000007")  # whole numbers are exact, though near
+    assert not same_text("2.0", "2")
+    assert not same_text("", "1")
+    assert not same_text("yes", "YES")
+
+
+def test_results_are_compared_as_json() -> None:
+    assert same_result('{"1": 2}', '{"1": 2}')
+    assert same_result("[1, 2]", "[[1, 2]]")
+    assert not same_result("1", "[1, 2]")
+    assert not same_result("", "1")

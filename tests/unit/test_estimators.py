@@ -1,0 +1,249 @@
+"""Laws that every advantage estimator of the table keeps."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from rolemesh.algos.estimators import ESTIMATORS
+from rolemesh.config.algorithm import COMPARING, AdvEstimator, AlgorithmConfig
+from rolemesh.config.job import make_job
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch, InvalidConfig
+from rolemesh.graph import RESPONSE_TOKENS, record
+from rolemesh.roles import COLUMNS, Roles
+from services.controller.advantages import compute_advantages
+from services.controller.pages import PAGES, record_step
+
+B, T = 12, 7
+# GAE leaves what it passed on in masked cells, and ReMax the return in observations.
+ZEROED = [name for name in ESTIMATORS if name not in ("gae", "remax")]
+
+
+def job_sections(name: str) -> dict[str, Any]:
+    keys = (
+        {"gdpo_reward_keys": ["a", "b", "c"], "gdpo_reward_weights": [1.0, 0.5, 2.0]} if name == "gdpo" else {}
+    )
+    return {"algorithm": {"adv_estimator": name, "gamma": 0.9, "lam": 0.8, **keys}, "rollout": {"n": 4}}
+
+
+def some_columns() -> dict[str, Any]:
+    """Four responses to each of three prompts, of 2 to 7 tokens, rewards on their last ones."""
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([2, 7, 3, 5, 4, 6, 7, 2, 3, 3, 6, 5])
+    rewards = torch.zeros(B, T)
+    rewards[torch.arange(B), lengths - 1] = torch.randn(B, generator=draw)
+    return {
+        "token_level_rewards": rewards,
+        "response_mask": torch.arange(T) < lengths[:, None],
+        "uid": np.array(["a", "b", "c"] * 4, dtype=object),
+        "values": torch.randn(B, T, generator=draw),
+        "reward_components": torch.randn(B, 3, generator=draw),
+        "reward_baselines": torch.randn(B, generator=draw),
+        "old_log_probs": -3 * torch.rand(B, T, generator=draw),
+        "sum_pi_squared": torch.rand(B, T, generator=draw),
+        "entropys": torch.rand(B, T, generator=draw),
+        "think_mask": torch.rand(B, T, generator=draw) < 0.7,
+    }
+
+
+def computed(name: str, columns: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """As the controller does it."""
+    batch = DataProto.from_dict(
+        {key: value for key, value in columns.items() if isinstance(value, Tensor)}, {"uid": columns["uid"]}
+    )
+    batch = compute_advantages(batch, make_job(job_sections(name)))
+    return batch["advantages"], batch["returns"]
+
+
+def test_the_table_has_the_estimators_of_the_configuration_and_each_has_a_page() -> None:
+    assert set(ESTIMATORS) == set(get_args(AdvEstimator)) == set(PAGES)
+    assert set(COMPARING) < set(ESTIMATORS)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_table_says_what_each_function_takes(name: str) -> None:
+    estimator = ESTIMATORS[name]
+    parameters = inspect.signature(estimator.compute).parameters.values()
+    assert tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == estimator.reads
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == {*estimator.keys, *estimator.optional}
+    assert set(estimator.keys) <= set(AlgorithmConfig.model_fields)
+    assert set(estimator.optional) <= set(COLUMNS)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_advantages_and_returns_are_a_number_for_each_token(name: str) -> None:
+    for result in computed(name, some_columns()):
+        assert result.shape == (B, T)
+        assert result.dtype == torch.float32
+        assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_order_of_rows_and_the_names_of_prompts_are_of_no_matter(name: str) -> None:
+    columns = some_columns()
+    order = torch.randperm(B, generator=torch.Generator().manual_seed(1))
+    other = {key: value[order.numpy() if key == "uid" else order] for key, value in columns.items()}
+    other["uid"] = np.array([{"a": "z", "b": "y", "c": "x"}[uid] for uid in other["uid"]], dtype=object)
+    for ours, theirs in zip(computed(name, columns), computed(name, other), strict=True):
+        assert_close(theirs, ours[order])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_more_padding_changes_nothing(name: str) -> None:
+    columns = some_columns()
+    wide = {}
+    for key, value in columns.items():
+        is_bt = isinstance(value, Tensor) and value.shape == (B, T)
+        junk = 0 if key in ("token_level_rewards", "response_mask") else 3
+        wide[key] = torch.nn.functional.pad(value, (0, 4), value=junk) if is_bt else value
+    mask = columns["response_mask"]
+    for ours, theirs in zip(computed(name, columns), computed(name, wide), strict=True):
+        assert_close(theirs[:, :T][mask], ours[mask])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_observations_change_nothing_for_what_was_sampled(name: str) -> None:
+    """Two columns that the policy did not sample, after the first token of every response."""
+    columns = some_columns()
+    at = torch.tensor([0, 0, 0, *range(1, T)])
+    observed = {}
+    for key, value in columns.items():
+        if isinstance(value, Tensor) and value.shape == (B, T):
+            value = value[:, at].clone()
+            value[:, 1:3] = 0 if key in ("token_level_rewards", "response_mask") else 3
+        observed[key] = value
+    mask = columns["response_mask"]
+    for ours, theirs in zip(computed(name, columns), computed(name, observed), strict=True):
+        assert_close(theirs[observed["response_mask"]], ours[mask])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_row_without_a_sampled_token_has_no_advantage_and_spoils_none(name: str) -> None:
+    columns = some_columns()
+    columns["response_mask"][3] = False
+    columns["token_level_rewards"][3] = 0
+    advantages, returns = computed(name, columns)
+    assert torch.cat([advantages, returns]).isfinite().all()
+    if name in ZEROED:
+        assert (advantages[3] == 0).all()
+    columns["response_mask"][:] = False
+    columns["token_level_rewards"][:] = 0
+    advantages, returns = computed(name, columns)
+    assert torch.cat([advantages, returns]).isfinite().all()
+    if name in ZEROED:
+        assert (advantages == 0).all()
+
+
+@pytest.mark.parametrize("name", ZEROED)
+def test_padding_is_one_zero(name: str) -> None:
+    """A −0.0 beside a 0.0 would be padding of two kinds, and the wire would send all of it."""
+    columns = some_columns()
+    advantages, _ = computed(name, columns)
+    padding = advantages[~columns["response_mask"]]
+    assert torch.equal(padding.view(torch.int32), torch.zeros(len(padding), dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gdpo"])
+def test_unequal_shapes_are_refused(name: str) -> None:
+    columns = some_columns() | {"response_mask": torch.ones(B, T + 1, dtype=torch.bool)}
+    estimator = ESTIMATORS[name]
+    algorithm = make_job(job_sections(name)).algorithm
+    with pytest.raises(ValueError, match="one shape"):
+        estimator.compute(
+            *(columns[column] for column in estimator.reads),
+            **{key: getattr(algorithm, key) for key in estimator.keys},
+        )
+
+
+# ----------------------------------------------------------------------------------- the step graph
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_page_gives_its_estimator_every_column_that_it_reads(name: str) -> None:
+    graph = record_step(make_job(job_sections(name)))
+    flows = [edge.columns for edge in graph.edges if edge.target == "controller.compute_advantages"]
+    assert {column for columns in flows for column in columns} == set(ESTIMATORS[name].reads)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [(name, column) for name, each in ESTIMATORS.items() for column in each.reads]
+)
+async def test_a_column_that_nothing_wrote_is_an_error_at_start(name: str, missing: str) -> None:
+    job = make_job(job_sections(name))
+
+    async def page(prompts: DataProto, roles: Roles) -> None:
+        sizes = {"B": len(prompts), "T": RESPONSE_TOKENS, "C": 3}
+        tensors = {
+            column: torch.zeros([sizes[axis] for axis in COLUMNS[column].axes], dtype=COLUMNS[column].dtype)
+            for column in ESTIMATORS[name].reads
+            if column not in ("uid", missing)
+        }
+        uid = {} if missing == "uid" else {"uid": ["a"] * len(prompts)}
+        compute_advantages(DataProto.from_dict(tensors, uid), job)
+
+    with pytest.raises(InvalidBatch, match=f"compute_advantages reads column {missing!r}"):
+        await record(page, job, "page")
+
+
+def test_the_baseline_reads_the_weights_of_a_rollout_correction_where_there_are_some() -> None:
+    sections = job_sections("optimal_token_baseline")
+    sections["algorithm"]["rollout_correction"] = {"rollout_is": "token"}
+    edges = record_step(make_job(sections)).edges
+    assert ("rollout_is_weights",) in [
+        edge.columns for edge in edges if edge.target == "controller.compute_advantages"
+    ]
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_an_estimator_that_compares_needs_something_to_compare(name: str) -> None:
+    sections = job_sections(name) | {"rollout": {"n": 1}}
+    with pytest.raises(InvalidConfig, match=rf"adv_estimator {name} compares .* rollout\.n is 1"):
+        make_job(sections)
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in COMPARING])
+def test_an_estimator_with_another_baseline_needs_one_response(name: str) -> None:
+    make_job(job_sections(name) | {"rollout": {"n": 1}})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ({"adv_estimator": "gdpo"}, "gdpo_reward_keys is empty"),
+        (
+            {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"], "gdpo_reward_weights": [1, 2]},
+            "gdpo_reward_weights has 2 numbers and gdpo_reward_keys 1 components",
+        ),
+        (
+            {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"], "use_kl_in_reward": True},
+            "set actor.use_kl_loss instead",
+        ),
+        (
+            {"adv_estimator": "egpo", "rollout_correction": {"bypass_mode": True}},
+            "bypass_mode leaves that call",
+        ),
+        (
+            {"adv_estimator": "optimal_token_baseline", "rollout_correction": {"bypass_mode": True}},
+            "bypass_mode leaves that call",
+        ),
+    ],
+)
+def test_keys_that_contradict_an_estimator_are_refused(algorithm: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidConfig) as error:
+        make_job({"algorithm": algorithm, "rollout": {"n": 2}})
+    assert words in str(error.value)
+
+
+def test_a_warm_up_of_a_critic_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match=r"critic_warmup is 1, and a job with .* rloo has no critic"):
+        make_job({**job_sections("rloo"), "trainer": {"critic_warmup": 1}})

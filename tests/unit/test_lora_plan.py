@@ -1,0 +1,61 @@
+"""What the planner says of an actor that trains an adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolemesh.config import JobConfig
+from rolemesh.config.job import make_job
+from rolemesh.config.model import PolicyModelConfig
+from rolemesh.models.loading import load_causal_lm
+from rolemesh.models.lora import Adapter
+from rolemesh.planner.cost import role_seconds
+from rolemesh.planner.devices import GPUS
+from rolemesh.planner.memory import role_memory, role_shapes
+from rolemesh.planner.refusal import least_memory
+from rolemesh.planner.shapes import read_shape
+
+H100 = GPUS["h100"]
+
+
+def job_of(model: Path, **keys: Any) -> JobConfig:
+    return make_job({"algorithm": {"use_kl_in_reward": True}, "actor": {"model": {"path": str(model), **keys}}})
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj"), r".*layers\.1\..*proj"])
+def test_the_planner_counts_the_adapters_parameters(any_model: Path, targets: Any) -> None:
+    config = PolicyModelConfig(path=str(any_model), lora_rank=3, target_modules=targets)
+    adapter = Adapter(load_causal_lm(config, "actor"), config, seed=0)
+    counted = read_shape(config, "actor").trained_parameters(config)
+    assert counted == sum(tensor.numel() for tensor in adapter.weights.values())
+
+
+def test_gradients_and_moments_are_the_adapters_alone(tiny_model: Path) -> None:
+    # Two layers of width 64, two of four heads for keys and values, an MLP of 256: rows plus columns are
+    # q, o: 128; k, v: 96; gate, up, down: 320.
+    adapter = 8 * 2 * (2 * 128 + 2 * 96 + 3 * 320)
+    job, whole = job_of(tiny_model, lora_rank=8), job_of(tiny_model)
+    shapes = role_shapes(job)
+    assert shapes.keys() == {"actor", "rollout", "critic"}  # no reference
+    assert role_shapes(whole).keys() == {"actor", "rollout", "critic", "reference"}
+    base = shapes["actor"].policy_parameters
+    memory, of_all = role_memory(job, "actor", shapes, H100), role_memory(whole, "actor", shapes, H100)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (
+        4 * (base + adapter),
+        4 * adapter,
+        8 * adapter,
+    )
+    assert (of_all.weights, of_all.gradients, of_all.optimizer) == (4 * base, 4 * base, 8 * base)
+    least = least_memory(job, "actor", shapes)
+    assert least.parts() | {"activations": 0} == memory.parts() | {"activations": 0}
+
+
+def test_the_reference_in_the_actor_takes_as_long_as_the_actors_own_pass(tiny_model: Path) -> None:
+    job, shapes = job_of(tiny_model, lora_rank=8), role_shapes(job_of(tiny_model))
+    with_kl = role_seconds(job, "actor", shapes, H100)
+    without = role_seconds(make_job({"actor": {"model": {"lora_rank": 8}}}), "actor", shapes, H100)
+    assert with_kl["judge"] == pytest.approx(2 * without["judge"])
+    assert with_kl["update"] < role_seconds(job_of(tiny_model), "actor", shapes, H100)["update"]

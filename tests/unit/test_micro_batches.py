@@ -1,0 +1,101 @@
+"""Rows are cut by length: by hand, and by what holds for any lengths."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from rolemesh.config.base import merge
+from rolemesh.config.job import make_job
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidConfig
+from rolemesh.models.micro_batches import MicroBatches, balance, within
+
+
+def test_the_longest_row_goes_first_and_each_to_the_emptiest_part() -> None:
+    """8 | 7; 6 joins 7; 5 joins 8; 4 joins either (13 each): the first."""
+    assert balance([4, 8, 5, 7, 6], 2, 5) == [[0, 1, 2], [3, 4]]
+    assert balance([9, 1, 1, 1], 2, 2) == [[0, 3], [1, 2]]  # by rows the second part could hold all three
+    assert balance([5, 5, 5, 5], 4, 1) == [[0], [1], [2], [3]]
+
+
+def test_parts_hold_all_rows_once_and_no_more_tokens_than_they_may() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        lengths = [draw.randint(1, 50) for _ in range(draw.randint(1, 40))]
+        parts = within(lengths, 50)
+        assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+        assert all(0 < sum(lengths[row] for row in part) <= 50 for part in parts)
+        assert len(parts) <= 1 + 1.5 * sum(lengths) / 50
+    assert within([], 50) == []
+
+
+def rows_of(lengths: list[int], width: int = 10) -> DataProto:
+    return DataProto({"attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long()})
+
+
+def test_padding_counts_where_it_goes_through_the_model() -> None:
+    rows = rows_of([2, 2, 2, 2])
+
+    def cut(**kinds: Any) -> list[list[int]]:
+        kinds = {"num_rows": 3, "max_tokens": None, "packed": True, "balanced": True} | kinds
+        return [part.tolist() for part in MicroBatches(**kinds).cut(rows)]
+
+    assert cut(max_tokens=10) == [[0, 1, 2, 3]]
+    assert cut(max_tokens=10, packed=False) == [[0], [1], [2], [3]]
+    assert cut() == [[0, 2], [1, 3]]
+    assert cut(balanced=False) == cut(packed=False) == [[0, 1, 2], [3]]
+    assert MicroBatches(3, None, True, True).cut(rows_of([])) == []
+
+
+DATA = {"data": {"train_batch_size": 4, "max_prompt_length": 60, "max_response_length": 40}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (
+            {"actor": {"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 8}},
+            r"actor\.ppo_mini_batch_size is 4.* actor\.ppo_micro_batch_size_per_gpu 8",
+        ),
+        (
+            {"actor": {"ppo_mini_batch_size": 4, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 99}},
+            r"actor\.ppo_max_token_len_per_gpu is 99, .*100 tokens .*max_prompt_length and data\.max_resp",
+        ),
+        (
+            {"critic": {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 99}},
+            r"critic\.ppo_max_token_len_per_gpu is 99",
+        ),
+        (
+            {
+                "actor": {"use_kl_loss": True},
+                "reference": {"log_prob_max_token_len_per_gpu": 9, "log_prob_use_dynamic_bsz": True},
+            },
+            r"reference\.log_prob_max_token_len_per_gpu is 9, ",
+        ),
+        (
+            {"actor": {"model": {"enable_activation_offload": True, "enable_gradient_checkpointing": False}}},
+            "enable_activation_offload is true and enable_gradient_checkpointing false",
+        ),
+    ],
+)  # fmt: skip
+def test_batches_that_contradict_are_refused(sections: dict[str, Any], words: str) -> None:
+    small = {
+        role: {"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 4} for role in ("actor", "critic")
+    }
+    make_job(merge(DATA, small))
+    with pytest.raises(InvalidConfig, match=words):
+        make_job(merge(merge(DATA, small), sections))
+
+
+def test_what_is_not_said_is_the_actors() -> None:
+    dynamic = {"ppo_mini_batch_size": 4, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 500}
+    job = make_job(merge(DATA, {"actor": dynamic}))
+    assert [job.max_tokens(role) for role in ("actor", "critic", "reference")] == [500, 32768, 500]
+    job = make_job(
+        merge(DATA, {"actor": dynamic, "critic": {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 4}})
+    )
+    assert job.max_tokens("critic") is None

@@ -1,0 +1,79 @@
+"""What the actor minimises, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, tensor
+
+from rolemesh.config.job import make_job
+from rolemesh.dataproto import DataProto
+from services.actor.objective import policy_objective
+
+MASK = tensor([[True, True, False], [True, False, False]])
+OLD = tensor([[-1.0, -2.0, 9.0], [-3.0, 9.0, 9.0]])
+ADVANTAGES = tensor([[1.0, 2.0, 9.0], [-4.0, 9.0, 9.0]])
+ENTROPYS = tensor([[0.5, 1.0, 9.0], [2.0, 9.0, 9.0]])
+
+
+def objective(entropys: Tensor | None = None, actor: dict[str, Any] | None = None, **columns: Tensor) -> Any:
+    """At π = π_old, where the policy loss of a token is -A."""
+    rows = DataProto({"response_mask": MASK, "old_log_probs": OLD, "advantages": ADVANTAGES, **columns})
+    return policy_objective(OLD, entropys, rows, MASK, make_job({"actor": actor or {}}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss", "entropy"),
+    [
+        ("token-mean", 1 / 3, 3.5 / 3),
+        ("token-sum", 1.0, 3.5),
+        ("seq-mean-token-sum", 1 / 2, 3.5 / 2),
+        ("seq-mean-token-mean", (-1.5 + 4) / 2, (0.75 + 2) / 2),
+        ("seq-mean-token-sum-norm", 1 / 2 / 3, 3.5 / 2 / 3),
+    ],
+)
+def test_the_entropy_bonus_is_taken_off_and_aggregated_alike(mode: str, loss: float, entropy: float) -> None:
+    total, shares = objective(ENTROPYS, {"loss_agg_mode": mode, "entropy_coeff": 0.1})
+    assert shares["pg_loss"].item() == pytest.approx(loss)
+    assert total.item() == pytest.approx(loss - 0.1 * entropy)
+
+
+def test_the_kl_loss_is_added() -> None:
+    """k1: π - π_ref is 0.5, 1 and -2."""
+    reference = OLD - tensor([[0.5, 1.0, 7.0], [-2.0, 7.0, 7.0]])
+    actor = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k1"}
+    total, shares = objective(None, actor, ref_log_probs=reference)
+    assert shares["kl_loss"].item() == pytest.approx(-0.5 / 3)
+    assert total.item() == pytest.approx(1 / 3 - 0.1 * 0.5 / 3)
+
+
+def test_weights_are_of_the_policy_loss_alone() -> None:
+    total, shares = objective(
+        ENTROPYS, {"entropy_coeff": 0.1}, rollout_is_weights=tensor([[2.0, 0.5, 9.0], [1.0, 9.0, 9.0]])
+    )
+    assert shares["pg_loss"].item() == pytest.approx((-2 - 1 + 4) / 3)
+    assert total.item() == pytest.approx(1 / 3 - 0.1 * 3.5 / 3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss", "entropy"),
+    [
+        ("token-mean", 2 / 3, 3 / 3),
+        ("seq-mean-token-mean", (-2 + 4) / 2, (1 + 2) / 2),
+    ],
+)
+def test_rejected_tokens_are_out_of_every_term_and_stay_in_its_denominator(
+    mode: str, loss: float, entropy: float
+) -> None:
+    """A row's own mean is over the tokens that it keeps."""
+    loss_mask = tensor([[False, True, False], [True, False, False]])
+    total, shares = objective(ENTROPYS, {"loss_agg_mode": mode, "entropy_coeff": 0.1}, loss_mask=loss_mask)
+    assert shares["pg_loss"].item() == pytest.approx(loss)
+    assert total.item() == pytest.approx(loss - 0.1 * entropy)
+
+
+def test_masked_cells_may_hold_anything() -> None:
+    total, _ = objective(torch.where(MASK, ENTROPYS, torch.nan), {"entropy_coeff": 0.1})
+    assert total.isfinite()

@@ -1,0 +1,239 @@
+"""Rows end to end: the same numbers and gradients as with padding, the same bits whatever lies beside a row."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+from torch.testing import assert_close
+
+from rolemesh.config.model import ModelConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidConfig
+from rolemesh.models import chunks, distribution
+from rolemesh.models.distribution import head
+from rolemesh.models.heads import ScoreModel
+from rolemesh.models.packing import padded_width, remove_padding
+from rolemesh.models.sequence import token_stats, token_values
+from rolemesh.models.training import checkpoint_activations
+
+SMALL = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
+    "initializer_range": 0.2,
+}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 8},
+    "Llama": {"num_key_value_heads": 4},
+    "Mistral": {"sliding_window": 5},
+}
+
+
+def causal_lm(kind: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SMALL | KINDS.get(kind, {}) | settings)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+
+
+def uneven(num_rows: int, *, prompt: int = 30, response: int = 40, seed: int = 0) -> DataProto:
+    """Rows of 2 to 70 tokens; every third has a token in its middle that the policy did not sample."""
+    generator = torch.Generator().manual_seed(seed)
+    before, after = (
+        torch.randint(1, top + 1, (num_rows, 1), generator=generator) for top in (prompt, response)
+    )
+    column = torch.arange(prompt + response)
+    mask = (column >= prompt - before) & (column < prompt + after)
+    sampled = mask[:, prompt:].clone()
+    sampled[::3, 1:2] = False
+    ids = torch.randint(3, 256, mask.shape, generator=generator) * mask
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+    return DataProto(
+        {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "response_mask": sampled}
+    )
+
+
+def stats_and_gradients(model: Any, rows: DataProto) -> list[torch.Tensor]:
+    model.zero_grad()
+    stats = token_stats(model, rows, temperature=0.7, entropy_gradient=True, sum_pi_squared=True)
+    assert stats.entropys is not None and stats.sum_pi_squared is not None  # noqa: PT018
+    weights = (
+        torch.linspace(-1, 1, stats.log_probs.numel()).view(stats.log_probs.shape).to(stats.log_probs.device)
+    )
+    torch.autograd.backward((weights * stats.log_probs + weights.flip(0) * stats.entropys).sum())
+    mask = rows["response_mask"]
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [*(column.detach()[mask] for column in stats if column is not None), *gradients]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_is_padded(kind: str) -> None:
+    rows = uneven(9)
+    for dtype, error in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        model = causal_lm(kind, dtype)
+        padded = stats_and_gradients(model, rows)
+        remove_padding(model.get_decoder(), "actor")
+        packed = stats_and_gradients(model, rows)
+        for mine, theirs in zip(packed, padded, strict=True):
+            assert_close(mine, theirs, rtol=error, atol=error * max(1.0, float(theirs.abs().max())))
+
+
+def test_packed_values_are_padded_ones() -> None:
+    rows, found = uneven(9), []
+    model = ScoreModel(causal_lm("Qwen2").model, seed=0).double()
+    for packed in (False, True):
+        if packed:
+            remove_padding(model.body, "critic")
+        values = token_values(model, rows)
+        values[rows["response_mask"]].square().sum().backward()
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append([values.detach()[rows["response_mask"]], *gradients])
+        model.zero_grad()
+    for mine, theirs in zip(*found, strict=True):
+        assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["Qwen2", "Mistral"])
+def test_a_rows_bits_are_its_own(kind: str, threads: int) -> None:
+    """Alone, beside others of any length, and in another order. A few rows, and enough for several blocks."""
+    model, rows = causal_lm(kind, torch.float32, hidden_size=64, vocab_size=5000), uneven(24)
+    remove_padding(model.get_decoder(), "actor")
+
+    @torch.no_grad()
+    def of(chosen: list[int]) -> torch.Tensor:
+        part = rows.select_idxs(chosen)
+        stats = token_stats(model, part, temperature=0.7, sum_pi_squared=True)
+        return torch.stack([torch.where(part["response_mask"], t, 0) for t in stats if t is not None], -1)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = of(list(range(24)))
+        for chosen in ([3], [0, 3], list(range(23, -1, -1)), list(range(0, 24, 2)), [5, 5, 5], list(range(9))):
+            assert torch.equal(of(chosen), whole[chosen])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_attention_pads_a_row_by_a_quarter_at_most() -> None:
+    widths = [padded_width(length) for length in range(1, 5000)]
+    assert [padded_width(length) for length in (1, 16, 17, 64, 65, 128, 129, 257, 1025)] == [
+        16, 16, 32, 64, 80, 128, 160, 320, 1280
+    ]  # fmt: skip
+    assert all(length <= width for length, width in enumerate(widths, 1))
+    assert all(width <= 1.25 * length for length, width in enumerate(widths, 1) if length > 64)
+    assert len(set(widths)) < 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("Gemma2", {"head_dim": 8}), ("Bloom", {}), ("Mamba", {})],
+    ids=["soft cap", "no attention interface", "no attention"],
+)
+def test_what_cannot_go_without_padding_is_refused(kind: str, settings: dict[str, Any]) -> None:
+    body = causal_lm(kind, torch.float32, **settings).get_decoder()
+    with pytest.raises(
+        InvalidConfig, match=r"actor\.model\.use_remove_padding is true, and .*; set it to false"
+    ):
+        remove_padding(body, "actor")
+
+
+# ---------------------------------------------------------------------------- logits in chunks
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_chunks_and_blocks_give_what_the_whole_gives(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = causal_lm("Qwen2"), uneven(40)
+    remove_padding(model.get_decoder(), "actor")
+
+    def found() -> list[torch.Tensor]:
+        if gradient:
+            return stats_and_gradients(model, rows)
+        with torch.no_grad():
+            stats = token_stats(model, rows, temperature=0.7, sum_pi_squared=True)
+        return [column for column in stats if column is not None]
+
+    assert rows["response_mask"].sum() > 2 * chunks.MIN_MATRIX_ROWS
+    whole = found()
+    monkeypatch.setattr(chunks, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(distribution, "BLOCK_LOGITS", 5 * SMALL["vocab_size"])
+    for mine, theirs in zip(found(), whole, strict=True):
+        assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("Gemma2", {"head_dim": 8, "final_logit_softcapping": 2.0}), ("Granite", {"logits_scaling": 3.0})],
+)
+def test_what_a_model_does_to_its_logits_is_done(kind: str, settings: dict[str, Any]) -> None:
+    model, ids = causal_lm(kind, **settings), torch.arange(3, 12)[None]
+    output = model.get_decoder()(input_ids=ids, use_cache=False)
+    expected = model(input_ids=ids).logits[0]
+    assert_close(head(model, output, output.last_hidden_state[0]), expected)
+    assert not torch.allclose(output.last_hidden_state[0] @ model.lm_head.weight.T, expected)
+
+
+def test_the_sum_of_squared_probabilities_of_two_tokens() -> None:
+    """Softmax of (0, ln 3) is (1/4, 3/4), and 1/16 + 9/16 = 10/16."""
+    wanted = distribution.Wanted(1.0, True, False, True)
+    logits = torch.tensor([[1.0, 3.0]]).log()
+    stats = wanted.of(logits, torch.tensor([1]), None)
+    assert stats.sum_pi_squared is not None
+    assert_close(stats.sum_pi_squared, torch.tensor([0.625]))
+    assert_close(stats.log_probs, torch.tensor([0.75]).log())
+
+
+def test_log_probs_at_a_large_vocabulary_need_little_more_than_a_chunk_of_logits() -> None:
+    """Of 512 response tokens 256 at a time: 156 MB of logits, where the batch's are 311 MB."""
+    tiny = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = causal_lm("Qwen2", torch.float32, vocab_size=152_000, **tiny)
+    remove_padding(model.get_decoder(), "actor")
+    mask = torch.ones(8, 68, dtype=torch.int64)
+    rows = DataProto(
+        {"input_ids": torch.arange(8 * 68).view(8, 68), "attention_mask": mask,
+         "position_ids": mask.cumsum(-1) - 1, "response_mask": mask[:, 4:].bool()}
+    )  # fmt: skip
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        token_stats(model, rows, temperature=0.7, sum_pi_squared=True)
+    assert profiled.profiler is not None
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    peak = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    chunk = 256 * 152_000 * 4
+    assert chunk <= peak < 1.3 * chunk
+
+
+@pytest.mark.gpu
+def test_packed_is_padded_in_bfloat16_on_a_gpu() -> None:
+    """There attention is the kernel for uneven lengths, and keeps its window."""
+    for kind in ("Qwen2", "Mistral"):
+        model, rows = causal_lm(kind, torch.float32).cuda(), uneven(9).to("cuda")
+        with torch.no_grad():
+            padded = token_stats(model, rows, temperature=0.7, dtype="bfloat16")
+            remove_padding(model.get_decoder(), "actor")
+            packed = token_stats(model, rows, temperature=0.7, dtype="bfloat16")
+        assert_close(packed.log_probs, padded.log_probs, rtol=0.05, atol=0.1)
+        assert not torch.equal(packed.log_probs, padded.log_probs)
+
+
+@pytest.mark.gpu
+def test_activations_on_the_host_leave_the_gradients_and_free_the_gpu() -> None:
+    found: dict[bool, tuple[int, list[torch.Tensor]]] = {}
+    for offload in (False, True):
+        model, rows = (
+            causal_lm("Qwen2", torch.float32, num_hidden_layers=16).cuda().train(),
+            uneven(64).to("cuda"),
+        )
+        config = ModelConfig(path="", enable_activation_offload=offload)
+        checkpoint_activations(model, config)
+        remove_padding(model.get_decoder(), "actor")
+        torch.cuda.reset_peak_memory_stats()
+        gradients = stats_and_gradients(model, rows)
+        found[offload] = torch.cuda.max_memory_allocated(), gradients
+    assert found[True][0] < found[False][0]
+    for mine, theirs in zip(found[True][1], found[False][1], strict=True):
+        assert_close(mine, theirs)

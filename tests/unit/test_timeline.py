@@ -1,0 +1,72 @@
+"""The timeline by hand: what a server told, laid into what its client saw; rows; the step's ends."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+
+import pytest
+
+from rolemesh import timeline
+from rolemesh.timeline import Call, Part, recorded, to_chrome, told
+
+
+def test_what_a_server_did_lies_in_the_middle_of_what_its_client_saw() -> None:
+    # Ten seconds for the client, six for the server: two on the way there and two on the way back.
+    call = Call("actor 10.0.0.7:1", "actor.update", time.perf_counter() - 10)
+    call.heard(json.dumps([6.0, [["waits for critic", 1.0, 2.0], ["computes", 2.0, 5.0]]]))
+    spans = [(part.name, part.began - call.began, part.ended - call.began) for part in call.parts]
+    expected = [("transfer", 0, 3), ("waits for critic", 3, 4), ("computes", 4, 7), ("transfer", 7, 10)]
+    assert [name for name, _, _ in spans] == [name for name, _, _ in expected]
+    for (_, began, ended), (_, first, last) in zip(spans, expected, strict=True):
+        assert (began, ended) == (pytest.approx(first, abs=0.1), pytest.approx(last, abs=0.1))
+
+
+def test_a_server_tells_seconds_since_the_request_came() -> None:
+    began = time.perf_counter() - 3
+    parts = [Part("computes", began + 1, began + 2)]
+    seconds, spans = json.loads(told([Call("actor", "actor.update", began, parts=parts)], began))
+    assert seconds == pytest.approx(3, abs=0.1)
+    assert spans == [["computes", pytest.approx(1, abs=1e-5), pytest.approx(2, abs=1e-5)]]
+
+
+def test_a_call_is_written_down_where_somebody_records() -> None:
+    with recorded("actor", "actor.update"):
+        pass
+    written: list[Call] = []
+    token = timeline.calls.set(written)
+    with suppress(ValueError), recorded("actor", "actor.update", waits_for="critic") as call:
+        call.began -= 2
+        call.computed(int)("not a number")
+    timeline.calls.reset(token)
+    assert written == [call]
+    assert call.parts[0].name == "waits for critic"
+    assert call.ended - call.began >= 2
+
+
+def test_calls_side_by_side_have_rows_of_their_own_and_end_with_the_step() -> None:
+    step = Call("controller", "step 3", 100.0, 110.0)
+    calls = [
+        Call("actor", "actor.a", 101, 104, parts=[Part("computes", 102, 103)]),
+        Call("actor", "actor.b", 103, 105, parts=[Part("computes", 103, 105)]),
+        Call("actor", "actor.c", 104, 112, parts=[Part("computes", 106, 112)]),  # goes on beyond the step
+        Call("actor", "actor.d", 95, 99),  # was over before it
+    ]
+    events = to_chrome(calls, step)["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    [zero] = [event["ts"] for event in slices if event["name"] == "step 3"]
+    seen = [
+        (e["name"], e["tid"], (e["ts"] - zero) / 1e6, e["dur"] / 1e6) for e in slices if e["name"] != "step 3"
+    ]
+    assert seen == [
+        ("actor.a", 0, 2, 1),
+        ("actor.b", 0, 3, 2),
+        ("actor.c", 0, 6, 4),
+        ("actor.a", 1, 1, 3),
+        ("computes", 1, 2, 1),
+        ("actor.b", 2, 3, 2),
+        ("computes", 2, 3, 2),
+        ("actor.c", 1, 4, 6),
+        ("computes", 1, 6, 4),
+    ]
