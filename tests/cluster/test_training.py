@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Failed, Namespace, make_claim, new_namespace
+from cluster import Failed, Namespace, make_claim, new_namespace, run
 from rendering import CHART
 from training import SAVE_FREQ, Job, Outcome, train_here
 
@@ -135,10 +136,21 @@ def test_it_is_tested_then_begins_and_ends_with_the_bits_of_a_local_run(
 
     job.upgrade(*short)
     job.reach(1)
+    rolemesh("pause", job)
+    told = json.loads(rolemesh("status", job, "--json"))
+    assert told["state"] in ("running", "paused")  # the running step ends first
+    assert 1 <= told["step"] < told["total_steps"] == 10
+    assert set(told["roles"]) == {"actor", "rollout", "reward", "critic", "reference"}
     with pytest.raises(Failed):  # it would spoil the run
         namespace.helm("test", job.name, "--timeout=1m")
+    rolemesh("resume", job)
     job.end()
     equal(job.outcome(), expected, 10)
+
+
+def rolemesh(command: str, job: Job, *args: str) -> str:
+    """As a person at a laptop says it, by the release's name."""
+    return run(sys.executable, "-P", "-m", "services", command, job.name, "-n", job.namespace.name, *args)
 
 
 # A judge that takes its time: a hundredth of a second for each row.
