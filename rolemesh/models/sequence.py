@@ -1,9 +1,10 @@
 """From a batch of sequences to a number for each response token.
 
-A row's numbers must not depend on its neighbours, bit for bit. On a CPU they do not, as long as a padded row's
-width is the same (the job's P and T are fixed; without padding attention sees to it) and matrix products do not take other kernels for fewer rows. On Intel's
-processors MKL's strict mode sees to that (rolemesh/__init__.py). On others no forward pass has fewer than
-MIN_MATRIX_ROWS tokens: on one thread 16 were enough for every shape tried.
+A row's numbers must not depend on its neighbours, bit for bit. On a CPU they do not, as long as a padded
+row's width is the same (the job's P and T are fixed; without padding attention sees to it) and matrix products
+do not take other kernels for fewer rows. On Intel's processors MKL's strict mode sees to that
+(rolemesh/__init__.py). On others no forward pass has fewer than MIN_MATRIX_ROWS tokens: on one thread 16 were
+enough for every shape tried.
 """
 
 from __future__ import annotations
