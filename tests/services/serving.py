@@ -87,7 +87,11 @@ def reward_job(model: Path, directory: Path, **reward_kwargs: Any) -> JobConfig:
         {
             "actor": {"model": {"path": str(model)}},
             "data": {"max_prompt_length": P, "max_response_length": T},
-            "reward": {"custom_reward_function": {"path": str(function), "reward_kwargs": kwargs}},
+            # one judge, so that rows are scored in the order in which they come
+            "reward": {
+                "num_workers": 1,
+                "custom_reward_function": {"path": str(function), "reward_kwargs": kwargs},
+            },
             "trainer": {"default_local_dir": str(directory), "device": "cpu"},
         }
     )
