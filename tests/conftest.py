@@ -23,19 +23,26 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), "qwen2")
 
 
-WITH_VLLM = ("test_vllm_engine.py", "test_openai_engine.py", "test_vllm_run.py")
+# Files whose tests share what takes a minute to make.
+TOGETHER = {
+    "test_vllm_engine.py": "vllm",
+    "test_openai_engine.py": "vllm",
+    "test_vllm_run.py": "vllm",
+    "test_learning.py": "learning",
+}
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A test process that has nothing to do takes the next test; but all tests that start vLLM, which takes the
-    better part of a minute, are one process's: each file starts its own once. They come first."""
+    better part of a minute, are one process's: each file starts its own once. So are those that learn from one
+    warm-started model. Both come first."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneVllm(LoadScopeScheduling):  # type: ignore[misc]
+    class Together(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "vllm" if nodeid.partition("::")[0].endswith(WITH_VLLM) else nodeid
+            return TOGETHER.get(Path(nodeid.partition("::")[0]).name, nodeid)
 
-    return OneVllm(config, log)
+    return Together(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")
