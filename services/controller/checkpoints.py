@@ -44,6 +44,7 @@ class ControllerState:
         kl_controller: the KL coefficient.
         same_course: the settings on which the further course depends bit for bit; see `course_of`.
         num_batches: of prompts that were answered, in dynamic sampling; 0 elsewhere.
+        search: how far the next step has come to its batch, where a stop has broken it off there.
         waiting: groups of answers that no step has learnt from yet; a file of its own.
     """
 
@@ -51,6 +52,7 @@ class ControllerState:
     kl_controller: dict[str, float]
     same_course: dict[str, Any]
     num_batches: int = 0
+    search: dict[str, Any] = field(default_factory=dict)
     waiting: DataProto = field(default_factory=DataProto, repr=False)
 
     def to_json(self) -> str:
@@ -110,6 +112,8 @@ class Checkpoints:
         if not pointer.exists():
             return None
         path = self.run_dir / pointer.read_text(encoding="utf-8").strip()
+        if not path.exists() and _aside(path).is_dir():  # killed while another of this step took its place
+            _aside(path).rename(path)
         if not NAME.fullmatch(path.name) or not path.is_dir():
             raise CheckpointFailed(
                 f"{pointer} names {path.name!r}, which is not there; there are {self.steps()}. "
@@ -236,7 +240,11 @@ class Checkpoints:
 
 def _put_aside(path: Path) -> Path:
     """Renames what is to be deleted: half a checkpoint must not look whole after an interruption."""
-    return path.rename(path.with_name(path.name + ".old" + PARTIAL))
+    return path.rename(_aside(path))
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ".old" + PARTIAL)
 
 
 def write_durably(path: Path, content: str | bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from services.controller.pages import check_step, page_of
 from services.controller.profile import check_profile_steps, profiled
 from services.controller.progress import Display
 from services.controller.run_dir import MetricsFile, answers, dump, read_metrics, write_config
-from services.controller.sampling import DynamicSampling
+from services.controller.sampling import DynamicSampling, SearchStopped
 from services.controller.status import RunStatus, State
 from services.controller.step import Step
 from services.controller.stopwatch import Stopwatch, WarmingActor, timed
@@ -60,19 +60,21 @@ class Run:
             self._prompts,
             job.algorithm.filter_groups.max_num_gen_batches,
             lambda found: self.status.set(found=found),
+            lambda: self.status.stop_requested,
         )
         self._val = self._validation_data()
         self.job = with_total_steps(job, total_steps)
         self.status.set(total_steps=total_steps)
         check_profile_steps(self.job)
         self._checkpoints = Checkpoints(job.run_dir, job.trainer.max_actor_ckpt_to_keep)
-        self._saved_step = 0
+        self._saved = (0, 0)  # steps, and batches that dynamic sampling has answered
         self._answers: list[dict[str, Any]] = []
         require_libraries(job)
         self._checkpoints.chosen(job)  # an unusable one is told now, not after the roles have loaded
 
     def request_stop(self) -> None:
-        """Lets the running step end; then a checkpoint is written, if the job writes any, and the run ends."""
+        """Lets the running step end, or dynamic sampling's round where its batch is not full yet; then a
+        checkpoint is written, if the job writes any, and the run ends."""
         self.status.request_stop()
 
     def finished(self) -> Summary | None:
@@ -139,8 +141,9 @@ class Run:
             self.display.console.print(f"goes on from {chosen}", style="dim", highlight=False, soft_wrap=True)
             state = await self._checkpoints.load(chosen, self._roles, self._course())
             self._kl.load_state_dict(state.kl_controller)
-            self._sampling.restore(state.num_batches, state.waiting, self.job.rollout.n)
-            start = self._saved_step = state.step
+            self._sampling.restore(state.num_batches, state.waiting, self.job.rollout.n, state.search)
+            self._saved = (state.step, state.num_batches)
+            start = state.step
         else:  # roles may have been trained by a controller that ended before its first checkpoint
             await gather(self._roles.actor.load_checkpoint(None), self._roles.critic.load_checkpoint(None))
         CHECKPOINT_WRITTEN.set(chosen.stat().st_mtime if chosen else time.time())
@@ -157,9 +160,14 @@ class Run:
         for number in range(start + 1, last + 1):
             if not await self.status.may_begin():
                 break
-            with profiled(number, self.job):
-                await self._make_step(number)
-        if trainer.save_freq > 0 and self.status.step > self._saved_step:  # stopped between two saves
+            try:
+                with profiled(number, self.job):
+                    await self._make_step(number)
+            except SearchStopped:
+                self.status.set(found="")
+                break
+        # stopped between two saves, or in a search
+        if trainer.save_freq > 0 and (self.status.step, self._sampling.num_batches) > self._saved:
             async with self._checkpoints.writing(self._roles, self._state(self.status.step)):
                 pass
 
@@ -179,7 +187,7 @@ class Run:
         began = time.perf_counter()
         step = Step(number, self.job, self._kl, self._sampling)
         dynamic = self.job.algorithm.filter_groups.enable  # a step then takes as many batches as it needs
-        position = self._sampling.num_batches + 1 if dynamic else number
+        position = self._sampling.num_batches - self._sampling.search.num_rounds + 1 if dynamic else number
         prompts = self._sampling.next_prompts() if dynamic else self._prompts(number)
         roles = self._roles
         if number <= self.job.trainer.critic_warmup:
@@ -218,7 +226,7 @@ class Run:
             async with self._checkpoints.writing(self._roles, self._state(number)):
                 self._log(number, metrics | {"timing_s/save_checkpoint": time.perf_counter() - began})
         self._stopwatch.take()  # this step's record has it
-        self._saved_step = number
+        self._saved = (number, self._sampling.num_batches)
         CHECKPOINT_WRITTEN.set_to_current_time()
 
     def _log(self, number: int, metrics: Metrics) -> None:
@@ -272,7 +280,12 @@ class Run:
     def _state(self, step: int) -> ControllerState:
         sampling = self._sampling
         return ControllerState(
-            step, self._kl.state_dict(), self._course(), sampling.num_batches, sampling.waiting
+            step,
+            self._kl.state_dict(),
+            self._course(),
+            sampling.num_batches,
+            asdict(sampling.search),
+            sampling.waiting,
         )
 
     def _summary(self) -> Summary:

@@ -5,7 +5,9 @@ room for is the next step's."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +18,29 @@ from rolemesh.graph import node
 from rolemesh.roles import Metrics
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Search:
+    """How far a step has come to its batch.
+
+    Args:
+        num_before: groups that waited when it began.
+        num_rounds: batches of prompts answered.
+        num_answered: prompts in these.
+        num_differing: of these, whose answers differ.
+        score: the sum of these prompts' mean scores.
+    """
+
+    num_before: int
+    num_rounds: int = 0
+    num_answered: int = 0
+    num_differing: int = 0
+    score: float = 0.0
+
+
+class SearchStopped(Exception):
+    """The run was asked to end while a step's batch lacked groups: the step is not made."""
 
 
 def _metric_reads(job: JobConfig) -> tuple[str, ...]:
@@ -46,6 +71,7 @@ class DynamicSampling:
         batch_of: the batch of prompts with a number, counted from 1.
         max_batches: of prompts that a step may answer; 0: as many as it takes.
         tell: is told what is going on, "" where nothing is.
+        stopping: whether the run was asked to end.
     """
 
     def __init__(
@@ -54,17 +80,18 @@ class DynamicSampling:
         batch_of: Callable[[int], DataProto] = lambda number: DataProto(),
         max_batches: int = 0,
         tell: Callable[[str], None] = lambda text: None,
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.size = size
         self.num_batches = 0  # answered since the run began
-        self._batch_of, self._max_batches, self._tell = batch_of, max_batches, tell
+        self._batch_of, self._max_batches, self._tell, self._stopping = batch_of, max_batches, tell, stopping
         self._waiting: list[DataProto] = []
-        self._begin_step()
+        self.search = Search(0)
 
-    def _begin_step(self) -> None:
-        self.num_answered = 0  # prompts, in this step
-        self._num_before, self._num_rounds, self._num_differing = len(self._waiting), 0, 0
-        self._score = 0.0
+    @property
+    def num_answered(self) -> int:
+        """Prompts, in this step."""
+        return self.search.num_answered
 
     @property
     def missing(self) -> int:
@@ -73,7 +100,13 @@ class DynamicSampling:
 
     def next_prompts(self) -> DataProto:
         """The first batch of prompts that has not been answered. A uid says in which batch it is, as in
-        train-000012@3: answers of another epoch to the same prompt are another group."""
+        train-000012@3: answers of another epoch to the same prompt are another group.
+
+        Raises:
+            SearchStopped: the run is to end, and groups are missing. A checkpoint holds what was found.
+        """
+        if self.missing and self._stopping():
+            raise SearchStopped
         number = self.num_batches + 1
         prompts = self._batch_of(number)
         prompts["uid"] = [f"{uid}@{number}" for uid in prompts["uid"]]
@@ -89,46 +122,49 @@ class DynamicSampling:
         Raises:
             InvalidData: it was the last batch that the step may answer, and groups are still missing.
         """
-        num_answered = len(set(answered["uid"]))
+        search, num_answered = self.search, len(set(answered["uid"]))
         self.num_batches += 1
-        self.num_answered += num_answered
-        self._num_rounds += 1
-        self._num_differing += len(groups)
-        self._score += num_answered * answered["token_level_scores"].sum(dim=1).mean().item()
+        search.num_rounds += 1
+        search.num_answered += num_answered
+        search.num_differing += len(groups)
+        search.score += num_answered * answered["token_level_scores"].sum(dim=1).mean().item()
         self._waiting += groups
         found = f"{min(self.size, len(self._waiting))} of {self.size} groups"
         self._tell(found)
         if not self.missing:
             return
-        if self._num_rounds == self._max_batches:
+        if search.num_rounds == self._max_batches:
             raise InvalidData(
-                f"{found} whose answers differ after {self._num_rounds} batches of prompts, as many as "
+                f"{found} whose answers differ after {search.num_rounds} batches of prompts, as many as "
                 "algorithm.filter_groups.max_num_gen_batches allows: "
-                f"{self.num_answered - self._num_differing} of {self.num_answered} prompts were answered "
+                f"{search.num_answered - search.num_differing} of {search.num_answered} prompts were answered "
                 "equally well each time. Take prompts nearer to what the model can do, raise rollout.n or "
                 "data.gen_batch_size, or raise max_num_gen_batches (0: no limit) and start again: the run goes "
                 "on from its last checkpoint"
             )
-        log.info("%s whose answers differ after %d batches of prompts", found, self._num_rounds)
+        log.info("%s whose answers differ after %d batches of prompts", found, search.num_rounds)
 
     def take(self) -> tuple[DataProto, Metrics]:
         """The step's batch, the groups that have waited longest, and what became of all. Of the metrics,
         groups_from_before + groups_answered - groups_without_spread = size + groups_kept."""
         batch = DataProto.concat(self._waiting[: self.size])
         del self._waiting[: self.size]
-        without = self.num_answered - self._num_differing
+        search = self.search
+        without = search.num_answered - search.num_differing
         metrics = {
-            "train/num_gen_batches": float(self._num_rounds),
-            "sampling/groups_from_before": float(self._num_before),
-            "sampling/groups_answered": float(self.num_answered),
+            "train/num_gen_batches": float(search.num_rounds),
+            "sampling/groups_from_before": float(search.num_before),
+            "sampling/groups_answered": float(search.num_answered),
             "sampling/groups_without_spread": float(without),
             "sampling/groups_kept": float(len(self._waiting)),
         }
-        if self.num_answered:
-            metrics["sampling/share_without_spread"] = without / self.num_answered
-            metrics["sampling/score/mean"] = self._score / self.num_answered  # of all answers, left out or not
+        if search.num_answered:
+            metrics["sampling/share_without_spread"] = without / search.num_answered
+            metrics["sampling/score/mean"] = (
+                search.score / search.num_answered
+            )  # of all answers, left out or not
         self._tell("")
-        self._begin_step()
+        self.search = Search(len(self._waiting))
         return batch, metrics
 
     # ----------------------------------------------------------------------------- between two steps
@@ -138,13 +174,14 @@ class DynamicSampling:
         """All groups that wait, for a checkpoint."""
         return DataProto.concat(self._waiting) if self._waiting else DataProto()
 
-    def restore(self, num_batches: int, waiting: DataProto, n: int) -> None:
+    def restore(self, num_batches: int, waiting: DataProto, n: int, search: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint.
 
         Args:
             num_batches: answered before it.
             waiting: the groups that waited.
             n: answers in each.
+            search: the Search of a step that a stop has broken off, as a dict.
 
         Raises:
             CheckpointFailed: the rows are not groups of n answers to one prompt.
@@ -155,4 +192,4 @@ class DynamicSampling:
                 f"the {len(waiting)} rows that wait are not groups of {n} answers to a prompt"
             )
         self.num_batches, self._waiting = num_batches, groups
-        self._begin_step()
+        self.search = Search(**{"num_before": len(groups), **search})

@@ -353,6 +353,44 @@ async def test_a_run_killed_between_two_phases_ends_where_an_unbroken_one_ends(
     assert [name for name in expected if written[name] != expected[name]] == []
 
 
+@dataclass
+class Stopping:
+    """A rollout whose run is asked to stop in its first round."""
+
+    rollout: Rollout
+    request_stop: Callable[[], None]
+    rounds: int = 0
+
+    async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
+        self.rounds += 1
+        self.request_stop()
+        async for rows in self.rollout.generate(prompts):
+            yield rows
+
+    async def update_weights(self, source: WeightSource) -> None:
+        await self.rollout.update_weights(source)
+
+
+async def test_a_run_stopped_in_its_every_round_ends_where_an_unbroken_one_ends(
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *SAVED)
+    steps: list[int] = []
+    while 4 not in steps:
+        with workers(job) as roles:
+            run = Run(job, load_tokenizer(job.actor.model))
+            rollout = Stopping(roles.rollout, run.request_stop)
+            steps.append((await run.train(replace(roles, rollout=rollout))).step)
+        assert rollout.rounds <= 1
+    rounds = [int(record["train/num_gen_batches"] or 0) for record in course(unbroken)]
+    assert rounds[0] > 1
+    assert steps[: rounds[0]] == [0] * (rounds[0] - 1) + [1]  # the first step, too, was stopped in its search
+    assert course(job) == course(unbroken)
+    written, expected = end_of(job), end_of(unbroken)
+    assert written.keys() == expected.keys()
+    assert [name for name in expected if written[name] != expected[name]] == []
+
+
 @pytest.mark.parametrize("harm", ["cut", "halved"])
 async def test_waiting_groups_that_are_not_whole_are_refused(
     harm: str, unbroken: JobConfig, tiny_model: Path

@@ -148,6 +148,18 @@ def test_latest_that_names_what_is_not_there_is_an_error_with_the_way_out(tmp_pa
         Checkpoints(tmp_path).latest()
 
 
+def test_a_checkpoint_that_was_to_be_replaced_comes_back_where_the_run_was_killed_in_between(
+    tmp_path: Path,
+) -> None:
+    for name in ("global_step_3", "global_step_5.old.partial", "global_step_5.partial"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "latest").write_text("global_step_5\n")
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.latest() == tmp_path / "global_step_5"
+    checkpoints.clear_partial()
+    assert checkpoints.steps() == [3, 5]
+
+
 async def test_a_role_that_is_gone_while_a_checkpoint_is_written_is_told_as_that(tmp_path: Path) -> None:
     """RoleUnavailable is an OSError: it must not become a matter of the disk."""
     job, nobody = make_job({}), ["127.0.0.1:1"]
