@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,25 @@ def test_format_score_is_for_a_well_formed_wrong_answer_and_never_makes_it_right
     assert gsm8k.compute_score("#### 72", "72", format_score=0.1) == {"score": 1.0, "acc": 1.0}
 
 
-def test_a_long_run_of_digits_is_read_in_no_time() -> None:
-    assert gsm8k.compute_score("#### " + "1" * 5000 + "x", "1")["score"] == 0.0
+REPEATED = (" ", "\n", "1", "{", "}", "$", "-", "#", ".", ",", "\\", "\\frac", "\\frac{", "\\sqrt", "####", "####,",
+            "\\boxed", "\\boxed{", "Answer:", "\\text{")  # fmt: skip
+
+
+@pytest.mark.parametrize("again", REPEATED)
+@pytest.mark.parametrize("data_source", ["openai/gsm8k", "math", "math_dapo"])
+def test_rules_of_the_roles_own_thread_take_no_time_over_a_long_answer(data_source: str, again: str) -> None:
+    """A policy repeats itself. Twenty thousand times is 4e8 steps where they grow with the square: seconds."""
+    for begins in ("#### ", r"\boxed{", r"\boxed ", "Answer: ", r"\boxed{\sqrt"):
+        for ends in ("x", "}", ""):
+            text = begins + again * 20_000 + ends
+            began = time.process_time()
+            default_compute_score(data_source, text, "5")
+            assert time.process_time() - began < 1, text[:20]
+
+
+def test_gsm8k_takes_the_last_mark_with_a_number_whatever_repeats() -> None:
+    assert gsm8k.compute_score("#### 5" + "\n#### 1.2.3" + "\n####,." * 3, "5")["acc"] == 1.0
+    assert gsm8k.compute_score("#### " + "1" * 5000 + "x", "1" * 5000)["acc"] == 1.0
 
 
 def test_gsm8k_needs_a_number_to_compare_with() -> None:
@@ -146,6 +164,23 @@ def test_different_answers_stay_different(one: str, other: str) -> None:
 def test_an_unfinished_fraction_is_left_as_it_is() -> None:
     assert math.normalise(r"\frac") == r"\frac"
     assert math.normalise(r"\frac{1") == r"\frac{1"
+    assert math.normalise(r"{\frac1}") == r"{\frac1}"
+
+
+def test_fractions_of_any_number_and_depth_are_read() -> None:
+    assert math.normalise(r"\frac12" * 5000) == r"\frac{1}{2}" * 5000
+    assert math.normalise(r"\frac{" * 5000 + "0" + "}2" * 5000) == r"\frac{" * 5000 + "0" + "}{2}" * 5000
+
+
+@pytest.mark.parametrize("rule", ["openai/gsm8k", "math", "math_dapo"])
+def test_an_error_does_not_repeat_a_long_ground_truth(rule: str) -> None:
+    for truth in ({"x": "y" * 10_000}, ["one" * 10_000, None]):
+        with pytest.raises(ValueError, match="ground_truth should be") as raised:
+            default_compute_score(rule, "1", truth)
+        assert len(str(raised.value)) < 400
+    with pytest.raises(ValueError, match="is not a number") as raised:
+        gsm8k.compute_score("#### 1", "one" * 10_000)
+    assert len(str(raised.value)) < 400
 
 
 def test_math_scores_the_box_and_nothing_else() -> None:

@@ -17,6 +17,7 @@ def right_answers(ground_truth: Any) -> list[str]:
     answers = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     if not answers or not all(isinstance(answer, str | int | float) for answer in answers):
         raise ValueError(
-            f"ground_truth should be text, a number, a list of these or {{'target': …}}; it is {ground_truth!r}"
+            "ground_truth should be text, a number, a list of these or {'target': …}; "
+            f"it is {ground_truth!r:.200}"
         )
     return [str(answer) for answer in answers]

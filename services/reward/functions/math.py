@@ -23,7 +23,7 @@ SYNONYMS = (
     ("$", ""),
 )
 PERCENT = ((r"\%", ""), ("%", ""))
-ARGUMENT = re.compile(r"\{|\\[A-Za-z]+|\S")
+ARGUMENT = re.compile(r" *(\{|\\[A-Za-z]+|[^\s}])")
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> float:
@@ -46,19 +46,20 @@ def last_boxed(text: str) -> str | None:
     rest = text[start + len(command) :]
     if rest.startswith(" "):
         return rest[1:].split("$")[0].strip() or None
-    return braced(rest)
+    end = closing_braces(rest).get(0)
+    return None if end is None else rest[1:end]
 
 
-def braced(text: str) -> str | None:
-    """The content of the {…} that the text begins with; None where there is none or it is not closed."""
-    if not text.startswith("{"):
-        return None
-    depth = 0
+def closing_braces(text: str) -> dict[int, int]:
+    """Where each { that is closed is closed, by where it stands."""
+    still_open: list[int] = []
+    closing = {}
     for at, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[1:at]
-    return None
+        if character == "{":
+            still_open.append(at)
+        elif character == "}" and still_open:
+            closing[still_open.pop()] = at
+    return closing
 
 
 def normalise(answer: str) -> str:
@@ -81,19 +82,23 @@ def normalise(answer: str) -> str:
 
 
 def brace_fractions(text: str) -> str:
-    r"""Braces round the arguments of every \frac: "\frac12" and "\frac1{2}" become "\frac{1}{2}"."""
-    head, command, rest = text.partition(r"\frac")
-    if not command:
-        return text
-    arguments = []
-    for _ in range(2):
-        rest = rest.lstrip(" ")
-        found = ARGUMENT.match(rest)
-        if not found:
-            return text
-        argument = braced(rest) if found[0] == "{" else found[0]
-        if argument is None:
-            return text
-        rest = rest[len(argument) + (2 if found[0] == "{" else 0) :]
-        arguments.append(brace_fractions(argument))
-    return f"{head}\\frac{{{arguments[0]}}}{{{arguments[1]}}}{brace_fractions(rest)}"
+    r"""Braces round the arguments of every \frac: "\frac12" and "\frac1{2}" become "\frac{1}{2}". One whose
+    arguments are not there, or not closed, is left as it is."""
+    closing = closing_braces(text)
+    characters = list(text)
+    for command in re.finditer(r"\\frac", text):
+        at, bare = command.end(), []
+        for _ in range(2):
+            found = ARGUMENT.match(text, at)
+            if found is None or (found[1] == "{" and found.start(1) not in closing):
+                break
+            if found[1] == "{":
+                at = closing[found.start(1)] + 1
+            else:
+                at = found.end()
+                bare.append(found.span(1))
+        else:
+            for start, end in bare:
+                characters[start] = "{" + characters[start]
+                characters[end - 1] += "}"
+    return "".join(characters)
