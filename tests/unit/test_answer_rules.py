@@ -145,6 +145,8 @@ def test_a_function_is_called_and_its_result_compared() -> None:
     assert score("def pair(xs, k): return [3, 3]", truth) == {"score": 0.5, "acc": 0.0}
     by_line = {"fn_name": "pair", "inputs": ["[1, 2]\n3"], "outputs": ["[3, 3]"]}
     assert score(program, by_line) == {"score": 1.0, "acc": 1.0}
+    with_blank_lines = {"fn_name": "pair", "inputs": ["[1, 2]\n\n3\n"], "outputs": ["[3, 3]\n"]}
+    assert score(program, with_blank_lines) == {"score": 1.0, "acc": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -183,8 +185,26 @@ def test_outputs_are_compared_word_by_word() -> None:
     assert not same_text("yes", "YES")
 
 
+def test_what_no_float_can_hold_is_right_only_word_by_word() -> None:
+    for expected in ("1" * 5000, "-" + "1" * 5000, "1" * 400 + ".5", "1e400", "inf", "nan"):
+        assert same_text(expected, expected)
+        for word in ("inf", "-inf", "1e999", "nan", "2" * 5000, "2" * 400 + ".5"):
+            assert same_text(word, expected) is (word == expected)
+
+
 def test_results_are_compared_as_json() -> None:
     assert same_result('{"1": 2}', '{"1": 2}')
     assert same_result("[1, 2]", "[[1, 2]]")
     assert not same_result("1", "[1, 2]")
     assert not same_result("", "1")
+    assert same_result("1" * 5000, "1" * 5000)
+    assert not same_result("2" * 5000, "1" * 5000)
+    assert same_result("[1.0]", "[1]")
+
+
+def test_a_result_too_deep_to_read_is_a_test_that_failed() -> None:
+    assert not same_result("[" * 60_000, "[1]")
+    assert not same_result("[" * 60_000 + "]" * 60_000, "[1]")
+    truth = {"fn_name": "f", "inputs": [[1]], "outputs": [[1]]}
+    by_hand = "import os\nos.write(1, b'[' * 60_000)\nos._exit(0)"
+    assert score(by_hand, truth) == {"score": 0.0, "acc": 0.0}

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from rolemesh.config.reward import RewardConfig
@@ -15,6 +17,7 @@ from services.reward.sandbox.box import Limits, Sandbox
 
 CONTINUOUS_TESTS = 10
 FENCE = "```"
+WHOLE = re.compile(r"[-+]?[\d_]+")
 SPARE_OUTPUT = 1 << 16  # bytes beyond twice the right output: blanks, and numbers with more digits
 
 _sandbox = Sandbox()  # of this process; it starts with the first program
@@ -84,7 +87,7 @@ def _text(text: Any) -> str:
 def _call(arguments: Any, result: Any) -> tuple[str, str]:
     """Arguments that are text are JSON, each on a line of its own; the result is then JSON, too."""
     if isinstance(arguments, str):
-        return json.dumps([json.loads(line) for line in arguments.split("\n")]), result
+        return json.dumps([json.loads(line) for line in arguments.split("\n") if line.strip()]), result
     return json.dumps(arguments), json.dumps(result)
 
 
@@ -117,22 +120,20 @@ def same_text(output: str, expected: str) -> bool:
 def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
+    if WHOLE.fullmatch(expected):
+        return False  # a whole number is exact, and may be beyond any float
     try:
-        int(expected)
-        return False  # a whole number is exact
-    except ValueError:
-        pass
-    try:
-        return math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+        given, right = float(word), float(expected)
     except ValueError:
         return False
+    return math.isfinite(given) and math.isclose(given, right, rel_tol=1e-6, abs_tol=1e-6)
 
 
 def same_result(output: str, expected: str) -> bool:
     """A result is what is expected, or the one element of it: data sets write both."""
+    right = json.loads(expected, parse_int=Decimal)  # int() refuses more than 4300 digits
     try:
-        result = json.loads(output)
-    except ValueError:
+        result = json.loads(output, parse_int=Decimal)
+        return bool(result == right or [result] == right)
+    except (ValueError, RecursionError):
         return False
-    right = json.loads(expected)
-    return bool(result == right or [result] == right)
