@@ -22,7 +22,7 @@ from rolemesh.dataproto import DataProto
 P = ParamSpec("P")
 R = TypeVar("R")
 
-COMPUTES, TRANSFER = "computes", "transfer"
+COMPUTES, TRANSFER, WRITES_TRACE = "computes", "transfer", "writes its trace"
 SHORTEST_S = 20e-6  # what is shorter is nothing that anybody waited for
 CONTROLLER, PHASES = "controller", "controller: phases"
 

@@ -52,19 +52,21 @@ class LocalWorker:
         return timeline.recorded(self.role, f"{self.role}.{method}", batch, waits_for=resident or self.role)
 
     @asynccontextmanager
-    async def traced(self, method: str) -> AsyncIterator[None]:
+    async def traced(self, method: str, call: timeline.Call | None = None) -> AsyncIterator[None]:
         """While it is entered, what runs on the worker's thread is traced, in the steps in which the job asks
-        for it. Within a turn and not around one: roles of a process are traced one at a time."""
+        for it. Within a turn and not around one: roles of a process are traced one at a time. What has begun
+        is ended, whenever the caller is cancelled; what that takes is a part of the call, if it is given."""
         step = origin.step.get()
         if self.traces is None or step not in self.traces.steps:
             yield
             return
         _traced.set(method)
-        await self._on_thread(self.traces.begin)
         try:
+            await asyncio.shield(self._on_thread(self.traces.begin))
             yield
-        finally:
-            await self._on_thread(self.traces.end, step)
+        finally:  # after `begin`, which the thread has come to first
+            with call.during(timeline.WRITES_TRACE) if call else nullcontext():
+                await asyncio.shield(self._on_thread(self.traces.end, step))
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs a function on the worker's thread, in the caller's context (job, step), turn or not. When the
@@ -113,7 +115,7 @@ def on_worker_thread(
     async def asynchronous(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
         batch = args[0] if args else None
         with self.call(method.__name__, batch) as call:
-            async with self.turn(), self.traced(method.__name__):
+            async with self.turn(), self.traced(method.__name__, call):
                 return await self.run(call.computed(method), self, *args, **kwargs)
 
     functools.update_wrapper(asynchronous, method)

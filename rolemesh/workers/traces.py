@@ -6,14 +6,14 @@ replicas each has its own, with its machine's name and process number. It is who
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import socket
 import tempfile
 import threading
+import zlib
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -25,9 +25,19 @@ from rolemesh.config.placement import ReplicasConfig
 P = ParamSpec("P")
 R = TypeVar("R")
 
-BEGIN, END = b'{"displayTimeUnit": "ms", "traceEvents": [\n', b"\n]}\n"
+BEGIN, SEPARATOR, END = b'{"displayTimeUnit": "ms", "traceEvents": [\n', b",\n", b"\n]}\n"
+GZIP = 31  # zlib's wbits for it
 # torch has one profiler in a process: roles that share one are traced in turn.
 _TURN = threading.Lock()
+
+
+@cache
+def _load_profiler() -> None:
+    """torch takes seconds for the first profile, and complains where it is made on another thread than the one
+    that imported torch."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else a line for each start and stop
+    with profile():
+        pass
 
 
 class Traces:
@@ -43,23 +53,26 @@ class Traces:
         self._job, self._role, self.steps = job, role, frozenset(job.trainer.profile_steps)
         replica = f"-{socket.gethostname()}-{os.getpid()}" if role in ReplicasConfig.model_fields else ""
         self._name = f"{role}{replica}.json.gz"
-        self._begun: set[int] = set()  # steps whose file is this process's
+        # By step: its file's one gzip stream up to the last event, and how many bytes of the file that is.
+        self._streams: dict[int, tuple[Any, int]] = {}
         self._profile: profile | None = None
         self._num_calls = 0
 
     @classmethod
     def of(cls, job: JobConfig, role: str) -> Traces | None:
         """None where the job traces no step."""
-        return cls(job, role) if job.trainer.profile_steps else None
+        if not job.trainer.profile_steps:
+            return None
+        _load_profiler()
+        return cls(job, role)
 
     def begin(self) -> None:
         """A call begins. Of several at once the first starts the profiler, the last stops it."""
-        if not self._num_calls:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else a line for each start and stop
+        self._num_calls += 1
+        if self._num_calls == 1:
             _TURN.acquire()
             self._profile = profile()
             self._profile.start()
-        self._num_calls += 1
 
     def end(self, step: int) -> None:
         """A call has ended."""
@@ -90,14 +103,18 @@ class Traces:
             exported = Path(scratch) / "trace.json"
             session.export_chrome_trace(str(exported))
             trace = json.loads(exported.read_text(encoding="utf-8"))
-        events = [json.dumps(event) for event in map(self._since_1970(trace), trace["traceEvents"])]
+        events = [json.dumps(event).encode() for event in map(self._since_1970(trace), trace["traceEvents"])]
         path = self._job.profile_dir(step) / self._name
         path.parent.mkdir(parents=True, exist_ok=True)
-        there = gzip.decompress(path.read_bytes()).removesuffix(END) + b",\n" if step in self._begun else BEGIN
-        part = path.with_name(path.name + ".part")
-        part.write_bytes(gzip.compress(there + ",\n".join(events).encode() + END, compresslevel=3))
-        part.replace(path)
-        self._begun.add(step)
+        stream, size = self._streams.get(step) or (zlib.compressobj(3, wbits=GZIP), 0)
+        before = SEPARATOR if size else BEGIN
+        body = stream.compress(before + SEPARATOR.join(events)) + stream.flush(zlib.Z_SYNC_FLUSH)
+        ending = stream.copy()  # the stream itself goes on
+        with path.open("r+b" if size else "wb") as file:
+            file.seek(size)
+            file.write(body + ending.compress(END) + ending.flush())
+            file.truncate()
+        self._streams[step] = stream, size + len(body)
 
     def _since_1970(self, trace: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         """An event in microseconds since 1970, as in the step's timeline, and the process named by its role."""

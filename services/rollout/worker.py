@@ -43,7 +43,7 @@ class RolloutWorker(LocalWorker):
         """
         sampling = self._check(prompts)
         with self.call("generate", prompts) as call:
-            async with self.turn(), self.traced("generate"):
+            async with self.turn(), self.traced("generate", call):
                 with call.computing():
                     async with aclosing(self._engine.generate(prompts, sampling)) as finished:
                         async for rows in finished:
@@ -60,7 +60,7 @@ class RolloutWorker(LocalWorker):
         with self.call("update_weights") as call:
             with call.during(TRANSFER):
                 tensors = await source.fetch()
-            async with self.turn(), self.traced("update_weights"):
+            async with self.turn(), self.traced("update_weights", call):
                 with call.computing():
                     await self._engine.load_weights(source.version, tensors)
 
