@@ -29,19 +29,29 @@ def main() -> None:
     os.set_inheritable(connection.fileno(), False)
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which ends its judges
-    config = RewardConfig.model_validate_json(connection.recv_bytes())
+    number, message = received(connection)
     try:
-        function, name = function_of(config)
+        function, name = function_of(RewardConfig.model_validate_json(message))
     except InvalidConfig as error:
-        connection.send_bytes(json.dumps({"invalid": str(error)}).encode())
+        connection.send_bytes(number + json.dumps({"invalid": str(error)}).encode())
         return
-    connection.send_bytes(b"{}")
+    connection.send_bytes(number + b"{}")
+    pid = os.getpid()
     while True:
         try:
-            arguments = json.loads(connection.recv_bytes())
+            number, message = received(connection)
         except EOFError:
             return
-        connection.send_bytes(json.dumps(answer(function, name, arguments)).encode())
+        said = json.dumps(answer(function, name, json.loads(message))).encode()
+        if os.getpid() != pid:
+            os._exit(0)  # the function forked, and this is the child: its parent answers
+        connection.send_bytes(number + said)
+
+
+def received(connection: Connection) -> tuple[bytes, bytes]:
+    """The number of a message, which its answer begins with, and the message."""
+    number, blank, message = connection.recv_bytes().partition(b" ")
+    return number + blank, message
 
 
 def function_of(config: RewardConfig) -> tuple[ScoreFunction, str]:

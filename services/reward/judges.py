@@ -116,22 +116,28 @@ class _Judge:
                 pass_fds=[theirs.fileno()],
             )
         self._connection = Connection(ours.detach())
+        self._asked = 0
 
     def ask(self, message: bytes, timeout_s: float) -> dict[str, Any]:
         """Sends and waits.
 
         Raises:
-            RewardFailed: no answer in time, or the process ended. It is of no more use.
+            RewardFailed: no answer in time, one to another message, or the process ended. It is of no more use.
         """
+        self._asked += 1
+        number = b"%d" % self._asked
         try:
-            self._connection.send_bytes(message)
+            self._connection.send_bytes(number + b" " + message)
             if not self._connection.poll(timeout_s):
                 raise RewardFailed(
                     f"it was not scored within reward.timeout_s, {timeout_s:g} s, and was given up"
                 )
-            said: dict[str, Any] = json.loads(self._connection.recv_bytes())
+            answered, _, answer = self._connection.recv_bytes().partition(b" ")
         except (EOFError, OSError) as error:
             raise RewardFailed(f"the process that scored it {self._fate()}") from error
+        if answered != number:  # else each later row would have the score of the one before
+            raise RewardFailed("an answer that was not to it came from the process that scored it")
+        said: dict[str, Any] = json.loads(answer)
         return said
 
     def kill(self) -> None:

@@ -109,6 +109,37 @@ async def test_a_function_that_ends_its_process_or_hangs_costs_its_row_alone(
     assert not children()
 
 
+async def test_a_function_that_forks_answers_once(tiny_model: Path, tmp_path: Path) -> None:
+    """The parent's score is the row's; it waits for the child, so that an answer of the child's came first."""
+    source = (
+        "import os\ndef compute_score(solution_str, **row):\n"
+        "    if solution_str == 'forks':\n"
+        "        child = os.fork()\n        if child == 0: return 0.25\n        os.waitpid(child, 0)\n"
+        "    return len(solution_str)\n"
+    )
+    async with working(tiny_model, num_workers=1, timeout_s=30.0, **custom(tmp_path, source)) as worker:
+        assert await scores(worker, "a", "forks", "abc", "ab") == [1.0, 5.0, 3.0, 2.0]
+
+
+async def test_an_answer_to_another_row_costs_one_row_and_the_process(tiny_model: Path, tmp_path: Path) -> None:
+    """The function writes on the process's line itself: an answer too many, by the number of the row before."""
+    source = (
+        "import sys\nfrom multiprocessing.connection import Connection\n"
+        "def compute_score(solution_str, **row):\n"
+        "    if solution_str == 'bad':\n"
+        "        line = Connection(int(sys.argv[1]))\n"
+        '        line.send_bytes(b\'2 {"verdicts": [{"score": 9, "acc": 9, "entries": {}}]}\')\n'
+        "    return 1.0\n"
+    )
+    async with working(tiny_model, num_workers=1, **custom(tmp_path, source)) as worker:
+        assert await scores(worker, "good") == [1.0]
+        [before] = children()
+        with pytest.raises(RewardFailed, match="row train-000000: an answer that was not to it"):
+            await scores(worker, "bad")
+        assert await scores(worker, "good", "good") == [1.0, 1.0]
+        assert before not in children()
+
+
 async def test_the_first_row_that_fails_is_the_one_that_is_named(tiny_model: Path, tmp_path: Path) -> None:
     source = (
         "import time\ndef compute_score(solution_str, **row):\n"
@@ -179,6 +210,17 @@ async def test_the_batch_manager_calls_the_function_once_with_all_rows(
         answered = await worker.compute_scores(batch(*[("mine", "x" * n, None) for n in (3, 1, 2)]))
         assert answered["token_level_scores"].sum(1).tolist() == [3.5, 1.5, 2.5]
         assert answered["acc"].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", ["numpy.float64", "bool", "object"])
+async def test_a_batch_function_may_answer_with_an_array(tiny_model: Path, tmp_path: Path, dtype: str) -> None:
+    source = (
+        "import numpy\n"
+        "def compute_score(solution_strs, **rows):\n"
+        f"    return numpy.array([text == 'yes' for text in solution_strs], dtype={dtype})\n"
+    )
+    async with working(tiny_model, reward_manager="batch", **custom(tmp_path, source)) as worker:
+        assert await scores(worker, "yes", "no", "yes") == [1.0, 0.0, 1.0]
 
 
 async def test_a_batch_function_that_answers_for_fewer_rows_fails(tiny_model: Path, tmp_path: Path) -> None:
