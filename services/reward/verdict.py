@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ PLURAL = {
     "ground_truth": "ground_truths",
     "extra_info": "extra_infos",
 }
+FLOAT32_MAX = 3.4028234663852886e38  # scores are float32 from here on
+TOLD = 1000  # characters of an error of the function's
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,21 @@ class Verdict:
 
         Raises:
             TypeError: neither a number nor a dict with "score".
-            ValueError: score or acc is not finite.
+            ValueError: a number is not finite, as float32.
+            OverflowError: a whole number is too large for a float.
         """
         entries = result if isinstance(result, Mapping) else {"score": result}
         if "score" not in entries:
             raise TypeError('a dict needs "score"')
-        numbers = {str(name): float(value) for name, value in entries.items() if isinstance(value, Real)}
-        for name in {"score", "acc"} & set(entries):
-            if name not in numbers:
-                raise TypeError("expected a number, or a dict with one under 'score'")
-            if not math.isfinite(numbers[name]):
-                raise ValueError(f"the {name} is {numbers[name]}, which is not finite")
+        plain = {str(name): _plain(value) for name, value in entries.items()}
+        numbers = {name: float(value) for name, value in plain.items() if isinstance(value, Real)}
+        if {"score", "acc"} & set(plain) - set(numbers):
+            raise TypeError("expected a number, or a dict with one under 'score'")
+        for name, number in numbers.items():
+            if not abs(number) <= FLOAT32_MAX:
+                raise ValueError(
+                    f"{name} is {number}, which is not finite as float32; leave out what is unknown"
+                )
         return cls(numbers["score"], numbers.get("acc", numbers["score"]), numbers)
 
 
@@ -74,16 +79,32 @@ def judge(function: Callable[..., Any], name: str, arguments: Mapping[str, Any])
     except UnknownDataSource as error:
         raise RewardFailed(str(error)) from error
     except Exception as error:  # whatever a user's function raises belongs to this row
-        raise RewardFailed(f"{name} raised {type(error).__name__}: {error}{_where(error)}") from error
+        said = f"{type(error).__name__}: {_told(str, error):.{TOLD}}{_where(error)}"
+        raise RewardFailed(f"{name} raised {said}") from error
     try:
         if "data_sources" not in arguments:
             return [Verdict.of(result)]
         num_rows = len(arguments["data_sources"])
+        result = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(result, Sequence) or len(result) != num_rows:
             raise TypeError(f"expected a list of {num_rows} scores, one for each row")
         return [Verdict.of(each) for each in result]
-    except (TypeError, ValueError) as error:
-        raise RewardFailed(f"{name} returned {result!r:.200}: {error}") from error
+    except Exception as error:  # what a user's object does when it is looked at
+        returned = f"{_told(repr, result):.200}: {_told(str, error):.{TOLD}}"
+        raise RewardFailed(f"{name} returned {returned}") from error
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy's, or an array without axes, as Python's own."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+def _told(describe: Callable[[Any], str], value: Any) -> str:
+    """What a user's object says of itself, which may raise in its turn."""
+    try:
+        return describe(value)
+    except Exception as error:
+        return f"a {type(value).__name__} whose {describe.__name__} raises {type(error).__name__}"
 
 
 def _where(error: Exception) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from concurrent.futures import Future
 from typing import Any
 
@@ -171,10 +170,10 @@ class RewardWorker(LocalWorker):
 
     def _components(self, batch: DataProto, row: int, verdict: Verdict) -> list[float]:
         for key in self._component_keys:
-            if not math.isfinite(verdict.entries.get(key, math.nan)):
+            if key not in verdict.entries:
                 raise RewardFailed(
                     f"{_named(batch, [row])}: algorithm.gdpo_reward_keys names {key!r}, and what "
-                    f"scored the row gave no finite number of that name, but {dict(verdict.entries)}"
+                    f"scored the row gave no number of that name, but {dict(verdict.entries)}"
                 )
         return [verdict.entries[key] for key in self._component_keys]
 

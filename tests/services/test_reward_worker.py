@@ -136,20 +136,58 @@ async def test_a_function_that_raises_fails_the_call_with_uid_function_and_line(
         await worker.compute_scores(batch(("a", "x", None), ("a", "xyz", None)))
 
 
-@pytest.mark.parametrize("result", ["float('nan')", "float('inf')", "None", "'1'", "{}", "{'acc': 1}", "[1.0]"])
+NO_SCORES = (
+    *(
+        "float('nan')",
+        "float('inf')",
+        "None",
+        "'1'",
+        "{}",
+        "{'acc': 1}",
+        "[1.0]",
+        "1e300",
+        "10**400",
+        "10**5000",
+    ),
+    *("{'score': 1, 'acc': 1e39}", "{'score': 1, 'brief': float('nan')}", "Shy()", "{Shy(): 1, 'score': 1}"),
+)
+
+
+@pytest.mark.parametrize("result", NO_SCORES)
 async def test_what_is_no_finite_number_is_no_score(tiny_model: Path, tmp_path: Path, result: str) -> None:
-    worker = RewardWorker(
-        job(tiny_model, **custom(tmp_path, f"def compute_score(**row):\n    return {result}\n"))
+    source = (
+        "class Shy:\n    def __repr__(self): raise KeyError('shy')\n"
+        f"def compute_score(**row):\n    return {result}\n"
     )
-    with pytest.raises(RewardFailed, match=r"row train-000000: compute_score of .* returned"):
+    worker = RewardWorker(job(tiny_model, **custom(tmp_path, source)))
+    with pytest.raises(RewardFailed, match=r"row train-000000: compute_score of .* returned") as raised:
         await worker.compute_scores(batch(("a", "x", None)))
+    assert ("Shy" in result) == ("whose repr raises KeyError" in str(raised.value))
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("raises", "said"), [("Shy()", "Shy: a Shy whose str raises KeyError"), ("ValueError('z' * 10**6)", "zzz")]
+)
+async def test_an_error_that_cannot_be_told_is_told_all_the_same(
+    tiny_model: Path, tmp_path: Path, raises: str, said: str
+) -> None:
+    source = (
+        "class Shy(Exception):\n    def __str__(self): raise KeyError('shy')\n"
+        f"def compute_score(**row):\n    raise {raises}\n"
+    )
+    worker = RewardWorker(job(tiny_model, **custom(tmp_path, source)))
+    with pytest.raises(RewardFailed, match=rf"row train-000000: .*{said}.*mine.py, line 4\)") as raised:
+        await worker.compute_scores(batch(("a", "x", None)))
+    assert len(str(raised.value)) < 2000
+    worker.close()
 
 
 def test_numbers_of_every_kind_are_scores() -> None:
-    for value in (1, 1.0, True, np.float32(1), np.int64(1)):
+    for value in (1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), torch.tensor(1)):
         assert Verdict.of(value) == Verdict(1.0, 1.0, {"score": 1.0})
     assert Verdict.of({"score": 0.5}) == Verdict(0.5, 0.5, {"score": 0.5})
-    said = {"score": 0.5, "acc": 1, "format": 0.25, "note": "x"}
+    said = {"score": np.array(0.5), "acc": np.bool_(True), "format": 0.25, "note": "x"}
     assert Verdict.of(said) == Verdict(0.5, 1.0, {"score": 0.5, "acc": 1.0, "format": 0.25})
 
 

@@ -59,8 +59,8 @@ def test_format_score_is_for_a_well_formed_wrong_answer_and_never_makes_it_right
     assert gsm8k.compute_score("#### 72", "72", format_score=0.1) == {"score": 1.0, "acc": 1.0}
 
 
-REPEATED = (" ", "\n", "1", "{", "}", "$", "-", "#", ".", ",", "\\", "\\frac", "\\frac{", "\\sqrt", "####", "####,",
-            "\\boxed", "\\boxed{", "Answer:", "\\text{")  # fmt: skip
+REPEATED = (" ", "\n", "1", "{", "}", "$", "-", "#", ".", ",", "\\", "\\frac", "\\frac{", "\\sqrt", "####",
+            "####,", "\\boxed", "\\boxed{", "Answer:", "\\text{")  # fmt: skip
 
 
 @pytest.mark.parametrize("again", REPEATED)
