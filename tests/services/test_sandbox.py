@@ -144,6 +144,15 @@ def test_no_file_but_the_interpreters_is_read(sandbox: Sandbox, tmp_path: Path) 
     refused(sandbox, *(f"open({str(path)!r}).read()" for path in files))
 
 
+def test_what_is_installed_beside_the_standard_library_is_not_read(sandbox: Sandbox) -> None:
+    packages = Path(sys.base_prefix, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}")
+    installed = next((packages / "site-packages").rglob("*.py"), None)
+    if installed is None:
+        pytest.skip("the interpreter has nothing installed")
+    there = str(installed.relative_to(packages))
+    refused(sandbox, f"open(os.path.join(os.path.dirname(os.__file__), {there!r})).read()")
+
+
 def test_the_environment_is_empty_and_other_files_are_not_inherited(sandbox: Sandbox) -> None:
     program = (
         "import os\nprint(dict(os.environ))\n"

@@ -29,6 +29,7 @@ from services.reward.sandbox.seccomp import allow_computing_only
 NOBODY = 65534  # what root becomes
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/urandom")
+INSTALLED = ("site-packages", "dist-packages")  # not of the standard library, which they lie in
 THREADS = 512  # that programs may have beside what else the user runs; memory ends most of them before
 STACK_BYTES = 64 << 20  # of a thread, unless it says another size: deep recursion needs it
 OPEN_FILES = 64
@@ -84,9 +85,10 @@ def shut_in() -> int:
         the tasks that its user runs already.
     """
     die_with_parent(os.getppid())
-    readable = [path for path in (*sys.path, *LIBRARIES, *DEVICES) if os.path.exists(path)]
-    readable.remove(os.environ["PYTHONPATH"])  # where this file is; it is loaded
-    sys.path.remove(os.environ["PYTHONPATH"])
+    sys.path.remove(os.environ["PYTHONPATH"])  # where this file is; it is loaded
+    standard = [path for path in sys.path if os.path.isdir(path)]
+    modules = [entry.path for path in standard for entry in os.scandir(path) if entry.name not in INSTALLED]
+    readable = [path for path in (*modules, *LIBRARIES, *DEVICES) if os.path.exists(path)]
     parent = os.getppid()
     if os.geteuid() == 0:
         os.setgroups([])
@@ -94,7 +96,7 @@ def shut_in() -> int:
         os.setresuid(NOBODY, NOBODY, NOBODY)
         die_with_parent(parent)  # another user's process has to say so anew
     tasks = num_tasks(os.getuid())
-    restrict_to_reading(readable)
+    restrict_to_reading(readable, listed=standard)
     os.environ.clear()
     return tasks
 

@@ -29,9 +29,10 @@ def abi() -> int:
     return max(0, int(_libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), RULESET_VERSION)))
 
 
-def restrict_to_reading(paths: Iterable[str]) -> None:
-    """From here on this process and its children read what is at or beneath `paths`, and write, make, remove
-    and execute nothing at all. What is open stays open.
+def restrict_to_reading(paths: Iterable[str], *, listed: Iterable[str]) -> None:
+    """From here on this process and its children read what is at or beneath `paths`, learn the names that are
+    at or beneath the directories `listed`, and write, make, remove and execute nothing at all. What is open
+    stays open.
 
     Raises:
         OSError: there is no Landlock, or it refuses. Nothing is restricted then.
@@ -43,9 +44,9 @@ def restrict_to_reading(paths: Iterable[str]) -> None:
     fields += [_latest(TCP, version)] * (version >= 4) + [_latest(SCOPES, version)] * (version >= 6)
     attribute = struct.pack(f"{len(fields)}Q", *fields)
     ruleset = _call(CREATE_RULESET, attribute, ctypes.c_size_t(len(attribute)), 0)
-    for path in paths:
+    rules = [(path, READ_FILE | (READ_DIR if os.path.isdir(path) else 0)) for path in paths]
+    for path, allowed in (*rules, *((path, READ_DIR) for path in listed)):
         beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        allowed = READ_FILE | (READ_DIR if os.path.isdir(path) else 0)
         _call(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", allowed, beneath), 0)
         os.close(beneath)
     no_new_privileges()
