@@ -76,12 +76,11 @@ class JobConfig(Config):
                     f"{role}.ppo_micro_batch_size_per_gpu {micro} rows"
                 )
         longest = self.data.max_prompt_length + self.data.max_response_length
-        keys = {"actor": "ppo", "critic": "ppo", "reference": "log_prob"}
-        for role, stem in keys.items():
+        for role in ("actor", "critic", "reference"):
             budget = self.max_tokens(role)
             if role in self.roles and budget is not None and budget < longest:
                 raise ValueError(
-                    f"{role}.{stem}_max_token_len_per_gpu is {budget}, and a row may have {longest} tokens "
+                    f"{self.max_tokens_key(role)} is {budget}, and a row may have {longest} tokens "
                     "(data.max_prompt_length and data.max_response_length); set it to that or more"
                 )
 
@@ -263,6 +262,11 @@ class JobConfig(Config):
         if not (actor.use_dynamic_bsz if own is None else own):
             return None
         return actor.ppo_max_token_len_per_gpu if budget is None else budget
+
+    def max_tokens_key(self, role: str) -> str:
+        """The key that says so."""
+        stem = "log_prob" if role == "reference" else "ppo"
+        return f"{role}.{stem}_max_token_len_per_gpu"
 
     def _model(self, model: ModelConfig) -> ModelConfig:
         return model if model.path else model.model_copy(update={"path": self.actor.model.path})

@@ -12,6 +12,7 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class MicroBatches:
 
     Args:
         num_rows: rows of a micro-batch, where max_tokens is None.
-        max_tokens: tokens that a micro-batch may have.
+        max_tokens: tokens that a micro-batch may have; the job's max_tokens_key says so.
         packed: whether padding is left out; if not, every row counts with its full width.
         balanced: micro-batches of num_rows get about as many tokens each; else rows stay in order.
     """
@@ -29,23 +30,34 @@ class MicroBatches:
     max_tokens: int | None
     packed: bool
     balanced: bool
+    max_tokens_key: str = ""
 
     @classmethod
     def of(cls, job: JobConfig, role: str, model: ModelConfig, num_rows: int) -> MicroBatches:
         """Those of the job's actor, critic or reference."""
-        return cls(num_rows, job.max_tokens(role), model.use_remove_padding, job.trainer.balance_batch)
+        packed, balanced = model.use_remove_padding, job.trainer.balance_batch
+        return cls(num_rows, job.max_tokens(role), packed, balanced, job.max_tokens_key(role))
 
     def cut(self, batch: DataProto) -> list[Tensor]:
         """The rows of each micro-batch, ascending.
 
         Args:
-            batch: attention_mask [B, S], no row of which has more tokens than max_tokens.
+            batch: attention_mask [B, S].
+
+        Raises:
+            InvalidBatch: a row has more tokens than max_tokens.
         """
         mask = batch["attention_mask"]
         if not len(mask):
             return []
         lengths = mask.sum(1).tolist() if self.packed else [mask.shape[1]] * len(mask)
         if self.max_tokens is not None:
+            if (longest := max(lengths)) > self.max_tokens:
+                raise InvalidBatch(
+                    f"row {lengths.index(longest)} has {longest} tokens"
+                    + ("" if self.packed else " with its padding")
+                    + f", and {self.max_tokens_key} is {self.max_tokens}; set it to that or more"
+                )
             return [torch.tensor(rows) for rows in within(lengths, self.max_tokens)]
         if self.packed and self.balanced:
             num_parts = -(-len(lengths) // self.num_rows)
@@ -54,7 +66,7 @@ class MicroBatches:
 
 
 def within(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Rows in as few parts as `balance` finds, none of more than max_tokens; no length is."""
+    """Rows in as few parts as `balance` finds, none of more than max_tokens, and no row either."""
     num_parts = -(-sum(lengths) // max_tokens)
     while num_parts:
         parts = balance(lengths, num_parts, len(lengths))

@@ -11,7 +11,7 @@ import torch
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import InvalidBatch, InvalidConfig
 from rolemesh.models.micro_batches import MicroBatches, balance, within
 
 
@@ -49,6 +49,17 @@ def test_padding_counts_where_it_goes_through_the_model() -> None:
     assert cut() == [[0, 2], [1, 3]]
     assert cut(balanced=False) == cut(packed=False) == [[0, 1, 2], [3]]
     assert MicroBatches(3, None, True, True).cut(rows_of([])) == []
+
+
+@pytest.mark.parametrize(("packed", "tokens"), [(True, "9 tokens"), (False, "10 tokens with its padding")])
+def test_a_row_that_no_pass_may_hold_is_refused(packed: bool, tokens: str) -> None:
+    sections = {"actor": {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 8, "ppo_mini_batch_size": 4}}
+    job = make_job(
+        merge({"data": {"train_batch_size": 4, "max_prompt_length": 4, "max_response_length": 4}}, sections)
+    )
+    model = job.actor.model.model_copy(update={"use_remove_padding": packed})
+    with pytest.raises(InvalidBatch, match=f"has {tokens}, and actor.ppo_max_token_len_per_gpu is 8"):
+        MicroBatches.of(job, "actor", model, 4).cut(rows_of([2, 9, 8]))
 
 
 DATA = {"data": {"train_batch_size": 4, "max_prompt_length": 60, "max_response_length": 40}}
