@@ -52,6 +52,17 @@ class PolicyModelConfig(ModelConfig):
         "", description="start from this adapter, whose own target modules hold; empty: from a new one"
     )
 
+    @model_validator(mode="after")
+    def _targets_can_be_looked_for(self) -> "PolicyModelConfig":
+        targets = self.target_modules
+        if not targets or "" in (targets if isinstance(targets, tuple) else ()):
+            raise ValueError("target_modules names nothing; all-linear is every matrix but the head")
+        try:
+            re.compile(targets if isinstance(targets, str) else "")
+        except re.error as error:
+            raise ValueError(f"target_modules {targets!r} is no pattern: {error}") from error
+        return self
+
 
 def is_target(module: str, targets: str | Sequence[str]) -> bool:
     """Whether a module is adapted, as peft decides it: a string is a pattern of the whole name, an entry of a

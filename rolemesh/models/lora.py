@@ -3,7 +3,7 @@ W + B·A·alpha/r, of which A [r, in] and B [out, r] alone are trained. The laye
 
 On disk an adapter is what peft lays out and reads:
 
-    adapter_model.safetensors   A and B of each module
+    adapter_model.safetensors   A and B of each module; in its header a checksum of the base model's weights
     adapter_config.json         rank, alpha, target modules, the base model's directory
 """
 
@@ -13,12 +13,15 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -29,6 +32,9 @@ from rolemesh.models.loading import load_state, named_weights
 
 ALL_LINEAR = "all-linear"
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+BASE_CHECKSUM = "base_xxh3"
+# What of an adapter's configuration, beside the rank, says how much A and B count.
+SCALING = ("lora_alpha", "use_rslora", "alpha_pattern")
 # What another adapter's configuration may say beside the job's. Any other key changes what the layers compute.
 ITS_OWN = {
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
@@ -103,7 +109,8 @@ class Adapter:
     def save(self, directory: Path) -> None:
         """Writes the adapter as peft lays it out."""
         tensors = {_on_disk(name): tensor.cpu().contiguous() for name, tensor in self.weights.items()}
-        save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        header = {"format": "pt", BASE_CHECKSUM: self._base_checksum}
+        save_file(tensors, directory / WEIGHTS_FILE, metadata=header)
         base = str(Path(self._config.path).absolute())
         settings = {**_settings(self._lora), "base_model_name_or_path": base, "inference_mode": True}
         text = json.dumps(settings, indent=2, sort_keys=True, default=sorted)  # a set has no order to save
@@ -114,12 +121,35 @@ class Adapter:
 
         Raises:
             ModelNotFound: the file is not there or damaged.
+            ValueError: what was saved there counts otherwise, or lies on a base of other weights.
         """
         if directory is None and not self._config.lora_adapter_path:
             return self._drawn()
         tensors = load_state((directory or Path(self._config.lora_adapter_path)) / WEIGHTS_FILE)
+        if directory is not None:
+            self._check_same(directory)
         of_file = {_on_disk(name): name for name in self.weights}
         return {of_file.get(name, name): tensor.float() for name, tensor in tensors.items()}
+
+    def _check_same(self, directory: Path) -> None:
+        saved, mine = json.loads((directory / CONFIG_FILE).read_text()), _settings(self._lora)
+        for name in SCALING:
+            if saved[name] != mine[name]:
+                raise ValueError(f"its adapter has {name} {saved[name]!r}, and the job's has {mine[name]!r}")
+        with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
+            if (file.metadata() or {}).get(BASE_CHECKSUM) != self._base_checksum:
+                raise ValueError(
+                    f"the base model's weights were not those of actor.model.path {self._config.path}"
+                )
+
+    @cached_property
+    def _base_checksum(self) -> str:
+        """Of weights and not of a path, which may change: hexadecimal."""
+        checksum = xxhash.xxh3_64()
+        for name, tensor in self.base_weights().items():
+            checksum.update(name.encode())
+            checksum.update(tensor.detach().cpu().contiguous().numpy().data)
+        return checksum.hexdigest()
 
     def _drawn(self) -> dict[str, Tensor]:
         generator, tensors = torch.Generator().manual_seed(self._seed), {}
@@ -161,6 +191,10 @@ def _read_config(config: PolicyModelConfig) -> LoraConfig:
     if not isinstance(found, LoraConfig):
         raise InvalidConfig(f"{key}: {directory} holds a {found.peft_type} adapter; LoRA is the kind there is")
     own = (found.r, found.lora_alpha)
+    if not all(isinstance(number, int | float) for number in own):
+        raise InvalidConfig(
+            f"{key}: {directory / CONFIG_FILE} has r {own[0]!r} and lora_alpha {own[1]!r}: numbers?"
+        )
     if own != (config.lora_rank, config.lora_alpha):
         raise InvalidConfig(
             f"{key}: {directory} has rank {own[0]} and alpha {own[1]:g}; actor.model.lora_rank is "
@@ -194,7 +228,7 @@ def _check_targets(model: Any, lora: LoraConfig) -> None:
         matched = [name for name in modules if is_target(name, target)]
         if matched and usable.issuperset(matched):
             continue
-        other = next((name for name in matched if name not in usable), "")
+        other = next((name or "the model itself" for name in matched if name not in usable), "")
         raise InvalidConfig(
             f"actor.model.target_modules: {target!r} matches "
             + (f"{other}, which is no matrix of its own" if other else "no module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,37 @@ async def test_a_checkpoint_of_another_rank_is_refused_and_changes_nothing(
     assert same(everything(worker), before)
 
 
+async def test_a_checkpoint_goes_on_where_its_base_lies_elsewhere_and_not_on_another_base(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    first = await trained(lora_job(tiny_model))
+    await first.save_checkpoint(tmp_path / "saved")
+    moved, other = tmp_path / "moved", make_tiny_model(tmp_path / "other", "qwen2", seed=1)
+    shutil.copytree(tiny_model, moved)
+    resumed = ActorWorker(lora_job(moved))
+    await resumed.load_checkpoint(tmp_path / "saved")
+    assert same(everything(resumed), everything(first))
+    worker = ActorWorker(lora_job(other))
+    before = everything(worker)
+    with pytest.raises(CheckpointFailed, match=f"were not those of actor.model.path {other}"):
+        await worker.load_checkpoint(tmp_path / "saved")
+    assert same(everything(worker), before)
+
+
+@pytest.mark.parametrize("change", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 32}}])
+async def test_a_checkpoint_of_an_adapter_that_counts_otherwise_is_refused(
+    tiny_model: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    await ActorWorker(lora_job(tiny_model)).save_checkpoint(tmp_path / "start")
+    path = tmp_path / "start" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    started = lora_job(tiny_model, lora_adapter_path=str(tmp_path / "start"))
+    await ActorWorker(started).save_checkpoint(tmp_path / "saved")
+    await ActorWorker(started).load_checkpoint(tmp_path / "saved")
+    with pytest.raises(CheckpointFailed, match=f"its adapter has {next(iter(change))}"):
+        await ActorWorker(lora_job(tiny_model)).load_checkpoint(tmp_path / "saved")
+
+
 # ------------------------------------------------------------------------------------ refusals
 
 
@@ -254,6 +286,7 @@ async def test_a_checkpoint_of_another_rank_is_refused_and_changes_nothing(
         (["input_layernorm"], "layers.0.input_layernorm, which is no matrix"),
         (["embed_tokens"], "embed_tokens, which is no matrix"),
         (["lm_head"], "lm_head, which is no matrix of its own"),  # the embedding's
+        (".*", "'.*' matches the model itself, which is no matrix"),
     ],
 )
 def test_a_target_that_is_no_matrix_of_the_model_is_refused(tiny_model: Path, targets: Any, said: str) -> None:
@@ -276,6 +309,7 @@ def test_a_pattern_chooses_modules_and_a_head_of_its_own_may_be_one(tmp_path: Pa
     [
         ({"r": 8}, "has rank 8 and alpha 16; actor.model.lora_rank is 4"),
         ({"lora_alpha": 32}, "alpha 32"),
+        ({"lora_alpha": "16"}, "r 4 and lora_alpha '16': numbers"),
         ({"use_dora": True}, "use_dora True"),
         ({"bias": "all"}, "bias 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
@@ -310,6 +344,9 @@ def test_what_is_no_adapter_is_refused(tiny_model: Path) -> None:
             },
             ("reference.model.path is b", "actor.model.lora_rank 4"),
         ),
+        ({"actor": {"model": {"target_modules": []}}}, ("actor.model", "target_modules names nothing")),
+        ({"actor": {"model": {"target_modules": [""]}}}, ("actor.model", "target_modules names nothing")),
+        ({"actor": {"model": {"target_modules": "(q"}}}, ("actor.model", "target_modules '(q' is no pattern")),
         ({"critic": {"model": {"lora_rank": 4}}}, ("critic.model.lora_rank is 4", "trained whole")),
         ({"reference": {"model": {"lora_rank": 4}}}, ("reference.model.lora_rank", "actor.model.lora_rank")),
     ],
