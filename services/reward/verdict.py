@@ -55,9 +55,7 @@ class Verdict:
             raise TypeError("expected a number, or a dict with one under 'score'")
         for name, number in numbers.items():
             if not abs(number) <= FLOAT32_MAX:
-                raise ValueError(
-                    f"{name} is {number}, which is not finite as float32; leave out what is unknown"
-                )
+                raise ValueError(f"{name} is {number}, which is not finite as float32")
         return cls(numbers["score"], numbers.get("acc", numbers["score"]), numbers)
 
 
