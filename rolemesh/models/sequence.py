@@ -91,6 +91,12 @@ def check_sequences(batch: DataProto, method: str) -> None:
             f"{method}: a prompt's last token at column P - 1, and response_mask True on tokens alone, "
             "expected; attention_mask says otherwise"
         )
+    begins = (attended.int().diff(dim=1) > 0).sum(1) + attended[:, 0].int()
+    if (begins > 1).any():
+        raise InvalidBatch(
+            f"{method}: row {int(begins.argmax())} of attention_mask has a hole; prompt and response are to lie "
+            "end to end, with padding on the left and on the right alone"
+        )
     if "kept_ids" in batch:
         kept_ids, responses = batch["kept_ids"], batch["input_ids"][:, width - mask.shape[1] :]
         if kept_ids.shape[:-1] != mask.shape:

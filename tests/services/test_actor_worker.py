@@ -411,6 +411,17 @@ async def test_an_update_replays_the_kept_tokens(tiny_model: Path) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.parametrize("at", [4, 7])  # of a prompt of columns 0 to 5, and of a response after it
+async def test_a_hole_in_a_sequence_is_refused(tiny_model: Path, at: int) -> None:
+    worker, batch = ActorWorker(actor_job(tiny_model)), sequence_batch(8)
+    batch["attention_mask"][:] = 1
+    await worker.compute_log_probs(batch)
+    batch["attention_mask"][2, at] = 0
+    batch["response_mask"][2, 1] = False
+    with pytest.raises(InvalidBatch, match="row 2 of attention_mask has a hole"):
+        await worker.compute_log_probs(batch)
+
+
 async def test_kept_tokens_that_do_not_fit_are_refused(tiny_model: Path) -> None:
     worker, batch = ActorWorker(actor_job(tiny_model, rollout=TRUNCATED)), keeping(sequence_batch(4))
     kept = batch["kept_ids"]
