@@ -84,6 +84,15 @@ class ActorConfig(Config):
     seed: int = Field(42, description="of the shuffle, of clip_cov's choice and of a new adapter")
 
     @model_validator(mode="after")
+    def _later_passes_have_a_ratio(self) -> "ActorConfig":
+        if self.policy_loss.loss_mode == "gpg" and self.ppo_epochs > 1:
+            raise ValueError(
+                f"ppo_epochs is {self.ppo_epochs} and policy_loss.loss_mode gpg, which has no ratio: a later "
+                "pass would not see how far the policy has moved; set ppo_epochs to 1, or loss_mode to vanilla"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _ratio_is_held_above_zero(self) -> "ActorConfig":
         if self.policy_loss.loss_mode in ("vanilla", "gspo", "clip_cov", "bypass") and self.clip_low >= 1:
             raise ValueError(

@@ -38,6 +38,15 @@ class FilterGroupsConfig(Config):
         0, ge=0, description="batches of data.gen_batch_size that a step may take, then it fails; 0: no limit"
     )
 
+    @model_validator(mode="after")
+    def _limits_what_is_on(self) -> "FilterGroupsConfig":
+        if self.max_num_gen_batches and not self.enable:
+            raise ValueError(
+                f"max_num_gen_batches is {self.max_num_gen_batches} and enable false: a step then takes one; "
+                "set enable to true, or max_num_gen_batches to 0"
+            )
+        return self
+
 
 class PFPPOConfig(Config):
     """PF-PPO (arXiv:2409.06957): rows are drawn anew, by weights of their scores."""
@@ -68,6 +77,15 @@ class AlgorithmConfig(Config):
     pf_ppo: PFPPOConfig = PFPPOConfig()
 
     @model_validator(mode="after")
+    def _adaptive_kl_is_weighed(self) -> "AlgorithmConfig":
+        if self.kl_ctrl.type == "adaptive" and not self.use_kl_in_reward:
+            raise ValueError(
+                "kl_ctrl.type is adaptive and use_kl_in_reward false, so there is no KL to steer "
+                "(actor.kl_loss_coef is fixed); set kl_ctrl.type to fixed, or use_kl_in_reward to true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _gdpo_has_components(self) -> "AlgorithmConfig":
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights is not None and len(weights) != len(keys):
@@ -75,6 +93,8 @@ class AlgorithmConfig(Config):
                 f"gdpo_reward_weights has {len(weights)} numbers and gdpo_reward_keys {len(keys)} components; "
                 "give each component its weight"
             )
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"gdpo_reward_keys names a component twice: {', '.join(keys)}")
         if self.adv_estimator != "gdpo":
             return self
         if not keys:

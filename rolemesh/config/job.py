@@ -19,6 +19,7 @@ from rolemesh.config.placement import ROLES, PlacementConfig, num_replicas, plac
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import RolloutConfig
 from rolemesh.config.trainer import TrainerConfig
+from rolemesh.errors import InvalidConfig
 
 
 class JobConfig(Config):
@@ -38,6 +39,7 @@ class JobConfig(Config):
     def _sections_agree(self) -> JobConfig:
         self._check_batches()
         self._check_estimator()
+        self._check_greedy()
         for key in ("prompt_length", "response_length"):
             own, common = getattr(self.rollout, key), getattr(self.data, f"max_{key}")
             if own not in (None, common):
@@ -91,6 +93,17 @@ class JobConfig(Config):
                 f"algorithm.adv_estimator {estimator} compares the responses to one prompt, and rollout.n is "
                 "1; set rollout.n to 2 or more"
             )
+        own = [key for key in self.algorithm.gdpo_reward_keys if key not in ("score", "acc")]
+        if estimator == "gdpo" and own and self.reward.custom_reward_function.path is None:
+            raise ValueError(
+                f"algorithm.gdpo_reward_keys names {own[0]}, which only a function of yours could tell, and "
+                "reward.custom_reward_function.path is not set; name your file"
+            )
+        if estimator == "gdpo" and self.reward.overlong_buffer.enable:
+            raise ValueError(
+                "reward.overlong_buffer.enable is true and takes from the score, and algorithm.adv_estimator "
+                "gdpo learns from the components alone; set enable to false; one of these may be length"
+            )
         if estimator in ("egpo", "optimal_token_baseline") and self.algorithm.rollout_correction.bypass_mode:
             raise ValueError(
                 f"algorithm.adv_estimator {estimator} reads what the actor says of its distributions before "
@@ -100,6 +113,25 @@ class JobConfig(Config):
             raise ValueError(
                 f"trainer.critic_warmup is {self.trainer.critic_warmup}, and a job with "
                 f"algorithm.adv_estimator {estimator} has no critic; set it to 0"
+            )
+
+    def _check_greedy(self) -> None:
+        estimator, rollout = self.algorithm.adv_estimator, self.rollout
+        reasons = {
+            "do_sample is false": not rollout.do_sample,
+            "temperature is 0": rollout.temperature == 0,
+            "top_k is 1": rollout.top_k == 1,
+        }
+        by_group = rollout.n > 1 and estimator == "reinforce_plus_plus_baseline"
+        learners = {
+            f"algorithm.adv_estimator {estimator}": estimator in (*COMPARING, "remax") or by_group,
+            "algorithm.filter_groups.enable": self.algorithm.filter_groups.enable,
+        }
+        found = [[text for text, holds in each.items() if holds] for each in (reasons, learners)]
+        if all(found):
+            raise ValueError(
+                f"rollout.{found[0][0]}, so all answers to a prompt are the same, and {found[1][0]} learns "
+                "from how they differ; set do_sample to true, temperature above 0 and top_k to -1"
             )
 
     def _check_adapter(self) -> None:
@@ -284,9 +316,17 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
         overrides: further YAML files, and `section.key=value`, the value in YAML (parse_overrides).
 
     Raises:
-        InvalidConfig: with every wrong key, where it is, and the nearest right one.
+        InvalidConfig: with every wrong key, where it is, and the nearest right one; or the files are in the
+            wrong order.
     """
-    return make_job(merge(read_yaml(Path(path)), parse_overrides(overrides)), where=str(path))
+    job, over = read_yaml(Path(path)), parse_overrides(overrides)
+    files = [str(path), *(override for override in overrides if "=" not in override)]
+    whole = next((file for file in files[1:] if "data" in read_yaml(Path(file))), None)
+    if whole and not {"data", "trainer"} & job.keys():
+        raise InvalidConfig(
+            f"{path} is laid under {whole}, whose keys would win; the job file comes first: {whole} {path}"
+        )
+    return make_job(merge(job, over), where=", ".join(files))
 
 
 def make_job(data: dict[str, Any], where: str = "job") -> JobConfig:

@@ -53,7 +53,7 @@ def write_data(directory: Path, name: str, num_rows: int) -> str:
 
 
 def small_job(directory: Path, model: Path, run: str, *overrides: str) -> JobConfig:
-    """Four prompts a step, two answers each, PPO with an adaptive KL in the reward."""
+    """Four prompts a step, two answers each, PPO with an adaptive KL in the reward, where it has one."""
     (directory / "reward.py").write_text(REWARD)
     base: dict[str, Any] = {
         "algorithm": {
@@ -85,7 +85,10 @@ def small_job(directory: Path, model: Path, run: str, *overrides: str) -> JobCon
             "device": "cpu",
         },
     }
-    return make_job(merge(base, parse_overrides(overrides)))
+    sections = merge(base, parse_overrides(overrides))
+    if not sections["algorithm"]["use_kl_in_reward"]:
+        del sections["algorithm"]["kl_ctrl"]  # nothing to steer
+    return make_job(sections)
 
 
 @contextmanager

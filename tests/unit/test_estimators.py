@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, get_args
 
 import numpy as np
@@ -30,7 +31,9 @@ def job_sections(name: str) -> dict[str, Any]:
     keys = (
         {"gdpo_reward_keys": ["a", "b", "c"], "gdpo_reward_weights": [1.0, 0.5, 2.0]} if name == "gdpo" else {}
     )
-    return {"algorithm": {"adv_estimator": name, "gamma": 0.9, "lam": 0.8, **keys}, "rollout": {"n": 4}}
+    algorithm = {"adv_estimator": name, "gamma": 0.9, "lam": 0.8, **keys}
+    reward = {"custom_reward_function": {"path": "reward.py"}} if name == "gdpo" else {}
+    return {"algorithm": algorithm, "rollout": {"n": 4}, "reward": reward}
 
 
 def some_columns() -> dict[str, Any]:
@@ -228,6 +231,24 @@ def test_an_estimator_with_another_baseline_needs_one_response(name: str) -> Non
             {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"], "use_kl_in_reward": True},
             "set actor.use_kl_loss instead",
         ),
+        ({"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b", "a"]}, "names a component twice: a, b, a"),
+        (
+            {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"], "gdpo_reward_weights": [math.nan]},
+            "'algorithm.gdpo_reward_weights.0' is nan",
+        ),
+        (
+            {"adv_estimator": "gdpo", "gdpo_reward_keys": ["acc", "a"]},
+            "gdpo_reward_keys names a, which only a function of yours could tell, and "
+            "reward.custom_reward_function.path is not set",
+        ),
+        (
+            {"adv_estimator": "grpo", "kl_ctrl": {"type": "adaptive"}},
+            "kl_ctrl.type is adaptive and use_kl_in_reward false",
+        ),
+        (
+            {"adv_estimator": "grpo", "filter_groups": {"max_num_gen_batches": 3}},
+            "max_num_gen_batches is 3 and enable false",
+        ),
         (
             {"adv_estimator": "egpo", "rollout_correction": {"bypass_mode": True}},
             "bypass_mode leaves that call",
@@ -242,6 +263,36 @@ def test_keys_that_contradict_an_estimator_are_refused(algorithm: dict[str, Any]
     with pytest.raises(InvalidConfig) as error:
         make_job({"algorithm": algorithm, "rollout": {"n": 2}})
     assert words in str(error.value)
+
+
+def test_the_rules_tell_score_and_acc() -> None:
+    make_job(
+        {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_keys": ["score", "acc"]}, "rollout": {"n": 2}}
+    )
+
+
+def test_gdpo_and_a_punishment_of_the_score_contradict() -> None:
+    sections = job_sections("gdpo")
+    sections["reward"] |= {"reward_manager": "dapo", "overlong_buffer": {"enable": True, "len": 4}}
+    with pytest.raises(InvalidConfig, match=r"overlong_buffer\.enable .* algorithm\.adv_estimator gdpo"):
+        make_job(sections)
+
+
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"temperature": 0}, {"top_k": 1}])
+@pytest.mark.parametrize("name", [*COMPARING, "remax", "reinforce_plus_plus_baseline"])
+def test_where_all_answers_to_a_prompt_are_the_same_nothing_can_be_compared(
+    name: str, sampling: dict[str, Any]
+) -> None:
+    sections = job_sections(name)
+    sections["rollout"] |= sampling
+    key = next(iter(sampling))
+    with pytest.raises(InvalidConfig, match=rf"rollout\.{key} is .* algorithm\.adv_estimator {name} learns"):
+        make_job(sections)
+
+
+def test_greedy_answers_may_be_compared_with_those_to_other_prompts() -> None:
+    for name in ("gae", "reinforce_plus_plus"):
+        make_job(job_sections(name) | {"rollout": {"n": 4, "do_sample": False}})
 
 
 def test_a_warm_up_of_a_critic_that_is_not_there_is_refused() -> None:

@@ -267,6 +267,8 @@ def test_every_loss_mode_has_a_loss_and_no_other_has() -> None:
         ({"policy_loss": {"dro_beta": 0}}, "dro_beta"),
         ({"policy_loss": {"loss_mode": "dro"}}, "loss_mode is dro and dro_beta is not set"),
         ({"tau_neg": 0}, "tau_neg"),
+        ({"clip_ratio_c": math.inf}, "'actor.clip_ratio_c' is inf"),
+        ({"policy_loss": {"loss_mode": "gpg"}, "ppo_epochs": 2}, "ppo_epochs is 2 and .*loss_mode gpg"),
     ],
 )
 def test_ranges_of_no_loss_are_refused(keys: dict[str, Any], message: str) -> None:
