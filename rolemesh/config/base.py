@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,7 +27,27 @@ ELSEWHERE = {
 class Config(BaseModel):
     """A section of the job file. Unknown keys are errors; a section is not changed after it is made."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=False, validate_default=True, allow_inf_nan=False
+    )
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML, but 1_5, of which YAML 1.1 makes 15, is text, as two bounds are. 10_000 stays a number."""
+
+
+def _unless_two(read: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A number, unless an underscore in it is not one between thousands."""
+    two = re.compile(r"_(?![0-9]{3}(?![0-9]))")
+    return lambda loader, node: node.value if two.search(node.value) else read(loader, node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _unless_two(yaml.SafeLoader.construct_yaml_int))
+_Loader.add_constructor("tag:yaml.org,2002:float", _unless_two(yaml.SafeLoader.construct_yaml_float))
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, _Loader)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -37,7 +57,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         InvalidConfig: no such file, not YAML, or not a mapping.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InvalidConfig(f"no such job file: {path}") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +89,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not equals or not all(part.isidentifier() for part in key.split(".")):
             raise InvalidConfig(f"override {override!r} is not of the form section.key=value, nor a .yaml file")
         try:
-            value = yaml.safe_load(text)
+            value = _parse(text)
         except yaml.YAMLError as error:
             raise InvalidConfig(f"override {override!r}: the value is not YAML: {error}") from error
         if isinstance(value, str):
@@ -87,7 +107,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def _number(text: str) -> str | float:
     """YAML 1.1 reads 1e-5 as text; people mean the number."""
     try:
-        return float(text) if text[:1] in "+-.0123456789" else text
+        return float(text) if text[:1] in "+-.0123456789" and "_" not in text else text
     except ValueError:
         return text
 

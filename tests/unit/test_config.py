@@ -174,6 +174,28 @@ def test_an_override_that_is_not_key_value_is_refused(override: str) -> None:
         parse_overrides([override])
 
 
+def test_two_bounds_without_quotes_are_two_and_underscores_between_thousands_are_none(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "trainer: {experiment_name: 2025_11_02, total_training_steps: 10_000}\n"
+        "actor: {optim: {lr: 1_000.5}}\n"
+        "algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 0.5_5}}\n"
+    )
+    job = load_job(tmp_path / "job.yaml")
+    assert job.trainer.experiment_name == "2025_11_02"
+    assert (job.trainer.total_training_steps, job.actor.optim.lr) == (10_000, 1000.5)
+    assert job.algorithm.rollout_correction.bounds == (0.5, 5)
+    job = load_job(tmp_path / "job.yaml", ["algorithm.rollout_correction.rollout_is_threshold=1_5"])
+    assert job.algorithm.rollout_correction.bounds == (1, 5)
+
+
+@pytest.mark.parametrize("key", ["actor.entropy_coeff", "algorithm.gamma", "rollout.temperature"])
+def test_no_number_may_be_infinite_or_none(key: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("{}")
+    for value in (".nan", ".inf", "-.inf"):
+        with pytest.raises(InvalidConfig, match=f"'{key}' is -?(nan|inf): "):
+            load_job(tmp_path / "job.yaml", [f"{key}={value}"])
+
+
 def test_an_override_wins_over_the_file_and_leaves_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump({**SMALL, "trainer": {"save_freq": 2, "test_freq": 3}}))
