@@ -49,7 +49,9 @@ ESTIMATORS = {
     "grpo": Estimator(compute_grpo, GROUP, BY_STD),
     "grpo_passk": Estimator(compute_grpo_passk, GROUP, BY_STD),
     "gdpo": Estimator(
-        compute_gdpo, ("reward_components", "response_mask", "uid"), ("gdpo_reward_weights", *BY_STD)
+        compute_gdpo,
+        ("reward_components", "response_mask", "uid"),
+        ("gdpo_reward_keys", "gdpo_reward_weights", *BY_STD),
     ),
     "reinforce_plus_plus": Estimator(compute_reinforce_plus_plus, RESPONSE, ("gamma",)),
     "reinforce_plus_plus_baseline": Estimator(compute_reinforce_plus_plus_baseline, GROUP),

@@ -61,6 +61,7 @@ def compute_gdpo(
     response_mask: Tensor,
     uid: Sequence[str],
     *,
+    gdpo_reward_keys: Sequence[str],
     gdpo_reward_weights: Sequence[float] | None,
     norm_adv_by_std_in_grpo: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -68,15 +69,16 @@ def compute_gdpo(
     arXiv:2601.05242): no component drowns in the spread of another.
 
     Args:
-        reward_components: [B, K] float32, in the order of algorithm.gdpo_reward_keys.
+        reward_components: [B, K] float32.
+        gdpo_reward_keys: their K names.
         gdpo_reward_weights: K of them; None: all 1.
 
     Raises:
-        ValueError: another number of weights than of components.
+        ValueError: another number of names or weights than of components.
     """
     groups = Groups.of(uid, response_mask)
     components = reward_components.double().unbind(1)
-    weights = [1.0] * len(components) if gdpo_reward_weights is None else gdpo_reward_weights
+    weights = [1.0] * len(gdpo_reward_keys) if gdpo_reward_weights is None else gdpo_reward_weights
     scores = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     for weight, rewards in zip(weights, components, strict=True):
         scores += weight * _compared(rewards, groups, norm_adv_by_std_in_grpo)

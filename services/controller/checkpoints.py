@@ -61,13 +61,15 @@ class ControllerState:
 
 
 def course_of(job: JobConfig, num_prompts: int) -> dict[str, Any]:
-    """The settings that decide which prompts a step sees and which tokens it draws. A resumed run with
-    others would be neither the old run nor a new one."""
+    """The settings that decide which prompts a step sees, which tokens it draws, and what waiting groups hold.
+    A resumed run with others would be neither the old run nor a new one."""
     data, rollout, filter_groups = job.data, job.rollout, job.algorithm.filter_groups
     model = job.actor.model
     return {
         "actor.model.lora_alpha": model.lora_alpha if model.lora_rank else None,
         "algorithm.adv_estimator": job.algorithm.adv_estimator,
+        "algorithm.gdpo_reward_keys": list(job.algorithm.gdpo_reward_keys) or None,
+        "algorithm.gdpo_reward_weights": list(job.algorithm.gdpo_reward_weights or ()) or None,
         "algorithm.filter_groups.metric": filter_groups.metric if filter_groups.enable else None,
         "data.train_files": [Path(file).name for file in data.train_files],
         "prompts in data.train_files": num_prompts,

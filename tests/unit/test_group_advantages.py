@@ -73,6 +73,7 @@ def test_pass_at_k_needs_two_responses() -> None:
 
 
 COMPONENTS = tensor([[1.0, 0.0], [0.0, 10.0], [0.0, 0.0], [0.0, 2.0]])  # of groups a, a, b, b
+KEYS = ("right", "short")
 
 
 def test_gdpo_compares_each_component_by_itself() -> None:
@@ -80,7 +81,7 @@ def test_gdpo_compares_each_component_by_itself() -> None:
     the sums are ½√½·(1, −1, −1, 1): mean 0, variance (4/8)/3 = 1/6, whitened ½√½·√6 = ½√3."""
     advantages, returns = compute_gdpo(
         COMPONENTS, torch.ones(4, 1, dtype=torch.bool), ["a", "a", "b", "b"],
-        gdpo_reward_weights=(1.0, 0.5), norm_adv_by_std_in_grpo=True,
+        gdpo_reward_keys=KEYS, gdpo_reward_weights=(1.0, 0.5), norm_adv_by_std_in_grpo=True,
     )  # fmt: skip
     assert_close(advantages[:, 0], tensor([1.0, -1.0, -1.0, 1.0]) * math.sqrt(3) / 2, rtol=1e-5, atol=1e-6)
     assert torch.equal(advantages, returns)
@@ -90,16 +91,19 @@ def test_gdpo_without_weights_weighs_alike() -> None:
     """√½·(1 − 1, −1 + 1, −1, 1) = √½·(0, 0, −1, 1): mean 0, variance (½ + ½)/3, whitened √½·√3."""
     advantages, _ = compute_gdpo(
         COMPONENTS, torch.ones(4, 1, dtype=torch.bool), ["a", "a", "b", "b"],
-        gdpo_reward_weights=None, norm_adv_by_std_in_grpo=True,
+        gdpo_reward_keys=KEYS, gdpo_reward_weights=None, norm_adv_by_std_in_grpo=True,
     )  # fmt: skip
     assert_close(advantages[:, 0], tensor([0.0, 0.0, -1.0, 1.0]) * math.sqrt(1.5), rtol=1e-5, atol=1e-5)
 
 
-def test_gdpo_needs_a_weight_for_each_component() -> None:
+@pytest.mark.parametrize(("keys", "weights"), [(KEYS, (1.0,)), (("right",), None)])
+def test_gdpo_needs_a_name_and_a_weight_for_each_component(
+    keys: tuple[str, ...], weights: tuple[float, ...] | None
+) -> None:
     with pytest.raises(ValueError, match="zip"):
         compute_gdpo(
             COMPONENTS, torch.ones(4, 1, dtype=torch.bool), ["a"] * 4,
-            gdpo_reward_weights=(1.0,), norm_adv_by_std_in_grpo=True,
+            gdpo_reward_keys=keys, gdpo_reward_weights=weights, norm_adv_by_std_in_grpo=True,
         )  # fmt: skip
 
 
@@ -223,6 +227,20 @@ def test_the_optimal_token_baseline_weighs_returns_by_what_was_uncertain_so_far(
     first, second = (0.5 * 3 + 0.08 * 0.5) / 0.58, 1 * 3 / 1.58
     assert_close(returns, tensor([[3.0, 3.0, 2.0], [0.5, 0.0, 0.0]]))
     assert_close(advantages, tensor([[3 - first, 3 - second, 2.0], [0.5 - first, -second, 0.0]]))
+
+
+def test_the_optimal_token_baseline_hears_no_response_that_has_ended() -> None:
+    """A third response of w = ½: at the third token W = 1.5 and 1.5, G = 2 and 1 of first and third; the second
+    has ended, and its W of 0.58 would make the baseline (3 + 1.5)/(3 + 0.58)."""
+    third = tensor([[0.0, 0.0, 1.0]])
+    advantages, _ = compute_optimal_token_baseline(
+        torch.cat([EARNED, third]),
+        torch.cat([LENGTHS, torch.ones(1, 3, dtype=torch.bool)]),
+        ["a"] * 3,
+        torch.cat([LOG_PROBS, LOG_PROBS[:1]]),
+        torch.cat([SQUARES, SQUARES[:1]]),
+    )
+    assert_close(advantages[:, 2], tensor([0.5, 0.0, -0.5]))
 
 
 def test_the_optimal_token_baseline_of_one_is_its_return() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from torch import tensor
 
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import CheckpointFailed, RoleUnavailable
+from rolemesh.errors import CheckpointFailed, InvalidConfig, RoleUnavailable
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.clients import ActorClient, RewardClient, RolloutClient
 from services.controller.advantages import apply_kl_penalty, compute_advantages
-from services.controller.checkpoints import Checkpoints, ControllerState
+from services.controller.checkpoints import Checkpoints, ControllerState, course_of
 from services.controller.curves import draw_curves
 from services.controller.metrics import batch_metrics, staleness_metrics
 from services.controller.status import RunStatus, State
@@ -158,6 +159,21 @@ def test_a_checkpoint_that_was_to_be_replaced_comes_back_where_the_run_was_kille
     assert checkpoints.latest() == tmp_path / "global_step_5"
     checkpoints.clear_partial()
     assert checkpoints.steps() == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("key", "first", "then"),
+    [("gdpo_reward_keys", ["a", "b"], ["b", "a"]), ("gdpo_reward_weights", None, [1.0, 2.0])],
+)
+def test_groups_that_wait_have_the_components_that_they_were_judged_by(
+    key: str, first: Any, then: Any, tmp_path: Path
+) -> None:
+    before, now = ({"algorithm": {"gdpo_reward_keys": ["a", "b"]} | {key: value}} for value in (first, then))
+    course = course_of(make_job(before), 10)
+    (tmp_path / "controller.json").write_text(ControllerState(1, {}, course).to_json())
+    assert Checkpoints.read(tmp_path, course).step == 1
+    with pytest.raises(InvalidConfig, match=rf"algorithm\.{key} is .* now and was"):
+        Checkpoints.read(tmp_path, course_of(make_job(now), 10))
 
 
 async def test_a_role_that_is_gone_while_a_checkpoint_is_written_is_told_as_that(tmp_path: Path) -> None:
