@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rolemesh.algos.aggregation import Aggregation
@@ -50,7 +51,8 @@ def policy_objective(
         rows: the micro-batch: response_mask, old_log_probs, advantages; with use_kl_loss ref_log_probs, with
             rollout_correction rollout_is_weights and loss_mask, with clip_cov and kl_cov chosen.
         mini_batch_mask: response_mask [B, T] of the mini-batch that it is part of. Denominators are its: a
-            rejected token adds nothing, and does not make the others count for more.
+            rejected token adds nothing, and does not make the others count for more, but for those of its row
+            in seq-mean-token-mean, whose mean is over the tokens that are left.
 
     Returns:
         The micro-batch's shares of the mini-batch's loss and of what is reported.
@@ -63,9 +65,9 @@ def policy_objective(
         besides["chosen"] = rows["chosen"]
     if policy_loss.corrects:
         besides["correction"] = job.algorithm.rollout_correction
-    tokens = policy_loss.of_tokens(
-        log_probs, rows["old_log_probs"], rows["advantages"], mask, config, **besides
-    )
+    # 0 in masked cells: a loss of 0 there has no gradient, but 0 times what may stand there could be no number
+    old, advantages = (torch.where(mask, rows[column], 0) for column in ("old_log_probs", "advantages"))
+    tokens = policy_loss.of_tokens(log_probs, old, advantages, mask, config, **besides)
     losses = tokens.losses
     if "rollout_is_weights" in rows:
         losses = losses * policy_loss.weights(rows["rollout_is_weights"], mask)
@@ -75,7 +77,8 @@ def policy_objective(
     if entropys is not None:
         loss = loss - config.entropy_coeff * aggregate(entropys, mask)
     if config.use_kl_loss:
-        kl_loss = aggregate(kl_penalty(log_probs, rows["ref_log_probs"], config.kl_loss_type), mask)
+        reference = torch.where(mask, rows["ref_log_probs"], 0)
+        kl_loss = aggregate(kl_penalty(log_probs, reference, config.kl_loss_type), mask)
         loss = loss + config.kl_loss_coef * kl_loss
         shares["kl_loss"] = kl_loss
     return loss, shares

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
+from rolemesh.algos.policy_loss import POLICY_LOSSES
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from services.actor.objective import policy_objective
@@ -77,3 +78,27 @@ def test_rejected_tokens_are_out_of_every_term_and_stay_in_its_denominator(
 def test_masked_cells_may_hold_anything() -> None:
     total, _ = objective(torch.where(MASK, ENTROPYS, torch.nan), {"entropy_coeff": 0.1})
     assert total.isfinite()
+
+
+@pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
+def test_neither_loss_nor_gradient_hears_what_masked_cells_hold(loss_mode: str) -> None:
+    actor = {
+        "policy_loss": {"loss_mode": loss_mode, "dro_beta": 0.05},
+        "use_kl_loss": True,
+    }
+    job = make_job(
+        {"actor": actor, "algorithm": {"rollout_correction": {"bypass_mode": loss_mode == "bypass"}}}
+    )
+    found = []
+    for elsewhere in (0.0, torch.nan, torch.inf):
+        columns = {"old_log_probs": OLD, "advantages": ADVANTAGES, "ref_log_probs": OLD - 0.5}
+        rows = DataProto({name: torch.where(MASK, column, elsewhere) for name, column in columns.items()})
+        rows["response_mask"], rows["chosen"] = MASK, MASK & (ADVANTAGES > 1)
+        log_probs = torch.where(MASK, OLD + 0.1, -1.0).requires_grad_()
+        loss, shares = policy_objective(log_probs, None, rows, MASK, job)
+        (gradient,) = torch.autograd.grad(loss, log_probs)
+        found.append((loss.detach(), gradient, *shares.values()))
+    assert found[0][1].isfinite().all()
+    assert (found[0][1][~MASK] == 0).all()
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
