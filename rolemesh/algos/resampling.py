@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 WEIGHTS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "pow": lambda scores, power: scores.abs() ** power,
+    # of the largest: a power of the scores themselves may be infinite, and then the last row were all
+    "pow": lambda scores, power: (scores.abs() / scores.abs().max().clamp(min=1e-300)) ** power,
     "max_min": lambda scores, power: ((scores == scores.max()) | (scores == scores.min())).to(scores.dtype),
     "max_random": lambda scores, power: torch.where(scores == scores.max(), 0.4, 0.1).to(scores.dtype),
 }
@@ -24,8 +25,9 @@ def resampling_weights(scores: Tensor, *, method: str, power: float) -> Tensor:
 
     Args:
         scores: [B], a response's score; the KL penalty is not taken off.
-        method: algorithm.pf_ppo.reweight_method. pow: |score|^power. max_min: 1 for the best and the worst
-            score of the batch, 0 between them. max_random: 0.4 for the best, 0.1 for any other.
+        method: algorithm.pf_ppo.reweight_method. pow: |score|^power, as a share of the largest. max_min:
+            1 for the best and the worst score of the batch, 0 between them. max_random: 0.4 for the best, 0.1
+            for any other.
         power: algorithm.pf_ppo.weight_pow.
 
     Returns:

@@ -21,8 +21,8 @@ SCORES = torch.tensor([1.0, -2.0, 0.0, 3.0, -2.0])
 @pytest.mark.parametrize(
     ("method", "power", "expected"),
     [
-        ("pow", 2.0, [1.0, 4.0, 0.0, 9.0, 4.0]),
-        ("pow", 0.5, [1.0, 2**0.5, 0.0, 3**0.5, 2**0.5]),
+        ("pow", 2.0, [1 / 9, 4 / 9, 0.0, 1.0, 4 / 9]),
+        ("pow", 0.5, [3**-0.5, 1.5**-0.5, 0.0, 1.0, 1.5**-0.5]),
         ("max_min", 2.0, [0.0, 1.0, 0.0, 1.0, 1.0]),
         ("max_random", 2.0, [0.1, 0.1, 0.1, 0.4, 0.1]),
     ],
@@ -31,6 +31,13 @@ def test_weights_by_the_methods_names(method: str, power: float, expected: list[
     weights = resampling_weights(SCORES, method=method, power=power)
     assert_close(weights, torch.tensor(expected).double(), atol=1e-7, rtol=1e-6)
     assert (weights > 0).all()
+
+
+def test_a_power_beyond_all_numbers_still_draws_the_best_rows() -> None:
+    """3e38^10 is no float64; as shares of the largest they are 1, 1 and 2^-10."""
+    weights = resampling_weights(torch.tensor([3e38, -3e38, 1.5e38]), method="pow", power=10.0)
+    assert_close(weights, torch.tensor([1.0, 1.0, 2.0**-10]).double(), atol=1e-7, rtol=1e-6)
+    assert set(draw_rows(weights.repeat(8), seed=7, step=3).tolist()) != {23}
 
 
 def test_rows_are_drawn_as_often_as_their_weights_say() -> None:
