@@ -33,13 +33,14 @@ def apply_rollout_correction(batch: DataProto, job: JobConfig) -> tuple[DataProt
 
     rollout_is_weights [B, T], with rollout_is: the policy loss of each token is multiplied by its weight.
     loss_mask [B, T], with rollout_rs: response_mask without what is rejected, which is out of the actor's and
-    the critic's loss. It still counts in the losses' denominators, as in verl 0.9: to reject makes a step
-    smaller, and does not make the other tokens weigh more. response_mask stays, and with it KL, advantages and
-    metrics are those of all that was sampled. (verl takes advantages of the accepted tokens alone; with gae a
-    rejected last token would take the reward along.)
+    the critic's loss. It still counts in the mini-batch's denominators, as in verl 0.9: to reject makes a step
+    smaller, and does not make the other tokens weigh more. (Except within a row in seq-mean-token-mean: a row's
+    mean is over the tokens that it keeps.) response_mask stays, and with it KL, advantages and metrics are
+    those of all that was sampled. (verl takes advantages of the accepted tokens alone; with gae a rejected last
+    token would take the reward along.)
 
     With bypass_mode there is nothing to compare here, as old_log_probs are the engine's; the actor's loss does
-    it, against the policy under training.
+    it, against the policy under training, and tells how far the two are apart as actor/ppo_kl.
 
     Returns:
         the batch; and how far the engine's policy is from the actor's, whether or not that is corrected. The
