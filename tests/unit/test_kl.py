@@ -78,6 +78,14 @@ def test_k3_beyond_its_clamps_has_no_gradient_and_with_a_plus_that_of_k2() -> No
         assert_close(gradient, tensor([expected]))
 
 
+@pytest.mark.parametrize("name", ["k3", "k3+"])
+def test_the_gradient_of_k3_is_finite_where_its_exponential_is_not(name: str) -> None:
+    """e^100 is no float32, and infinity times the 0 of the outer clamp would be no number."""
+    log_probs = tensor([[-100.0]], requires_grad=True)
+    (gradient,) = torch.autograd.grad(kl_penalty(log_probs, tensor([[0.0]]), name).sum(), log_probs)
+    assert_close(gradient, tensor([[-100.0 if name == "k3+" else 0.0]]))
+
+
 def test_k3_is_held_at_10() -> None:
     far = kl_penalty(tensor([[-100.0, 0.0, 0.0]]), tensor([[0.0, -5.0, -100.0]]), "k3")
     assert_close(far, tensor([[10.0, math.exp(-5) + 4, 10.0]]))

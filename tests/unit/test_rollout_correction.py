@@ -45,6 +45,8 @@ def test_a_sequences_weight_is_the_product_and_stands_on_each_of_its_tokens() ->
 def test_icepop_leaves_what_lies_between_and_zeroes_the_rest() -> None:
     weights = importance_weights(OLD, ROLLOUT, MASK, level="token")
     assert_close(bounded(weights, 0.4, 3.5), tensor([[0.5, 3.0, 0.0], [0.0, 0.0, 0.0]]))
+    bounds = tensor([[0.5, 1.0, 5.0]])
+    assert torch.equal(bounded(bounds, 0.5, 5.0), bounds)  # between them, they included
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
