@@ -469,6 +469,10 @@ def test_the_step_graph_has_one_round_whatever_the_batch(tiny_model: Path, tmp_p
             r"filter_groups\.enable .*rollout\.n is 1",
         ),
         (["algorithm.adv_estimator=gae"], r"filter_groups\.enable .*algorithm\.adv_estimator is gae"),
+        (
+            ["rollout.temperature=0", "algorithm.adv_estimator=reinforce_plus_plus"],
+            r"rollout\.temperature is 0, .*algorithm\.filter_groups\.enable learns",
+        ),
         (["algorithm.adv_estimator=remax"], r"filter_groups\.enable .*algorithm\.adv_estimator is remax"),
         (["rollout.mode=async"], r"filter_groups\.enable.*rollout\.mode async.*max_staleness"),
         (["trainer.total_training_steps=null"], r"filter_groups\.enable.*total_epochs.*total_training_steps"),
