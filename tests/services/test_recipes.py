@@ -11,11 +11,13 @@ from in_process import small_job, train
 
 from rolemesh.config import JobConfig, load_job
 from rolemesh.config.base import read_yaml
+from rolemesh.errors import InvalidConfig
 from services.controller.run_dir import read_metrics
 from services.reward.functions.custom import load_function
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
+DAPO_ON_TINY = ["data.max_response_length=12", "reward.overlong_buffer.len=3"]
 # No two answers are worth the same, so that each step has something to learn; with gdpo.yaml's components.
 REWARD = """
 import zlib
@@ -51,8 +53,33 @@ def method(job: JobConfig) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_one_method_whatever_it_is_laid_on(recipe: Path) -> None:
     on_ppo = method(laid_on(recipe, "gsm8k-ppo.yaml"))
-    assert method(laid_on(recipe, "gsm8k-grpo.yaml", "actor.use_dynamic_bsz=true")) == on_ppo
-    assert method(laid_on(recipe, "tiny.yaml", "data.max_response_length=12")) == on_ppo
+    assert method(laid_on(recipe, "gsm8k-grpo.yaml")) == on_ppo
+    assert method(laid_on(recipe, "tiny.yaml", *DAPO_ON_TINY * (recipe.stem == "dapo"))) == on_ppo
+
+
+def test_the_answers_of_the_demo_have_no_room_for_dapos_buffer() -> None:
+    with pytest.raises(InvalidConfig, match=r"overlong_buffer.len is 12 and data.max_response_length 9"):
+        laid_on(CONFIGS / "recipes" / "dapo.yaml", "tiny.yaml")
+
+
+def test_bypass_does_not_take_the_place_of_a_loss_that_another_recipe_chose() -> None:
+    with pytest.raises(InvalidConfig, match=r"bypass_mode is true.*loss_mode is gspo"):
+        load_job(
+            CONFIGS / "gsm8k-ppo.yaml", [str(CONFIGS / "recipes" / f"{n}.yaml") for n in ("gspo", "bypass")]
+        )
+
+
+def test_a_recipe_before_the_job_file_is_refused() -> None:
+    """What comes later wins: the job file's own method would be trained."""
+    recipe, job = str(CONFIGS / "recipes" / "grpo.yaml"), str(CONFIGS / "gsm8k-ppo.yaml")
+    with pytest.raises(InvalidConfig, match=rf"{recipe} .*the job file comes first: {job} {recipe}"):
+        load_job(recipe, [job])
+
+
+def test_a_wrong_key_is_said_to_be_of_any_of_the_files(tmp_path: Path) -> None:
+    (tmp_path / "laid.yaml").write_text("actor: {lr: 1}")
+    with pytest.raises(InvalidConfig, match=rf"gsm8k-ppo.yaml, {tmp_path}/laid.yaml: unknown key 'actor.lr'"):
+        load_job(CONFIGS / "gsm8k-ppo.yaml", [str(tmp_path / "laid.yaml"), "trainer.save_freq=1"])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
