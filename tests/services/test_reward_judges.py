@@ -34,10 +34,12 @@ async def working(model: Path, **reward: Any) -> AsyncIterator[RewardWorker]:
 
 def children() -> set[int]:
     """Processes that this one has started and that still run."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        found |= set(map(int, (task / "children").read_text().split()))
-    return found
+    while True:
+        try:
+            tasks = list(Path("/proc/self/task").iterdir())
+            return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # a thread has ended meanwhile, and its children are another's
 
 
 async def scores(worker: RewardWorker, *responses: str) -> list[float]:
