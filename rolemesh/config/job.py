@@ -20,7 +20,6 @@ from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import RolloutConfig
 from rolemesh.config.trainer import TrainerConfig
 from rolemesh.errors import InvalidConfig
-from rolemesh.errors import InvalidConfig
 
 
 class JobConfig(Config):
