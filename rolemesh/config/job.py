@@ -146,6 +146,12 @@ class JobConfig(Config):
                 f"reference.model.path is {other}, and with actor.model.lora_rank {model.lora_rank} the "
                 "reference policy is the actor with its adapter off; leave the one or the other out"
             )
+        own = self.reference.model
+        if self.ref_in_actor and "dtype" in own.model_fields_set and own.dtype != model.dtype:
+            raise ValueError(
+                f"reference.model.dtype is {own.dtype}, and with actor.model.lora_rank {model.lora_rank} the "
+                f"reference policy is the actor, whose dtype is {model.dtype}; leave the former out"
+            )
 
     def _check_dynamic_sampling(self) -> None:
         algorithm, data = self.algorithm, self.data

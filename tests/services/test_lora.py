@@ -344,6 +344,13 @@ def test_what_is_no_adapter_is_refused(tiny_model: Path) -> None:
             },
             ("reference.model.path is b", "actor.model.lora_rank 4"),
         ),
+        (
+            {
+                "actor": {"use_kl_loss": True, "model": {"lora_rank": 4}},
+                "reference": {"model": {"dtype": "bfloat16"}},
+            },
+            ("reference.model.dtype is bfloat16", "actor.model.lora_rank 4"),
+        ),
         ({"actor": {"model": {"target_modules": []}}}, ("actor.model", "target_modules names nothing")),
         ({"actor": {"model": {"target_modules": [""]}}}, ("actor.model", "target_modules names nothing")),
         ({"actor": {"model": {"target_modules": "(q"}}}, ("actor.model", "target_modules '(q' is no pattern")),
