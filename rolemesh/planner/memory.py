@@ -117,7 +117,8 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
 
 
 def tokens_of_pass(job: JobConfig, role: str) -> int:
-    """Tokens of a micro-batch whose rows have their whole length; or as many as it may have."""
+    """Tokens of a micro-batch whose rows have their whole length; or as many as it may have, if a step's rows
+    come to so many."""
     if role == "reward":
         rows, budget = job.reward.reward_model.micro_batch_size_per_gpu, None
     else:
@@ -130,7 +131,9 @@ def tokens_of_pass(job: JobConfig, role: str) -> int:
             job.max_tokens(role),
         )
     width = job.data.max_prompt_length + job.data.max_response_length
-    return rows * width if budget is None else budget
+    if budget is None:
+        return rows * width
+    return min(budget, job.data.train_batch_size * job.rollout.n * width)
 
 
 # ------------------------------------------------------------------------------------ training

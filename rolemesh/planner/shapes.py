@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.config.model import ModelConfig, PolicyModelConfig, is_target
-from rolemesh.errors import ModelNotFound
+from rolemesh.errors import InvalidConfig, ModelNotFound
 
 # The heads of causal LMs and of reward models: whatever a role does not use of them it does not load.
 HEADS = ("lm_head.", "score.", "classifier.", "v_head.")
@@ -65,10 +65,21 @@ class ModelShape:
         return self.body_parameters + self.hidden + 1
 
     def trained_parameters(self, model: PolicyModelConfig) -> int:
-        """Of a policy: all, or an adapter's, r for each row and column of a matrix that it adapts."""
+        """Of a policy: all, or an adapter's, r for each row and column of a matrix that it adapts.
+
+        Raises:
+            InvalidConfig: a target module that the model has not.
+        """
         if not model.lora_rank:
             return self.policy_parameters
-        everywhere = model.target_modules == "all-linear"
+        everywhere, targets = model.target_modules == "all-linear", model.target_modules
+        names = [*(name for name, _ in self.matrices), "lm_head"]
+        for target in () if everywhere else [targets] if isinstance(targets, str) else [[t] for t in targets]:
+            if not any(is_target(name, target) for name in names):
+                known = sorted({name.rpartition(".")[2] for name in names})
+                raise InvalidConfig(
+                    f"actor.model.target_modules: {target!r} matches no module; there are {known}"
+                )
         return model.lora_rank * sum(
             size for name, size in self.matrices if everywhere or is_target(name, model.target_modules)
         )

@@ -10,6 +10,7 @@ import pytest
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.model import PolicyModelConfig
+from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_causal_lm
 from rolemesh.models.lora import Adapter
 from rolemesh.planner.cost import role_seconds
@@ -31,6 +32,15 @@ def test_the_planner_counts_the_adapters_parameters(any_model: Path, targets: An
     adapter = Adapter(load_causal_lm(config, "actor"), config, seed=0)
     counted = read_shape(config, "actor").trained_parameters(config)
     assert counted == sum(tensor.numel() for tensor in adapter.weights.values())
+
+
+@pytest.mark.parametrize("targets", [["nope"], ["q_proj", "nope"], "q_proj"])
+def test_a_target_that_the_model_has_not_is_refused_before_anything_starts(
+    tiny_model: Path, targets: Any
+) -> None:
+    job = job_of(tiny_model, lora_rank=8, target_modules=targets)
+    with pytest.raises(InvalidConfig, match=r"target_modules: .* matches no module; there are \[.*'q_proj'"):
+        role_memory(job, "actor", role_shapes(job), H100)
 
 
 def test_gradients_and_moments_are_the_adapters_alone(tiny_model: Path) -> None:

@@ -194,6 +194,9 @@ def test_activations_by_hand() -> None:
     assert checkpointed.activations == inputs + 2 * block + logits + casts
     whole = ppo(actor={"model": {"enable_gradient_checkpointing": False}})
     assert role_memory(whole, "actor", {"actor": LLAMA_7B}, H100).activations == 33 * block + logits + casts
+    few = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 10**6, "ppo_mini_batch_size": 8}
+    of_a_step = ppo(actor=few, data={"train_batch_size": 8})  # 8 rows in all
+    assert role_memory(of_a_step, "actor", {"actor": LLAMA_7B}, H100) == checkpointed
     dynamic = ppo(actor={"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 8192})
     assert role_memory(dynamic, "actor", {"actor": LLAMA_7B}, H100) == checkpointed
     assert role_memory(dynamic, "critic", {"critic": LLAMA_7B}, H100).activations > checkpointed.activations
