@@ -94,8 +94,8 @@ def check_sequences(batch: DataProto, method: str) -> None:
     begins = (attended.int().diff(dim=1) > 0).sum(1) + attended[:, 0].int()
     if (begins > 1).any():
         raise InvalidBatch(
-            f"{method}: row {int(begins.argmax())} of attention_mask has a hole; prompt and response are to lie "
-            "end to end, with padding on the left and on the right alone"
+            f"{method}: row {int(begins.argmax())} of attention_mask has a hole; prompt and response are to "
+            "lie end to end, with padding on the left and on the right alone"
         )
     if "kept_ids" in batch:
         kept_ids, responses = batch["kept_ids"], batch["input_ids"][:, width - mask.shape[1] :]
