@@ -155,7 +155,7 @@ def test_a_release_whose_name_no_service_can_have() -> None:
             "at '/job/trainer': additional properties 'sav_freq' not allowed",
         ),
         ({"job": {"rollout": {"val_kwargs": {"topk": 5}}}}, "at '/job/rollout/val_kwargs': additional.*'topk'"),
-        ({"job": {"actor": {"clip_ratio": 2}}}, "at '/job/actor/clip_ratio'"),
+        ({"job": {"actor": {"clip_ratio": 0}}}, "at '/job/actor/clip_ratio'"),
         ({"job": {"actor": {"ppo_epochs": "two"}}}, "at '/job/actor/ppo_epochs'"),
         ({"placements": {}}, "additional properties 'placements' not allowed"),
         ({"pods": {"toleration": []}}, "at '/pods': additional"),
