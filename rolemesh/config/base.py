@@ -47,7 +47,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _unless_two(yaml.SafeLoader.c
 
 
 def _parse(text: str) -> Any:
-    return yaml.load(text, _Loader)
+    return _Loader(text).get_single_data()
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
