@@ -85,6 +85,7 @@ def test_neither_loss_nor_gradient_hears_what_masked_cells_hold(loss_mode: str) 
     actor = {
         "policy_loss": {"loss_mode": loss_mode, "dro_beta": 0.05},
         "use_kl_loss": True,
+        "kl_loss_type": "k2",
     }
     job = make_job(
         {"actor": actor, "algorithm": {"rollout_correction": {"bypass_mode": loss_mode == "bypass"}}}
