@@ -3,8 +3,9 @@ W + B·A·alpha/r, of which A [r, in] and B [out, r] alone are trained. The laye
 
 On disk an adapter is what peft lays out and reads:
 
-    adapter_model.safetensors   A and B of each module; in its header a checksum of the base model's weights
+    adapter_model.safetensors   A and B of each module
     adapter_config.json         rank, alpha, target modules, the base model's directory
+    base_model.xxh3             ours: a checksum of the base model's weights
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import torch
 import xxhash
 from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -32,7 +32,7 @@ from rolemesh.models.loading import load_state, named_weights
 
 ALL_LINEAR = "all-linear"
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-BASE_CHECKSUM = "base_xxh3"
+BASE_FILE = "base_model.xxh3"
 # What of an adapter's configuration, beside the rank, says how much A and B count.
 SCALING = ("lora_alpha", "use_rslora", "alpha_pattern")
 # What another adapter's configuration may say beside the job's. Any other key changes what the layers compute.
@@ -109,8 +109,8 @@ class Adapter:
     def save(self, directory: Path) -> None:
         """Writes the adapter as peft lays it out."""
         tensors = {_on_disk(name): tensor.cpu().contiguous() for name, tensor in self.weights.items()}
-        header = {"format": "pt", BASE_CHECKSUM: self._base_checksum}
-        save_file(tensors, directory / WEIGHTS_FILE, metadata=header)
+        save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        (directory / BASE_FILE).write_text(self._base_checksum + "\n")
         base = str(Path(self._config.path).absolute())
         settings = {**_settings(self._lora), "base_model_name_or_path": base, "inference_mode": True}
         text = json.dumps(settings, indent=2, sort_keys=True, default=sorted)  # a set has no order to save
@@ -136,11 +136,8 @@ class Adapter:
         for name in SCALING:
             if saved[name] != mine[name]:
                 raise ValueError(f"its adapter has {name} {saved[name]!r}, and the job's has {mine[name]!r}")
-        with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
-            if (file.metadata() or {}).get(BASE_CHECKSUM) != self._base_checksum:
-                raise ValueError(
-                    f"the base model's weights were not those of actor.model.path {self._config.path}"
-                )
+        if (directory / BASE_FILE).read_text().strip() != self._base_checksum:
+            raise ValueError(f"the base model's weights were not those of actor.model.path {self._config.path}")
 
     @cached_property
     def _base_checksum(self) -> str:
