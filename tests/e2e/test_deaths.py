@@ -74,8 +74,10 @@ def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, by
 
 
 def with_reward(job: JobConfig, **kwargs: Any) -> JobConfig:
+    """Its reward function is called with these, too, by one process that counts all rows."""
     custom = job.reward.custom_reward_function.model_copy(update={"reward_kwargs": kwargs})
-    return job.model_copy(update={"reward": job.reward.model_copy(update={"custom_reward_function": custom})})
+    changed = {"custom_reward_function": custom, "num_workers": 1}
+    return job.model_copy(update={"reward": job.reward.model_copy(update=changed)})
 
 
 @pytest.mark.parametrize("moment", ["generation", "weights"])

@@ -292,6 +292,6 @@ async def test_a_damaged_model_fails_with_the_roles_own_words(tiny_model: Path, 
     async with rolemesh("run", written(job, tmp_path)) as launched:
         code, output = await launched.end()
     assert code == 1
-    assert "exited with code 1" in output
+    assert "exited with code 2" in output
     assert str(broken) in output
     assert not any(map(lives, pids(job).values()))

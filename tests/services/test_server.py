@@ -119,7 +119,7 @@ async def test_a_role_that_cannot_load_exits_with_one_line(tmp_path: Path) -> No
     job = reward_job(tmp_path / "nowhere", tmp_path)
     async with serve_process("reward", job, tmp_path) as role:
         _, errors = await role.process.communicate()
-        assert role.process.returncode == 1
+        assert role.process.returncode == 2
         last = errors.decode().splitlines()[-1]
         assert last.startswith("error: ")
         assert "nowhere" in last
