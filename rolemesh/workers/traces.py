@@ -12,6 +12,7 @@ import socket
 import tempfile
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, wraps
 from pathlib import Path
@@ -29,6 +30,7 @@ BEGIN, SEPARATOR, END = b'{"displayTimeUnit": "ms", "traceEvents": [\n', b",\n",
 GZIP = 31  # zlib's wbits for it
 # torch has one profiler in a process: roles that share one are traced in turn.
 _TURN = threading.Lock()
+_NAMES: Counter[str] = Counter()  # how many traces of this process have had a name
 
 
 @cache
@@ -52,7 +54,9 @@ class Traces:
     def __init__(self, job: JobConfig, role: str) -> None:
         self._job, self._role, self.steps = job, role, frozenset(job.trainer.profile_steps)
         replica = f"-{socket.gethostname()}-{os.getpid()}" if role in ReplicasConfig.model_fields else ""
-        self._name = f"{role}{replica}.json.gz"
+        name = f"{role}{replica}"
+        _NAMES[name] += 1  # a process may hold several replicas: no two may write one file
+        self._name = f"{name}-{_NAMES[name]}.json.gz" if replica and _NAMES[name] > 1 else f"{name}.json.gz"
         # By step: its file's one gzip stream up to the last event, and how many bytes of the file that is.
         self._streams: dict[int, tuple[Any, int]] = {}
         self._profile: profile | None = None

@@ -32,12 +32,22 @@ async def working(model: Path, **reward: Any) -> AsyncIterator[RewardWorker]:
         worker.close()
 
 
+OTHERS: set[int] = set()  # what other tests have started and not ended
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    OTHERS.clear()
+    OTHERS.update(children())
+
+
 def children() -> set[int]:
-    """Processes that this one has started and that still run."""
+    """Processes that a test has started here and that still run."""
     while True:
         try:
             tasks = list(Path("/proc/self/task").iterdir())
-            return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+            found = {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+            return found - OTHERS
         except (FileNotFoundError, ProcessLookupError):
             continue  # a thread has ended meanwhile, and its children are another's
 
