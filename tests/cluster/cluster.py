@@ -102,7 +102,9 @@ class Namespace:
             finally:
                 late.cancel()
                 watching.kill()
-        raise AssertionError(f"within {within_s} s, {' '.join(what)} was last {json.dumps(thing, indent=1)}")
+        status = json.dumps(thing.get("status"), indent=1)
+        around = self.kubectl("get", "pods", "-o", "wide"), self.kubectl("events", "--types=Warning")
+        raise AssertionError("\n".join((f"within {within_s} s, {' '.join(what)} was last {status}", *around)))
 
     def pods(self, release: str, component: str | None = None) -> list[Object]:
         """Those that were not asked to go."""
