@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import logging
 import os
@@ -10,7 +11,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from rolemesh.rpc.server import RoleServer, serve_metrics
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
 from rolemesh.workers.lease import Lease
-from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.local import LocalWorker, computing_thread
 from rolemesh.workers.traces import Traces
 
 log = logging.getLogger(__name__)
@@ -122,13 +125,16 @@ async def load_group(roles: Sequence[str], job: JobConfig) -> tuple[list[LocalWo
     """
     lease, store = Lease(), WeightStore()
     sharing = [role for role in roles if job.on_device(role)]
+    by_turns = computing_thread("by turns")
     workers: list[LocalWorker] = []
     servicers: dict[ServiceDescriptor, Any] = {}
     for role in roles:
         shares = len(sharing) > 1 and role in sharing
         if shares:
             await lease.vacate()
-        worker, its_servicers = await _load(role, job, store)
+        thread = by_turns if shares else computing_thread(role)
+        worker, its_servicers = await _load(role, job, store, thread)
+        worker.thread = thread
         worker.traces = Traces.of(job, role)
         if shares:
             lease.seat(worker)
@@ -138,10 +144,13 @@ async def load_group(roles: Sequence[str], job: JobConfig) -> tuple[list[LocalWo
     return workers, servicers
 
 
-async def _load(role: str, job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
+async def _load(
+    role: str, job: JobConfig, store: WeightStore, thread: ThreadPoolExecutor
+) -> tuple[LocalWorker, Servicers]:
     started = time.perf_counter()
+    load = partial(contextvars.copy_context().run, ROLES[role].load, job, store)
     try:
-        loaded = await asyncio.to_thread(ROLES[role].load, job, store)
+        loaded = await asyncio.get_running_loop().run_in_executor(thread, load)
     except RolemeshError as error:  # the user's to mend: a line, no traceback
         log.error("%s could not load: %s", role, error)
         raise
@@ -212,6 +221,7 @@ async def serve(
 async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig) -> None:
     """Loads, serves, and ends by an error alone: a process whose worker cannot go on is no use to anybody."""
     workers, servicers = await load_group(roles, job)
+    torch.set_num_threads(1)  # of this thread and those to come, not of those that compute
     await server.ready(servicers)
     log.info("ready")
     try:

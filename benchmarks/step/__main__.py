@@ -30,7 +30,6 @@ from rich.table import Table
 
 from benchmarks.step.setting import FILLS, RESPONSE_TOKENS, SEQUENCES
 from benchmarks.step.workload import write_workload
-from services.processes import role_environment
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -38,6 +37,7 @@ CACHE = ROOT / ".cache" / "benchmarks"
 HERE = "benchmarks.step"
 OURS, NO_PASS, SERVED, PLAIN, TRL = "ours", "ours, bypass_mode", "ours, five processes", "by hand", "TRL"
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights")
 WARM_UP = 2  # steps
 PATIENCE_S = 300.0  # for a start or a step
 
@@ -64,7 +64,6 @@ class Contestant:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=output,
                 cwd=ROOT,
-                env=role_environment(),
             )
         return cls(name, process, log)
 
@@ -102,7 +101,7 @@ class Contestant:
             await self.process.wait()
 
 
-def environment(name: str) -> str:
+def interpreter(name: str) -> str:
     """The interpreter of an environment with what trl-NAME.txt says, made where it is not there as it says."""
     wanted = Path(__file__).with_name(f"trl-{name}.txt").read_text()
     directory = CACHE / f"trl-{name}"
@@ -127,7 +126,7 @@ async def compete(fill: str, algorithm: str, rounds: int, with_trl: bool) -> dic
         PLAIN: (sys.executable, [f"{HERE}.plain", workload, algorithm]),
     }
     if with_trl:
-        lines[TRL] = (environment(algorithm), [f"{HERE}.with_trl", workload, algorithm])
+        lines[TRL] = (interpreter(algorithm), [f"{HERE}.with_trl", workload, algorithm])
     async with AsyncExitStack() as stack:
         contestants = []
         for name, (python, arguments) in lines.items():
@@ -166,7 +165,8 @@ def numbers(steps: list[dict[str, Any]]) -> dict[str, Any]:
 async def packing(rounds: int) -> dict[str, Any]:
     """What benchmarks/step/packing.py finds."""
     workload = str(CACHE / "workload" / "full")
-    contestant = await Contestant.start("packing", sys.executable, [f"{HERE}.packing", workload, str(rounds)])
+    arguments = [f"{HERE}.packing", workload, str(rounds)]
+    contestant = await Contestant.start("packing", sys.executable, arguments)
     try:
         return (await contestant.answer()) | (await contestant.answer())
     finally:
@@ -197,18 +197,22 @@ def aims(result: dict[str, Any]) -> list[tuple[str, float, str]]:
 
 
 def show(result: dict[str, Any]) -> None:
-    steps = Table("", "", "minimum s", "median s", "processor s", "answer tokens/s", "fill", "phases (overlap)")
+    steps = Table("", "", "minimum s", "median s", "processor s", "answer tokens/s", "fill")
+    phases = Table("seconds, at the same time in part", "", *PHASES)
     for case, of in result["steps"].items():
         for name, found in of.items():
-            phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in found["phases"].items())
+            if found["phases"]:
+                known = (found["phases"].get(phase) for phase in PHASES)
+                phases.add_row(case, name, *("" if s is None else f"{s:.2f}" for s in known))
             seconds, cpu = found["seconds"], min(found["cpu_seconds"])
             steps.add_row(
                 *(case, name, f"{min(seconds):.2f}", f"{statistics.median(seconds):.2f}"),
                 *("" if name == SERVED else f"{cpu:.2f}", f"{found['response_tokens_per_second']:,.0f}"),
-                *(f"{found['fill']:.0%}", phases),
+                f"{found['fill']:.0%}",
             )
             case = ""
     console.print(steps)
+    console.print(phases)
     table = Table("", "measured", "aim")
     for what, measured, aim in aims(result):
         table.add_row(what, f"{measured:.2f}", aim)
@@ -238,7 +242,7 @@ async def measure(rounds: int, with_trl: bool) -> dict[str, Any]:
         write_workload(CACHE / "workload" / fill, share)
     if with_trl:
         for algorithm in ("grpo", "ppo"):
-            environment(algorithm)
+            interpreter(algorithm)
     found = await packing(rounds)
     steps = {}
     for fill in FILLS:

@@ -1,15 +1,19 @@
-"""How long models compute: the time in which, in any thread, a model's forward or backward pass or an
-optimizer's step is under way."""
+"""How long models compute: the time in which, in any thread, a model's forward or backward pass, what is made
+of its logits (log-probabilities, drawn tokens) or an optimizer's step is under way."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Computing:
@@ -38,22 +42,28 @@ class Computing:
                 if self._running == 0:
                     self._seconds += time.perf_counter() - self._since
 
-    def watch(self) -> None:
-        """From here on, in this process. Modules within modules count once."""
+    def watch(self, *functions: tuple[Any, str]) -> None:
+        """From here on, in this process. Modules within modules count once.
+
+        Args:
+            functions: what else is model computation: (module, name).
+        """
+        for module, name in ((torch.autograd, "backward"), *functions):
+            setattr(module, name, self._watched(getattr(module, name)))
         nn.modules.module.register_module_forward_pre_hook(self.begin)
         nn.modules.module.register_module_forward_hook(self.end, always_call=True)
         register_optimizer_step_pre_hook(self.begin)
         register_optimizer_step_post_hook(self.end)
-        backward = torch.autograd.backward
 
-        def watched(*args: Any, **kwargs: Any) -> None:
+    def _watched(self, function: Callable[P, R]) -> Callable[P, R]:
+        def watched(*args: P.args, **kwargs: P.kwargs) -> R:
             self.begin()
             try:
-                backward(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 self.end()
 
-        torch.autograd.backward = watched
+        return watched
 
     def take(self) -> dict[str, float]:
         """`computing_s` since the last call."""

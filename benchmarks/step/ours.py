@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,15 +38,19 @@ from rolemesh.graph import observer
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.allocator import tune
+from rolemesh.workers.local import computing_thread
+from services.actor import worker as actor
 from services.actor.worker import ActorWorker, ReferenceWorker
 from services.control import CLIENTS, until_ready
 from services.controller.bypass import bypassing
 from services.controller.pages import page_of
 from services.controller.step import Step
 from services.controller.stopwatch import Stopwatch, timed
+from services.critic import worker as critic
 from services.critic.worker import CriticWorker
 from services.processes import role_processes
 from services.reward.worker import RewardWorker
+from services.rollout.engines import hf
 from services.rollout.worker import RolloutWorker
 
 WORKERS: dict[str, Callable[[JobConfig], Any]] = {
@@ -58,9 +63,11 @@ WORKERS: dict[str, Callable[[JobConfig], Any]] = {
 
 
 def job_of(workload: Path, algorithm: str, run_dir: str, overrides: list[str]) -> JobConfig:
-    """One optimizer step for each batch, as everybody makes it."""
+    """One optimizer step for each batch, as everybody makes it. A forward pass has at most as many tokens as
+    the others' have cells."""
     group = GROUP[algorithm]
-    trained = {"ppo_micro_batch_size_per_gpu": MICRO_BATCH}
+    max_tokens = MICRO_BATCH * (PROMPT_TOKENS + RESPONSE_TOKENS)
+    trained = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": max_tokens}
     model: dict[str, Any] = {"enable_gradient_checkpointing": False}
     sections: dict[str, Any] = {
         "data": {
@@ -103,6 +110,17 @@ async def served(job: JobConfig, stack: AsyncExitStack) -> Roles:
     return Roles(**clients)
 
 
+async def on_one_thread(builders: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Workers, loaded on one thread, on which their models compute by turns; rules are judged beside it."""
+    thread, loop = computing_thread("models"), asyncio.get_running_loop()
+    workers = {name: await loop.run_in_executor(thread, build) for name, build in builders.items()}
+    for worker in workers.values():
+        if not isinstance(worker, RewardWorker):
+            worker.thread = thread
+    torch.set_num_threads(1)
+    return workers
+
+
 def stepper(job: JobConfig, roles: Roles) -> Callable[[int], Awaitable[dict[str, Any]]]:
     """Makes step `number` as the loop does: prompts out of the Parquet file, the page, the step's metrics."""
     data = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))
@@ -136,10 +154,10 @@ async def compete(workload: Path, algorithm: str, arguments: list[str]) -> None:
         if "--served" in arguments:
             roles = await served(job, stack)
         else:
-            roles = Roles(**{role: WORKERS[role](job) for role in job.roles})
-            computing.watch()
+            roles = Roles(**await on_one_thread({role: partial(WORKERS[role], job) for role in job.roles}))
+            computing.watch((actor, "token_stats"), (critic, "token_values"), (hf, "sample"))
         one_step, number = stepper(job, roles), 0
-        turns.answer({"threads": torch.get_num_threads()})
+        turns.answer({})
         while await asyncio.to_thread(turns.wait):
             number += 1
             computing.take()

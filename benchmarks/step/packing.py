@@ -6,9 +6,10 @@ python -m benchmarks.step.packing WORKLOAD ROUNDS
 from __future__ import annotations
 
 import asyncio
-import os
+import ctypes
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.step import turns
-from benchmarks.step.ours import job_of
+from benchmarks.step.ours import job_of, on_one_thread
 from benchmarks.step.setting import MICRO_BATCH, PROMPT_TOKENS, RESPONSE_TOKENS, SEQUENCES
 from benchmarks.step.workload import end_probability
 from rolemesh.dataproto import DataProto
@@ -56,10 +57,13 @@ def some_batch(rows: int, room: int, fill: float) -> DataProto:
 
 async def training(workload: Path, rounds: int, directory: str) -> dict[str, Any]:
     """Seconds of an update with and without padding, in turns."""
-    contestants = {}
-    for name, packed in (("packed", "true"), ("padded", "false")):
-        overrides = [f"data.max_response_length={ROOM}", f"actor.model.use_remove_padding={packed}"]
-        contestants[name] = ActorWorker(job_of(workload, "grpo", directory, overrides))
+    max_tokens = MICRO_BATCH * (PROMPT_TOKENS + ROOM)
+    of_both = [f"data.max_response_length={ROOM}", f"actor.ppo_max_token_len_per_gpu={max_tokens}"]
+    jobs = {
+        name: job_of(workload, "grpo", directory, [*of_both, f"actor.model.use_remove_padding={packed}"])
+        for name, packed in (("packed", "true"), ("padded", "false"))
+    }
+    contestants = await on_one_thread({name: partial(ActorWorker, job) for name, job in jobs.items()})
     batch = some_batch(SEQUENCES, ROOM, FILL)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -88,7 +92,11 @@ def forget_peak() -> None:
 
 async def peak_memory(workload: Path, directory: str) -> dict[str, Any]:
     """Bytes that actor.compute_log_probs takes at most beyond what it began with, over a large vocabulary,
-    beside the logits of one chunk of a micro-batch."""
+    beside the logits of one chunk of a micro-batch. What is freed goes back to the system at once, so that the
+    pass is counted and not what an allocator keeps (which in a role process is up to two chunks more:
+    rolemesh/rpc/allocator.py)."""
+    m_mmap_threshold = -3
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 20)
     config_class, model_class = CLASSES["qwen2"]
     config = config_class.from_pretrained(workload / "model")
     config.vocab_size = VOCABULARY
@@ -124,5 +132,4 @@ async def main(workload: Path, rounds: int) -> None:
 
 if __name__ == "__main__":
     turns.begin()
-    os.environ.setdefault("MALLOC_ARENA_MAX", "1")
     asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))

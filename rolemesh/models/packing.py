@@ -7,10 +7,10 @@ kernel for uneven lengths needs no padding at all.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,29 +33,37 @@ class Segments:
         longest: tokens.
         buckets: (rows, width) of each group of rows that attention takes together.
         cells: [N] the token's place among all cells of the buckets.
+        tokens: [cells] the token in a cell; behind a row's end its last one again.
+        ends: the cells behind a row's end.
     """
 
     bounds: Tensor
     longest: int
     buckets: tuple[tuple[int, int], ...]
     cells: Tensor
+    tokens: Tensor
+    ends: Tensor
 
     @classmethod
     def of(cls, lengths: Tensor) -> Segments:
         """Of rows with so many tokens each: [rows], at least 1."""
-        known = lengths.tolist()
-        rows_of: dict[int, list[int]] = defaultdict(list)
-        for row, length in enumerate(known):
-            rows_of[padded_width(length)].append(row)
-        first_cell, cell = [0] * len(known), 0
-        for width, rows in rows_of.items():
-            for row in rows:
-                first_cell[row], cell = cell, cell + width
-        bounds = F.pad(lengths.cumsum(0), (1, 0))
-        shift = torch.tensor(first_cell, device=lengths.device) - bounds[:-1]
-        cells = torch.arange(sum(known), device=lengths.device) + shift.repeat_interleave(lengths)
-        buckets = tuple((len(rows), width) for width, rows in rows_of.items())
-        return cls(bounds.int(), max(known), buckets, cells)
+        known = lengths.cpu().numpy()
+        width = np.array([padded_width(int(length)) for length in known])
+        order = width.argsort(kind="stable")
+        widths = width[order]
+        row = order.repeat(widths)  # of a cell
+        offset = np.arange(len(row)) - (widths.cumsum() - widths).repeat(widths)
+        bounds, inside = np.concatenate([[0], known.cumsum()]), offset < known[row]
+        tokens = bounds[row] + np.minimum(offset, known[row] - 1)
+        cells = np.empty_like(tokens, shape=bounds[-1])
+        cells[tokens[inside]] = inside.nonzero()[0]
+        rows = zip(*np.unique(width, return_counts=True), strict=True)
+        return cls(
+            torch.from_numpy(bounds.astype(np.int32)).to(lengths.device),
+            int(known.max()),
+            tuple((int(count), int(width)) for width, count in rows),
+            *(torch.from_numpy(x).to(lengths.device) for x in (cells, tokens, (~inside).nonzero()[0])),
+        )
 
 
 def padded_width(length: int) -> int:
@@ -65,29 +73,30 @@ def padded_width(length: int) -> int:
 
 
 class Take(torch.autograd.Function):
-    """x[index] along the first axis, for an index without repetitions: gradients are then copied, not added."""
+    """x[index] along the first axis. The gradient of x is that of the result at `back`, 0 at `none`: a copy,
+    where an index alone would have it added up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.shape = x.shape
-        return x.index_select(0, index)
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, none: Tensor | None) -> Tensor:
+        ctx.back, ctx.none = back, none
+        return x.contiguous().index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.shape).index_copy_(0, index, gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        taken = gradient.contiguous().index_select(0, ctx.back)
+        return taken if ctx.none is None else taken.index_fill_(0, ctx.none, 0), None, None, None
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """x[index] along the first axis.
+def to_cells(x: Tensor, segments: Segments) -> Tensor:
+    """[N, ...] to [cells, ...]. What follows must let no gradient flow to a cell behind a row's end."""
+    cells: Tensor = Take.apply(x, segments.tokens, segments.cells, None)  # type: ignore[no-untyped-call]
+    return cells
 
-    Args:
-        x: [N, ...].
-        index: [n] integers, none twice.
-    """
-    taken: Tensor = Take.apply(x, index)  # type: ignore[no-untyped-call]
-    return taken
+
+def to_tokens(x: Tensor, segments: Segments) -> Tensor:
+    """[cells, ...] to [N, ...]."""
+    tokens: Tensor = Take.apply(x, segments.cells, segments.tokens, segments.ends)  # type: ignore[no-untyped-call]
+    return tokens
 
 
 def packed_attention(
@@ -131,23 +140,22 @@ def packed_attention(
         )
         assert isinstance(output, Tensor)
         return output[None], None
-    num_cells = sum(rows * width for rows, width in segments.buckets)
-    q, k, v = (x.new_zeros(num_cells, *x.shape[1:]).index_copy(0, segments.cells, x) for x in (q, k, v))
-    outputs, begin = [], 0
-    for rows, width in segments.buckets:
-        end = begin + rows * width
-        padded = [x[begin:end].view(rows, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
+    sizes = [rows * width for rows, width in segments.buckets]
+    # split and not slices: the gradient of a slice is as large as what it was cut from
+    cells = [torch.split(to_cells(x, segments), sizes) for x in (q, k, v)]
+    outputs = []
+    for (rows, width), *parts in zip(segments.buckets, *cells, strict=True):
+        padded = [x.view(rows, width, *x.shape[1:]).transpose(1, 2) for x in parts]
         seen = None
         if sliding_window is not None and sliding_window < width:
             seen = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
-        # Causal: what stands behind a row's end is seen by its own padding alone.
+        # Causal: what stands behind a row's end is seen by what stands there alone.
         part = F.scaled_dot_product_attention(
             padded[0], padded[1], padded[2],
             attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=True,
         )  # fmt: skip
         outputs.append(part.transpose(1, 2).flatten(0, 1))
-        begin = end
-    return take(torch.cat(outputs) if len(outputs) > 1 else outputs[0], segments.cells)[None], None
+    return to_tokens(torch.cat(outputs) if len(outputs) > 1 else outputs[0], segments)[None], None
 
 
 AttentionInterface.register(PACKED, packed_attention)

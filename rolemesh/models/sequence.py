@@ -20,7 +20,7 @@ from rolemesh.errors import InvalidBatch
 from rolemesh.models.chunks import MIN_MATRIX_ROWS
 from rolemesh.models.distribution import TokenStats, Wanted, distribution_stats
 from rolemesh.models.heads import ScoreModel
-from rolemesh.models.packing import Segments, is_packed, take
+from rolemesh.models.packing import Segments, is_packed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -151,7 +151,7 @@ def token_stats(
     wanted = Wanted(temperature, entropy, entropy_gradient, sum_pi_squared)
     with autocast(mask.device, dtype):
         output = body(**inputs)
-        hidden = take(output.last_hidden_state.flatten(0, 1), before)
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, before)
         stats = distribution_stats(model, output, hidden, drawn, kept_ids, wanted)
     return stats.each(lambda cells: scatter(cells, mask))
 
@@ -169,4 +169,4 @@ def token_values(model: ScoreModel, rows: DataProto, *, dtype: str = "float32") 
     inputs, places = lay_out(rows["input_ids"], rows["attention_mask"], rows["position_ids"], packed)
     with autocast(mask.device, dtype):
         hidden = model(**inputs).flatten(0, 1)
-    return scatter(model.score(take(hidden, places[:, -mask.shape[1] - 1 : -1][mask])), mask)
+    return scatter(model.score(hidden.index_select(0, places[:, -mask.shape[1] - 1 : -1][mask])), mask)
