@@ -41,7 +41,7 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "update_critic", "up
 WARM_UP = 2  # steps
 PATIENCE_S = 300.0  # for a start or a step
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 140)
 
 
 @dataclass
