@@ -79,10 +79,9 @@ def role_seconds(
     if role not in shapes:
         return {}
     shape, data = shapes[role], job.data
-    rows, width = (
-        data.train_batch_size * job.rollout.n / devices,
-        data.max_prompt_length + data.max_response_length,
-    )
+    greedy = job.algorithm.adv_estimator == "remax" and role in ("rollout", "reward")  # one more to each prompt
+    rows = data.train_batch_size * (job.rollout.n + greedy) / devices
+    width = data.max_prompt_length + data.max_response_length
     predicted = data.max_response_length + 1
     if role == "rollout":  # a replica of several devices is taken to be as many times as fast
         split = job.rollout.tensor_model_parallel_size

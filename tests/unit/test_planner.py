@@ -274,6 +274,18 @@ def test_two_devices_halve_what_is_computed() -> None:
     assert two == pytest.approx(one / 2)
 
 
+def test_remax_answers_every_prompt_once_more() -> None:
+    greedy = {"algorithm": {"adv_estimator": "remax"}, "rollout": {"n": 3}}
+    remax, four = ppo(**greedy), ppo(rollout={"n": 4})
+    of_remax, of_four = (
+        [role_seconds(job, role, {role: LLAMA_7B}, H100) for role in ("rollout", "reward")]
+        for job in (remax, four)
+    )
+    assert of_remax == of_four
+    learnt_from = role_seconds(remax, "reference", {"reference": LLAMA_7B}, H100)
+    assert learnt_from == role_seconds(ppo(rollout={"n": 3}), "reference", {"reference": LLAMA_7B}, H100)
+
+
 def test_switches_move_what_leaves_and_what_enters() -> None:
     plan = planner(gpus=1).plan("policy", {"a": ("actor", "rollout"), "b": ("critic",), "c": ("reference",)})
     group = next(g for g in plan.groups if g.name == "a")
