@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -245,3 +246,26 @@ async def test_a_role_of_a_group_that_cannot_load_is_named(job: JobConfig) -> No
     )
     with pytest.raises(FileNotFoundError, match="critic: no such model directory: no"):
         await load_group(["actor", "critic"], broken)
+
+
+async def test_roles_that_take_turns_compute_on_one_thread(job: JobConfig) -> None:
+    workers, _ = await load_group(["actor", "reward", "critic"], job)
+
+    async def numbers() -> list[tuple[int, int]]:
+        """Of each worker, its thread's number, and how many OpenMP threads that has."""
+        return [
+            (await worker.run(threading.get_ident), await worker.run(torch.get_num_threads))
+            for worker in workers
+        ]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)  # of this thread: those that compute are there already
+    try:
+        (actor, actors), (reward, _), (critic, _) = await numbers()
+    finally:
+        torch.set_num_threads(before)
+        for worker in workers:
+            worker.close()
+    assert actor == critic != reward
+    assert threading.get_ident() not in (actor, reward)
+    assert actors == before
