@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -125,16 +124,13 @@ async def load_group(roles: Sequence[str], job: JobConfig) -> tuple[list[LocalWo
     """
     lease, store = Lease(), WeightStore()
     sharing = [role for role in roles if job.on_device(role)]
-    by_turns = computing_thread("by turns")
     workers: list[LocalWorker] = []
     servicers: dict[ServiceDescriptor, Any] = {}
     for role in roles:
         shares = len(sharing) > 1 and role in sharing
         if shares:
             await lease.vacate()
-        thread = by_turns if shares else computing_thread(role)
-        worker, its_servicers = await _load(role, job, store, thread)
-        worker.thread = thread
+        worker, its_servicers = await _load(role, job, store)
         worker.traces = Traces.of(job, role)
         if shares:
             lease.seat(worker)
@@ -144,13 +140,11 @@ async def load_group(roles: Sequence[str], job: JobConfig) -> tuple[list[LocalWo
     return workers, servicers
 
 
-async def _load(
-    role: str, job: JobConfig, store: WeightStore, thread: ThreadPoolExecutor
-) -> tuple[LocalWorker, Servicers]:
-    started = time.perf_counter()
+async def _load(role: str, job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
+    started, thread = time.perf_counter(), computing_thread(role)
     load = partial(contextvars.copy_context().run, ROLES[role].load, job, store)
     try:
-        loaded = await asyncio.get_running_loop().run_in_executor(thread, load)
+        worker, servicers = await asyncio.get_running_loop().run_in_executor(thread, load)
     except RolemeshError as error:  # the user's to mend: a line, no traceback
         log.error("%s could not load: %s", role, error)
         raise
@@ -158,7 +152,8 @@ async def _load(
         log.exception("%s could not load", role)
         raise RoleFailed(f"{role} could not load: {type(error).__name__}: {error}") from error
     metrics.ROLE_LOAD_SECONDS.labels(role).set(time.perf_counter() - started)
-    return loaded
+    worker.thread = thread
+    return worker, servicers
 
 
 async def serve(
@@ -221,7 +216,6 @@ async def serve(
 async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig) -> None:
     """Loads, serves, and ends by an error alone: a process whose worker cannot go on is no use to anybody."""
     workers, servicers = await load_group(roles, job)
-    torch.set_num_threads(1)  # of this thread and those to come, not of those that compute
     await server.ready(servicers)
     log.info("ready")
     try:

@@ -35,18 +35,17 @@ from rolemesh.config.base import merge, parse_overrides
 from rolemesh.config.job import make_job
 from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.graph import observer
+from rolemesh.models import sequence
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.allocator import tune
 from rolemesh.workers.local import computing_thread
-from services.actor import worker as actor
 from services.actor.worker import ActorWorker, ReferenceWorker
 from services.control import CLIENTS, until_ready
 from services.controller.bypass import bypassing
 from services.controller.pages import page_of
 from services.controller.step import Step
 from services.controller.stopwatch import Stopwatch, timed
-from services.critic import worker as critic
 from services.critic.worker import CriticWorker
 from services.processes import role_processes
 from services.reward.worker import RewardWorker
@@ -117,7 +116,6 @@ async def on_one_thread(builders: Mapping[str, Callable[[], Any]]) -> dict[str, 
     for worker in workers.values():
         if not isinstance(worker, RewardWorker):
             worker.thread = thread
-    torch.set_num_threads(1)
     return workers
 
 
@@ -132,14 +130,13 @@ def stepper(job: JobConfig, roles: Roles) -> Callable[[int], Awaitable[dict[str,
     async def one_step(number: int) -> dict[str, Any]:
         began = time.perf_counter()
         step = Step(number, job, kl)
-        metrics = await page(data.batch(order.rows(number)), roles, step)
+        await page(data.batch(order.rows(number)), roles, step)
         seconds = time.perf_counter() - began
         assert step.batch is not None
         return {
             "seconds": seconds,
             "phases": {name.removeprefix("timing_s/"): s for name, s in stopwatch.take().items()},
             "response_tokens": int(step.batch["response_mask"].sum()),
-            "tokens": int(metrics["perf/total_num_tokens"]),
         }
 
     return one_step
@@ -150,19 +147,22 @@ async def compete(workload: Path, algorithm: str, arguments: list[str]) -> None:
         directory = stack.enter_context(TemporaryDirectory())
         overrides = [argument for argument in arguments if argument != "--served"]
         job = job_of(workload, algorithm, directory, overrides)
-        computing = Computing()
+        threads, computing = torch.get_num_threads(), None
         if "--served" in arguments:
             roles = await served(job, stack)
         else:
-            roles = Roles(**await on_one_thread({role: partial(WORKERS[role], job) for role in job.roles}))
-            computing.watch((actor, "token_stats"), (critic, "token_values"), (hf, "sample"))
+            workers = await on_one_thread({role: partial(WORKERS[role], job) for role in job.roles})
+            roles, computing = Roles(**workers), Computing()
+            computing.watch((sequence, "distribution_stats"), (hf, "sample"))
+            torch.set_num_threads(1)  # of this thread, which computes little
         one_step, number = stepper(job, roles), 0
-        turns.answer({})
+        turns.answer({"threads": threads})
         while await asyncio.to_thread(turns.wait):
             number += 1
-            computing.take()
+            if computing:
+                computing.take()
             result = await one_step(number)
-            turns.answer(result | computing.take())
+            turns.answer(result | (computing.take() if computing else {}))
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ async def training(workload: Path, rounds: int, directory: str) -> dict[str, Any
     batch = some_batch(SEQUENCES, ROOM, FILL)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds + 1):
-        for name, actor in contestants.items():
+    for round in range(rounds + 1):
+        for name, actor in list(contestants.items())[:: -1 if round % 2 else 1]:
             began, cpu_began = time.perf_counter(), time.process_time()
             await actor.update(batch)
             seconds[name].append(time.perf_counter() - began)
@@ -106,7 +106,8 @@ async def peak_memory(workload: Path, directory: str) -> dict[str, Any]:
         if "token" in file.name or "template" in file.name:
             (large / "model" / file.name).write_bytes(file.read_bytes())
     model_class(config).save_pretrained(large / "model")
-    actor = ActorWorker(job_of(large, "grpo", directory, []))
+    job = job_of(large, "grpo", directory, [])
+    actor = (await on_one_thread({"actor": partial(ActorWorker, job)}))["actor"]
     batch = some_batch(MICRO_BATCH, RESPONSE_TOKENS, 1.0)
     peaks = []
     for _ in range(5):

@@ -160,7 +160,6 @@ class Loop:
             "seconds": times[-1] - times[0],
             "phases": phases,
             "response_tokens": int(mask.sum()),
-            "tokens": int(attention.sum()),
         }
 
     def train_actor(self, *batch: Tensor) -> None:

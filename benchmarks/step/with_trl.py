@@ -53,7 +53,7 @@ class Turns(TrainerCallback):  # type: ignore[misc]
         self.began = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        turns.answer({"threads": torch.get_num_threads(), "trl": trl.__version__})
+        turns.answer({"threads": torch.get_num_threads()})
         self.next()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

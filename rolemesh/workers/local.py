@@ -30,11 +30,16 @@ _traced: ContextVar[str] = ContextVar("traced", default="")  # the method for wh
 def computing_thread(name: str) -> ThreadPoolExecutor:
     """One thread, which has as many OpenMP threads as the one that calls this.
 
-    A process should have one that uses them, from loading on. Every thread that does has a team of its own, and
-    once teams together have more threads than there are cores, OpenMP's threads no longer wait for the next
-    operation but sleep: each then begins 0.1 ms late, and a small model trains a third more slowly.
+    A role should be loaded on the thread on which it computes. Every thread that uses OpenMP has a team, and
+    once teams together have more threads than there are cores, theirs no longer wait at a barrier but sleep
+    there: each operation then begins later (docs/profiling.md).
     """
-    return ThreadPoolExecutor(1, name, torch.set_num_threads, (torch.get_num_threads(),))
+    return ThreadPoolExecutor(1, name, _use_threads, (torch.get_num_threads(),))
+
+
+def _use_threads(number: int) -> None:
+    torch.get_num_threads()  # else the thread's first large operation takes the number of the process
+    torch.set_num_threads(number)
 
 
 class LocalWorker:
@@ -45,7 +50,7 @@ class LocalWorker:
         parking: what it has on its device; None: nothing, or what it keeps there it parks in a way of its own.
         lease: of the device that it shares; None: the device is its own.
         traces: of its operations; None: no step is traced.
-        thread: where it computes; roles that take turns may have one between them.
+        thread: where it computes.
     """
 
     def __init__(self, role: str) -> None:

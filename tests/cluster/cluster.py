@@ -9,7 +9,7 @@ import subprocess
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,8 +103,11 @@ class Namespace:
                 late.cancel()
                 watching.kill()
         status = json.dumps(thing.get("status"), indent=1)
-        around = self.kubectl("get", "pods", "-o", "wide"), self.kubectl("events", "--types=Warning")
-        raise AssertionError("\n".join((f"within {within_s} s, {' '.join(what)} was last {status}", *around)))
+        said = [f"within {within_s} s, {' '.join(what)} was last {status}"]
+        for question in (("get", "pods", "-o", "wide"), ("events", "--types=Warning")):
+            with suppress(Failed):
+                said.append(self.kubectl(*question))
+        raise AssertionError("\n".join(said))
 
     def pods(self, release: str, component: str | None = None) -> list[Object]:
         """Those that were not asked to go."""

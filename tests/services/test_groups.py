@@ -7,6 +7,7 @@ import threading
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from rolemesh.rpc.clients import (
     RoleClient,
     RolloutClient,
 )
-from services.serve import group_server, load_group
+from services.serve import ROLES, group_server, load_group
 
 PROMPT, RESPONSE = 6, 10
 
@@ -248,24 +249,27 @@ async def test_a_role_of_a_group_that_cannot_load_is_named(job: JobConfig) -> No
         await load_group(["actor", "critic"], broken)
 
 
-async def test_roles_that_take_turns_compute_on_one_thread(job: JobConfig) -> None:
-    workers, _ = await load_group(["actor", "reward", "critic"], job)
+async def test_a_role_computes_on_the_thread_that_loaded_it(
+    job: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded_on: list[int] = []
+    load = ROLES["critic"].load
 
-    async def numbers() -> list[tuple[int, int]]:
-        """Of each worker, its thread's number, and how many OpenMP threads that has."""
-        return [
-            (await worker.run(threading.get_ident), await worker.run(torch.get_num_threads))
-            for worker in workers
-        ]
+    def seen(*args: Any) -> Any:
+        loaded_on.append(threading.get_ident())
+        return load(*args)
 
+    monkeypatch.setitem(ROLES, "critic", replace(ROLES["critic"], load=seen))
+    (actor, critic), _ = await load_group(["actor", "critic"], job)
     before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)  # of this thread: those that compute are there already
+    torch.set_num_threads(before + 1)  # of this thread, and of no other that computes
     try:
-        (actor, actors), (reward, _), (critic, _) = await numbers()
+        numbers = [await worker.run(torch.get_num_threads) for worker in (actor, critic)]
+        idents = [await worker.run(threading.get_ident) for worker in (actor, critic)]
     finally:
         torch.set_num_threads(before)
-        for worker in workers:
-            worker.close()
-    assert actor == critic != reward
-    assert threading.get_ident() not in (actor, reward)
-    assert actors == before
+        actor.close()
+        critic.close()
+    assert numbers == [before, before]
+    assert idents[1:] == loaded_on
+    assert len({*idents, threading.get_ident()}) == 3
