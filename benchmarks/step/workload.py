@@ -61,9 +61,10 @@ def write_model(directory: Path, end: float) -> None:
 
 def write_workload(directory: Path, fill: float) -> None:
     """Makes DIRECTORY/model, prompts.json and the same prompts as train.parquet. A prompt is 22
-    characters between the chat's two tokens."""
+    characters between the chat's two tokens; two prompts have little more in common at their beginning than the
+    first of these, so that what equal beginnings save is what the answers to one prompt share."""
     write_model(directory / "model", end_probability(fill))
-    prompts = [f"{f'what comes after {n}?':<22}" for n in range(1000, 1000 + 8 * SEQUENCES)]
+    prompts = [f"{f'{n} is before what?':<22}" for n in range(1000, 1000 + 8 * SEQUENCES)]
     (directory / "prompts.json").write_text(json.dumps(prompts))
     rows: list[dict[str, Any]] = [
         {

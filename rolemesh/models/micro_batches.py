@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,10 +40,11 @@ class MicroBatches:
         return cls(num_rows, job.max_tokens(role), packed, balanced, job.max_tokens_key(role))
 
     def cut(self, batch: DataProto) -> list[Tensor]:
-        """The rows of each micro-batch, ascending.
+        """The rows of each micro-batch, ascending. Without padding what rows have in common at the beginning is
+        computed once, so answers to one prompt stay together where they fit.
 
         Args:
-            batch: attention_mask [B, S].
+            batch: input_ids, attention_mask [B, S]; response_mask [B, T].
 
         Raises:
             InvalidBatch: a row has more tokens than max_tokens.
@@ -58,11 +60,43 @@ class MicroBatches:
                     + ("" if self.packed else " with its padding")
                     + f", and {self.max_tokens_key} is {self.max_tokens}; set it to that or more"
                 )
-            return [torch.tensor(rows) for rows in within(lengths, self.max_tokens)]
-        if self.packed and self.balanced:
+            groups = groups_of(batch) if self.packed else [[row] for row in range(len(lengths))]
+            units = [unit for rows in groups for unit in filled(rows, lengths, self.max_tokens)]
+            parts = within([sum(lengths[row] for row in unit) for unit in units], self.max_tokens)
+        elif self.packed and self.balanced:
+            groups = groups_of(batch)
+            size = math.gcd(self.num_rows, *map(len, groups))  # of which every part holds as many
+            units = [rows[at : at + size] for rows in groups for at in range(0, len(rows), size)]
             num_parts = -(-len(lengths) // self.num_rows)
-            return [torch.tensor(rows) for rows in balance(lengths, num_parts, self.num_rows)]
-        return list(torch.split(torch.arange(len(lengths)), self.num_rows))
+            weights = [sum(lengths[row] for row in unit) for unit in units]
+            parts = balance(weights, num_parts, self.num_rows // size)
+        else:
+            return list(torch.split(torch.arange(len(lengths)), self.num_rows))
+        rows = [sorted(row for unit in part for row in units[unit]) for part in parts]
+        return [torch.tensor(part) for part in sorted(rows)]
+
+
+def groups_of(batch: DataProto) -> list[list[int]]:
+    """Rows with the same prompt, those of each ascending."""
+    width = batch["input_ids"].shape[1] - batch["response_mask"].shape[1]
+    prompts = torch.cat([batch[name][:, :width] for name in ("input_ids", "attention_mask")], 1).cpu().numpy()
+    groups: dict[bytes, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        groups.setdefault(prompt.tobytes(), []).append(row)
+    return list(groups.values())
+
+
+def filled(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """The rows in their order, in parts of at most max_tokens; no row has more."""
+    parts: list[list[int]] = [[]]
+    tokens = 0
+    for row in rows:
+        tokens += lengths[row]
+        if tokens > max_tokens:
+            parts.append([])
+            tokens = lengths[row]
+        parts[-1].append(row)
+    return parts
 
 
 def within(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -1,8 +1,11 @@
-"""Forward passes without padding: rows are laid end to end, and each token attends to its own row alone.
+"""Forward passes without padding: rows are laid end to end, and each token attends to its own row alone. What
+rows have in common at their beginning (the prompt of a group's answers, a chat template) is there once: a token's
+numbers follow from the tokens before it.
 
 On a CPU rows of like lengths are given to one attention kernel together, padded to a width which depends on
 the row's own length alone; so a row's bits do not depend on its neighbours. On CUDA, where the type allows, a
-kernel for uneven lengths needs no padding at all.
+kernel for uneven lengths needs no padding at all. Attention is over whole rows either way: keys and values of
+a beginning are copied to each row that has it.
 """
 
 from __future__ import annotations
@@ -13,15 +16,67 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from rolemesh.errors import InvalidConfig
+from rolemesh.models.chunks import MIN_MATRIX_ROWS
 
 PACKED = "rolemesh_packed"  # the name of packed_attention among transformers' attention functions
 KERNEL_TYPES = (torch.float16, torch.bfloat16)  # of varlen_attn
 SMALLEST_WIDTH = 16  # widths up to 64 are its multiples, then four for each doubling
+# The CPU's kernel sums 512 columns at a time, MKL up to 384 of these in one piece. So the bits of a row's beginning
+# are the same at all widths up to the one, and at all from the other on.
+ONE_PIECE, ONE_BLOCK = 384, 512
+
+Integers = NDArray[np.int64]
+Truths = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of a pass lie row by row, those of a shared beginning in each of its rows.
+
+    Args:
+        tokens: [places] the token in each; behind a row's end, where there are such places, its last one again.
+        first: [N] a place for each token.
+        others: all places but these.
+        again: those of them that hold a token, and are not behind a row's end.
+        repeated: the tokens that these hold.
+    """
+
+    tokens: Tensor
+    first: Tensor
+    others: Tensor
+    again: Tensor
+    repeated: Tensor
+
+    @classmethod
+    def of(cls, table: Integers, new: Truths, lengths: Integers, widths: Integers, rows: Integers) -> Places:
+        """
+        Args:
+            table: [rows, longest] the token at each position of a row.
+            new: the same, where no row before has had it.
+            lengths: [rows] tokens.
+            widths: [rows] places; at least as many.
+            rows: the order in which they lie.
+        """
+        widths = widths[rows]
+        row = rows.repeat(widths)
+        offset = np.arange(len(row)) - (widths.cumsum() - widths).repeat(widths)
+        inside, at = offset < lengths[row], np.minimum(offset, lengths[row] - 1)
+        tokens, is_first = table[row, at], inside & new[row, at]
+        first = np.empty(int(new.sum()), np.int64)
+        first[tokens[is_first]] = is_first.nonzero()[0]
+        again = (inside & ~is_first).nonzero()[0]
+        arrays = (tokens, first, (~is_first).nonzero()[0], again, tokens[again])
+        return cls(*map(torch.from_numpy, arrays))
+
+    def to(self, device: torch.device) -> Places:
+        fields = (self.tokens, self.first, self.others, self.again, self.repeated)
+        return Places(*(tensor.to(device) for tensor in fields))
 
 
 @dataclass(frozen=True)
@@ -29,41 +84,84 @@ class Segments:
     """Rows laid end to end.
 
     Args:
-        bounds: [rows + 1] int32, where each row begins, and the end of the last.
+        bounds: [rows + 1] int32, where each row begins among `rows`, and the end of the last.
         longest: tokens.
+        rows: row after row.
         buckets: (rows, width) of each group of rows that attention takes together.
-        cells: [N] the token's place among all cells of the buckets.
-        tokens: [cells] the token in a cell; behind a row's end its last one again.
-        ends: the cells behind a row's end.
+        cells: bucket after bucket, each row padded to its bucket's width.
     """
 
     bounds: Tensor
     longest: int
+    rows: Places
     buckets: tuple[tuple[int, int], ...]
-    cells: Tensor
-    tokens: Tensor
-    ends: Tensor
+    cells: Places
 
-    @classmethod
-    def of(cls, lengths: Tensor) -> Segments:
-        """Of rows with so many tokens each: [rows], at least 1."""
-        known = lengths.cpu().numpy()
-        width = np.array([padded_width(int(length)) for length in known])
-        order = width.argsort(kind="stable")
-        widths = width[order]
-        row = order.repeat(widths)  # of a cell
-        offset = np.arange(len(row)) - (widths.cumsum() - widths).repeat(widths)
-        bounds, inside = np.concatenate([[0], known.cumsum()]), offset < known[row]
-        tokens = bounds[row] + np.minimum(offset, known[row] - 1)
-        cells = np.empty_like(tokens, shape=bounds[-1])
-        cells[tokens[inside]] = inside.nonzero()[0]
-        rows = zip(*np.unique(width, return_counts=True), strict=True)
-        return cls(
-            torch.from_numpy(bounds.astype(np.int32)).to(lengths.device),
-            int(known.max()),
-            tuple((int(count), int(width)) for width, count in rows),
-            *(torch.from_numpy(x).to(lengths.device) for x in (cells, tokens, (~inside).nonzero()[0])),
-        )
+
+def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """A forward pass over the tokens of rows, equal beginnings once.
+
+    Args:
+        input_ids, attention_mask, position_ids: [b, S]; a row may have no token, but one of them has.
+
+    Returns:
+        input_ids and position_ids [1, N] and their segments; and [b, S], which of the N tokens is at each place
+        (of padding: some other).
+    """
+    device = input_ids.device
+    ids, positions = (column.cpu().numpy().ravel() for column in (input_ids, position_ids))
+    mask = attention_mask.bool().cpu().numpy()
+    lengths = mask.sum(1)
+    widths = np.array([padded_width(int(length)) for length in lengths])
+    inside = np.arange(lengths.max()) < lengths[:, None]  # [b, longest]: rows begin at the left here
+    cell = np.zeros(inside.shape, np.int64)
+    cell[inside] = mask.ravel().nonzero()[0]
+    key = np.where(inside, positions[cell] << 32 | ids[cell], -1)
+    table, new = tokens_of(np.column_stack([np.clip(widths, ONE_PIECE, ONE_BLOCK), key]), inside)
+    num_tokens = int(new.sum())
+    at = np.empty(num_tokens, np.int64)
+    at[table[new]] = cell[new]
+    places = np.zeros(mask.size, np.int64)
+    places[cell[inside]] = table[inside]
+
+    times = -(-MIN_MATRIX_ROWS // num_tokens)  # that matrices have rows enough
+    table = np.concatenate([table + copy * num_tokens for copy in range(times)])
+    at, new, lengths, widths = (np.concatenate([x] * times) for x in (at, new, lengths, widths))
+    buckets = zip(*(counts.tolist() for counts in np.unique(widths[widths > 0], return_counts=True)), strict=True)
+    segments = Segments(
+        torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32)).to(device),
+        int(lengths.max()),
+        Places.of(table, new, lengths, lengths, np.arange(len(lengths))).to(device),
+        tuple((count, width) for width, count in buckets),
+        Places.of(table, new, lengths, widths, widths.argsort(kind="stable")).to(device),
+    )
+    taken = torch.from_numpy(at).to(device)
+    inputs = {name: column.flatten()[taken][None] for name, column in
+              (("input_ids", input_ids), ("position_ids", position_ids))}  # fmt: skip
+    return {**inputs, "segments": segments}, torch.from_numpy(places).view(mask.shape).to(device)
+
+
+def tokens_of(keys: Integers, inside: Truths) -> tuple[Integers, Truths]:
+    """Numbers tokens so that two have one number if they and all before them are alike.
+
+    Args:
+        keys: [b, 1 + L] what a row and each of its tokens must have in common with others.
+        inside: [b, L], where a row has a token; from the left, without holes.
+
+    Returns:
+        The token at each place [b, L]; and where each is first met, in the order of the numbers' rows.
+    """
+    keys = np.ascontiguousarray(keys)
+    order = keys.view(np.dtype((np.void, keys.itemsize * keys.shape[1])))[:, 0].argsort(kind="stable")
+    keys, inside = keys[order], inside[order]  # rows with a common beginning are neighbours now
+    alike = np.logical_and.accumulate(keys[1:] == keys[:-1], axis=1)[:, 1:] & inside[1:]
+    new = inside.copy()
+    new[1:] &= ~alike
+    number = new.cumsum().reshape(new.shape) - 1
+    owner = np.maximum.accumulate(np.where(new, np.arange(len(new))[:, None], 0), axis=0)
+    table, found = np.empty_like(number), np.empty_like(new)
+    table[order], found[order] = np.take_along_axis(number, owner, axis=0), new
+    return table, found
 
 
 def padded_width(length: int) -> int:
@@ -73,29 +171,38 @@ def padded_width(length: int) -> int:
 
 
 class Take(torch.autograd.Function):
-    """x[index] along the first axis. The gradient of x is that of the result at `back`, 0 at `none`: a copy,
-    where an index alone would have it added up."""
+    """x[index] along the first axis, and its gradient by an index as well: where an index is alone, the gradient
+    would be added up everywhere. It is that of the result at `back`; 0 at `none`; and at `repeated` that at
+    `again` is added."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, none: Tensor | None) -> Tensor:
-        ctx.back, ctx.none = back, none
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, back: Tensor, none: Tensor | None, again: Tensor, repeated: Tensor
+    ) -> Tensor:
+        ctx.back, ctx.none, ctx.again, ctx.repeated = back, none, again, repeated
         return x.contiguous().index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        taken = gradient.contiguous().index_select(0, ctx.back)
-        return taken if ctx.none is None else taken.index_fill_(0, ctx.none, 0), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradient.contiguous()
+        taken = gradient.index_select(0, ctx.back)
+        if ctx.none is not None:
+            taken.index_fill_(0, ctx.none, 0)
+        if len(ctx.again):
+            taken.index_add_(0, ctx.repeated, gradient.index_select(0, ctx.again))
+        return taken, None, None, None, None, None
 
 
-def to_cells(x: Tensor, segments: Segments) -> Tensor:
-    """[N, ...] to [cells, ...]. What follows must let no gradient flow to a cell behind a row's end."""
-    cells: Tensor = Take.apply(x, segments.tokens, segments.cells, None)  # type: ignore[no-untyped-call]
-    return cells
+def to_places(x: Tensor, places: Places) -> Tensor:
+    """[N, ...] to [places, ...]. What follows must let no gradient flow to a place behind a row's end."""
+    taken: Tensor = Take.apply(x, places.tokens, places.first, None, places.again, places.repeated)  # type: ignore[no-untyped-call]
+    return taken
 
 
-def to_tokens(x: Tensor, segments: Segments) -> Tensor:
-    """[cells, ...] to [N, ...]."""
-    tokens: Tensor = Take.apply(x, segments.cells, segments.tokens, segments.ends)  # type: ignore[no-untyped-call]
+def to_tokens(x: Tensor, places: Places) -> Tensor:
+    """[places, ...] to [N, ...]."""
+    nowhere = places.again[:0]
+    tokens: Tensor = Take.apply(x, places.first, places.tokens, places.others, nowhere, nowhere)  # type: ignore[no-untyped-call]
     return tokens
 
 
@@ -135,14 +242,15 @@ def packed_attention(
     if q.is_cuda and q.dtype in KERNEL_TYPES:
         bounds, longest = segments.bounds, segments.longest
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        q, k, v = (to_places(x, segments.rows) for x in (q, k, v))
         output = varlen_attn(
             q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, enable_gqa=True
         )
         assert isinstance(output, Tensor)
-        return output[None], None
+        return to_tokens(output, segments.rows)[None], None
     sizes = [rows * width for rows, width in segments.buckets]
     # split and not slices: the gradient of a slice is as large as what it was cut from
-    cells = [torch.split(to_cells(x, segments), sizes) for x in (q, k, v)]
+    cells = [torch.split(to_places(x, segments.cells), sizes) for x in (q, k, v)]
     outputs = []
     for (rows, width), *parts in zip(segments.buckets, *cells, strict=True):
         padded = [x.view(rows, width, *x.shape[1:]).transpose(1, 2) for x in parts]
@@ -155,7 +263,7 @@ def packed_attention(
             attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=True,
         )  # fmt: skip
         outputs.append(part.transpose(1, 2).flatten(0, 1))
-    return to_tokens(torch.cat(outputs) if len(outputs) > 1 else outputs[0], segments)[None], None
+    return to_tokens(torch.cat(outputs) if len(outputs) > 1 else outputs[0], segments.cells)[None], None
 
 
 AttentionInterface.register(PACKED, packed_attention)
@@ -164,8 +272,8 @@ AttentionInterface.register(PACKED, packed_attention)
 def remove_padding(body: Any, role: str) -> None:
     """From now on the model attends within the rows of a pass without padding.
 
-    Whether it can is tried: two short rows end to end must give what each gives alone. That tells apart every
-    architecture whose tokens meet elsewhere than in transformers' attention interface.
+    Whether it can is tried: two short rows end to end, which begin alike, must give what each gives alone. That
+    tells apart every architecture whose tokens meet elsewhere than in transformers' attention interface.
 
     Args:
         body: a transformers model without its head.
@@ -175,15 +283,17 @@ def remove_padding(body: Any, role: str) -> None:
         InvalidConfig: its numbers come out otherwise; use_remove_padding says so.
     """
     device = next(body.parameters()).device
-    rows = [torch.arange(length, device=device)[None] for length in (7, 4)]
-    ids = torch.cat(rows, 1)
-    segments = Segments.of(torch.tensor([row.shape[1] for row in rows], device=device))
+    columns = torch.arange(7, device=device)
+    mask = columns < torch.tensor([[7], [4]], device=device)
+    ids, positions = columns.expand(2, 7), columns.expand(2, 7)
+    ids = torch.where(torch.tensor([[False], [True]], device=device) & (columns == 3), 5, ids)
     with torch.no_grad():
-        alone = [body(input_ids=row, position_ids=row, use_cache=False).last_hidden_state for row in rows]
+        alone = body(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
         try:
             body.set_attn_implementation(PACKED)
-            together = body(input_ids=ids, position_ids=ids, use_cache=False, segments=segments)
-            if not torch.allclose(together.last_hidden_state, torch.cat(alone, 1), rtol=1e-3, atol=1e-4):
+            inputs, places = pack(ids, mask, positions)
+            together = body(**inputs, use_cache=False).last_hidden_state[0][places[mask]]
+            if not torch.allclose(together, alone.last_hidden_state[mask], rtol=1e-3, atol=1e-4):
                 raise InvalidConfig("rows that lie end to end change each other's numbers")
         except (InvalidConfig, RuntimeError, TypeError, ValueError) as error:
             raise InvalidConfig(

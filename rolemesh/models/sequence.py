@@ -20,7 +20,7 @@ from rolemesh.errors import InvalidBatch
 from rolemesh.models.chunks import MIN_MATRIX_ROWS
 from rolemesh.models.distribution import TokenStats, Wanted, distribution_stats
 from rolemesh.models.heads import ScoreModel
-from rolemesh.models.packing import Segments, is_packed
+from rolemesh.models.packing import is_packed, pack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,7 +37,7 @@ def lay_out(
 
     Args:
         input_ids, attention_mask, position_ids: [b, S].
-        packed: lay the rows' tokens end to end; rolemesh/models/packing.py.
+        packed: lay the rows' tokens end to end, equal beginnings once; rolemesh/models/packing.py.
 
     Returns:
         What the model's body is called with; and [b, S], where in its flattened output each position is (of
@@ -48,14 +48,27 @@ def lay_out(
         ids, mask, positions = steady_rows(input_ids, attention_mask, position_ids)
         places = torch.arange(rows * width, device=ids.device).view(rows, width)
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}, places
-    mask = attention_mask.bool()
-    places = (mask.flatten().cumsum(0) - 1).clamp(min=0).view(rows, width)
-    tokens, lengths = mask.flatten().nonzero()[:, 0], mask.sum(1)
-    times = -(-MIN_MATRIX_ROWS // len(tokens))
-    tokens, lengths = tokens.repeat(times), lengths.repeat(times)
-    inputs = {"input_ids": input_ids, "position_ids": position_ids}
-    laid = {name: column.flatten()[tokens][None] for name, column in inputs.items()}
-    return {**laid, "segments": Segments.of(lengths), "use_cache": False}, places
+    inputs, places = pack(input_ids, attention_mask, position_ids)
+    return {**inputs, "use_cache": False}, places
+
+
+def before_responses(rows: DataProto, packed: bool) -> tuple[dict[str, Any], Tensor]:
+    """A forward pass over what response tokens are predicted from, which a row's last token is not.
+
+    Args:
+        rows: the columns of roles.SEQUENCE [b, ...].
+
+    Returns:
+        What the model's body is called with; and [tokens], where in its flattened output the token before each
+        response token is.
+    """
+    ids, attended, positions = (rows[name] for name in ("input_ids", "attention_mask", "position_ids"))
+    fed = attended[:, :-1].bool()
+    if packed:
+        fed = fed & (attended[:, 1:].bool() | (attended.sum(1, keepdim=True) == 1))
+    inputs, places = lay_out(ids[:, :-1], fed.to(attended.dtype), positions[:, :-1], packed)
+    mask = rows["response_mask"]
+    return inputs, places[:, -mask.shape[1] :][mask]
 
 
 def scatter(cells: Tensor, mask: Tensor) -> Tensor:
@@ -143,9 +156,8 @@ def token_stats(
         float32 (float64 of a float64 model). Cells where response_mask is False hold some finite number.
     """
     body = model.get_decoder()
-    inputs, places = lay_out(rows["input_ids"], rows["attention_mask"], rows["position_ids"], is_packed(body))
+    inputs, before = before_responses(rows, is_packed(body))
     mask = rows["response_mask"]
-    before = places[:, -mask.shape[1] - 1 : -1][mask]  # the token before a response token predicts it
     drawn = rows["input_ids"][:, -mask.shape[1] :][mask]
     kept_ids = rows["kept_ids"][mask].long() if "kept_ids" in rows else None
     wanted = Wanted(temperature, entropy, entropy_gradient, sum_pi_squared)
@@ -165,8 +177,7 @@ def token_values(model: ScoreModel, rows: DataProto, *, dtype: str = "float32") 
         dtype: a ModelConfig's.
     """
     mask = rows["response_mask"]
-    packed = is_packed(model.body)
-    inputs, places = lay_out(rows["input_ids"], rows["attention_mask"], rows["position_ids"], packed)
+    inputs, before = before_responses(rows, is_packed(model.body))
     with autocast(mask.device, dtype):
         hidden = model(**inputs).flatten(0, 1)
-    return scatter(model.score(hidden.index_select(0, places[:, -mask.shape[1] - 1 : -1][mask])), mask)
+    return scatter(model.score(hidden.index_select(0, before)), mask)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from float64 import in_float64
 from sequences import sequence_batch
 from torch.testing import assert_close
 from transformers import (
@@ -142,7 +143,7 @@ async def test_the_first_mini_batch_reports_half_the_squared_error(tiny_model: P
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(tiny_model: Path, mode: str) -> None:
     config = CriticConfig(loss_agg_mode=mode)  # type: ignore[arg-type]
-    models = [ScoreModel.load(ModelConfig(path=str(tiny_model)), "critic").double() for _ in range(2)]
+    models = [in_float64(ScoreModel.load(ModelConfig(path=str(tiny_model)), "critic")) for _ in range(2)]
     remove_padding(models[1].body, "critic")
     batch = sequence_batch(8)
 

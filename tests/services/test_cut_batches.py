@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from float64 import in_float64
 from sequences import sequence_batch
 from torch import Tensor
 from torch.testing import assert_close
@@ -89,7 +90,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Acto
     model = make_tiny_model(tmp_path_factory.mktemp("smaller"), hidden_size=16, num_layers=1, num_heads=2)
     made = {name: ActorWorker(job_of(model, "vanilla", "token-mean", cut)) for name, cut in CUTS.items()}
     for worker in made.values():
-        worker.model.double()
+        in_float64(worker.model)
         optim = worker.job.actor.optim
         worker.optimizer = Gradients(worker.model, optim, grad_clip=1.0, warmup_steps=0, role="actor")
     yield made

@@ -33,8 +33,11 @@ def test_parts_hold_all_rows_once_and_no_more_tokens_than_they_may() -> None:
     assert within([], 50) == []
 
 
-def rows_of(lengths: list[int], width: int = 10) -> DataProto:
-    return DataProto({"attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long()})
+def rows_of(lengths: list[int], width: int = 10, prompts: list[int] | None = None) -> DataProto:
+    """Every row with a prompt of its own, unless it is told which."""
+    mask = (torch.arange(width) < torch.tensor(lengths, dtype=torch.int64)[:, None]).long()
+    ids = torch.tensor(prompts or range(len(lengths)))[:, None].expand(mask.shape)
+    return DataProto({"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, 1:].bool()})
 
 
 def test_padding_counts_where_it_goes_through_the_model() -> None:
@@ -49,6 +52,23 @@ def test_padding_counts_where_it_goes_through_the_model() -> None:
     assert cut() == [[0, 2], [1, 3]]
     assert cut(balanced=False) == cut(packed=False) == [[0, 1, 2], [3]]
     assert MicroBatches(3, None, True, True).cut(rows_of([])) == []
+
+
+def test_answers_to_one_prompt_stay_together_where_they_fit() -> None:
+    """Ten rows to the prompts a, b, a, b, a, b, b, b, c, c, of 4 tokens each."""
+    rows = rows_of([4] * 10, prompts=[0, 1, 0, 1, 0, 1, 1, 1, 2, 2])
+
+    def cut(num_rows: int, max_tokens: int | None = None) -> list[list[int]]:
+        return [part.tolist() for part in MicroBatches(num_rows, max_tokens, True, True).cut(rows)]
+
+    assert cut(1, 20) == [[0, 2, 4, 8, 9], [1, 3, 5, 6, 7]]
+    assert cut(1, 12) == [[0, 2, 4], [1, 3, 5], [6, 7], [8, 9]]
+    assert cut(1, 4) == [[row] for row in range(10)]
+    by_twos = rows_of([4] * 8, prompts=[0, 1, 0, 1, 2, 2, 2, 2])
+    parts = [part.tolist() for part in MicroBatches(4, None, True, True).cut(by_twos)]
+    assert sorted(map(len, parts)) == [4, 4]
+    assert all({0, 2} <= set(part) or not {0, 2} & set(part) for part in parts)
+    assert all({1, 3} <= set(part) or not {1, 3} & set(part) for part in parts)
 
 
 @pytest.mark.parametrize(("packed", "tokens"), [(True, "9 tokens"), (False, "10 tokens with its padding")])

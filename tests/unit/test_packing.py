@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from float64 import in_float64
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
@@ -17,7 +18,7 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.models import chunks, distribution
 from rolemesh.models.distribution import head
 from rolemesh.models.heads import ScoreModel
-from rolemesh.models.packing import padded_width, remove_padding
+from rolemesh.models.packing import pack, padded_width, remove_padding
 from rolemesh.models.sequence import token_stats, token_values
 from rolemesh.models.training import checkpoint_activations
 
@@ -37,20 +38,27 @@ KINDS: dict[str, dict[str, Any]] = {
 def causal_lm(kind: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SMALL | KINDS.get(kind, {}) | settings)
-    return getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+    return in_float64(model) if dtype is torch.float64 and kind in KINDS else model
 
 
 def uneven(num_rows: int, *, prompt: int = 30, response: int = 40, seed: int = 0) -> DataProto:
-    """Rows of 2 to 70 tokens; every third has a token in its middle that the policy did not sample."""
+    """Rows of 2 to 70 tokens, three to a prompt; one of the three has a token in its middle that the policy did
+    not sample, and one begins to answer as that one does."""
     generator = torch.Generator().manual_seed(seed)
     before, after = (
         torch.randint(1, top + 1, (num_rows, 1), generator=generator) for top in (prompt, response)
     )
+    before = before[torch.arange(num_rows) // 3 * 3]
     column = torch.arange(prompt + response)
     mask = (column >= prompt - before) & (column < prompt + after)
     sampled = mask[:, prompt:].clone()
     sampled[::3, 1:2] = False
-    ids = torch.randint(3, 256, mask.shape, generator=generator) * mask
+    ids = torch.randint(3, 256, mask.shape, generator=generator)
+    for row in range(num_rows):
+        alike = prompt + (5 if row % 3 == 1 else 0)
+        ids[row, :alike] = ids[row // 3 * 3, :alike]
+    ids *= mask
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return DataProto(
         {"input_ids": ids, "attention_mask": mask.long(), "position_ids": positions, "response_mask": sampled}
@@ -84,7 +92,7 @@ def test_packed_is_padded(kind: str) -> None:
 
 def test_packed_values_are_padded_ones() -> None:
     rows, found = uneven(9), []
-    model = ScoreModel(causal_lm("Qwen2").model, seed=0).double()
+    model = in_float64(ScoreModel(causal_lm("Qwen2").model, seed=0))
     for packed in (False, True):
         if packed:
             remove_padding(model.body, "critic")
@@ -97,11 +105,44 @@ def test_packed_values_are_padded_ones() -> None:
         assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
+def test_equal_beginnings_are_there_once() -> None:
+    """By hand: (1 2 3 4), (1 2 5), (6 2) and (1 2 3 4) again have 7 tokens that differ in themselves or in what
+    lies before them. Another position makes another token."""
+    ids = torch.tensor([[1, 2, 3, 4], [0, 1, 2, 5], [6, 2, 0, 0], [1, 2, 3, 4]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    _, places = pack(ids, mask, positions)
+    assert len(places[mask.bool()].unique()) == 7
+    assert places[0].tolist() == places[3].tolist()
+    assert places[0, :2].tolist() == places[1, 1:3].tolist()
+    assert places[2, 0] != places[0, 0]
+    positions[3, 2:] += 1
+    _, places = pack(ids, mask, positions)
+    assert len(places[mask.bool()].unique()) == 9
+
+
+def test_the_tokens_of_a_pass_are_those_of_its_rows() -> None:
+    rows = uneven(24)
+    ids, mask, positions = (rows[name] for name in ("input_ids", "attention_mask", "position_ids"))
+    inputs, places = pack(ids, mask, positions)
+    attended = mask.bool()
+    assert torch.equal(inputs["input_ids"][0, places[attended]], ids[attended])
+    assert torch.equal(inputs["position_ids"][0, places[attended]], positions[attended])
+    beginnings = {
+        tuple(row[known][: count + 1].tolist())
+        for row, known in zip(ids, attended, strict=True)
+        for count in range(int(known.sum()))
+    }
+    assert len(places[attended].unique()) == len(beginnings) < 0.8 * int(mask.sum())
+
+
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("kind", ["Qwen2", "Mistral"])
-def test_a_rows_bits_are_its_own(kind: str, threads: int) -> None:
-    """Alone, beside others of any length, and in another order. A few rows, and enough for several blocks."""
-    model, rows = causal_lm(kind, torch.float32, hidden_size=64, vocab_size=5000), uneven(24)
+@pytest.mark.parametrize(("kind", "response"), [("Qwen2", 40), ("Mistral", 40), ("Qwen2", 600)])
+def test_a_rows_bits_are_its_own(kind: str, response: int, threads: int) -> None:
+    """Alone, beside others of any length, those with the same beginning too, and in another order. A few rows,
+    and enough for several blocks."""
+    settings = {"hidden_size": 64, "vocab_size": 5000, "max_position_embeddings": 1024}
+    model, rows = causal_lm(kind, torch.float32, **settings), uneven(24, response=response)
     remove_padding(model.get_decoder(), "actor")
 
     @torch.no_grad()
