@@ -1,6 +1,6 @@
 """Forward passes without padding: rows are laid end to end, and each token attends to its own row alone. What
-rows have in common at their beginning (the prompt of a group's answers, a chat template) is there once: a token's
-numbers follow from the tokens before it.
+rows have in common at their beginning (the prompt of a group's answers, a chat template) is there once: a
+token's numbers follow from the tokens before it.
 
 On a CPU rows of like lengths are given to one attention kernel together, padded to a width which depends on
 the row's own length alone; so a row's bits do not depend on its neighbours. On CUDA, where the type allows, a
@@ -10,6 +10,7 @@ a beginning are copied to each row that has it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +28,8 @@ from rolemesh.models.chunks import MIN_MATRIX_ROWS
 PACKED = "rolemesh_packed"  # the name of packed_attention among transformers' attention functions
 KERNEL_TYPES = (torch.float16, torch.bfloat16)  # of varlen_attn
 SMALLEST_WIDTH = 16  # widths up to 64 are its multiples, then four for each doubling
-# The CPU's kernel sums 512 columns at a time, MKL up to 384 of these in one piece. So the bits of a row's beginning
-# are the same at all widths up to the one, and at all from the other on.
+# The CPU's kernel sums 512 columns at a time, MKL up to 384 of these in one piece. So the bits of a row's
+# beginning are the same at all widths up to the one, and at all from the other on.
 ONE_PIECE, ONE_BLOCK = 384, 512
 
 Integers = NDArray[np.int64]
@@ -86,14 +87,14 @@ class Segments:
     Args:
         bounds: [rows + 1] int32, where each row begins among `rows`, and the end of the last.
         longest: tokens.
-        rows: row after row.
+        rows: row after row; on CUDA, whose kernel for uneven lengths takes them so.
         buckets: (rows, width) of each group of rows that attention takes together.
         cells: bucket after bucket, each row padded to its bucket's width.
     """
 
     bounds: Tensor
     longest: int
-    rows: Places
+    rows: Places | None
     buckets: tuple[tuple[int, int], ...]
     cells: Places
 
@@ -127,18 +128,19 @@ def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> tup
     times = -(-MIN_MATRIX_ROWS // num_tokens)  # that matrices have rows enough
     table = np.concatenate([table + copy * num_tokens for copy in range(times)])
     at, new, lengths, widths = (np.concatenate([x] * times) for x in (at, new, lengths, widths))
-    buckets = zip(*(counts.tolist() for counts in np.unique(widths[widths > 0], return_counts=True)), strict=True)
+    known, counts = (array.tolist() for array in np.unique(widths[widths > 0], return_counts=True))
+    in_order = np.arange(len(lengths))
     segments = Segments(
         torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32)).to(device),
         int(lengths.max()),
-        Places.of(table, new, lengths, lengths, np.arange(len(lengths))).to(device),
-        tuple((count, width) for width, count in buckets),
+        Places.of(table, new, lengths, lengths, in_order).to(device) if device.type == "cuda" else None,
+        tuple(zip(counts, known, strict=True)),
         Places.of(table, new, lengths, widths, widths.argsort(kind="stable")).to(device),
     )
-    taken = torch.from_numpy(at).to(device)
-    inputs = {name: column.flatten()[taken][None] for name, column in
-              (("input_ids", input_ids), ("position_ids", position_ids))}  # fmt: skip
-    return {**inputs, "segments": segments}, torch.from_numpy(places).view(mask.shape).to(device)
+    index = torch.from_numpy(at).to(device)
+    inputs = {"input_ids": input_ids, "position_ids": position_ids}
+    laid = {name: column.flatten()[index][None] for name, column in inputs.items()}
+    return {**laid, "segments": segments}, torch.from_numpy(places).view(mask.shape).to(device)
 
 
 def tokens_of(keys: Integers, inside: Truths) -> tuple[Integers, Truths]:
@@ -171,9 +173,8 @@ def padded_width(length: int) -> int:
 
 
 class Take(torch.autograd.Function):
-    """x[index] along the first axis, and its gradient by an index as well: where an index is alone, the gradient
-    would be added up everywhere. It is that of the result at `back`; 0 at `none`; and at `repeated` that at
-    `again` is added."""
+    """x[index] along the first axis, and its gradient by an index as well, which is faster than to add it up
+    everywhere: that of the result at `back`; 0 at `none`; and at `repeated` that at `again` is added."""
 
     @staticmethod
     def forward(
@@ -193,17 +194,18 @@ class Take(torch.autograd.Function):
         return taken, None, None, None, None, None
 
 
+taken: Callable[..., Tensor] = Take.apply
+
+
 def to_places(x: Tensor, places: Places) -> Tensor:
     """[N, ...] to [places, ...]. What follows must let no gradient flow to a place behind a row's end."""
-    taken: Tensor = Take.apply(x, places.tokens, places.first, None, places.again, places.repeated)  # type: ignore[no-untyped-call]
-    return taken
+    return taken(x, places.tokens, places.first, None, places.again, places.repeated)
 
 
 def to_tokens(x: Tensor, places: Places) -> Tensor:
     """[places, ...] to [N, ...]."""
     nowhere = places.again[:0]
-    tokens: Tensor = Take.apply(x, places.first, places.tokens, places.others, nowhere, nowhere)  # type: ignore[no-untyped-call]
-    return tokens
+    return taken(x, places.first, places.tokens, places.others, nowhere, nowhere)
 
 
 def packed_attention(
@@ -239,7 +241,7 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if q.is_cuda and torch.is_autocast_enabled("cuda"):
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
-    if q.is_cuda and q.dtype in KERNEL_TYPES:
+    if segments.rows and q.dtype in KERNEL_TYPES:
         bounds, longest = segments.bounds, segments.longest
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         q, k, v = (to_places(x, segments.rows) for x in (q, k, v))

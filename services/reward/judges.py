@@ -1,11 +1,13 @@
 """Judges: processes that score rows, as many as run at the same time.
 
-Each thread of the pool has a process of its own, started with the thread's first row, and waits for it. A
-process that dies or does not answer in time costs the row that it had; the thread's next row gets a new one.
+Each thread of the pool has a process of its own, started with the thread's first row, and waits for it; when it
+has the verdict on a row it takes the next. A process that dies or does not answer in time costs the row that it
+had; the thread's next row gets a new one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,16 +15,56 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import InvalidConfig, RewardFailed
 from services.reward.verdict import Verdict
 
 MOST_BY_THEMSELVES = 8  # a container sees all CPUs of its node, whatever its share of them
+
+
+class Call(NamedTuple):
+    """A call of the function, with what it says of one row or of several."""
+
+    rows: Sequence[int]
+    arguments: Mapping[str, Any]
+
+
+class Judged(NamedTuple):
+    """What a judge found, by row; and the error of a call that failed, by its first row."""
+
+    verdicts: dict[int, Verdict]
+    failures: dict[int, RewardFailed]
+
+
+class Verdicts:
+    """Verdicts that are under way.
+
+    Args:
+        parts: what each judge finds.
+        left: what none has begun with.
+    """
+
+    def __init__(self, parts: list[Future[Judged]], left: deque[Call]) -> None:
+        self._parts, self._left = parts, left
+
+    async def found(self) -> dict[int, Verdict]:
+        """By row. Raises RewardFailed: the first row that could not be scored."""
+        each = await asyncio.gather(*map(asyncio.wrap_future, self._parts))
+        if failures := {row: error for part in each for row, error in part.failures.items()}:
+            raise failures[min(failures)]
+        return {row: verdict for part in each for row, verdict in part.verdicts.items()}
+
+    def leave(self) -> None:
+        """Begins with no other."""
+        self._left.clear()
+        for part in self._parts:
+            part.cancel()
 
 
 class Judges:
@@ -34,8 +76,8 @@ class Judges:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        num_judges = config.num_workers or min(len(os.sched_getaffinity(0)), MOST_BY_THEMSELVES)
-        self._threads = ThreadPoolExecutor(num_judges, thread_name_prefix="judge")
+        self._number = config.num_workers or min(len(os.sched_getaffinity(0)), MOST_BY_THEMSELVES)
+        self._threads = ThreadPoolExecutor(self._number, thread_name_prefix="judge")
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._running: set[_Judge] = set()
@@ -49,9 +91,16 @@ class Judges:
         """
         self._threads.submit(self._judge).result()
 
-    def submit(self, arguments: Mapping[str, Any]) -> Future[list[Verdict]]:
-        """The verdicts on a row, or on several that are judged in one call; or RewardFailed."""
-        return self._threads.submit(self._ask, arguments)
+    def submit(self, calls: Iterable[Call], named: Callable[[Sequence[int]], str]) -> Verdicts:
+        """Has all calls made, by whichever judge is free.
+
+        Args:
+            calls: of the function.
+            named: what an error calls rows.
+        """
+        left = deque(calls)
+        judges = range(min(self._number, len(left)))
+        return Verdicts([self._threads.submit(self._work, left, named) for _ in judges], left)
 
     def close(self) -> None:
         """Ends all; rows that are being scored fail."""
@@ -60,6 +109,21 @@ class Judges:
             for judge in self._running:
                 judge.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _work(self, left: deque[Call], named: Callable[[Sequence[int]], str]) -> Judged:
+        """Makes calls until none is left, or one fails: nobody then begins with another."""
+        judged = Judged({}, {})
+        while left:
+            try:
+                call = left.popleft()
+            except IndexError:  # another judge had it
+                break
+            try:
+                judged.verdicts.update(zip(call.rows, self._ask(call.arguments), strict=True))
+            except RewardFailed as error:
+                judged.failures[call.rows[0]] = RewardFailed(f"{named(call.rows)}: {error}")
+                left.clear()
+        return judged
 
     def _judge(self) -> _Judge:
         """This thread's process."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import Future
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from rolemesh.workers.local import LocalWorker, as_call
 from rolemesh.workers.parking import Parking, model_tensors
 from services.reward.functions import QUICK, UnknownDataSource, rule_of
 from services.reward.judge import function_of
-from services.reward.judges import Judges
+from services.reward.judges import Call, Judges, Verdicts
 from services.reward.model import ModelScorer
 from services.reward.overlong import overlong_penalty
 from services.reward.thoughts import thought_tokens
@@ -66,69 +66,61 @@ class RewardWorker(LocalWorker):
             raise InvalidBatch(f"reward.compute_scores: response of {batch['uid'][int(empty[0])]} has no token")
         by_model = [row for row in range(len(batch)) if batch["reward_model"][row].get("style") == "model"]
         by_function = sorted(set(range(len(batch))) - set(by_model))
-        verdicts: dict[int, Verdict] = {}
         async with self.traced("compute_scores"):
-            waiting = await self.run(self._begin, batch, by_function, verdicts)
+            verdicts, others = await self.run(self._begin, batch, by_function)
         try:
             if by_model:
                 async with self.turn(), self.traced("compute_scores"):
                     verdicts |= await self.run(self._by_model, batch, by_model)
-            for rows, future in waiting:
-                verdicts |= zip(rows, await self._verdicts(batch, rows, future), strict=True)
+            verdicts |= await others.found()
         finally:
-            for _, future in waiting:
-                future.cancel()
+            others.leave()
         return await self.run(self._columns, batch, [verdicts[row] for row in range(len(batch))])
 
     def close(self) -> None:
         self._judges.close()
         super().close()
 
-    def _begin(
-        self, batch: DataProto, rows: list[int], verdicts: dict[int, Verdict]
-    ) -> list[tuple[list[int], Future[list[Verdict]]]]:
-        """Scores what is quick, and has the judges begin with the rest.
-
-        Returns:
-            rows, and what will be their verdicts.
-        """
-        if self._config.reward_manager == "batch" and rows:
-            each = [self._arguments(batch, row) for row in rows]
-            together = {PLURAL[name]: [arguments[name] for arguments in each] for name in each[0]}
-            return [(rows, self._judges.submit(together))]
-        waiting = []
-        for row in rows:
-            arguments = self._arguments(batch, row)
+    def _begin(self, batch: DataProto, rows: list[int]) -> tuple[dict[int, Verdict], Verdicts]:
+        """Scores what is quick, and has the judges begin with the rest."""
+        named = partial(_named, batch)
+        each = dict(zip(rows, self._arguments(batch, rows), strict=True))
+        if self._config.reward_manager == "batch":
+            together = {plural: [each[row][name] for row in rows] for name, plural in PLURAL.items()}
+            return {}, self._judges.submit([Call(rows, together)] if rows else [], named)
+        verdicts: dict[int, Verdict] = {}
+        slow = []
+        for row, arguments in each.items():
             try:
                 if self._is_quick(arguments["data_source"]):
                     [verdicts[row]] = judge(*function_of(self._config), arguments)
                 else:
-                    waiting.append(([row], self._judges.submit(arguments)))
+                    slow.append(Call([row], arguments))
             except (RewardFailed, UnknownDataSource) as error:
-                raise RewardFailed(f"{_named(batch, [row])}: {error}") from error
-        return waiting
+                raise RewardFailed(f"{named([row])}: {error}") from error
+        return verdicts, self._judges.submit(slow, named)
 
     def _is_quick(self, data_source: str) -> bool:
         is_custom = self._config.custom_reward_function.path is not None
         return not is_custom and rule_of(data_source, self._config) in QUICK
 
-    def _arguments(self, batch: DataProto, row: int) -> dict[str, Any]:
-        """What a reward function is called with for a row."""
-        response: Tensor = batch["responses"][row][batch["response_mask"][row]]
-        return {
-            "data_source": batch["data_source"][row],
-            "solution_str": self._tokenizer.decode(response, skip_special_tokens=True),
-            "ground_truth": batch["reward_model"][row].get("ground_truth"),
-            "extra_info": batch["extra_info"][row] if "extra_info" in batch else {},
-        }
-
-    async def _verdicts(
-        self, batch: DataProto, rows: list[int], future: Future[list[Verdict]]
-    ) -> list[Verdict]:
-        try:
-            return await asyncio.wrap_future(future)
-        except RewardFailed as error:
-            raise RewardFailed(f"{_named(batch, rows)}: {error}") from error
+    def _arguments(self, batch: DataProto, rows: list[int]) -> list[dict[str, Any]]:
+        """What a reward function is called with for each of the rows."""
+        if not rows:
+            return []
+        responses, mask = batch["responses"], batch["response_mask"]
+        texts = self._tokenizer.batch_decode(
+            [responses[row][mask[row]].tolist() for row in rows], skip_special_tokens=True
+        )
+        return [
+            {
+                "data_source": batch["data_source"][row],
+                "solution_str": text,
+                "ground_truth": batch["reward_model"][row].get("ground_truth"),
+                "extra_info": batch["extra_info"][row] if "extra_info" in batch else {},
+            }
+            for row, text in zip(rows, texts, strict=True)
+        ]
 
     def _by_model(self, batch: DataProto, rows: list[int]) -> dict[int, Verdict]:
         if self._model is None:
@@ -178,7 +170,7 @@ class RewardWorker(LocalWorker):
         return [verdict.entries[key] for key in self._component_keys]
 
 
-def _named(batch: DataProto, rows: list[int]) -> str:
+def _named(batch: DataProto, rows: Sequence[int]) -> str:
     """What an error calls the rows."""
     first, last = batch["uid"][rows[0]], batch["uid"][rows[-1]]
     return f"row {first}" if len(rows) == 1 else f"{len(rows)} rows, {first} to {last}"

@@ -188,9 +188,10 @@ def test_judges_end_with_the_service_however_that_ends(tmp_path: Path, number: s
         "    while True: time.sleep(60)\n"
     )
     source = (
-        "from rolemesh.config.reward import RewardConfig\nfrom services.reward.judges import Judges\n"
+        "import asyncio\nfrom rolemesh.config.reward import RewardConfig\n"
+        "from services.reward.judges import Call, Judges\n"
         f"config = RewardConfig(custom_reward_function={{'path': {str(function)!r}}})\n"
-        "Judges(config).submit({'solution_str': 'x'}).result()\n"
+        "asyncio.run(Judges(config).submit([Call([0], {'solution_str': 'x'})], str).found())\n"
     )
     service = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     assert service.stdout is not None

@@ -87,9 +87,10 @@ def grouped_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention in which several query heads [b, heads, n, head_dim] share one of keys and values. Under a mask
-    transformers copies keys and values for each head, at every token; the CPU's kernel need not have that. Where
-    there is one token, the heads that share are given to it as so many tokens: keys and values are read once."""
-    (rows, heads, tokens, _), shared = query.shape, key.shape[1]
+    transformers copies keys and values for each head, at every token; the CPU's kernel need not have that. One
+    token's heads that share are given to it as so many tokens: keys and values are read once."""
+    rows, heads, tokens = query.shape[:3]
+    shared = key.shape[1]
     if tokens == 1:
         query = query.view(rows, shared, heads // shared, -1)
     output = F.scaled_dot_product_attention(
