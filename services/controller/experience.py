@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 # A batch is judged in about this many calls: enough that judging overlaps with generation, few enough that
 # every call fills the accelerator.
-CHUNKS_PER_BATCH = 8
+CHUNKS_PER_BATCH = 4
 
 
 async def gather(*calls: Coroutine[Any, Any, R]) -> list[R]:
