@@ -22,7 +22,9 @@ class ModelConfig(Config):
         description="what gradient checkpointing keeps lies in the host's memory; on a CPU it does anyway",
     )
     use_remove_padding: bool = Field(
-        True, description="rows go through the model end to end; false: padded to P + T tokens each"
+        True,
+        description="rows go through the model end to end, what they begin with alike once; false: padded to "
+        "P + T tokens each",
     )
     dtype: Precision = Field(
         "float32", description="what matrix products run in; weights and optimizer stay float32 (autocast)"

@@ -41,7 +41,8 @@ class MicroBatches:
 
     def cut(self, batch: DataProto) -> list[Tensor]:
         """The rows of each micro-batch, ascending. Without padding what rows have in common at the beginning is
-        computed once, so answers to one prompt stay together where they fit.
+        computed once, so answers to one prompt stay together: with max_tokens where that makes one pass more at
+        most; with num_rows in units of as many rows as divide it and every prompt's.
 
         Args:
             batch: input_ids, attention_mask [B, S]; response_mask [B, T].
@@ -60,20 +61,20 @@ class MicroBatches:
                     + ("" if self.packed else " with its padding")
                     + f", and {self.max_tokens_key} is {self.max_tokens}; set it to that or more"
                 )
-            groups = groups_of(batch) if self.packed else [[row] for row in range(len(lengths))]
-            units = [unit for rows in groups for unit in filled(rows, lengths, self.max_tokens)]
-            parts = within([sum(lengths[row] for row in unit) for unit in units], self.max_tokens)
-        elif self.packed and self.balanced:
+            parts = within(lengths, self.max_tokens)
+            if self.packed:
+                parts = together(groups_of(batch), lengths, len(parts), self.max_tokens) or parts
+            return [torch.tensor(rows) for rows in parts]
+        if self.packed and self.balanced:
             groups = groups_of(batch)
-            size = math.gcd(self.num_rows, *map(len, groups))  # of which every part holds as many
+            size = math.gcd(self.num_rows, *map(len, groups))
             units = [rows[at : at + size] for rows in groups for at in range(0, len(rows), size)]
             num_parts = -(-len(lengths) // self.num_rows)
             weights = [sum(lengths[row] for row in unit) for unit in units]
             parts = balance(weights, num_parts, self.num_rows // size)
-        else:
-            return list(torch.split(torch.arange(len(lengths)), self.num_rows))
-        rows = [sorted(row for unit in part for row in units[unit]) for part in parts]
-        return [torch.tensor(part) for part in sorted(rows)]
+            parts = [sorted(row for unit in part for row in units[unit]) for part in parts]
+            return [torch.tensor(rows) for rows in sorted(parts)]
+        return list(torch.split(torch.arange(len(lengths)), self.num_rows))
 
 
 def groups_of(batch: DataProto) -> list[list[int]]:
@@ -86,17 +87,23 @@ def groups_of(batch: DataProto) -> list[list[int]]:
     return list(groups.values())
 
 
-def filled(rows: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """The rows in their order, in parts of at most max_tokens; no row has more."""
-    parts: list[list[int]] = [[]]
-    tokens = 0
-    for row in rows:
-        tokens += lengths[row]
-        if tokens > max_tokens:
-            parts.append([])
-            tokens = lengths[row]
-        parts[-1].append(row)
-    return parts
+def together(
+    groups: Sequence[Sequence[int]], lengths: Sequence[int], num_parts: int, max_tokens: int
+) -> list[list[int]] | None:
+    """Rows group after group, cut into so many parts, or one more, of about as many tokens; None where one of
+    them would have more than max_tokens."""
+    rows = [row for group in groups for row in group]
+    total = sum(lengths)
+    for number in (num_parts, num_parts + 1):
+        parts: list[list[int]] = [[] for _ in range(number)]
+        begins = 0
+        for row in rows:
+            middle = begins + lengths[row] / 2
+            parts[int(middle * number / total)].append(row)
+            begins += lengths[row]
+        if all(sum(lengths[row] for row in part) <= max_tokens for part in parts):
+            return sorted(sorted(part) for part in parts if part)
+    return None
 
 
 def within(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -28,9 +28,8 @@ from rolemesh.models.chunks import MIN_MATRIX_ROWS
 PACKED = "rolemesh_packed"  # the name of packed_attention among transformers' attention functions
 KERNEL_TYPES = (torch.float16, torch.bfloat16)  # of varlen_attn
 SMALLEST_WIDTH = 16  # widths up to 64 are its multiples, then four for each doubling
-# The CPU's kernel sums 512 columns at a time, MKL up to 384 of these in one piece. So the bits of a row's
-# beginning are the same at all widths up to the one, and at all from the other on.
-ONE_PIECE, ONE_BLOCK = 384, 512
+# torch's CPU kernel sums over columns 512 at a time, and MKL over up to 384 in one piece.
+BLOCK, PIECE = 512, 384
 
 Integers = NDArray[np.int64]
 Truths = NDArray[np.bool_]
@@ -55,17 +54,17 @@ class Places:
     repeated: Tensor
 
     @classmethod
-    def of(cls, table: Integers, new: Truths, lengths: Integers, widths: Integers, rows: Integers) -> Places:
+    def of(cls, table: Integers, new: Truths, lengths: Integers, widths: Integers, order: Integers) -> Places:
         """
         Args:
-            table: [rows, longest] the token at each position of a row.
-            new: the same, where no row before has had it.
+            table: [rows, longest] the token at each position of a row; behind its end anything.
+            new: the same, where a row is the one that numbers the token.
             lengths: [rows] tokens.
             widths: [rows] places; at least as many.
-            rows: the order in which they lie.
+            order: of the rows.
         """
-        widths = widths[rows]
-        row = rows.repeat(widths)
+        widths = widths[order]
+        row = order.repeat(widths)
         offset = np.arange(len(row)) - (widths.cumsum() - widths).repeat(widths)
         inside, at = offset < lengths[row], np.minimum(offset, lengths[row] - 1)
         tokens, is_first = table[row, at], inside & new[row, at]
@@ -110,37 +109,59 @@ def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> tup
         (of padding: some other).
     """
     device = input_ids.device
-    ids, positions = (column.cpu().numpy().ravel() for column in (input_ids, position_ids))
+    ids, positions = (x.cpu().numpy().astype(np.int64).ravel() for x in (input_ids, position_ids))
     mask = attention_mask.bool().cpu().numpy()
     lengths = mask.sum(1)
     widths = np.array([padded_width(int(length)) for length in lengths])
     inside = np.arange(lengths.max()) < lengths[:, None]  # [b, longest]: rows begin at the left here
-    cell = np.zeros(inside.shape, np.int64)
+    cell = np.zeros(inside.shape, np.int64)  # of [b * S]
     cell[inside] = mask.ravel().nonzero()[0]
-    key = np.where(inside, positions[cell] << 32 | ids[cell], -1)
-    table, new = tokens_of(np.column_stack([np.clip(widths, ONE_PIECE, ONE_BLOCK), key]), inside)
+    kinds = kinds_of(widths) if device.type == "cpu" else np.zeros_like(widths)
+    keys = np.where(inside, positions[cell] << 32 | ids[cell], -1)
+    table, new = tokens_of(np.column_stack([kinds, keys]), inside)
     num_tokens = int(new.sum())
-    at = np.empty(num_tokens, np.int64)
-    at[table[new]] = cell[new]
+    cell_of = np.empty(num_tokens, np.int64)
+    cell_of[table[new]] = cell[new]
     places = np.zeros(mask.size, np.int64)
     places[cell[inside]] = table[inside]
 
-    times = -(-MIN_MATRIX_ROWS // num_tokens)  # that matrices have rows enough
-    table = np.concatenate([table + copy * num_tokens for copy in range(times)])
-    at, new, lengths, widths = (np.concatenate([x] * times) for x in (at, new, lengths, widths))
-    known, counts = (array.tolist() for array in np.unique(widths[widths > 0], return_counts=True))
-    in_order = np.arange(len(lengths))
-    segments = Segments(
-        torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32)).to(device),
-        int(lengths.max()),
-        Places.of(table, new, lengths, lengths, in_order).to(device) if device.type == "cuda" else None,
-        tuple(zip(counts, known, strict=True)),
-        Places.of(table, new, lengths, widths, widths.argsort(kind="stable")).to(device),
+    copies = -(-MIN_MATRIX_ROWS // num_tokens)  # of all rows, for matrices to have as many
+    segments = segments_of(
+        np.concatenate([table + copy * num_tokens for copy in range(copies)]),
+        np.tile(new, (copies, 1)),
+        np.tile(lengths, copies),
+        np.tile(widths, copies),
+        device,
     )
-    index = torch.from_numpy(at).to(device)
+    index = torch.from_numpy(np.tile(cell_of, copies)).to(device)
     inputs = {"input_ids": input_ids, "position_ids": position_ids}
     laid = {name: column.flatten()[index][None] for name, column in inputs.items()}
     return {**laid, "segments": segments}, torch.from_numpy(places).view(mask.shape).to(device)
+
+
+def segments_of(
+    table: Integers, new: Truths, lengths: Integers, widths: Integers, device: torch.device
+) -> Segments:
+    """See Places.of."""
+    of_width, num_rows = (array.tolist() for array in np.unique(widths[widths > 0], return_counts=True))
+    rows = None
+    if device.type == "cuda":
+        rows = Places.of(table, new, lengths, lengths, np.arange(len(lengths))).to(device)
+    return Segments(
+        torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32)).to(device),
+        int(lengths.max()),
+        rows,
+        tuple(zip(num_rows, of_width, strict=True)),
+        Places.of(table, new, lengths, widths, widths.argsort(kind="stable")).to(device),
+    )
+
+
+def kinds_of(widths: Integers) -> Integers:
+    """A number for each width of attention. Rows of one kind have the same bits where they begin alike: the
+    columns of no block are cut otherwise for the one than for the other. A block is whole, or in one piece; one
+    that is neither is like those of the same width alone. (float32; MKL in strict mode.)"""
+    blocks, rest = np.divmod(widths, BLOCK)
+    return np.where(rest == 0, 0, np.where(rest <= PIECE, 1 + blocks, -widths))
 
 
 def tokens_of(keys: Integers, inside: Truths) -> tuple[Integers, Truths]:
@@ -151,7 +172,7 @@ def tokens_of(keys: Integers, inside: Truths) -> tuple[Integers, Truths]:
         inside: [b, L], where a row has a token; from the left, without holes.
 
     Returns:
-        The token at each place [b, L]; and where each is first met, in the order of the numbers' rows.
+        The token at each place [b, L], where a row has none anything; and which row numbers each token.
     """
     keys = np.ascontiguousarray(keys)
     order = keys.view(np.dtype((np.void, keys.itemsize * keys.shape[1])))[:, 0].argsort(kind="stable")
@@ -190,7 +211,9 @@ class Take(torch.autograd.Function):
         if ctx.none is not None:
             taken.index_fill_(0, ctx.none, 0)
         if len(ctx.again):
-            taken.index_add_(0, ctx.repeated, gradient.index_select(0, ctx.again))
+            wide = torch.promote_types(taken.dtype, torch.float32)
+            again = gradient.index_select(0, ctx.again).to(wide)
+            taken = taken.to(wide).index_add_(0, ctx.repeated, again).to(gradient.dtype)
         return taken, None, None, None, None, None
 
 

@@ -7,7 +7,6 @@ had; the thread's next row gets a new one.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -35,36 +34,75 @@ class Call(NamedTuple):
     arguments: Mapping[str, Any]
 
 
-class Judged(NamedTuple):
-    """What a judge found, by row; and the error of a call that failed, by its first row."""
-
-    verdicts: dict[int, Verdict]
-    failures: dict[int, RewardFailed]
-
-
-class Verdicts:
-    """Verdicts that are under way.
+class Line:
+    """Calls that judges take in their order, each when it is free.
 
     Args:
-        parts: what each judge finds.
-        left: what none has begun with.
+        calls: of the function.
+        named: what an error calls rows.
+
+    Attributes:
+        verdicts: by row; or the error of the first call that failed, as soon as all before it have ended.
+            RewardFailed where a row could not be scored. Nobody begins with another then.
     """
 
-    def __init__(self, parts: list[Future[Judged]], left: deque[Call]) -> None:
-        self._parts, self._left = parts, left
+    def __init__(self, calls: Iterable[Call], named: Callable[[Sequence[int]], str]) -> None:
+        self._left, self._named = deque(enumerate(calls)), named
+        self._lock = threading.Lock()
+        self._begun: set[int] = set()
+        self._errors: dict[int, Exception] = {}
+        self._found: dict[int, Verdict] = {}
+        self.verdicts: Future[dict[int, Verdict]] = Future()
+        self.verdicts.set_running_or_notify_cancel()  # a caller who no longer waits cancels nothing but that
+        self._settle()
 
-    async def found(self) -> dict[int, Verdict]:
-        """By row. Raises RewardFailed: the first row that could not be scored."""
-        each = await asyncio.gather(*map(asyncio.wrap_future, self._parts))
-        if failures := {row: error for part in each for row, error in part.failures.items()}:
-            raise failures[min(failures)]
-        return {row: verdict for part in each for row, verdict in part.verdicts.items()}
+    def __len__(self) -> int:
+        """Calls that nobody has begun with."""
+        return len(self._left)
+
+    def work(self, ask: Callable[[Mapping[str, Any]], list[Verdict]]) -> None:
+        """Makes calls until none is left."""
+        while (taken := self._take()) is not None:
+            at, call = taken
+            try:
+                found = dict(zip(call.rows, ask(call.arguments), strict=True))
+            except RewardFailed as error:
+                self._end(at, {}, RewardFailed(f"{self._named(call.rows)}: {error}"))
+            except Exception as error:
+                self._end(at, {}, error)
+            else:
+                self._end(at, found)
 
     def leave(self) -> None:
-        """Begins with no other."""
-        self._left.clear()
-        for part in self._parts:
-            part.cancel()
+        """Nobody begins with another."""
+        with self._lock:
+            self._left.clear()
+
+    def _take(self) -> tuple[int, Call] | None:
+        with self._lock:
+            if not self._left:
+                return None
+            at, call = self._left.popleft()
+            self._begun.add(at)
+            return at, call
+
+    def _end(self, at: int, found: dict[int, Verdict], error: Exception | None = None) -> None:
+        with self._lock:
+            self._begun.remove(at)
+            self._found |= found
+            if error is not None:
+                self._errors[at] = error
+                self._left.clear()
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.verdicts.done():
+            return
+        first = min(self._errors, default=None)
+        if first is not None and first < min(self._begun, default=first + 1):
+            self.verdicts.set_exception(self._errors[first])
+        elif first is None and not self._begun and not self._left:
+            self.verdicts.set_result(self._found)
 
 
 class Judges:
@@ -91,16 +129,10 @@ class Judges:
         """
         self._threads.submit(self._judge).result()
 
-    def submit(self, calls: Iterable[Call], named: Callable[[Sequence[int]], str]) -> Verdicts:
-        """Has all calls made, by whichever judge is free.
-
-        Args:
-            calls: of the function.
-            named: what an error calls rows.
-        """
-        left = deque(calls)
-        judges = range(min(self._number, len(left)))
-        return Verdicts([self._threads.submit(self._work, left, named) for _ in judges], left)
+    def submit(self, line: Line) -> None:
+        """Has all calls of the line made."""
+        for _ in range(min(self._number, len(line))):
+            self._threads.submit(line.work, self._ask)
 
     def close(self) -> None:
         """Ends all; rows that are being scored fail."""
@@ -108,22 +140,7 @@ class Judges:
             self._closed = True
             for judge in self._running:
                 judge.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def _work(self, left: deque[Call], named: Callable[[Sequence[int]], str]) -> Judged:
-        """Makes calls until none is left, or one fails: nobody then begins with another."""
-        judged = Judged({}, {})
-        while left:
-            try:
-                call = left.popleft()
-            except IndexError:  # another judge had it
-                break
-            try:
-                judged.verdicts.update(zip(call.rows, self._ask(call.arguments), strict=True))
-            except RewardFailed as error:
-                judged.failures[call.rows[0]] = RewardFailed(f"{named(call.rows)}: {error}")
-                left.clear()
-        return judged
+        self._threads.shutdown(wait=True)  # who comes to a line now fails its first call
 
     def _judge(self) -> _Judge:
         """This thread's process."""

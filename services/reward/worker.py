@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from rolemesh.workers.local import LocalWorker, as_call
 from rolemesh.workers.parking import Parking, model_tensors
 from services.reward.functions import QUICK, UnknownDataSource, rule_of
 from services.reward.judge import function_of
-from services.reward.judges import Call, Judges, Verdicts
+from services.reward.judges import Call, Judges, Line
 from services.reward.model import ModelScorer
 from services.reward.overlong import overlong_penalty
 from services.reward.thoughts import thought_tokens
@@ -67,38 +68,42 @@ class RewardWorker(LocalWorker):
         by_model = [row for row in range(len(batch)) if batch["reward_model"][row].get("style") == "model"]
         by_function = sorted(set(range(len(batch))) - set(by_model))
         async with self.traced("compute_scores"):
-            verdicts, others = await self.run(self._begin, batch, by_function)
+            verdicts, line = await self.run(self._begin, batch, by_function)
         try:
             if by_model:
                 async with self.turn(), self.traced("compute_scores"):
                     verdicts |= await self.run(self._by_model, batch, by_model)
-            verdicts |= await others.found()
+            judged: dict[int, Verdict] = await asyncio.wrap_future(line.verdicts)
+            verdicts |= judged
         finally:
-            others.leave()
+            line.leave()
         return await self.run(self._columns, batch, [verdicts[row] for row in range(len(batch))])
 
     def close(self) -> None:
         self._judges.close()
         super().close()
 
-    def _begin(self, batch: DataProto, rows: list[int]) -> tuple[dict[int, Verdict], Verdicts]:
+    def _begin(self, batch: DataProto, rows: list[int]) -> tuple[dict[int, Verdict], Line]:
         """Scores what is quick, and has the judges begin with the rest."""
         named = partial(_named, batch)
         each = dict(zip(rows, self._arguments(batch, rows), strict=True))
+        verdicts: dict[int, Verdict] = {}
+        calls = []
         if self._config.reward_manager == "batch":
             together = {plural: [each[row][name] for row in rows] for name, plural in PLURAL.items()}
-            return {}, self._judges.submit([Call(rows, together)] if rows else [], named)
-        verdicts: dict[int, Verdict] = {}
-        slow = []
-        for row, arguments in each.items():
-            try:
-                if self._is_quick(arguments["data_source"]):
-                    [verdicts[row]] = judge(*function_of(self._config), arguments)
-                else:
-                    slow.append(Call([row], arguments))
-            except (RewardFailed, UnknownDataSource) as error:
-                raise RewardFailed(f"{named([row])}: {error}") from error
-        return verdicts, self._judges.submit(slow, named)
+            calls = [Call(rows, together)] if rows else []
+        else:
+            for row, arguments in each.items():
+                try:
+                    if self._is_quick(arguments["data_source"]):
+                        [verdicts[row]] = judge(*function_of(self._config), arguments)
+                    else:
+                        calls.append(Call([row], arguments))
+                except (RewardFailed, UnknownDataSource) as error:
+                    raise RewardFailed(f"{named([row])}: {error}") from error
+        line = Line(calls, named)
+        self._judges.submit(line)
+        return verdicts, line
 
     def _is_quick(self, data_source: str) -> bool:
         is_custom = self._config.custom_reward_function.path is not None

@@ -163,6 +163,50 @@ async def test_the_first_row_that_fails_is_the_one_that_is_named(tiny_model: Pat
             await scores(worker, "late", "soon")
 
 
+async def test_a_row_that_fails_is_told_while_a_later_one_is_still_scored(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "never")
+    source = (
+        "def compute_score(solution_str, **row):\n"
+        f"    open({str(tmp_path / 'never')!r}) if solution_str == 'hangs' else {{}}['nothing']\n"
+    )
+    async with working(tiny_model, num_workers=2, timeout_s=250, **custom(tmp_path, source)) as worker:
+        with pytest.raises(RewardFailed, match=r"row train-000000: .*nothing"):
+            await asyncio.wait_for(scores(worker, "fails", "hangs"), 60)
+
+
+async def test_who_waits_in_line_when_the_role_is_closed_is_told(tiny_model: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "never")
+    os.mkfifo(tmp_path / "begun")
+    begun = os.open(tmp_path / "begun", os.O_RDWR)
+    source = (
+        f"def compute_score(**row):\n    open({str(tmp_path / 'begun')!r}, 'w').write('x')\n"
+        f"    open({str(tmp_path / 'never')!r})\n"
+    )
+    worker = RewardWorker(job(tiny_model, num_workers=2, timeout_s=250, **custom(tmp_path, source)))
+    calls = [asyncio.create_task(scores(worker, "a", "b")) for _ in range(3)]
+    for _ in range(2):
+        assert await asyncio.to_thread(os.read, begun, 1) == b"x"
+    await asyncio.to_thread(worker.close)
+    for told in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60):
+        assert isinstance(told, RewardFailed)
+    os.close(begun)
+
+
+async def test_after_a_row_that_fails_nobody_begins_with_another(tiny_model: Path, tmp_path: Path) -> None:
+    source = (
+        "def compute_score(solution_str, **row):\n"
+        f"    open({str(tmp_path / 'called')!r}, 'a').write(solution_str)\n"
+        "    return {}['nothing'] if solution_str == 'b' else 1.0\n"
+    )
+    async with working(tiny_model, num_workers=1, **custom(tmp_path, source)) as worker:
+        with pytest.raises(RewardFailed, match=r"row train-000001: "):
+            await scores(worker, "a", "b", "c", "d")
+        assert await scores(worker, "e", "f") == [1.0, 1.0]
+    assert (tmp_path / "called").read_text() == "abef"
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [
@@ -188,10 +232,11 @@ def test_judges_end_with_the_service_however_that_ends(tmp_path: Path, number: s
         "    while True: time.sleep(60)\n"
     )
     source = (
-        "import asyncio\nfrom rolemesh.config.reward import RewardConfig\n"
-        "from services.reward.judges import Call, Judges\n"
+        "from rolemesh.config.reward import RewardConfig\n"
+        "from services.reward.judges import Call, Judges, Line\n"
         f"config = RewardConfig(custom_reward_function={{'path': {str(function)!r}}})\n"
-        "asyncio.run(Judges(config).submit([Call([0], {'solution_str': 'x'})], str).found())\n"
+        "line = Line([Call([0], {'solution_str': 'x'})], str)\nJudges(config).submit(line)\n"
+        "line.verdicts.result()\n"
     )
     service = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     assert service.stdout is not None

@@ -61,14 +61,34 @@ def test_answers_to_one_prompt_stay_together_where_they_fit() -> None:
     def cut(num_rows: int, max_tokens: int | None = None) -> list[list[int]]:
         return [part.tolist() for part in MicroBatches(num_rows, max_tokens, True, True).cut(rows)]
 
-    assert cut(1, 20) == [[0, 2, 4, 8, 9], [1, 3, 5, 6, 7]]
-    assert cut(1, 12) == [[0, 2, 4], [1, 3, 5], [6, 7], [8, 9]]
+    assert cut(1, 20) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]  # a and two of b, three of b and c
+    assert cut(1, 12) == [[0, 2], [1, 3, 4], [5, 6], [7, 8, 9]]  # a part is not full: parts are even
     assert cut(1, 4) == [[row] for row in range(10)]
     by_twos = rows_of([4] * 8, prompts=[0, 1, 0, 1, 2, 2, 2, 2])
     parts = [part.tolist() for part in MicroBatches(4, None, True, True).cut(by_twos)]
     assert sorted(map(len, parts)) == [4, 4]
     assert all({0, 2} <= set(part) or not {0, 2} & set(part) for part in parts)
     assert all({1, 3} <= set(part) or not {1, 3} & set(part) for part in parts)
+
+
+def test_micro_batches_hold_all_rows_once_whatever_the_groups() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        count = draw.randint(1, 30)
+        rows = rows_of(
+            [draw.randint(2, 10) for _ in range(count)], prompts=[draw.randint(0, 6) for _ in range(count)]
+        )
+        tokens, num_rows = rows["attention_mask"].sum(1), draw.randint(1, 8)
+        for most in (None, draw.randint(10, 40)):
+            parts = MicroBatches(num_rows, most, True, True).cut(rows)
+            assert sorted(torch.cat(parts).tolist()) == list(range(count))
+            assert all(part.tolist() == sorted(part.tolist()) for part in parts)
+            if most is None:
+                assert len(parts) == -(-count // num_rows)
+                assert all(len(part) <= num_rows for part in parts)
+            else:
+                assert all(tokens[part].sum() <= most for part in parts)
+                assert len(parts) <= 1 + len(within(tokens.tolist(), most))
 
 
 @pytest.mark.parametrize(("packed", "tokens"), [(True, "9 tokens"), (False, "10 tokens with its padding")])

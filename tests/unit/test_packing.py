@@ -161,6 +161,32 @@ def test_a_rows_bits_are_its_own(kind: str, response: int, threads: int) -> None
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"head_dim": 128, "num_attention_heads": 1, "num_key_value_heads": 1}]
+)
+@pytest.mark.parametrize("kind", ["Qwen3", "Mistral"])
+def test_a_long_beginning_has_the_bits_of_its_own_row(kind: str, settings: dict[str, Any]) -> None:
+    """Rows that have 850, or 300, tokens in common and padded widths on both sides of each bound."""
+    window = {"sliding_window": 600} if kind == "Mistral" else {}
+    model = causal_lm(kind, torch.float32, max_position_embeddings=4096, **settings, **window)
+    remove_padding(model.get_decoder(), "actor")
+    lengths = torch.tensor([870, 890, 1000, 1024, 1100, 1400, 1700, 2100, 310, 400, 440, 500, 600])
+    mask = torch.arange(2100) < lengths[:, None]
+    ids = torch.randint(3, 256, mask.shape, generator=torch.Generator().manual_seed(0))
+    ids[:8, :850], ids[8:, :300] = ids[0, :850], ids[0, :300]
+    rows = DataProto(
+        {"input_ids": ids * mask, "attention_mask": mask.long(), "position_ids": mask.long().cumsum(1) - 1,
+         "response_mask": mask[:, 10:]}
+    )  # fmt: skip
+    with torch.no_grad():
+        together = token_stats(model, rows, temperature=1.0).log_probs
+        for row in range(len(lengths)):
+            alone = token_stats(model, rows.select_idxs([row]), temperature=1.0).log_probs[0]
+            assert torch.equal(
+                torch.where(mask[row, 10:], alone, 0), torch.where(mask[row, 10:], together[row], 0)
+            )
+
+
 def test_attention_pads_a_row_by_a_quarter_at_most() -> None:
     widths = [padded_width(length) for length in range(1, 5000)]
     assert [padded_width(length) for length in (1, 16, 17, 64, 65, 128, 129, 257, 1025)] == [
