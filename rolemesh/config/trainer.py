@@ -23,8 +23,8 @@ class TrainerConfig(Config):
     critic_warmup: int = Field(0, ge=0, description="first steps in which the critic alone is trained")
     balance_batch: bool = Field(
         True,
-        description="rows of a mini-batch go to micro-batches by length, answers to one prompt together where they "
-        "can: each has about as many tokens",
+        description="rows of a mini-batch go to micro-batches by length, answers to one prompt together where "
+        "they can: each has about as many tokens",
     )
     val_before_train: bool = True
     val_only: bool = False
