@@ -176,8 +176,9 @@ class DataProto:
                 f"rows are chosen by a list of positions, not by {index.dtype} {list(index.shape)}"
             )
         index = index.to(torch.int64).cpu()
+        index = torch.where(index < 0, index + len(self), index)
         at = index.numpy()
-        return self._map(lambda tensor: tensor[index.to(tensor.device)], lambda column: column[at])
+        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)), lambda column: column[at])
 
     def pop(
         self,

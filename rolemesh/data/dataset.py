@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,15 +80,13 @@ class PromptDataset:
         """Prompts as a batch: prompts [B, P] int64 left-padded, prompt_mask [B, P] bool, uid, data_source,
         reward_model, extra_info. A uid is the split and the row's position in the files: "train-000012"."""
         width = self.config.max_prompt_length
-        prompts = torch.full((len(indices), width), self.pad_id, dtype=torch.int64)
-        mask = torch.zeros((len(indices), width), dtype=torch.bool)
-        for at, index in enumerate(indices):
-            ids = self._ids[index]
-            prompts[at, width - len(ids) :] = torch.tensor(ids)
-            mask[at, width - len(ids) :] = True
+        ids = [self._ids[index] for index in indices]
+        mask = np.arange(width) >= width - np.array([len(row) for row in ids], np.int64)[:, None]
+        prompts = np.full(mask.shape, self.pad_id, np.int64)
+        prompts[mask] = list(chain.from_iterable(ids))
         rows = [self._rows[index] for index in indices]
         return DataProto.from_dict(
-            {"prompts": prompts, "prompt_mask": mask},
+            {"prompts": torch.from_numpy(prompts), "prompt_mask": torch.from_numpy(mask)},
             {
                 "uid": [f"{self.split}-{self._positions[index]:06d}" for index in indices],
                 "data_source": [row[self.config.reward_fn_key] for row in rows],

@@ -62,7 +62,7 @@ class MicroBatches:
                     + f", and {self.max_tokens_key} is {self.max_tokens}; set it to that or more"
                 )
             parts = within(lengths, self.max_tokens)
-            if self.packed:
+            if self.packed and len(parts) > 1:
                 parts = together(groups_of(batch), lengths, len(parts), self.max_tokens) or parts
             return [torch.tensor(rows) for rows in parts]
         if self.packed and self.balanced:

@@ -109,7 +109,7 @@ def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> tup
         (of padding: some other).
     """
     device = input_ids.device
-    ids, positions = (x.cpu().numpy().astype(np.int64).ravel() for x in (input_ids, position_ids))
+    ids, positions = (x.to("cpu", torch.int64).numpy().ravel() for x in (input_ids, position_ids))
     mask = attention_mask.bool().cpu().numpy()
     lengths = mask.sum(1)
     widths = np.array([padded_width(int(length)) for length in lengths])
@@ -133,10 +133,10 @@ def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> tup
         np.tile(widths, copies),
         device,
     )
-    index = torch.from_numpy(np.tile(cell_of, copies)).to(device)
-    inputs = {"input_ids": input_ids, "position_ids": position_ids}
-    laid = {name: column.flatten()[index][None] for name, column in inputs.items()}
-    return {**laid, "segments": segments}, torch.from_numpy(places).view(mask.shape).to(device)
+    fed = np.tile(cell_of, copies)
+    laid = {"input_ids": ids[None, fed], "position_ids": positions[None, fed]}
+    inputs = {name: torch.from_numpy(column).to(device) for name, column in laid.items()}
+    return {**inputs, "segments": segments}, torch.from_numpy(places).view(mask.shape).to(device)
 
 
 def segments_of(

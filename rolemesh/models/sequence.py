@@ -98,13 +98,13 @@ def check_sequences(batch: DataProto, method: str) -> None:
             f"{method}: input_ids, attention_mask and position_ids [B, P + T] and response_mask [B, T] with "
             f"P > 0 expected; got {sequences | {'response_mask': list(mask.shape)}}"
         )
-    attended = batch["attention_mask"].bool()
-    if not attended[:, width - mask.shape[1] - 1].all() or (mask & ~attended[:, width - mask.shape[1] :]).any():
+    attended, sampled = (x.bool().cpu().numpy() for x in (batch["attention_mask"], mask))
+    if not attended[:, width - mask.shape[1] - 1].all() or (sampled > attended[:, width - mask.shape[1] :]).any():
         raise InvalidBatch(
             f"{method}: a prompt's last token at column P - 1, and response_mask True on tokens alone, "
             "expected; attention_mask says otherwise"
         )
-    begins = (attended.int().diff(dim=1) > 0).sum(1) + attended[:, 0].int()
+    begins = (attended[:, 1:] > attended[:, :-1]).sum(1) + attended[:, 0]
     if (begins > 1).any():
         raise InvalidBatch(
             f"{method}: row {int(begins.argmax())} of attention_mask has a hole; prompt and response are to "

@@ -55,12 +55,9 @@ def fan_out(
     """
     rows = prompts.repeat(n)
     rows.meta_info |= {"sampling": sampling, "step": step}
-    streams = [
-        np.random.SeedSequence((seed % 2**64, step, position, sample)).generate_state(1, np.uint64)[0] >> 1
-        for position in range(first, first + len(prompts))
-        for sample in range(n)
-    ]
-    rows["seeds"] = torch.tensor([int(stream) for stream in streams], dtype=torch.int64)
+    streams = [np.random.Philox(np.random.SeedSequence((seed % 2**64, step, sample))) for sample in range(n)]
+    words = [stream.random_raw(first + len(prompts))[first:] >> 1 for stream in streams]  # by position
+    rows["seeds"] = torch.from_numpy(np.stack(words, axis=1).astype(np.int64).ravel())
     return rows
 
 

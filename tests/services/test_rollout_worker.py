@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +166,9 @@ async def test_ignore_eos_uses_the_whole_length(ending_model: Path):
 async def test_rows_come_as_they_finish_while_others_go_on(ending_model: Path):
     worker = RolloutWorker(job_of(ending_model))
     answers = [rows async for rows in worker.generate(prompts_of(13))]
-    lengths = [rows["response_mask"].sum(1).unique().tolist() for rows in answers]
+    lengths = [rows["response_mask"].sum(1).tolist() for rows in answers]
     assert len(answers) > 3
-    assert all(len(length) == 1 for length in lengths)  # a batch holds the rows of one step
-    assert lengths == sorted(lengths)
+    assert all(max(earlier) < min(later) for earlier, later in pairwise(lengths))
     worker.close()
 
 

@@ -10,6 +10,7 @@ given (transformers drops one that masks nothing, and takes another kernel).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ PROBED_ROWS = 256
 # Compaction copies the cache, so it waits until a quarter of the rows have ended: on uneven answers half the
 # time of none; after every tenth row, or every second, it pays less.
 COMPACT_AT = 0.75
+STEPS_S = 0.05  # before the worker's thread is handed over; which costs a small model as much as its step
 
 
 class Columns(CacheLayerMixin):  # type: ignore[misc]
@@ -44,6 +46,7 @@ class Columns(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, width: int) -> None:
         super().__init__()
         self._width, self._filled = width, 0
+        self._kept: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         rows, heads, _, head_dim = key_states.shape
@@ -54,18 +57,22 @@ class Columns(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self._kept is not None:
+            self.keys, self.values = (x.index_select(0, self._kept) for x in (self.keys, self.values))
+            self._kept = None
         start, self._filled = self._filled, self._filled + key_states.shape[2]
         self.keys[:, :, start : self._filled] = key_states
         self.values[:, :, start : self._filled] = value_states
         return self.keys[:, :, : self._filled], self.values[:, :, : self._filled]
 
     def keep(self, rows: Tensor) -> None:
-        """Leaves only these rows, in this order."""
-        self.keys, self.values = self.keys[rows], self.values[rows]
+        """Leaves only these rows, in this order, as soon as its attention needs them: they are in the processor's
+        cache then."""
+        self._kept = rows if self._kept is None else self._kept[rows]
 
     def forget(self) -> None:
         """Leaves nothing in it."""
-        self._filled, self.is_initialized = 0, False
+        self._filled, self._kept, self.is_initialized = 0, None, False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._filled + query_length, 0
@@ -156,7 +163,7 @@ class HfEngine:
     async def _decode(
         self, prompts: DataProto, sampling: SamplingConfig, finish: Callable[[DataProto], None]
     ) -> None:
-        """Gives finished rows to `finish`. Every step is a job of its own on the worker's thread: a new version
+        """Gives finished rows to `finish`. A few steps at a time are a job on the worker's thread: a new version
         of the weights is another, between two of them."""
         ids, vocabulary = prompts["prompts"], self.model.get_input_embeddings().num_embeddings
         if not ((ids >= 0) & (ids < vocabulary)).all():
@@ -166,7 +173,7 @@ class HfEngine:
                 some = prompts[first : first + self._max_num_seqs]
                 batch = await self._worker.run(_Batch, self, some, sampling)
                 while batch.num_unfinished:
-                    if rows := await self._worker.run(batch.step):
+                    if rows := await self._worker.run(batch.steps):
                         rows["row"] = rows["row"] + first
                         finish(rows)
 
@@ -211,26 +218,17 @@ class HfEngine:
 
 
 class _Batch:
-    """Rows that are decoded together. `_columns` [B, ...] hold what has been made of every row. The other
-    tensors are [b, ...], of the rows in the forward: first those of `index`, then repetitions up to min_rows.
-    """
+    """Rows that are decoded together. Tensors are [b, ...], of the rows in the forward: first those of `_index`,
+    then repetitions up to min_rows. Rows that have ended stay until the next compaction."""
 
     def __init__(self, engine: HfEngine, prompts: DataProto, sampling: SamplingConfig) -> None:
         device, (rows, self._width), tokens = engine.device, prompts["prompts"].shape, engine.max_tokens
         self.num_unfinished = rows
-        self._columns = {
-            "responses": torch.full((rows, tokens), engine.pad, device=device),
-            "response_mask": torch.zeros(rows, tokens, dtype=torch.bool, device=device),
-            "rollout_log_probs": torch.zeros(rows, tokens, device=device),
-            "weight_versions": torch.full((rows, tokens), -1, device=device),
-        }
-        if sampling.num_kept:
-            shape = (rows, tokens, sampling.num_kept)
-            self._columns["kept_ids"] = torch.full(shape, -1, dtype=torch.int32, device=device)
         self._engine, self._sampling = engine, sampling
         self._version = engine.version  # that made what is in the cache
-        self._t = 0
+        self._versions: list[int] = []  # that made each token
         self._index = torch.arange(rows, device=device)
+        self._lengths = torch.full((rows,), tokens, device=device)  # of the responses, as far as it is known
         forward = self._filled_up(self._index)
         self._uniforms = draw_uniforms(prompts["seeds"].tolist(), tokens).to(device)[forward]
         mask = prompts["prompt_mask"].to(device=device, dtype=torch.bool)[forward]
@@ -238,50 +236,55 @@ class _Batch:
         self._visible = F.pad(mask, (0, tokens), value=True)
         self._positions = (self._visible.cumsum(1) - 1).clamp(min=0)
         self._ids = F.pad(prompts["prompts"].to(device)[forward], (0, tokens))
-        self._live = torch.ones(rows, dtype=torch.bool, device=device)
+        self._log_probs = torch.zeros(len(forward), tokens, device=device)
+        shape = (len(forward), tokens, sampling.num_kept)
+        self._kept_ids = torch.full(shape, -1, dtype=torch.int32, device=device)
         layers = engine.model.config.get_text_config().num_hidden_layers
         self._cache = Cache(layers=[Columns(self._width + tokens) for _ in range(layers)])
 
-    def step(self) -> DataProto | None:
-        """Makes token t of every row. Returns those that it ended, if any; `row` says which of the batch."""
-        done = self._step()
-        if not len(done):
-            return None
-        return DataProto({"row": done.cpu()} | {name: made[done].cpu() for name, made in self._columns.items()})
+    def steps(self) -> DataProto | None:
+        """Makes a token of every row; and others, until STEPS_S have passed or a compaction is due. Returns the
+        rows that these ended, if any; `row` says which of the batch."""
+        before, unfinished, until = len(self._versions), self.num_unfinished, time.monotonic() + STEPS_S
+        if max(unfinished, self._engine.min_rows) <= COMPACT_AT * len(self._index):
+            self._compact()
+        self._step()
+        while self.num_unfinished > COMPACT_AT * len(self._index) and time.monotonic() < until:
+            self._step()
+        return self._ended_since(before) if self.num_unfinished < unfinished else None
 
     @torch.inference_mode()
-    def _step(self) -> Tensor:
-        """The same; returns which rows [k] of the batch it ended."""
-        t, engine, num_rows, live = self._t, self._engine, len(self._index), self._live
+    def _step(self) -> None:
+        """Makes token t of every row."""
+        t, engine, lengths = len(self._versions), self._engine, self._lengths
         with engine.precision():
             logits = self._logits()
-        tokens, log_probs, kept_ids = sample(logits, self._uniforms[:, t], self._sampling)
+        tokens, self._log_probs[:, t], kept_ids = sample(logits, self._uniforms[:, t], self._sampling)
         self._ids[:, self._width + t] = tokens
-        tokens = tokens[:num_rows]
-        made = {
-            "responses": tokens,
-            "response_mask": live,
-            "rollout_log_probs": log_probs[:num_rows],
-            "weight_versions": torch.full_like(tokens, engine.version),
-            "kept_ids": kept_ids[:num_rows],
+        if self._sampling.num_kept:
+            self._kept_ids[:, t] = kept_ids
+        self._versions.append(engine.version)
+        if not engine.ignore_eos:
+            ends = torch.isin(tokens[: len(lengths)], engine.ends)
+            self._lengths = torch.where(ends, lengths.clamp(max=t + 1), lengths)
+        self.num_unfinished = int((self._lengths > t + 1).sum())
+
+    def _ended_since(self, before: int) -> DataProto:
+        """Rows that have ended, not within the first `before` tokens."""
+        made, (_, tokens) = len(self._versions), self._log_probs.shape
+        ended = ((self._lengths > before) & (self._lengths <= made)).nonzero()[:, 0]
+        mask = torch.arange(tokens, device=ended.device) < self._lengths[ended][:, None]
+        versions = F.pad(torch.tensor(self._versions, device=ended.device), (0, tokens - made))
+        columns = {
+            "row": self._index[ended],
+            "responses": torch.where(mask, self._ids[ended, self._width :], self._engine.pad),
+            "response_mask": mask,
+            "rollout_log_probs": torch.where(mask, self._log_probs[ended], 0),
+            "weight_versions": torch.where(mask, versions, -1),
         }
-        going = live.nonzero()[:, 0]
-        rows = self._index[going]
-        for name, column in self._columns.items():
-            column[rows, t] = made[name][going]
-        self._t += 1
-        if self._t == self._uniforms.shape[1]:
-            ended = live
-        elif engine.ignore_eos:
-            ended = torch.zeros_like(live)
-        else:
-            ended = live & torch.isin(tokens, engine.ends)
-        self._live = live & ~ended
-        done = self._index[ended]
-        self.num_unfinished -= len(done)
-        if self.num_unfinished and max(self.num_unfinished, engine.min_rows) <= COMPACT_AT * num_rows:
-            self._compact()
-        return done
+        if self._sampling.num_kept:
+            columns["kept_ids"] = torch.where(mask[..., None], self._kept_ids[ended], -1)
+        return DataProto({name: column.cpu() for name, column in columns.items()})
 
     def _logits(self) -> Tensor:
         """[b, V] after the last token of every row. Under new weights keys and values are made anew: a token
@@ -290,7 +293,7 @@ class _Batch:
             self._version = self._engine.version
             for layer in self._cache.layers:
                 layer.forget()
-        end = self._width + self._t
+        end = self._width + len(self._versions)
         start = self._cache.get_seq_length()
         ids, visible, positions = self._ids[:, start:end], self._visible[:, :end], self._positions[:, start:end]
         if start > 0:
@@ -321,12 +324,16 @@ class _Batch:
         logits: Tensor = output.logits[:, -1]
         return logits
 
+    @torch.inference_mode()
     def _compact(self) -> None:
-        keep = self._live.nonzero()[:, 0]
-        self._index, self._live = self._index[keep], self._live[keep]
+        keep = (self._lengths > len(self._versions)).nonzero()[:, 0]
+        self._index, self._lengths = self._index[keep], self._lengths[keep]
         forward = self._filled_up(keep)
-        self._uniforms, self._ids = self._uniforms[forward], self._ids[forward]
+        self._uniforms, self._ids, self._log_probs = (
+            tensor[forward] for tensor in (self._uniforms, self._ids, self._log_probs)
+        )
         self._visible, self._positions = self._visible[forward], self._positions[forward]
+        self._kept_ids = self._kept_ids[forward]
         for layer in self._cache.layers:
             layer.keep(forward)
 

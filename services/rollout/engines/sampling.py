@@ -26,8 +26,12 @@ def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
         [B, count] float64 in [0, 1).
     """
     uniforms = np.empty((len(seeds), count))
+    philox = np.random.Philox(key=0)
+    stream, beginning = np.random.Generator(philox), philox.state
     for row, seed in enumerate(seeds):
-        np.random.Generator(np.random.Philox(key=seed & (2**64 - 1))).random(out=uniforms[row])
+        beginning["state"]["key"][0] = seed & (2**64 - 1)
+        philox.state = beginning  # a fifth of what it takes to make another generator
+        stream.random(out=uniforms[row])
     return torch.from_numpy(uniforms)
 
 
