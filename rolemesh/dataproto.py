@@ -178,7 +178,7 @@ class DataProto:
         index = index.to(torch.int64).cpu()
         index = torch.where(index < 0, index + len(self), index)
         at = index.numpy()
-        return self._map(lambda tensor: tensor.index_select(0, index.to(tensor.device)), lambda column: column[at])
+        return self._map(lambda rows: rows.index_select(0, index.to(rows.device)), lambda column: column[at])
 
     def pop(
         self,

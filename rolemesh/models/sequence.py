@@ -99,7 +99,8 @@ def check_sequences(batch: DataProto, method: str) -> None:
             f"P > 0 expected; got {sequences | {'response_mask': list(mask.shape)}}"
         )
     attended, sampled = (x.bool().cpu().numpy() for x in (batch["attention_mask"], mask))
-    if not attended[:, width - mask.shape[1] - 1].all() or (sampled > attended[:, width - mask.shape[1] :]).any():
+    prompt = width - mask.shape[1]
+    if not attended[:, prompt - 1].all() or (sampled > attended[:, prompt:]).any():
         raise InvalidBatch(
             f"{method}: a prompt's last token at column P - 1, and response_mask True on tokens alone, "
             "expected; attention_mask says otherwise"

@@ -59,6 +59,7 @@ class LocalWorker:
         self.lease: Lease | None = None
         self.traces: Traces | None = None
         self.thread = computing_thread(role)
+        self._given = self._begun = 0  # functions, to the thread and by it; each is counted where it happens
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """While it is entered, the role is on the device; not to be entered from within itself."""
@@ -95,8 +96,23 @@ class LocalWorker:
 
     async def _on_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         context = contextvars.copy_context()
-        call = functools.partial(context.run, function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self.thread, call)
+
+        def begin() -> R:
+            self._begun += 1
+            return context.run(function, *args, **kwargs)
+
+        given = self.thread.submit(begin)
+        self._given += 1
+        try:
+            return await asyncio.wrap_future(given)
+        finally:
+            if given.cancelled():
+                self._given -= 1
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether something is to run after what runs on the worker's thread now, which may let it go first."""
+        return self._given > self._begun
 
     async def sleep(self) -> int:
         """Leaves the device to another role. Returns bytes moved."""

@@ -34,8 +34,7 @@ class RolloutWorker(LocalWorker):
         return self._engine.version
 
     async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
-        """One response for each row, in batches of the rows that finished at the same token; column `row` says
-        which they are.
+        """One response for each row, in batches of rows as they finish; column `row` says which they are.
 
         Raises:
             InvalidBatch: prompts are not [B, data.max_prompt_length], not left-padded, or

@@ -106,6 +106,7 @@ def test_indexing_by_int_slice_list_mask_and_array():
     assert text(batch[1:3]) == "bc"
     assert text(batch[::2]) == "ac"
     assert text(batch[[3, 0, 3]]) == "dad"
+    assert text(batch[[-1, 1]]) == "db"
     assert text(batch[[True, False, False, True]]) == "ad"
     assert text(batch[torch.tensor([False, True, True, False])]) == "bc"
     assert text(batch[np.array([2, 1])]) == "cb"

@@ -35,7 +35,9 @@ PROBED_ROWS = 256
 # Compaction copies the cache, so it waits until a quarter of the rows have ended: on uneven answers half the
 # time of none; after every tenth row, or every second, it pays less.
 COMPACT_AT = 0.75
-STEPS_S = 0.05  # before the worker's thread is handed over; which costs a small model as much as its step
+# Steps are made for so long before the rows that they ended are handed over, which costs a small model as much
+# as all that a step does beside the model.
+STEPS_S = 0.05
 
 
 class Columns(CacheLayerMixin):  # type: ignore[misc]
@@ -66,7 +68,7 @@ class Columns(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[:, :, : self._filled], self.values[:, :, : self._filled]
 
     def keep(self, rows: Tensor) -> None:
-        """Leaves only these rows, in this order, as soon as its attention needs them: they are in the processor's
+        """Leaves only these rows, in this order, as soon as attention needs them: they are in the processor's
         cache then."""
         self._kept = rows if self._kept is None else self._kept[rows]
 
@@ -144,6 +146,10 @@ class HfEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def is_waited_for(self) -> bool:
+        return self._worker.is_waited_for
+
     def precision(self) -> torch.autocast:
         """The context that matrix products run in."""
         return torch.autocast(self.device.type, self._dtype, enabled=self._dtype != torch.float32)
@@ -163,8 +169,8 @@ class HfEngine:
     async def _decode(
         self, prompts: DataProto, sampling: SamplingConfig, finish: Callable[[DataProto], None]
     ) -> None:
-        """Gives finished rows to `finish`. A few steps at a time are a job on the worker's thread: a new version
-        of the weights is another, between two of them."""
+        """Gives finished rows to `finish`. Some steps at a time are a job on the worker's thread, and a new
+        version of the weights is another, between two of them."""
         ids, vocabulary = prompts["prompts"], self.model.get_input_embeddings().num_embeddings
         if not ((ids >= 0) & (ids < vocabulary)).all():
             raise InvalidBatch(f"a prompt has a token id outside the model's vocabulary of {vocabulary}")
@@ -218,8 +224,8 @@ class HfEngine:
 
 
 class _Batch:
-    """Rows that are decoded together. Tensors are [b, ...], of the rows in the forward: first those of `_index`,
-    then repetitions up to min_rows. Rows that have ended stay until the next compaction."""
+    """Rows that are decoded together. Tensors are [b, ...], of the rows in the forward: first those of
+    `_index`, then repetitions up to min_rows. Rows that have ended stay until the next compaction."""
 
     def __init__(self, engine: HfEngine, prompts: DataProto, sampling: SamplingConfig) -> None:
         device, (rows, self._width), tokens = engine.device, prompts["prompts"].shape, engine.max_tokens
@@ -243,13 +249,15 @@ class _Batch:
         self._cache = Cache(layers=[Columns(self._width + tokens) for _ in range(layers)])
 
     def steps(self) -> DataProto | None:
-        """Makes a token of every row; and others, until STEPS_S have passed or a compaction is due. Returns the
-        rows that these ended, if any; `row` says which of the batch."""
+        """Makes a token of every row; and others, until a compaction is due, something waits for the thread, or
+        STEPS_S have passed. Returns the rows that these ended, if any; `row` says which of the batch."""
         before, unfinished, until = len(self._versions), self.num_unfinished, time.monotonic() + STEPS_S
         if max(unfinished, self._engine.min_rows) <= COMPACT_AT * len(self._index):
             self._compact()
         self._step()
-        while self.num_unfinished > COMPACT_AT * len(self._index) and time.monotonic() < until:
+        while self.num_unfinished > COMPACT_AT * len(self._index) and not (
+            self._engine.is_waited_for or time.monotonic() >= until
+        ):
             self._step()
         return self._ended_since(before) if self.num_unfinished < unfinished else None
 
