@@ -175,9 +175,11 @@ class DataProto:
             raise InvalidBatch(
                 f"rows are chosen by a list of positions, not by {index.dtype} {list(index.shape)}"
             )
-        index = index.to(torch.int64).cpu()
-        index = torch.where(index < 0, index + len(self), index)
-        at = index.numpy()
+        at = index.to(torch.int64).cpu().numpy()
+        if len(at) and not -len(self) <= at.min() <= at.max() < len(self):
+            raise IndexError(f"rows {at.min()} to {at.max()} of a batch of {len(self)}")
+        at = at % max(len(self), 1)
+        index = torch.from_numpy(at)
         return self._map(lambda rows: rows.index_select(0, index.to(rows.device)), lambda column: column[at])
 
     def pop(

@@ -30,7 +30,7 @@ from rolemesh.rpc.server import RoleServer, serve_metrics
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
 from rolemesh.workers.lease import Lease
-from rolemesh.workers.local import LocalWorker, computing_thread
+from rolemesh.workers.local import ComputingThread, LocalWorker
 from rolemesh.workers.traces import Traces
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ async def load_group(roles: Sequence[str], job: JobConfig) -> tuple[list[LocalWo
 
 
 async def _load(role: str, job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    started, thread = time.perf_counter(), computing_thread(role)
+    started, thread = time.perf_counter(), ComputingThread(role)
     load = partial(contextvars.copy_context().run, ROLES[role].load, job, store)
     try:
         worker, servicers = await asyncio.get_running_loop().run_in_executor(thread, load)

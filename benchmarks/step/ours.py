@@ -39,7 +39,7 @@ from rolemesh.models import sequence
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.allocator import tune
-from rolemesh.workers.local import computing_thread
+from rolemesh.workers.local import ComputingThread
 from services.actor.worker import ActorWorker, ReferenceWorker
 from services.control import CLIENTS, until_ready
 from services.controller.bypass import bypassing
@@ -111,7 +111,7 @@ async def served(job: JobConfig, stack: AsyncExitStack) -> Roles:
 
 async def on_one_thread(builders: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     """Workers, loaded on one thread, on which their models compute by turns; rules are judged beside it."""
-    thread, loop = computing_thread("models"), asyncio.get_running_loop()
+    thread, loop = ComputingThread("models"), asyncio.get_running_loop()
     workers = {name: await loop.run_in_executor(thread, build) for name, build in builders.items()}
     for worker in workers.values():
         if not isinstance(worker, RewardWorker):

@@ -27,14 +27,21 @@ R = TypeVar("R")
 _traced: ContextVar[str] = ContextVar("traced", default="")  # the method for which a function is run
 
 
-def computing_thread(name: str) -> ThreadPoolExecutor:
-    """One thread, which has as many OpenMP threads as the one that calls this.
+class ComputingThread(ThreadPoolExecutor):
+    """One thread, which has as many OpenMP threads as the one that makes it.
 
     A role should be loaded on the thread on which it computes. Every thread that uses OpenMP has a team, and
     once teams together have more threads than there are cores, theirs no longer wait at a barrier but sleep
     there: each operation then begins later (docs/profiling.md).
     """
-    return ThreadPoolExecutor(1, name, _use_threads, (torch.get_num_threads(),))
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1, name, _use_threads, (torch.get_num_threads(),))
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether something is to run after what runs now, which may let it go first; also its end."""
+        return not self._work_queue.empty()
 
 
 def _use_threads(number: int) -> None:
@@ -58,8 +65,7 @@ class LocalWorker:
         self.parking: Parking | None = None
         self.lease: Lease | None = None
         self.traces: Traces | None = None
-        self.thread = computing_thread(role)
-        self._given = self._begun = 0  # functions, to the thread and by it; each is counted where it happens
+        self.thread = ComputingThread(role)
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """While it is entered, the role is on the device; not to be entered from within itself."""
@@ -96,23 +102,8 @@ class LocalWorker:
 
     async def _on_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         context = contextvars.copy_context()
-
-        def begin() -> R:
-            self._begun += 1
-            return context.run(function, *args, **kwargs)
-
-        given = self.thread.submit(begin)
-        self._given += 1
-        try:
-            return await asyncio.wrap_future(given)
-        finally:
-            if given.cancelled():
-                self._given -= 1
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether something is to run after what runs on the worker's thread now, which may let it go first."""
-        return self._given > self._begun
+        call = functools.partial(context.run, function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self.thread, call)
 
     async def sleep(self) -> int:
         """Leaves the device to another role. Returns bytes moved."""

@@ -23,7 +23,7 @@ from rolemesh.weights.region import CAN_SHARE
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking
-from services.rollout.engines import LOADERS, load_engine
+from services.rollout.engines import LOADERS, hf, load_engine
 from services.rollout.engines.hf import MIN_ROWS, HfEngine, neutral_rows
 from services.rollout.engines.sampling import log_distribution
 from services.rollout.worker import RolloutWorker
@@ -74,6 +74,12 @@ def ending_model(any_model: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are handed over after the step that ended them."""
+    monkeypatch.setattr(hf, "STEPS_S", 0.0)
+
+
 async def test_a_rows_bits_depend_on_nothing_but_the_row(ending_model: Path):
     prompts = prompts_of(13)
     worker = RolloutWorker(job_of(ending_model, top_k=200, top_p=0.99))
@@ -95,6 +101,74 @@ async def test_a_rows_bits_depend_on_nothing_but_the_row(ending_model: Path):
         restarted = RolloutWorker(job_of(ending_model, top_k=200, top_p=0.99, max_num_seqs=max_num_seqs))
         await same(range(13), await generated(restarted, prompts))
         restarted.close()
+
+
+async def test_bits_are_the_same_among_many_rows_that_are_thinned_out_whenever_new_weights_come(
+    ending_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Five answers to each of twelve prompts; versions come at fixed tokens, twice between two compactions."""
+    prompts = prompts_of(12).repeat(5)
+    prompts["seeds"] = torch.arange(60) * 7919 - 5
+    job = job_of(ending_model, top_k=200, top_p=0.99)
+    weights = {7: named_weights(trained(ending_model)), 8: named_weights(trained(ending_model, seed=5))}
+    weights[9] = weights[7]
+    swaps = {3: 7, 5: 8, 6: 9}  # tokens made before: version
+    sizes: list[int] = []  # rows in each forward
+    step = hf._Batch._step
+
+    def stepping(batch: Any) -> None:
+        step(batch)
+        if version := swaps.get(len(batch._versions)):
+            batch._engine._load(version, weights[version])
+
+    monkeypatch.setattr(hf._Batch, "_step", stepping)
+
+    async def answers(some: DataProto) -> DataProto:
+        worker = RolloutWorker(job)
+        worker._engine.model.register_forward_pre_hook(
+            lambda _, __, inputs: sizes.append(len(inputs["input_ids"])), with_kwargs=True
+        )
+        answer = await generated(worker, some)
+        worker.close()
+        return answer
+
+    together = await answers(prompts)
+    thinned = set(sizes)
+    assert len(thinned) > 3
+    versions, mask = together["weight_versions"], together["response_mask"]
+    expected = torch.tensor([0] * 3 + [7] * 2 + [8] + [9] * (T - 6)).expand(60, T)
+    assert torch.equal(versions, torch.where(mask, expected, -1))
+    few = torch.arange(0, 60, 5)
+    sizes.clear()
+    alone = await answers(prompts[few])
+    assert set(sizes) == {MIN_ROWS}
+    for name in (*COLUMNS, "kept_ids", "weight_versions"):
+        assert torch.equal(together[few][name], alone[name]), name
+
+
+async def test_steps_are_made_one_after_another_until_something_waits(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hf, "STEPS_S", 1000.0)
+    worker = RolloutWorker(job_of(tiny_model, ignore_eos=True))
+    order: list[str] = []
+    step, steps = hf._Batch._step, hf._Batch.steps
+
+    def stepping(batch: Any) -> None:
+        step(batch)
+        order.append("step")
+        if order.count("step") == 5:
+            worker.thread.submit(order.append, "another")
+
+    def handing_over(batch: Any) -> DataProto | None:
+        order.append("job")
+        return steps(batch)
+
+    monkeypatch.setattr(hf._Batch, "_step", stepping)
+    monkeypatch.setattr(hf._Batch, "steps", handing_over)
+    await generated(worker, prompts_of(3))
+    assert order == ["job", *["step"] * 5, "another", "job", *["step"] * (T - 5)]
+    worker.close()
 
 
 def test_from_neutral_rows_on_a_rows_bits_are_the_same_in_a_matrix_of_any_size():
@@ -163,6 +237,7 @@ async def test_ignore_eos_uses_the_whole_length(ending_model: Path):
     worker.close()
 
 
+@pytest.mark.usefixtures("step_by_step")
 async def test_rows_come_as_they_finish_while_others_go_on(ending_model: Path):
     worker = RolloutWorker(job_of(ending_model))
     answers = [rows async for rows in worker.generate(prompts_of(13))]
@@ -339,9 +414,9 @@ async def test_weights_that_do_not_fit_change_nothing(
     worker.close()
 
 
-def trained(model: Path) -> Any:
+def trained(model: Path, seed: int = 4) -> Any:
     """The directory's model after a change of every weight."""
-    changed, generator = AutoModelForCausalLM.from_pretrained(model), torch.Generator().manual_seed(4)
+    changed, generator = AutoModelForCausalLM.from_pretrained(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in changed.parameters():
             weight += 0.02 * torch.randn(weight.shape, generator=generator)
@@ -361,6 +436,7 @@ async def with_a_swap(
     return answer[answer["row"].argsort()]
 
 
+@pytest.mark.usefixtures("step_by_step")
 async def test_after_a_swap_every_token_has_the_distribution_of_the_weights_that_it_names(ending_model: Path):
     """Tokens before the swap are those of a run without one; those after it are drawn as if the new weights had
     read the whole row."""
@@ -390,6 +466,7 @@ async def test_after_a_swap_every_token_has_the_distribution_of_the_weights_that
     assert difference.abs().max() < 1e-5
 
 
+@pytest.mark.usefixtures("step_by_step")
 async def test_the_same_weights_under_a_new_version_change_no_token(ending_model: Path):
     worker, prompts = RolloutWorker(job_of(ending_model, top_k=20, top_p=0.9)), prompts_of(13)
     same = {name: weight.clone() for name, weight in named_weights(worker._engine.model).items()}
@@ -403,6 +480,7 @@ async def test_the_same_weights_under_a_new_version_change_no_token(ending_model
     worker.close()
 
 
+@pytest.mark.usefixtures("step_by_step")
 async def test_a_call_in_line_begins_with_the_weights_of_its_turn(ending_model: Path):
     worker, prompts = RolloutWorker(job_of(ending_model)), prompts_of(13)
     weights = named_weights(trained(ending_model))
@@ -415,6 +493,7 @@ async def test_a_call_in_line_begins_with_the_weights_of_its_turn(ending_model: 
     worker.close()
 
 
+@pytest.mark.usefixtures("step_by_step")
 async def test_weights_that_do_not_fit_leave_a_running_decode_as_it_was(ending_model: Path):
     worker, prompts = RolloutWorker(job_of(ending_model)), prompts_of(13)
     before = await generated(worker, prompts)
@@ -496,6 +575,7 @@ async def test_an_engine_may_be_told_to_keep_its_memory(tiny_model: Path):
     worker.close()
 
 
+@pytest.mark.usefixtures("step_by_step")
 async def test_a_stream_holds_the_device_to_its_end_and_new_weights_wait_for_the_turn(
     ending_model: Path, tmp_path: Path
 ):

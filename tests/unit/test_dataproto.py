@@ -114,8 +114,9 @@ def test_indexing_by_int_slice_list_mask_and_array():
     assert batch[1:3].meta_info == {"step": 1}
     with pytest.raises(IndexError):
         batch[4]
-    with pytest.raises(IndexError):
-        batch[[4]]
+    for outside in ([4], [0, -5]):
+        with pytest.raises(IndexError, match="of a batch of 4"):
+            batch[outside]
     with pytest.raises(InvalidBatch, match="mask"):
         batch[[True, False]]
     with pytest.raises(InvalidBatch, match="positions"):

@@ -68,8 +68,8 @@ class Columns(CacheLayerMixin):  # type: ignore[misc]
         return self.keys[:, :, : self._filled], self.values[:, :, : self._filled]
 
     def keep(self, rows: Tensor) -> None:
-        """Leaves only these rows, in this order, as soon as attention needs them: they are in the processor's
-        cache then."""
+        """Leaves only these rows, in this order; once attention needs them, as what is copied then is in the
+        processor's cache for it."""
         self._kept = rows if self._kept is None else self._kept[rows]
 
     def forget(self) -> None:
@@ -148,7 +148,7 @@ class HfEngine:
 
     @property
     def is_waited_for(self) -> bool:
-        return self._worker.is_waited_for
+        return self._worker.thread.is_waited_for
 
     def precision(self) -> torch.autocast:
         """The context that matrix products run in."""
@@ -224,12 +224,13 @@ class HfEngine:
 
 
 class _Batch:
-    """Rows that are decoded together. Tensors are [b, ...], of the rows in the forward: first those of
-    `_index`, then repetitions up to min_rows. Rows that have ended stay until the next compaction."""
+    """Rows that are decoded together. `_index` and `_lengths` [b] are of those in the forward, where rows that
+    have ended stay until the next compaction; `_kept_ids` [B, ...] is of all rows; other tensors are [b', ...],
+    with repetitions of the first row up to min_rows."""
 
     def __init__(self, engine: HfEngine, prompts: DataProto, sampling: SamplingConfig) -> None:
         device, (rows, self._width), tokens = engine.device, prompts["prompts"].shape, engine.max_tokens
-        self.num_unfinished = rows
+        self.num_unfinished: int = rows
         self._engine, self._sampling = engine, sampling
         self._version = engine.version  # that made what is in the cache
         self._versions: list[int] = []  # that made each token
@@ -243,7 +244,7 @@ class _Batch:
         self._positions = (self._visible.cumsum(1) - 1).clamp(min=0)
         self._ids = F.pad(prompts["prompts"].to(device)[forward], (0, tokens))
         self._log_probs = torch.zeros(len(forward), tokens, device=device)
-        shape = (len(forward), tokens, sampling.num_kept)
+        shape = (rows, tokens, sampling.num_kept)
         self._kept_ids = torch.full(shape, -1, dtype=torch.int32, device=device)
         layers = engine.model.config.get_text_config().num_hidden_layers
         self._cache = Cache(layers=[Columns(self._width + tokens) for _ in range(layers)])
@@ -252,14 +253,19 @@ class _Batch:
         """Makes a token of every row; and others, until a compaction is due, something waits for the thread, or
         STEPS_S have passed. Returns the rows that these ended, if any; `row` says which of the batch."""
         before, unfinished, until = len(self._versions), self.num_unfinished, time.monotonic() + STEPS_S
-        if max(unfinished, self._engine.min_rows) <= COMPACT_AT * len(self._index):
+        if self._is_sparse:
             self._compact()
         self._step()
-        while self.num_unfinished > COMPACT_AT * len(self._index) and not (
-            self._engine.is_waited_for or time.monotonic() >= until
+        while self.num_unfinished and not (
+            self._is_sparse or self._engine.is_waited_for or time.monotonic() >= until
         ):
             self._step()
         return self._ended_since(before) if self.num_unfinished < unfinished else None
+
+    @property
+    def _is_sparse(self) -> bool:
+        """Whether so many rows have ended that a compaction is due."""
+        return max(self.num_unfinished, self._engine.min_rows) <= COMPACT_AT * len(self._index)
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -270,7 +276,7 @@ class _Batch:
         tokens, self._log_probs[:, t], kept_ids = sample(logits, self._uniforms[:, t], self._sampling)
         self._ids[:, self._width + t] = tokens
         if self._sampling.num_kept:
-            self._kept_ids[:, t] = kept_ids
+            self._kept_ids[self._index, t] = kept_ids[: len(lengths)]
         self._versions.append(engine.version)
         if not engine.ignore_eos:
             ends = torch.isin(tokens[: len(lengths)], engine.ends)
@@ -291,7 +297,7 @@ class _Batch:
             "weight_versions": torch.where(mask, versions, -1),
         }
         if self._sampling.num_kept:
-            columns["kept_ids"] = torch.where(mask[..., None], self._kept_ids[ended], -1)
+            columns["kept_ids"] = torch.where(mask[..., None], self._kept_ids[self._index[ended]], -1)
         return DataProto({name: column.cpu() for name, column in columns.items()})
 
     def _logits(self) -> Tensor:
@@ -341,7 +347,6 @@ class _Batch:
             tensor[forward] for tensor in (self._uniforms, self._ids, self._log_probs)
         )
         self._visible, self._positions = self._visible[forward], self._positions[forward]
-        self._kept_ids = self._kept_ids[forward]
         for layer in self._cache.layers:
             layer.keep(forward)
 
