@@ -1,5 +1,6 @@
 """How long models compute: the time in which, in any thread, a model's forward or backward pass, what is made
-of its logits (log-probabilities, drawn tokens) or an optimizer's step is under way."""
+of its logits (log-probabilities, drawn tokens, the loss), or an optimizer's step with its clipping is under
+way."""
 
 from __future__ import annotations
 

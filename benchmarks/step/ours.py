@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,25 +40,26 @@ from rolemesh.models import sequence
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.allocator import tune
+from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import ComputingThread
-from services.actor.worker import ActorWorker, ReferenceWorker
+from services.actor import worker as actor
 from services.control import CLIENTS, until_ready
 from services.controller.bypass import bypassing
 from services.controller.pages import page_of
 from services.controller.step import Step
 from services.controller.stopwatch import Stopwatch, timed
-from services.critic.worker import CriticWorker
+from services.critic import worker as critic
 from services.processes import role_processes
 from services.reward.worker import RewardWorker
 from services.rollout.engines import hf
 from services.rollout.worker import RolloutWorker
 
 WORKERS: dict[str, Callable[[JobConfig], Any]] = {
-    "actor": ActorWorker,
+    "actor": actor.ActorWorker,
     "rollout": RolloutWorker,
     "reward": RewardWorker,
-    "critic": CriticWorker,
-    "reference": ReferenceWorker,
+    "critic": critic.CriticWorker,
+    "reference": actor.ReferenceWorker,
 }
 
 
@@ -109,13 +111,29 @@ async def served(job: JobConfig, stack: AsyncExitStack) -> Roles:
     return Roles(**clients)
 
 
+@dataclass
+class Staying:
+    """A role that takes turns, and need not leave memory for others: there is enough."""
+
+    role: str
+
+    async def sleep(self) -> int:
+        return 0
+
+    async def wake(self) -> int:
+        return 0
+
+
 async def on_one_thread(builders: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Workers, loaded on one thread, on which their models compute by turns; rules are judged beside it."""
-    thread, loop = ComputingThread("models"), asyncio.get_running_loop()
+    """Workers, loaded on one thread, on which their models compute by turns, as with placement collocate; rules
+    are judged beside it."""
+    thread, lease, loop = ComputingThread("models"), Lease(), asyncio.get_running_loop()
     workers = {name: await loop.run_in_executor(thread, build) for name, build in builders.items()}
-    for worker in workers.values():
+    for name, worker in workers.items():
         if not isinstance(worker, RewardWorker):
-            worker.thread = thread
+            await lease.vacate()
+            lease.seat(Staying(name))
+            worker.thread, worker.lease = thread, lease
     return workers
 
 
@@ -153,7 +171,13 @@ async def compete(workload: Path, algorithm: str, arguments: list[str]) -> None:
         else:
             workers = await on_one_thread({role: partial(WORKERS[role], job) for role in job.roles})
             roles, computing = Roles(**workers), Computing()
-            computing.watch((sequence, "distribution_stats"), (hf, "sample"))
+            computing.watch(
+                (sequence, "distribution_stats"),
+                (hf, "sample"),
+                (actor, "policy_objective"),
+                (critic, "value_objective"),
+                (torch.nn.utils, "clip_grad_norm_"),
+            )
             torch.set_num_threads(1)  # of this thread, which computes little
         one_step, number = stepper(job, roles), 0
         turns.answer({"threads": threads})

@@ -1,25 +1,31 @@
 """One rank, in process: a worker's methods run one after another on a thread of the worker's own, so that
 the event loop stays free to receive, to send and to answer health checks while a model computes. Where roles
-share a device, a method waits for its role's turn before it begins."""
+share a device, a method waits for its role's turn before it begins. Calls that wait for the same method are
+computed together, where its result has a row for each of theirs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from rolemesh import context as origin
 from rolemesh import timeline
+from rolemesh.dataproto import DataProto
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.parking import Parking
 from rolemesh.workers.traces import Traces
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,6 +72,7 @@ class LocalWorker:
         self.lease: Lease | None = None
         self.traces: Traces | None = None
         self.thread = ComputingThread(role)
+        self._lines: dict[str, list[_Waiting]] = {}  # by method; changed by the event loop alone
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """While it is entered, the role is on the device; not to be entered from within itself."""
@@ -142,6 +149,53 @@ def on_worker_thread(
         with self.call(method.__name__, batch) as call:
             async with self.turn(), self.traced(method.__name__, call):
                 return await self.run(call.computed(method), self, *args, **kwargs)
+
+    functools.update_wrapper(asynchronous, method)
+    return asynchronous
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A call of a method that answers row by row, until its caller has the answer."""
+
+    batch: DataProto
+    answer: DataProto | None = None
+    is_alone: bool = False  # as it failed together with others
+
+
+def by_rows(
+    method: Callable[[W, DataProto], DataProto],
+) -> Callable[[W, DataProto], Coroutine[Any, Any, DataProto]]:
+    """As on_worker_thread, for a method whose answer has a row for each row of its batch, which does not depend
+    on the rows beside it. When a call begins, those that have come by then are computed with it: a role that
+    had to wait for its device, or is behind, so reads equal beginnings once, in full micro-batches. Calls that
+    fail together are computed one by one: nobody gets another's error."""
+
+    def answer(self: W, mine: _Waiting, line: Sequence[_Waiting]) -> DataProto:
+        together = [each for each in tuple(line) if each.answer is None and not each.is_alone]
+        if mine in together and len(together) > 1:
+            try:
+                answers = method(self, DataProto.concat([each.batch for each in together]))
+            except Exception as error:
+                log.warning("%s: %d calls are computed one by one: %s", self.role, len(together), error)
+                for each in together:
+                    each.is_alone = True
+            else:
+                begins = 0
+                for each in together:
+                    each.answer = answers[begins : begins + len(each.batch)]
+                    begins += len(each.batch)
+        return method(self, mine.batch) if mine.answer is None else mine.answer
+
+    async def asynchronous(self: W, batch: DataProto, /) -> DataProto:
+        line, mine = self._lines.setdefault(method.__name__, []), _Waiting(batch)
+        line.append(mine)
+        try:
+            with self.call(method.__name__, batch) as call:
+                async with self.turn(), self.traced(method.__name__, call):
+                    return await self.run(call.computed(answer), self, mine, line)
+        finally:
+            line.remove(mine)
 
     functools.update_wrapper(asynchronous, method)
     return asynchronous

@@ -23,7 +23,7 @@ from rolemesh.models.training import Schedule, checkpoint_activations, refuse_fl
 from rolemesh.roles import Metrics, methods
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.source import WeightSource
-from rolemesh.workers.local import LocalWorker, on_worker_thread
+from rolemesh.workers.local import LocalWorker, by_rows, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
 from services.actor.objective import choose_tokens, policy_loss_of, policy_objective
 
@@ -91,7 +91,7 @@ class ReferenceWorker(PolicyWorker):
         cut = MicroBatches.of(job, "reference", job.reference_model, size)
         super().__init__(job, "reference", job.reference_model, cut)
 
-    @on_worker_thread
+    @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """ref_log_probs [B, T], 0 where response_mask is False."""
         return DataProto({"ref_log_probs": self._stats(batch)["log_probs"]})
@@ -128,7 +128,7 @@ class ActorWorker(PolicyWorker):
     def _tensors(self) -> Iterable[Tensor]:
         return [*model_tensors(self.model), *self.optimizer.tensors()]
 
-    @on_worker_thread
+    @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """old_log_probs, entropys and what else the job's method writes, [B, T], 0 where response_mask is
         False."""
@@ -136,7 +136,7 @@ class ActorWorker(PolicyWorker):
         columns = self._stats(batch, entropy=True, sum_pi_squared="sum_pi_squared" in writes)
         return DataProto({"old_log_probs": columns.pop("log_probs"), **columns})
 
-    @on_worker_thread
+    @by_rows
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
         """ref_log_probs [B, T] of the base model, 0 where response_mask is False.
 

@@ -21,7 +21,7 @@ from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import check_sequences, token_values
 from rolemesh.models.training import Schedule, checkpoint_activations, refuse_float16, train
 from rolemesh.roles import Metrics, methods
-from rolemesh.workers.local import LocalWorker, on_worker_thread
+from rolemesh.workers.local import LocalWorker, by_rows, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
 
 
@@ -59,7 +59,7 @@ class CriticWorker(LocalWorker):
             lambda: [*model_tensors(self.model), *self.optimizer.tensors()], self.device, job.run_dir
         )
 
-    @on_worker_thread
+    @by_rows
     @torch.no_grad()
     def compute_values(self, batch: DataProto) -> DataProto:
         """values [B, T] before each response token is sampled, 0 where response_mask is False."""

@@ -1,10 +1,20 @@
-"""A worker's thread: one function after another, and who waits for it."""
+"""A worker's thread: one function after another, who waits for it, and what is computed together."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
-from rolemesh.workers.local import ComputingThread
+import pytest
+import torch
+
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch
+from rolemesh.workers.lease import Lease
+from rolemesh.workers.local import ComputingThread, LocalWorker, by_rows
 
 
 def test_a_thread_is_waited_for_while_something_is_in_line_and_at_its_end() -> None:
@@ -28,3 +38,109 @@ def test_a_thread_is_waited_for_while_something_is_in_line_and_at_its_end() -> N
     thread.shutdown(wait=False)
     go_on.set()
     assert ending.result()
+
+
+class Squarer(LocalWorker):
+    """Squares numbers, of which none may be negative; tells how many came at a time."""
+
+    def __init__(self) -> None:
+        super().__init__("critic")
+        self.sizes: list[int] = []
+
+    @by_rows
+    def square(self, batch: DataProto) -> DataProto:
+        self.sizes.append(len(batch))
+        if (batch["x"] < 0).any():
+            raise InvalidBatch(f"{batch['x'].tolist()}")
+        return DataProto({"squares": batch["x"].square()})
+
+    @asynccontextmanager
+    async def is_busy(self) -> AsyncIterator[None]:
+        """While it is entered, what is asked of it waits."""
+        began, end = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            began.set()
+            assert end.wait(60)
+
+        holding = self.thread.submit(hold)
+        try:
+            assert await asyncio.to_thread(began.wait, 60)
+            yield
+        finally:
+            end.set()
+            holding.result()
+
+
+def numbers(*values: float, **columns: Any) -> DataProto:
+    return DataProto({"x": torch.tensor(values, dtype=torch.float32)} | columns)
+
+
+async def begun(worker: Squarer, *batches: DataProto) -> list[asyncio.Task[DataProto]]:
+    """Calls that are in line."""
+    calls = [asyncio.create_task(worker.square(batch)) for batch in batches]
+    await asyncio.sleep(0)  # each comes as far as the thread
+    assert worker.thread.is_waited_for
+    return calls
+
+
+async def test_calls_that_wait_are_computed_together_and_each_has_its_own_rows() -> None:
+    worker = Squarer()
+    async with asyncio.timeout(60):
+        async with worker.is_busy():
+            calls = await begun(worker, numbers(1, 2), numbers(), numbers(3), numbers(4, 5, 6))
+        answers = [call["squares"].tolist() for call in await asyncio.gather(*calls)]
+        assert answers == [[1, 4], [], [9], [16, 25, 36]]
+        assert worker.sizes == [6]
+        assert (await worker.square(numbers(7)))["squares"].tolist() == [49]
+        assert worker.sizes == [6, 1]
+
+
+async def test_one_calls_error_is_nobody_elses() -> None:
+    worker = Squarer()
+    async with asyncio.timeout(60):
+        async with worker.is_busy():
+            calls = await begun(worker, numbers(1), numbers(-2, 3), numbers(4), numbers(5, y=torch.ones(1)))
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        good = [answer["squares"].tolist() for answer in answers if isinstance(answer, DataProto)]
+        assert good == [[1], [16], [25]]
+        with pytest.raises(InvalidBatch, match=r"^\[-2.0, 3.0\]$"):
+            calls[1].result()
+
+
+async def test_a_call_that_is_cancelled_in_line_is_not_computed() -> None:
+    worker = Squarer()
+    async with asyncio.timeout(60):
+        async with worker.is_busy():
+            calls = await begun(worker, numbers(1, 1), numbers(2), numbers(3))
+            calls[0].cancel()
+            await asyncio.wait(calls[:1])
+        assert [(await call)["squares"].tolist() for call in calls[1:]] == [[4], [9]]
+        assert worker.sizes == [2]
+
+
+async def test_calls_that_wait_for_a_turn_are_computed_together() -> None:
+    """As chunks do, while another role generates."""
+
+    class Staying:
+        def __init__(self, role: str) -> None:
+            self.role = role
+
+        async def sleep(self) -> int:
+            return 0
+
+        async def wake(self) -> int:
+            return 0
+
+    worker, lease = Squarer(), Lease()
+    lease.seat(Staying("critic"))
+    await lease.vacate()
+    lease.seat(Staying("rollout"))
+    worker.lease = lease
+    async with asyncio.timeout(60):
+        async with lease.turn("rollout"):
+            calls = [asyncio.create_task(worker.square(numbers(x))) for x in (1, 2, 3)]
+            await asyncio.sleep(0)  # each comes as far as its turn
+            assert worker.sizes == []
+        assert [(await call)["squares"].tolist() for call in calls] == [[1], [4], [9]]
+    assert worker.sizes == [3]
