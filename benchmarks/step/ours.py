@@ -125,16 +125,24 @@ class Staying:
 
 
 async def on_one_thread(builders: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Workers, loaded on one thread, on which their models compute by turns, as with placement collocate; rules
-    are judged beside it."""
-    thread, lease, loop = ComputingThread("models"), Lease(), asyncio.get_running_loop()
+    """Workers, loaded on one thread, on which their models compute; rules are judged beside it."""
+    thread, loop = ComputingThread("models"), asyncio.get_running_loop()
     workers = {name: await loop.run_in_executor(thread, build) for name, build in builders.items()}
-    for name, worker in workers.items():
+    for worker in workers.values():
+        if not isinstance(worker, RewardWorker):
+            worker.thread = thread
+    return workers
+
+
+async def taking_turns(workers: Mapping[str, Any]) -> Roles:
+    """Roles that share a device, as with placement collocate."""
+    lease = Lease()
+    for role, worker in workers.items():
         if not isinstance(worker, RewardWorker):
             await lease.vacate()
-            lease.seat(Staying(name))
-            worker.thread, worker.lease = thread, lease
-    return workers
+            lease.seat(Staying(role))
+            worker.lease = lease
+    return Roles(**workers)
 
 
 def stepper(job: JobConfig, roles: Roles) -> Callable[[int], Awaitable[dict[str, Any]]]:
@@ -170,7 +178,7 @@ async def compete(workload: Path, algorithm: str, arguments: list[str]) -> None:
             roles = await served(job, stack)
         else:
             workers = await on_one_thread({role: partial(WORKERS[role], job) for role in job.roles})
-            roles, computing = Roles(**workers), Computing()
+            roles, computing = await taking_turns(workers), Computing()
             computing.watch(
                 (sequence, "distribution_stats"),
                 (hf, "sample"),
