@@ -168,8 +168,9 @@ def by_rows(
 ) -> Callable[[W, DataProto], Coroutine[Any, Any, DataProto]]:
     """As on_worker_thread, for a method whose answer has a row for each row of its batch, which does not depend
     on the rows beside it. When a call begins, those that have come by then are computed with it: a role that
-    had to wait for its device, or is behind, so reads equal beginnings once, in full micro-batches. Calls that
-    fail together are computed one by one: nobody gets another's error."""
+    had to wait for its device, or is behind, so reads equal beginnings once, in full micro-batches. A call is
+    computed between its coming and its answer, by no other order. Calls that fail together are computed one by
+    one: nobody gets another's error."""
 
     def answer(self: W, mine: _Waiting, line: Sequence[_Waiting]) -> DataProto:
         together = [each for each in tuple(line) if each.answer is None and not each.is_alone]
@@ -177,7 +178,8 @@ def by_rows(
             try:
                 answers = method(self, DataProto.concat([each.batch for each in together]))
             except Exception as error:
-                log.warning("%s: %d calls are computed one by one: %s", self.role, len(together), error)
+                why = f"{type(error).__name__}: {error}"
+                log.warning("%s: %d calls are computed one by one: %s", self.role, len(together), why)
                 for each in together:
                     each.is_alone = True
             else:
@@ -185,6 +187,7 @@ def by_rows(
                 for each in together:
                     each.answer = answers[begins : begins + len(each.batch)]
                     begins += len(each.batch)
+                assert begins == len(answers), f"{method.__name__}: {len(answers)} rows answer {begins}"
         return method(self, mine.batch) if mine.answer is None else mine.answer
 
     async def asynchronous(self: W, batch: DataProto, /) -> DataProto:

@@ -54,6 +54,10 @@ class Squarer(LocalWorker):
             raise InvalidBatch(f"{batch['x'].tolist()}")
         return DataProto({"squares": batch["x"].square()})
 
+    @by_rows
+    def double(self, batch: DataProto) -> DataProto:
+        return DataProto({"doubles": 2 * batch["x"]})
+
     @asynccontextmanager
     async def is_busy(self) -> AsyncIterator[None]:
         """While it is entered, what is asked of it waits."""
@@ -100,22 +104,41 @@ async def test_one_calls_error_is_nobody_elses() -> None:
     worker = Squarer()
     async with asyncio.timeout(60):
         async with worker.is_busy():
-            calls = await begun(worker, numbers(1), numbers(-2, 3), numbers(4), numbers(5, y=torch.ones(1)))
+            calls = await begun(worker, numbers(1), numbers(-2, 3), numbers(4))
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        good = [answer["squares"].tolist() for answer in answers if isinstance(answer, DataProto)]
-        assert good == [[1], [16], [25]]
+        assert [answers[at]["squares"].tolist() for at in (0, 2)] == [[1], [16]]  # type: ignore[index]
         with pytest.raises(InvalidBatch, match=r"^\[-2.0, 3.0\]$"):
             calls[1].result()
+        assert worker.sizes == [4, 1, 2, 1]  # together once, then each alone
+
+
+async def test_calls_of_other_columns_are_answered_too() -> None:
+    worker = Squarer()
+    async with asyncio.timeout(60):
+        async with worker.is_busy():
+            calls = await begun(worker, numbers(1), numbers(2, y=torch.ones(1)))
+        assert [(await call)["squares"].tolist() for call in calls] == [[1], [4]]
+
+
+async def test_each_method_has_a_line_of_its_own() -> None:
+    worker = Squarer()
+    async with asyncio.timeout(60):
+        async with worker.is_busy():
+            [square] = await begun(worker, numbers(3))
+            double = asyncio.create_task(worker.double(numbers(4)))
+            await asyncio.sleep(0)
+        assert ((await square)["squares"].tolist(), (await double)["doubles"].tolist()) == ([9], [8])
+        assert worker.sizes == [1]
 
 
 async def test_a_call_that_is_cancelled_in_line_is_not_computed() -> None:
     worker = Squarer()
     async with asyncio.timeout(60):
         async with worker.is_busy():
-            calls = await begun(worker, numbers(1, 1), numbers(2), numbers(3))
-            calls[0].cancel()
-            await asyncio.wait(calls[:1])
-        assert [(await call)["squares"].tolist() for call in calls[1:]] == [[4], [9]]
+            calls = await begun(worker, numbers(1), numbers(2, 2), numbers(3))
+            calls[1].cancel()
+            await asyncio.wait(calls[1:2])
+        assert [(await calls[at])["squares"].tolist() for at in (0, 2)] == [[1], [9]]
         assert worker.sizes == [2]
 
 
