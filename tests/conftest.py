@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rolemesh.models.tiny import make_tiny_model
 
@@ -21,6 +22,24 @@ def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2-shaped Hugging Face directory."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), "qwen2")
+
+
+@pytest.fixture
+def ending_model(any_model: Path, tmp_path: Path) -> Path:
+    """The tiny models hardly ever say EOS; this one has 33 tokens that end a response."""
+    model = AutoModelForCausalLM.from_pretrained(any_model)
+    own = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = [*range(0, 256, 8), own]
+    model.save_pretrained(tmp_path)
+    for file in any_model.glob("token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+@pytest.fixture
+def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the hf engine rows are handed over after the step that ended them."""
+    monkeypatch.setattr("services.rollout.engines.hf.STEPS_S", 0.0)
 
 
 # Files whose tests share what takes a minute to make.
