@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -183,11 +184,10 @@ def by_rows(
                 for each in together:
                     each.is_alone = True
             else:
-                begins = 0
-                for each in together:
-                    each.answer = answers[begins : begins + len(each.batch)]
-                    begins += len(each.batch)
-                assert begins == len(answers), f"{method.__name__}: {len(answers)} rows answer {begins}"
+                ends = list(accumulate(len(each.batch) for each in together))
+                assert ends[-1] == len(answers), f"{method.__name__}: {len(answers)} rows answer {ends[-1]}"
+                for each, end in zip(together, ends, strict=True):
+                    each.answer = answers[end - len(each.batch) : end]
         return method(self, mine.batch) if mine.answer is None else mine.answer
 
     async def asynchronous(self: W, batch: DataProto, /) -> DataProto:

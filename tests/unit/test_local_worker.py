@@ -131,6 +131,21 @@ async def test_each_method_has_a_line_of_its_own() -> None:
         assert worker.sizes == [1]
 
 
+async def test_an_answer_of_too_few_rows_is_nobodys() -> None:
+    class Forgetful(Squarer):
+        @by_rows
+        def square(self, batch: DataProto) -> DataProto:
+            return DataProto({"squares": batch["x"].square()})[:1]
+
+    worker = Forgetful()
+    async with asyncio.timeout(60):
+        async with worker.is_busy():
+            calls = await begun(worker, numbers(1), numbers(2))
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert str(answers[0]).startswith("square: 1 rows answer 2")
+        assert isinstance(answers[1], AssertionError) or answers[1]["squares"].tolist() == [4]  # type: ignore[index]
+
+
 async def test_a_call_that_is_cancelled_in_line_is_not_computed() -> None:
     worker = Squarer()
     async with asyncio.timeout(60):
