@@ -19,6 +19,10 @@ VLLM_ONLY = (
     *("max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats"),
 )
 
+# A batch is judged in about this many calls: enough that judging overlaps with generation, few enough that
+# every call fills the accelerator. Both the controller and the planner count with it.
+CHUNKS_PER_BATCH = 4
+
 # Of a truncated distribution the trainer is sent every token that could be drawn, [B, T, top_k].
 MAX_KEPT = 512
 

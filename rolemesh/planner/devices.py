@@ -99,8 +99,8 @@ GPUS = {
 
 
 def cpu(memory_bytes: int, *, flops: float = 1e11, bandwidth: float = 1e10, block_s: float = 4e-4) -> Device:
-    """This machine's processor, on which all roles run beside each other. Unless measured
-    (rolemesh/planner/calibration.py) the rates are those of two cores."""
+    """This machine's processor, on which all roles run beside each other. The default rates are those of two
+    cores; `benchmarks/calibration.py` measures them."""
     rates = dict.fromkeys(("bfloat16", "float16", "float32"), flops)
     return Device(
         "CPU", memory_bytes, rates, bandwidth, bandwidth, FILE_BANDWIDTH, block_s=block_s, shared=True

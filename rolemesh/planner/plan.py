@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import combinations
 
 from rolemesh.config import JobConfig
+from rolemesh.config.rollout import CHUNKS_PER_BATCH
 from rolemesh.planner.cost import handover_seconds, role_seconds
 from rolemesh.planner.devices import Device
 from rolemesh.planner.memory import Memory, Shapes, role_memory
@@ -115,7 +116,8 @@ class Plan:
     @cached_property
     def phases(self) -> dict[str, float]:
         """Seconds by phase. Groups work beside each other, roles of a group one after another. Rows that are
-        finished are judged while others are generated, except in the rollout's own group."""
+        finished are judged while others are generated, except in the rollout's own group; the last chunk of
+        them is judged when the generation has ended."""
         device = self.cluster.device
         together = sum if device.shared else max
         judged = {g.name: g.busy("judge") for g in self.groups}
@@ -123,8 +125,8 @@ class Plan:
         at_rollout = next(g for g in self.groups if "rollout" in g.roles)
         if not device.shared:
             judged = {
-                name: seconds if name == at_rollout.name else max(seconds / CHUNKS, seconds - generate)
-                for name, seconds in judged.items()
+                name: s if name == at_rollout.name else max(s / CHUNKS_PER_BATCH, s - generate)
+                for name, s in judged.items()
             }
         return {
             "generate": generate,
@@ -154,9 +156,6 @@ class Plan:
         busy = sum(sum(g.busy(phase) for phase in PHASES) for g in self.groups)
         ranks = sum(g.needs_ranks for g in self.groups)
         return bool(self.blocked), self.missing_devices, self.missing_bytes, ranks, self.seconds, busy
-
-
-CHUNKS = 8  # a batch is judged in about so many calls: the last of them begins when the generation has ended
 
 
 class Planner:

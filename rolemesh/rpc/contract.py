@@ -36,7 +36,8 @@ class Rpc:
     Args:
         service: full name, e.g. rolemesh.v1.RewardService.
         name: e.g. ComputeScores.
-        dispatch: how a call spreads over replicas, a value of rolemesh.v1.Dispatch.
+        dispatch: how a call spreads over replicas, a value of rolemesh.v1.Dispatch; DISPATCH_UNSPECIFIED: its
+            caller chooses one server, and the Dispatcher refuses it.
         pure: a failed call may be tried again, also elsewhere (idempotency_level).
         streams: (request, response) is a stream.
         request, response: the message types.
@@ -65,7 +66,7 @@ def _rpc(service: ServiceDescriptor, method: MethodDescriptor) -> Rpc:
     return Rpc(
         service=service.full_name,
         name=method.name,
-        dispatch=options.Extensions[data_pb2.dispatch] or data_pb2.DISPATCH_RANK_ZERO,
+        dispatch=options.Extensions[data_pb2.dispatch],
         pure=options.idempotency_level != MethodOptions.IDEMPOTENCY_UNKNOWN,
         streams=(method.client_streaming, method.server_streaming),
         request=method.input_type,

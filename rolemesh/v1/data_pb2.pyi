@@ -10,7 +10,6 @@ class Dispatch(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DISPATCH_UNSPECIFIED: _ClassVar[Dispatch]
     DISPATCH_SHARD_ROWS: _ClassVar[Dispatch]
     DISPATCH_BROADCAST: _ClassVar[Dispatch]
-    DISPATCH_RANK_ZERO: _ClassVar[Dispatch]
 
 class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -42,7 +41,6 @@ class Layout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 DISPATCH_UNSPECIFIED: Dispatch
 DISPATCH_SHARD_ROWS: Dispatch
 DISPATCH_BROADCAST: Dispatch
-DISPATCH_RANK_ZERO: Dispatch
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT64: Dtype
 DTYPE_FLOAT32: Dtype

@@ -11,15 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from rolemesh.config.rollout import CHUNKS_PER_BATCH
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.graph import node
 
 R = TypeVar("R")
-
-# A batch is judged in about this many calls: enough that judging overlaps with generation, few enough that
-# every call fills the accelerator.
-CHUNKS_PER_BATCH = 4
 
 
 async def gather(*calls: Coroutine[Any, Any, R]) -> list[R]:

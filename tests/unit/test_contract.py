@@ -1,0 +1,28 @@
+"""The .proto's options, the client that reads them, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, WEIGHTS, Rpc, rpcs
+from rolemesh.rpc.dispatch import Dispatcher
+from rolemesh.rpc.pool import ReplicaPool
+from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS, DISPATCH_UNSPECIFIED, Dispatch
+from rolemesh.v1.weights_pb2 import GetManifestRequest
+
+ROLE_RPCS = [rpc for service in (ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT) for rpc in rpcs(service)]
+
+
+@pytest.mark.parametrize("rpc", ROLE_RPCS, ids=lambda rpc: rpc.path)
+def test_batches_are_cut_by_rows_and_messages_go_to_every_replica(rpc: Rpc) -> None:
+    takes_batch, _ = rpc.streams
+    assert rpc.dispatch == (DISPATCH_SHARD_ROWS if takes_batch else DISPATCH_BROADCAST)
+
+
+async def test_a_method_without_a_dispatch_is_refused_by_the_client_that_spreads_calls() -> None:
+    """The .proto says so, and every value that it has for a method to name is one that the client can do."""
+    assert {rpc.dispatch for rpc in rpcs(WEIGHTS)} == {DISPATCH_UNSPECIFIED}
+    assert set(Dispatch.values()) == {DISPATCH_UNSPECIFIED, DISPATCH_SHARD_ROWS, DISPATCH_BROADCAST}
+    dispatcher = Dispatcher(ReplicaPool("rollout", ["127.0.0.1:1"], patience_s=0.0), WEIGHTS, timeout_s=1.0)
+    with pytest.raises(AssertionError, match=r"GetManifest: the \.proto says no dispatch"):
+        await dispatcher.call("GetManifest", GetManifestRequest())
