@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +27,7 @@ from rolemesh.v1.controller_pb2_grpc import ControllerServiceStub
 from services.controller.progress import Display, line_of
 from services.controller.record import ADDRESS_FILE, STEP
 from services.controller.status import RunStatus, State
+from services.controller.table import log_console, number
 
 FAILED = 3  # the exit code that says that the run has failed
 ANSWER_S = 10.0  # for one answer
@@ -47,7 +48,7 @@ async def status(where: str, *, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps(to_json(answer)))
     else:
-        Console().print(picture(answer))
+        log_console().print(picture(answer))
     return code_of(answer)
 
 
@@ -56,13 +57,13 @@ async def steer(where: str, command: str) -> int:
     requests = {"Pause": pb.PauseRequest(), "Resume": pb.ResumeRequest(), "Stop": pb.StopRequest()}
     await _call(where, command, requests[command])
     answer = await _call(where, "GetStatus", pb.GetStatusRequest())
-    Console().print(_headline(answer))
+    log_console().print(_headline(answer))
     return code_of(answer)
 
 
 async def watch(where: str, *, as_json: bool) -> int:
     """Shows the run to its end, whatever becomes of its controller in between. Returns the exit code."""
-    console = Console()
+    console = log_console()
     display, last, printed = Display(console), pb.GetStatusResponse(), ""
     async with aclosing(follow(where)) as answers:
         async for answer in answers:
@@ -78,7 +79,7 @@ async def watch(where: str, *, as_json: bool) -> int:
                 display.show(_as_run(last), _roles(last), *silence)
             elif printed != (now := str(answer) if silence else f"{last.state} {last.step}"):
                 printed = now
-                console.print(*(silence or [_headline(last)]))
+                console.print(*(silence or [_headline(last)]), soft_wrap=True)  # a line for each change
     display.close()
     if not as_json and console.is_terminal:
         console.print(picture(last))
@@ -186,7 +187,7 @@ def _numbers(latest: Mapping[str, float]) -> Text:
     parts = []
     if "timing_s/step" in latest:
         parts.append(f"{latest['timing_s/step']:.1f} s a step")
-    parts += [f"KL {latest[name]:.4f}" for name in KL if name in latest][:1]
+    parts += [f"KL {number(latest[name], '.4f')}" for name in KL if name in latest][:1]
     return Text("  ·  ".join(parts))
 
 

@@ -52,7 +52,7 @@ def model_directory(config: ModelConfig, role: str) -> Path:
         raise ModelNotFound(f"{role}: no model directory is given; set {role}.model.path")
     directory = Path(config.path)
     if not directory.is_dir():
-        raise ModelNotFound(f"{role}: no such model directory: {directory}")
+        raise _no_such_directory(directory, role)
     if not (directory / "config.json").is_file():
         raise ModelNotFound(f"{role}: {directory} is not a Hugging Face model directory: it has no config.json")
     if not any(directory.glob("*.safetensors")):
@@ -60,6 +60,14 @@ def model_directory(config: ModelConfig, role: str) -> Path:
         pickles = f" ({others[0]} is a pickle, which is never read: convert it)" if others else ""
         raise ModelNotFound(f"{role}: {directory} has no weights: no *.safetensors file{pickles}")
     return directory
+
+
+def _no_such_directory(directory: Path, role: str) -> ModelNotFound:
+    return ModelNotFound(
+        f"{role}: no such model directory: {directory}. `rolemesh model {directory}` makes a small random one, "
+        f"`hf download ORGANISATION/MODEL --local-dir {directory}` fetches a real one, and `rolemesh demo` "
+        "makes that of configs/tiny.yaml"
+    )
 
 
 def load_causal_lm(config: ModelConfig, role: str) -> Any:
@@ -133,7 +141,7 @@ def load_tokenizer(config: ModelConfig, role: str = "actor") -> Any:
     if not config.path:
         raise ModelNotFound(f"{role}: no model directory is given; set {role}.model.path")
     if not directory.is_dir():
-        raise ModelNotFound(f"{role}: no such model directory: {directory}")
+        raise _no_such_directory(directory, role)
     if not any(directory.glob("tokenizer*")) and not (directory / "vocab.json").is_file():
         raise ModelNotFound(f"{role}: {directory} has no tokenizer: no tokenizer.json")
     try:

@@ -21,6 +21,7 @@ from rolemesh.metrics import STEP_ENDED, STEP_METRIC, STEP_SECONDS, TRAINING_STE
 from rolemesh.roles import Metrics
 from services.controller.record import STEP
 from services.controller.summary import accuracy_by_step
+from services.controller.table import ACCURACY, StepTable
 
 log = logging.getLogger(__name__)
 
@@ -80,30 +81,16 @@ class Loggers:
 
 
 class ConsoleLogger:
-    """A line for each step, of the numbers that people look at first."""
-
-    SHOWN = (
-        ("critic/score/mean", "score", ".3f"),
-        ("acc", "val acc", ".3f"),
-        ("response_length/mean", "length", ".1f"),
-        ("actor/entropy", "entropy", ".3f"),
-        ("actor/pg_loss", "pg loss", ".4f"),
-        ("critic/vf_loss", "vf loss", ".4f"),
-        ("actor/ppo_kl", "ppo kl", ".4f"),
-        ("actor/reward_kl_penalty", "ref kl", ".4f"),
-        ("perf/throughput", "tokens/s", ".0f"),
-        ("timing_s/step", "seconds", ".1f"),
-    )
+    """A row of a table for each step: the numbers that people look at first."""
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
-        self._console = console
+        self._table = StepTable(job, console)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        shown = dict(metrics)
-        for _, mean in accuracy_by_step([{STEP: step, **metrics}]):
-            shown["acc"] = mean
-        parts = [f"{label} {shown[key]:{form}}" for key, label, form in self.SHOWN if key in shown]
-        self._console.print(f"step {step:>5}  " + "  ".join(parts), highlight=False, soft_wrap=True)
+        numbers = dict(metrics)
+        for _, accuracy in accuracy_by_step([{STEP: step, **metrics}]):
+            numbers[ACCURACY] = accuracy
+        self._table.add(step, numbers)
 
     def close(self) -> None:
         """Nothing is held back."""

@@ -17,6 +17,7 @@ from rich.text import Text
 from services.controller.record import Record
 from services.controller.status import RunStatus, State
 from services.controller.summary import Summary, accuracy_by_step, print_summary
+from services.controller.table import log_console, number
 
 PHASES = {
     "gen": "generating",
@@ -41,14 +42,14 @@ STATES = {
 
 class Display:
     """Step, phase, reward, accuracy, speed and time left, on two live lines; where the console is no
-    terminal it shows nothing, and the console logger's lines are what there is to see.
+    terminal it shows nothing, and the console logger's table is what there is to see.
 
     Args:
         console: shared with everything that prints while the display lives.
     """
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or log_console()
         self._live: Live | None = None
         self._num_shown = 0
         self._bar = Progress(
@@ -101,7 +102,7 @@ def line_of(status: RunStatus) -> Text:
     parts += [PHASES.get(status.phase, status.phase)] if status.phase else []
     parts += [status.found] if status.found else []
     reward = _last(status.records, "critic/score/mean")
-    parts += [f"reward {reward:.3f}"] if reward is not None else []
+    parts += [f"reward {number(reward, '.3f')}"] if reward is not None else []
     accuracies = accuracy_by_step(status.records)
     parts += [f"val accuracy {accuracies[-1][1]:.3f}"] if accuracies else []
     speed = _last(status.records, "perf/throughput")

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from services.controller.record import STEP, Record
+from services.controller.table import number
 
 
 @dataclass
@@ -59,7 +60,7 @@ def print_summary(summary: Summary, console: Console) -> None:
         shown.add_column("score", justify="right")
         for row in summary.answers:
             cells = (_short(row["input"]), _short(row["output"]), _short(row["gts"]))
-            shown.add_row(*map(escape, cells), f"{row['score']:g}")
+            shown.add_row(*map(escape, cells), number(row["score"], "g"))
         console.print(shown)
 
     facts = Table.grid(padding=(0, 2))

@@ -114,10 +114,12 @@ def test_wandb_offline_reads_back_what_was_logged(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "run" / "wandb" / "run_id").read_text().strip() in file.name
 
 
-def test_the_console_has_a_line_for_each_step(tmp_path: Path) -> None:
+def test_the_console_has_a_header_and_a_row_for_each_step(tmp_path: Path) -> None:
     out = io.StringIO()
-    write_three_steps(job_with(tmp_path / "run", "console"), Console(file=out))
-    assert out.getvalue().splitlines()[0] == "step     1  score 0.250  val acc 0.500"
+    write_three_steps(job_with(tmp_path / "run", "console"), Console(file=out, width=14))
+    header = " step    score"
+    begun, resumed = ["    1    0.250", "    2   99.000"], ["    2    0.500", "    3    0.750"]
+    assert out.getvalue().splitlines() == [header, *begun, header, *resumed]
 
 
 def test_every_run_shows_its_steps_to_prometheus(tmp_path: Path) -> None:
@@ -249,5 +251,5 @@ async def test_without_a_terminal_there_are_plain_lines_alone(tiny_model: Path, 
         display = Display(Console(file=out, width=100))
         await Run(job, load_tokenizer(job.actor.model), display).train(roles)
     lines = out.getvalue().splitlines()
-    assert [line[:10] for line in lines] == ["step     0", "step     1", "step     2"]
+    assert [line[:5] for line in lines] == [" step", "    0", "    1", "    2"]
     assert "\x1b" not in out.getvalue()

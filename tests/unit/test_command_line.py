@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 from services.__main__ import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(
@@ -21,3 +25,23 @@ def test_a_folder_that_cannot_be_written_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert str(tmp_path / "file") in line
+
+
+def test_a_job_without_its_model_names_the_command_that_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And with that command the same job gets as far as its data."""
+    monkeypatch.chdir(tmp_path)
+
+    def rolemesh(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["rolemesh", *arguments])
+        with pytest.raises(SystemExit):
+            main()
+        return capsys.readouterr().err
+
+    run = ("run", str(CONFIGS / "gsm8k-ppo.yaml"))
+    error = rolemesh(*run)
+    assert error.startswith("error: actor: no such model directory: outputs/gsm8k/model.")
+    (making,) = re.findall(r"`rolemesh (model [^`]*)`", error)
+    assert rolemesh(*shlex.split(making)) == ""
+    assert "data/gsm8k/train.parquet" in rolemesh(*run)
