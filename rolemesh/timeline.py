@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from rolemesh.dataproto import DataProto
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -124,6 +122,10 @@ def told(written: Sequence[Call], began: float) -> str:
 
 def sizes_of(batch: object) -> dict[str, int]:
     """Rows, and tokens that are no padding."""
+    from rolemesh.dataproto import (
+        DataProto,
+    )  # imports torch; a server starts without
+
     if not isinstance(batch, DataProto):
         return {}
     for mask in ("attention_mask", "response_mask", "prompt_mask"):

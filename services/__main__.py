@@ -12,6 +12,7 @@ import gc
 import json
 import sys
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -180,21 +181,26 @@ def control(
     given = {"actor": actor, "rollout": rollout, "reward": reward, "critic": critic, "reference": reference}
     setup_logging(log_format.value)
     job = load_job(config, overrides or ())
+    from rolemesh.rpc import tls
     from rolemesh.rpc.discovery import parse
-    from services.control import control as control_run
     from services.controller.scale_down import workloads
+    from services.controller.server import serving
+    from services.controller.status import RunStatus
 
-    asyncio.run(
-        control_run(
-            job,
-            {role: parse(address) for role, address in given.items() if address},
-            listen=listen,
-            metrics_listen=metrics_listen or None,
-            health_listen=health_listen or None,
-            tls_dir=tls_dir,
-            scaled_down=workloads(scale_down or ()),
-        )
-    )
+    addresses = {role: parse(address) for role, address in given.items() if address}
+    scaled_down = workloads(scale_down or ())
+
+    async def control_run() -> None:
+        tls.use_keys(tls_dir)
+        status = RunStatus(job.trainer.experiment_name)
+        async with serving(status, job.roles, listen, health_listen or None) as server:
+            # With the models' libraries, for seconds, in which the server answers.
+            services_control = await asyncio.to_thread(import_module, "services.control")
+            await services_control.control(
+                job, addresses, server, metrics_listen=metrics_listen or None, scaled_down=scaled_down
+            )
+
+    asyncio.run(control_run())
 
 
 @app.command(epilog="Example: rolemesh graph configs/gsm8k-ppo.yaml --format mermaid")

@@ -17,7 +17,6 @@ from rolemesh.kubernetes import Cluster
 from rolemesh.metrics import CONTROLLER
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles, methods
-from rolemesh.rpc import tls
 from rolemesh.rpc.allocator import tune
 from rolemesh.rpc.clients import (
     ActorClient,
@@ -28,17 +27,15 @@ from rolemesh.rpc.clients import (
     RolloutClient,
 )
 from rolemesh.rpc.discovery import Members
-from rolemesh.rpc.server import RoleServer, serve_metrics
+from rolemesh.rpc.server import serve_metrics
 from services.controller.experience import gather
 from services.controller.loop import Run
 from services.controller.pages import check_step
 from services.controller.progress import Display
 from services.controller.run_dir import address_shown, held
 from services.controller.scale_down import Workload, scale_down, unpause
-from services.controller.scaler import SERVICE as SCALER
-from services.controller.scaler import ScalerServicer
-from services.controller.servicer import SERVICE, ControllerServicer
-from services.controller.status import State
+from services.controller.server import ControllerServer, serving
+from services.controller.status import RunStatus, State
 from services.controller.summary import Summary
 
 log = logging.getLogger(__name__)
@@ -57,11 +54,9 @@ CLIENTS: dict[str, type[RoleClient]] = {
 async def control(
     job: JobConfig,
     addresses: Addresses,
+    server: ControllerServer,
     *,
-    listen: str,
     metrics_listen: str | None = None,
-    health_listen: str | None = None,
-    tls_dir: Path | None = None,
     scaled_down: Sequence[Workload] = (),
 ) -> None:
     """Trains with roles that are already served.
@@ -69,27 +64,26 @@ async def control(
     Args:
         job: what to do.
         addresses: of the replicas of each role that the job has.
-        listen: host:port of ControllerService, and of KEDA's ExternalScaler.
+        server: it answers already.
         metrics_listen: host:port of /metrics; None: no metrics.
-        health_listen: host:port of health alone, always plain; None: only beside the services.
-        tls_dir: the keys, with which all is TLS; None: plain.
         scaled_down: what is scaled to zero once the run has come to its end, or was told to stop.
 
     Raises:
-        InvalidConfig: the job, the keys or an address cannot be used; scaled_down, and this is not a pod.
+        InvalidConfig: the job or an address cannot be used; scaled_down, and this is not a pod.
         RolemeshError: a step failed.
     """
     tune()
-    tls.use_keys(tls_dir)
     cluster = Cluster.in_pod() if scaled_down else None
     scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
     try:
-        run = await prepare(job)
+        await check_step(job)
+        # In a thread, so that the server answers meanwhile: prompts may be many.
+        run = await asyncio.to_thread(new_run, job, server.status)
         if cluster:
             await unpause(scaled_down, cluster)
         with Brakes(run) as brakes, held(job.run_dir):
             # One that was killed between the end of the run and the scale-down has no roles to wait for.
-            summary = run.finished() or await drive(run, addresses, listen, scraped, health_listen)
+            summary = run.finished() or await train(run, addresses, server, scraped)
             brakes.end(summary)
     except WRONG_INPUT:  # nobody makes another attempt
         if cluster:
@@ -106,28 +100,33 @@ async def prepare(job: JobConfig) -> Run:
         RolemeshError: what is wrong, and where.
     """
     await check_step(job)
-    return Run(job, load_tokenizer(job.actor.model), Display())
+    return new_run(job)
 
 
-async def drive(
-    run: Run, addresses: Addresses, listen: str, scraped: str | None, health_listen: str | None = None
-) -> Summary:
+def new_run(job: JobConfig, status: RunStatus | None = None) -> Run:
+    """A run with its tokenizer and data; `status` is where it is told, None: one of its own."""
+    return Run(job, load_tokenizer(job.actor.model), Display(), status)
+
+
+async def drive(run: Run, addresses: Addresses, listen: str, scraped: str | None) -> Summary:
+    """`train` with a server of its own at `listen`."""
+    async with serving(run.status, run.job.roles, listen) as server:
+        return await train(run, addresses, server, scraped)
+
+
+async def train(run: Run, addresses: Addresses, server: ControllerServer, scraped: str | None) -> Summary:
     """Makes the run with clients of these addresses, once every replica is ready, or one of each role where
     they come and go; /metrics is at `scraped`."""
     job = run.job
     if missing := [role for role in job.roles if not addresses.get(role)]:
         raise InvalidConfig(f"the job has roles {list(job.roles)}; no address was given for {missing}")
     async with AsyncExitStack() as stack:
-        server = RoleServer({"controller": [SERVICE, SCALER]})
-        stack.push_async_callback(server.drain, 1.0)
-        if health_listen:
-            await server.start_health(health_listen)
-        address = await server.start(listen)
         clients = {role: new_client(role, addresses[role], job) for role in job.roles}
-        scaler = ScalerServicer({role: client.pool for role, client in clients.items()})
-        await server.ready({SERVICE: ControllerServicer(run.status, clients), SCALER: scaler})
-        stack.enter_context(address_shown(job.run_dir, address))
-        run.display.console.print(f"controller at {address}, metrics at {scraped or 'no port'}", style="dim")
+        server.show(clients)
+        stack.enter_context(address_shown(job.run_dir, server.address))
+        run.display.console.print(
+            f"controller at {server.address}, metrics at {scraped or 'no port'}", style="dim"
+        )
 
         for client in clients.values():
             await stack.enter_async_context(client)

@@ -28,6 +28,37 @@ CHECK_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 2.0
 
 
+class PendingRows:
+    """How many rows are pending, and for how long they have been.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rows = 0
+        self._clock = clock
+        self._counted_at, self._row_seconds = clock(), 0.0
+        self._changed = asyncio.Event()
+
+    @property
+    def row_seconds(self) -> float:
+        """The integral of `rows` over time: ten rows that are pending for six seconds are 60."""
+        return self._row_seconds + self.rows * (self._clock() - self._counted_at)
+
+    def add(self, rows: int) -> None:
+        """So many more from now on; below 0: fewer."""
+        self._row_seconds, self._counted_at = self.row_seconds, self._clock()
+        self.rows += rows
+        before, self._changed = self._changed, asyncio.Event()
+        before.set()
+
+    async def until(self, any_rows: bool) -> None:
+        """Returns when rows are pending, or none is."""
+        while bool(self.rows) != any_rows:
+            await self._changed.wait()
+
+
 class Replica:
     """One server of the role.
 
@@ -98,7 +129,7 @@ class ReplicaPool:
         self.role = role
         self.replicas = [Replica(address) for address in addresses]
         self.on_return: Callable[[Replica], Awaitable[None]] | None = None
-        self.pending_rows = 0
+        self.waiting = PendingRows()
         self._patience_s, self._may_grow, self._full_rows = patience_s, may_grow, full_rows
         self._is_followed = False
         self._lost: Exception | None = None
@@ -293,6 +324,11 @@ class ReplicaPool:
 
     # ------------------------------------------------------------------------ how much there is
 
+    @property
+    def pending_rows(self) -> int:
+        """Of calls that run: those that have no answer yet."""
+        return self.waiting.rows
+
     @asynccontextmanager
     async def pending(self, rows: int) -> AsyncIterator[tuple[int, Callable[[int], None]]]:
         """A call, from its beginning to its end. Gives its place in the line, which it keeps between two of
@@ -316,13 +352,8 @@ class ReplicaPool:
             await self._notify()
 
     def _count_pending(self, rows: int) -> None:
-        self.pending_rows += rows
-        metrics.CLIENT_PENDING_ROWS.labels(self.role).set(self.pending_rows)
-
-    async def until_pending(self, any_rows: bool) -> None:
-        """Returns when rows are pending, or none is."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: bool(self.pending_rows) == any_rows)
+        self.waiting.add(rows)
+        metrics.CLIENT_PENDING_ROWS.labels(self.role).set(self.waiting.rows)
 
     # ------------------------------------------------------------------------ gone, and back
 

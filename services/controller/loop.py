@@ -42,15 +42,23 @@ class Run:
         job: what to do.
         tokenizer: the model's, for prompts and dumps.
         display: shows the progress.
+        status: where it is told; None: one of its own.
 
     Raises:
         InvalidConfig, InvalidData: the job or its data cannot be run.
     """
 
-    def __init__(self, job: JobConfig, tokenizer: Any, display: Display | None = None) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        tokenizer: Any,
+        display: Display | None = None,
+        status: RunStatus | None = None,
+    ) -> None:
         self.job = job
         self.display = display or Display()
-        self.status = RunStatus(job.trainer.experiment_name, self.display.show)
+        self.status = status or RunStatus(job.trainer.experiment_name)
+        self.status.on_change = self.display.show
         self._tokenizer = tokenizer
         self._stopwatch = Stopwatch(lambda phase: self.status.set(phase=phase))
         self._kl = KLController(job.algorithm.kl_ctrl)
@@ -64,7 +72,7 @@ class Run:
         )
         self._val = self._validation_data()
         self.job = with_total_steps(job, total_steps)
-        self.status.set(total_steps=total_steps)
+        self.status.total_steps = total_steps  # told to nobody yet: this may be a thread
         check_profile_steps(self.job)
         self._checkpoints = Checkpoints(job.run_dir, job.trainer.max_actor_ckpt_to_keep)
         self._saved = (0, 0)  # steps, and batches that dynamic sampling has answered

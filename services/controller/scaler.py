@@ -1,13 +1,14 @@
-"""KEDA's external scaler: a role's pending rows, as the controller's clients count them."""
+"""KEDA's external scaler: a role's load, as the controller's clients count its rows."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.externalscaler import externalscaler_pb2 as pb
-from rolemesh.rpc.pool import ReplicaPool
+from rolemesh.rpc.pool import PendingRows
+from services.controller.load import Load
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ExternalScaler"]
 METRIC = "pending_rows"
@@ -16,29 +17,38 @@ DEFAULT_TARGET = 64
 
 
 class ScalerServicer:
-    """Implements ExternalScaler.
+    """Implements ExternalScaler. It may be served before there is a client of any role: then nothing waits.
 
     Args:
-        pools: of each role of the job; on the event loop that serves.
+        roles: those that the job has.
+
+    Attributes:
+        pending: each role's rows; its client is to count them here.
     """
 
-    def __init__(self, pools: Mapping[str, ReplicaPool]) -> None:
-        self._pools = pools
+    def __init__(self, roles: Iterable[str]) -> None:
+        self.pending = {role: PendingRows() for role in roles}
+        self._loads = {role: Load(pending) for role, pending in self.pending.items()}
+
+    def step_began(self) -> None:
+        """A step begins now."""
+        for load in self._loads.values():
+            load.step_began()
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: Any) -> pb.IsActiveResponse:
-        return pb.IsActiveResponse(result=self._pool(request).pending_rows > 0)
+        return pb.IsActiveResponse(result=self.pending[self._role(request)].rows > 0)
 
     async def StreamIsActive(
         self, request: pb.ScaledObjectRef, context: Any
     ) -> AsyncIterator[pb.IsActiveResponse]:
-        pool = self._pool(request)
+        pending = self.pending[self._role(request)]
         while True:
-            active = pool.pending_rows > 0
+            active = pending.rows > 0
             yield pb.IsActiveResponse(result=active)
-            await pool.until_pending(not active)
+            await pending.until(not active)
 
     async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Any) -> pb.GetMetricSpecResponse:
-        self._pool(request)
+        self._role(request)
         said = request.scalerMetadata.get(TARGET, str(DEFAULT_TARGET))
         if not said.isdecimal() or not int(said):
             raise InvalidConfig(
@@ -48,14 +58,14 @@ class ScalerServicer:
         return pb.GetMetricSpecResponse(metricSpecs=[spec])
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Any) -> pb.GetMetricsResponse:
-        rows = self._pool(request.scaledObjectRef).pending_rows
-        value = pb.MetricValue(metricName=METRIC, metricValue=rows, metricValueFloat=rows)
+        rows = self._loads[self._role(request.scaledObjectRef)].mean()
+        value = pb.MetricValue(metricName=METRIC, metricValue=round(rows), metricValueFloat=rows)
         return pb.GetMetricsResponse(metricValues=[value])
 
-    def _pool(self, scaled: pb.ScaledObjectRef) -> ReplicaPool:
-        role = scaled.scalerMetadata.get(ROLE, "")
-        if role not in self._pools:
+    def _role(self, scaled: pb.ScaledObjectRef) -> str:
+        role: str = scaled.scalerMetadata.get(ROLE, "")
+        if role not in self.pending:
             raise InvalidConfig(
-                f"the ScaledObject {scaled.name} scales role {role!r}; the job has {', '.join(self._pools)}"
+                f"the ScaledObject {scaled.name} scales role {role!r}; the job has {', '.join(self.pending)}"
             )
-        return self._pools[role]
+        return role

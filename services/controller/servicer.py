@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rolemesh.rpc.clients import RoleClient
 from rolemesh.v1 import controller_pb2 as pb
 from services.controller.record import ENDED_AT, STEP, Record
 from services.controller.status import RunStatus
+
+if TYPE_CHECKING:  # with torch, for which the controller's server does not wait
+    from rolemesh.rpc.clients import RoleClient
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ControllerService"]
 REPLICAS_EVERY_S = 2.0  # between two looks at the replicas, which change without a word

@@ -27,11 +27,16 @@ class RunStatus:
 
     Args:
         job: its name.
+
+    Attributes:
         on_change: told after every change of state, phase or records.
+        on_step: told when the run begins, and when a step has ended.
     """
 
-    def __init__(self, job: str, on_change: Callable[[RunStatus], None] = lambda status: None) -> None:
+    def __init__(self, job: str) -> None:
         self.job = job
+        self.on_change: Callable[[RunStatus], None] = lambda status: None
+        self.on_step: Callable[[], None] = lambda: None
         self.total_steps = 0
         self.step = 0
         self.phase = ""
@@ -41,7 +46,6 @@ class RunStatus:
         self.stop_requested = False
         self._state = State.STARTING
         self._paused = False
-        self._on_change = on_change
         self._changed = asyncio.Event()
 
     @property
@@ -67,6 +71,8 @@ class RunStatus:
         self.phase = self.phase if phase is None else phase
         self.total_steps = self.total_steps if total_steps is None else total_steps
         self.found = self.found if found is None else found
+        if step is not None:
+            self.on_step()
         self._tell()
 
     def add(self, *records: Record) -> None:
@@ -126,7 +132,7 @@ class RunStatus:
     def _tell(self) -> None:
         for state in State:
             RUN_STATE.labels(state.name.lower()).set(state is self.state)
-        self._on_change(self)
+        self.on_change(self)
         before, self._changed = self._changed, asyncio.Event()
         before.set()
 

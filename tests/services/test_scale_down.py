@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from in_process import small_job, train
 from serving import served
 
 from rolemesh import kubernetes
+from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, InvalidData, RolemeshError, RoleUnavailable
 from rolemesh.rpc.dispatch import cancel_all
-from services.control import control
+from services.control import Addresses, control
 from services.controller import scale_down
 from services.controller.run_dir import held
-from services.controller.scale_down import PAUSED, workloads
+from services.controller.scale_down import PAUSED, Workload, workloads
+from services.controller.server import serving
+from services.controller.status import RunStatus
 
 LOCAL = "127.0.0.1:0"
 OVERRIDES = (
@@ -28,6 +32,12 @@ OVERRIDES = (
     "algorithm.use_kl_in_reward=false",
     "trainer.total_training_steps=1",
 )
+
+
+async def controlled(job: JobConfig, addresses: Addresses, scaled_down: Sequence[Workload] = ()) -> None:
+    """As `rolemesh control` does it."""
+    async with serving(RunStatus("run"), job.roles, LOCAL) as server:
+        await control(job, addresses, server, scaled_down=scaled_down)
 
 
 def test_scalers_are_told_before_what_they_scale() -> None:
@@ -73,7 +83,7 @@ async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it
         in_pod(api, monkeypatch)
         addresses = {role: await stack.enter_async_context(served(role, job)) for role in job.roles}
         left = workloads(["scaledobject/job-reward", "statefulset/job-actor"])
-        run = asyncio.create_task(control(job, addresses, listen=LOCAL, scaled_down=left))
+        run = asyncio.create_task(controlled(job, addresses, scaled_down=left))
         stack.push_async_callback(cancel_all, [run])
         request, change = await patched(api, SCALED_OBJECT)
         assert change["metadata"]["annotations"] == {PAUSED: None}  # an earlier run's end is taken back
@@ -101,7 +111,7 @@ async def test_a_run_that_failed_is_left_as_it_is(
     async with api_server(tmp_path) as api:
         in_pod(api, monkeypatch)
         with pytest.raises(RoleUnavailable):
-            await control(job, nobody, listen=LOCAL, scaled_down=workloads(["deployment/job-reward"]))
+            await controlled(job, nobody, scaled_down=workloads(["deployment/job-reward"]))
         assert api.requests.empty()
 
 
@@ -112,7 +122,7 @@ async def test_wrong_configuration_leaves_no_pod_either(
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES, "data.val_files=absent.parquet")
     async with api_server(tmp_path) as api, AsyncExitStack() as stack:
         in_pod(api, monkeypatch)
-        run = asyncio.create_task(control(job, {}, listen=LOCAL, scaled_down=workloads(["deployment/a"])))
+        run = asyncio.create_task(controlled(job, {}, scaled_down=workloads(["deployment/a"])))
         stack.push_async_callback(cancel_all, [run])
         request, change = await patched(api, "/apis/apps/v1/namespaces/here/deployments/a/scale")
         assert change == {"spec": {"replicas": 0}}
@@ -125,13 +135,13 @@ async def test_a_run_directory_is_one_runs(tiny_model: Path, tmp_path: Path) -> 
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
     nobody = {role: ["127.0.0.1:1"] for role in job.roles}
     with held(job.run_dir), pytest.raises(RolemeshError, match=r"run is the directory of a run that still"):
-        await control(job, nobody, listen=LOCAL)
+        await controlled(job, nobody)
 
 
 async def test_outside_of_a_pod_nothing_can_be_scaled_down(tiny_model: Path, tmp_path: Path) -> None:
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
     with pytest.raises(InvalidConfig, match="not in a pod"):
-        await control(job, {}, listen=LOCAL, scaled_down=workloads(["deployment/job-reward"]))
+        await controlled(job, {}, scaled_down=workloads(["deployment/job-reward"]))
 
 
 async def test_a_controller_that_was_killed_before_it_scaled_down_does_it_though_no_role_is_left(
@@ -143,7 +153,7 @@ async def test_a_controller_that_was_killed_before_it_scaled_down_does_it_though
     async with api_server(tmp_path) as api, AsyncExitStack() as stack:
         in_pod(api, monkeypatch)
         left = workloads(["statefulset/job-actor"])
-        run = asyncio.create_task(control(job, nobody, listen=LOCAL, scaled_down=left))
+        run = asyncio.create_task(controlled(job, nobody, scaled_down=left))
         stack.push_async_callback(cancel_all, [run])
         request, change = await patched(api, "/apis/apps/v1/namespaces/here/statefulsets/job-actor/scale")
         assert change == {"spec": {"replicas": 0}}

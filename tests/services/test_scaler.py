@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,17 +13,25 @@ from typing import Any
 
 import grpc
 import pytest
+from in_process import small_job
 from membership import Told, until
 from serving import gate, reward_batch, reward_job, served
 
+from rolemesh.errors import RolemeshError
 from rolemesh.externalscaler import externalscaler_pb2 as pb
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import RewardClient
 from rolemesh.rpc.contract import deserializer, rpcs, serializer
-from rolemesh.rpc.server import RoleServer
-from services.controller.scaler import SERVICE, ScalerServicer
+from rolemesh.rpc.pool import PendingRows
+from rolemesh.v1 import controller_pb2
+from services.control import control
+from services.controller.load import Load
+from services.controller.scaler import SERVICE
+from services.controller.server import serving
+from services.controller.servicer import SERVICE as CONTROLLER
+from services.controller.status import RunStatus
 
-RPCS = {rpc.name: rpc for rpc in rpcs(SERVICE)}
+RPCS = {rpc.name: rpc for rpc in (*rpcs(SERVICE), *rpcs(CONTROLLER))}
 
 
 def scaled(**metadata: str) -> pb.ScaledObjectRef:
@@ -35,42 +46,83 @@ class Keda:
 
     def __getattr__(self, name: str) -> Any:
         rpc = RPCS[name]
-        assert rpc.path == f"/externalscaler.ExternalScaler/{name}"
         make: Any = self._channel.unary_stream if rpc.streams[1] else self._channel.unary_unary
         return make(rpc.path, serializer(rpc.request), deserializer(rpc.response))
 
-    async def pending(self, **metadata: str) -> int:
+    async def load(self, **metadata: str) -> float:
         request = pb.GetMetricsRequest(scaledObjectRef=scaled(**metadata), metricName="pending_rows")
         [value] = (await self.GetMetrics(request)).metricValues
         assert value.metricName == "pending_rows"
-        assert value.metricValueFloat == value.metricValue
-        return int(value.metricValue)
+        assert value.metricValue == round(value.metricValueFloat)
+        return float(value.metricValueFloat)
 
 
 @asynccontextmanager
-async def keda(client: RewardClient) -> AsyncIterator[Keda]:
-    server = RoleServer({"controller": [SERVICE]})
-    address = await server.start("127.0.0.1:0")
-    await server.ready({SERVICE: ScalerServicer({"reward": client.pool})})
-    try:
-        async with grpc.aio.insecure_channel(address) as channel:
+async def keda(**clients: RewardClient) -> AsyncIterator[Keda]:
+    async with serving(RunStatus("run"), ["reward"], "127.0.0.1:0") as server:
+        server.show(clients)
+        async with grpc.aio.insecure_channel(server.address) as channel:
             yield Keda(channel)
-    finally:
-        await server.drain(0)
 
 
-async def test_pending_rows_are_those_that_wait_and_those_that_are_computed(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+class Clock:
+    """Seconds, as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_load_is_the_mean_of_pending_rows_weighted_by_time() -> None:
+    """256 rows that wait for 15 of 60 seconds are 64, whenever one looks."""
+    clock = Clock()
+    pending = PendingRows(clock)
+    load = Load(pending, clock)
+    assert load.mean() == 0
+    clock.now = 45
+    pending.add(256)
+    assert load.mean() == 0
+    clock.now = 50
+    pending.add(-128)
+    clock.now = 55
+    assert load.mean() == (5 * 256 + 5 * 128) / 55
+    pending.add(128)
+    clock.now = 57.5
+    pending.add(-256)
+    clock.now = 60
+    assert load.mean() == (5 * 256 + 5 * 128 + 2.5 * 256) / 60
+
+
+def test_load_is_that_of_the_last_three_steps_and_the_running_one() -> None:
+    clock = Clock()
+    pending = PendingRows(clock)
+    load = Load(pending, clock)
+    for rows in (1000, 10, 20, 30):  # the first step is forgotten
+        pending.add(rows)
+        clock.now += 10
+        pending.add(-rows)
+        load.step_began()
+    assert load.mean() == 20
+    clock.now += 10
+    assert load.mean() == 15
+    for _ in range(4):
+        load.step_began()
+        clock.now += 1
+    assert load.mean() == 0
+
+
+async def test_a_role_has_load_while_rows_wait_and_after_it(tiny_model: Path, tmp_path: Path) -> None:
     with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
         job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(doors.path))
         async with (
             served("reward", job) as addresses,
             RewardClient(Told(*addresses), methods(job), may_grow=True) as client,
-            keda(client) as scaler,
+            keda(reward=client) as scaler,
         ):
             reward = scaled(role="reward")
-            assert await scaler.pending(role="reward") == 0
+            assert await scaler.load(role="reward") == 0
             assert not (await scaler.IsActive(reward)).result
             told = aiter(scaler.StreamIsActive(reward))
             assert not (await anext(told)).result
@@ -78,26 +130,54 @@ async def test_pending_rows_are_those_that_wait_and_those_that_are_computed(
             await started.passed(call)
             assert (await anext(told)).result
             assert (await scaler.IsActive(reward)).result
-            assert await scaler.pending(role="reward") == 100
+            assert 0 < (first := await scaler.load(role="reward")) < (await scaler.load(role="reward")) < 100
             doors.open()
             await call
             assert not (await anext(told)).result
-            assert await scaler.pending(role="reward") == 0
+            assert (await scaler.load(role="reward")) > (await scaler.load(role="reward")) > 0
+            assert first
 
 
 async def test_a_role_that_a_run_waits_for_is_active(tiny_model: Path, tmp_path: Path) -> None:
     """Though it has no row yet: it may have been scaled to zero."""
     job = reward_job(tiny_model, tmp_path)
-    async with RewardClient(Told(), methods(job), may_grow=True) as client, keda(client) as scaler:
+    async with RewardClient(Told(), methods(job), may_grow=True) as client, keda(reward=client) as scaler:
         waiting = asyncio.create_task(client.wait_until_ready(30))
         await until(client.pool, lambda: client.pool.pending_rows)
         assert (await scaler.IsActive(scaled(role="reward"))).result
         waiting.cancel()
 
 
+def test_the_controllers_server_is_imported_without_the_models_libraries() -> None:
+    """They take seconds, in which it is to answer."""
+    program = "import sys, services.controller.server; print(sys.modules.keys() & {'torch', 'transformers'})"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"
+
+
+async def test_the_scaler_answers_while_the_jobs_data_is_read(tiny_model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "train.parquet"
+    os.mkfifo(prompts)  # reading it begins when somebody writes
+    job = small_job(tmp_path, tiny_model, "run", f"data.train_files={prompts}", "algorithm.adv_estimator=grpo")
+    async with serving(RunStatus("run"), job.roles, "127.0.0.1:0") as server:
+        run = asyncio.create_task(control(job, {}, server))
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            scaler = Keda(channel)
+            writer = await asyncio.to_thread(prompts.open, "wb")  # returns when it is being read
+            [spec] = (await scaler.GetMetricSpec(scaled(role="reward"))).metricSpecs
+            assert spec.targetSize == 64
+            assert await scaler.load(role="reward") == 0
+            told = await scaler.GetStatus(controller_pb2.GetStatusRequest())
+            assert told.state == controller_pb2.RUN_STATE_STARTING
+            assert not run.done()
+            writer.close()
+        with pytest.raises(RolemeshError, match=r"train\.parquet"):
+            await run
+
+
 async def test_the_target_is_what_the_trigger_says(tiny_model: Path, tmp_path: Path) -> None:
     job = reward_job(tiny_model, tmp_path)
-    async with RewardClient(Told(), methods(job)) as client, keda(client) as scaler:
+    async with RewardClient(Told(), methods(job)) as client, keda(reward=client) as scaler:
         for metadata, target in (({}, 64), ({"pendingPerReplica": "8"}, 8)):
             [spec] = (await scaler.GetMetricSpec(scaled(role="reward", **metadata))).metricSpecs
             assert (spec.metricName, spec.targetSize, spec.targetSizeFloat) == ("pending_rows", target, target)
@@ -116,7 +196,7 @@ async def test_a_trigger_that_cannot_be_is_refused(
     metadata: dict[str, str], words: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = reward_job(tiny_model, tmp_path)
-    async with RewardClient(Told(), methods(job)) as client, keda(client) as scaler:
+    async with RewardClient(Told(), methods(job)) as client, keda(reward=client) as scaler:
         with pytest.raises(grpc.aio.AioRpcError, match=words) as refused:
             await scaler.GetMetricSpec(scaled(**metadata))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
