@@ -232,7 +232,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="For machines: bytes and seconds.")] = False,
 ) -> None:
     """Tell what each placement takes in memory and time, the best first; nothing is loaded or started. Exits
-    with 1 where none fits."""
+    with 1 where the job can be run in none."""
     from rolemesh.config import load_job
 
     job = load_job(config, overrides or ())

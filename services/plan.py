@@ -63,8 +63,8 @@ def make_plans(job: JobConfig, cluster: Cluster, *, searching: bool) -> list[Pla
 def show(
     job: JobConfig, plans: Sequence[Plan], *, searched: bool = False, console: Console | None = None
 ) -> None:
-    """A block for each plan: its groups and roles with their memory, then seconds by phase. After a search the
-    best one's placement section as well."""
+    """A block for each plan: its groups and roles with their memory, then seconds by phase. After a search also
+    the placement section of the best one, if the job can be run so."""
     console = console or Console()
     cluster = plans[0].cluster
     device, data = cluster.device, job.data
@@ -82,14 +82,15 @@ def show(
     for place, plan in enumerate(plans, 1):
         console.print()
         console.print(_block(place, plan, bars=console.width >= ROOM_FOR_BARS))
-    if searched:
+    if searched and plans[0].fits:
         console.print("\n[bold]the best of all groupings[/], for the job file:\n")
         console.print(to_yaml(job, plans[0]), highlight=False, markup=False)
+    elif searched:
+        console.print(f"\n[bold]of all groupings none can be run:[/] the nearest {plans[0].verdict}")
 
 
 def _block(place: int, plan: Plan, *, bars: bool) -> Group:
-    refused = "is refused" if plan.blocked else "does not fit"
-    verdict = Text("fits", "bold green") if plan.fits else Text(refused, "bold red")
+    verdict = Text(plan.verdict, "bold green" if plan.fits else "bold red")
     phases = " · ".join(f"{_words(name)} {_seconds(value)}" for name, value in plan.phases.items() if value)
     head = Text.assemble(
         (f"{place}. {plan.name}", "bold"), "  ", verdict, f"  {_seconds(plan.seconds)} a step\n   {phases}"
@@ -130,8 +131,8 @@ def notes(plan: Plan) -> list[str]:
             lines.append(f"each GPU of {group.name} misses {human_size(missing)}")
         if group.needs_ranks:
             lines.append(
-                f"{group.name} trains on {group.devices} ranks, each with its share of the state (FSDP), which "
-                "cannot be run yet"
+                f"{group.name} would train on {group.devices} GPUs, each with its share of the state (FSDP), "
+                "which cannot be run yet"
             )
     if idle := plan.cluster.devices - sum(group.devices for group in plan.groups):
         lines.extend([f"{idle} GPUs stay idle: they would shorten nothing"] if idle > 0 else [])
@@ -167,6 +168,7 @@ def to_json(plans: Sequence[Plan]) -> list[dict[str, Any]]:
         {
             "strategy": plan.name,
             "fits": plan.fits,
+            "verdict": plan.verdict,
             "missing_bytes": plan.missing_bytes,
             "missing_devices": plan.missing_devices,
             "seconds_per_step": plan.seconds,

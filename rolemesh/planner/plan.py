@@ -16,6 +16,7 @@ from rolemesh.planner.memory import Memory, Shapes, role_memory
 Grouping = Mapping[str, Sequence[str]]  # a group's name to its roles
 
 TRAINED = ("actor", "critic")
+FITS = "fits"
 PHASES = ("generate", "judge", "update", "weights", "switches")
 # When a role of a shared group has its turn in a step, as the pages ask.
 TURNS = ("rollout", "actor", "reference", "critic", "reward", "critic", "actor")
@@ -110,8 +111,23 @@ class Plan:
         return 0 if self.cluster.device.shared else max(0, used - self.cluster.devices)
 
     @property
+    def needs_ranks(self) -> bool:
+        """A trained role is on several devices, which no role can do yet."""
+        return any(group.needs_ranks for group in self.groups)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the job can be run so, in words."""
+        if self.blocked:
+            return "is refused"
+        if self.missing_bytes or self.missing_devices:
+            return "does not fit"
+        return "cannot be run yet" if self.needs_ranks else FITS
+
+    @property
     def fits(self) -> bool:
-        return not self.missing_bytes and not self.missing_devices and not self.blocked
+        """The job can be run so, today."""
+        return self.verdict == FITS
 
     @cached_property
     def phases(self) -> dict[str, float]:

@@ -79,22 +79,39 @@ def test_the_demo_fits_on_this_machine_in_every_strategy(tmp_path: Path) -> None
 
 
 def test_json_has_every_part_in_bytes_and_the_best_first(job_7b: Path) -> None:
-    answer = rolemesh("plan", job_7b, "--gpus", 8, "--gpu-memory", "80GiB", "--json")
+    answer = rolemesh("plan", job_7b, "--gpus", 8, "--gpu-memory", "180GiB", "--json")
     assert answer.returncode == 0, answer.stderr
     plans: list[dict[str, Any]] = json.loads(answer.stdout)
     assert {plan["strategy"] for plan in plans} == STRATEGIES
-    assert all(plan["fits"] for plan in plans)
+    assert all(plan["fits"] and plan["verdict"] == "fits" for plan in plans)
     seconds = [plan["seconds_per_step"] for plan in plans]
     assert seconds == sorted(seconds)
     alone = next(plan for plan in plans if plan["strategy"] == "standalone")
     groups = {group["name"]: group for group in alone["groups"]}
     assert sum(group["devices"] for group in groups.values()) <= 8
-    ranks = groups["actor"]["devices"]  # 108 GB of state want two of 80 GiB
-    assert ranks >= 2
-    assert groups["actor"]["roles"]["actor"]["optimizer"] == 8 * 6_738_415_616 // ranks
+    assert groups["actor"]["devices"] == groups["critic"]["devices"] == 1
+    assert groups["actor"]["roles"]["actor"]["optimizer"] == 8 * 6_738_415_616
     assert groups["reference"]["roles"]["reference"]["weights"] == 4 * 6_738_415_616
     assert groups["rollout"]["roles"]["rollout"]["weights"] == 2 * 6_738_415_616
-    assert any("ranks" in note for note in alone["notes"])
+
+
+def test_what_needs_roles_of_several_gpus_does_not_fit_and_is_not_recommended(job_7b: Path) -> None:
+    """108 GB of the actor's state want two GPUs of 80 GiB, and a trained role has one."""
+    on_80 = ("plan", job_7b, "--gpus", 8, "--gpu-memory", "80GiB")
+    answer = rolemesh(*on_80, "--json")
+    assert answer.returncode == 1
+    plans: list[dict[str, Any]] = json.loads(answer.stdout)
+    assert {plan["verdict"] for plan in plans} == {"cannot be run yet"}
+    assert not any(plan["fits"] for plan in plans)
+    alone = next(plan for plan in plans if plan["strategy"] == "standalone")
+    actor = next(group for group in alone["groups"] if group["name"] == "actor")
+    assert actor["roles"]["actor"]["optimizer"] == 8 * 6_738_415_616 // actor["devices"]
+    assert any("which cannot be run yet" in note for note in alone["notes"])
+    searched = rolemesh(*on_80, "--search")
+    assert searched.returncode == 1
+    assert "of all groupings none can be run" in searched.stdout
+    assert "placement:" not in searched.stdout
+    assert "  fits  " not in searched.stdout
 
 
 def test_what_fits_nowhere_says_by_how_much_and_exits_with_1(job_7b: Path) -> None:
