@@ -73,6 +73,7 @@ async def control(
         RolemeshError: a step failed.
     """
     tune()
+    warn_of_idle_keys(job)
     cluster = Cluster.in_pod() if scaled_down else None
     scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
     try:
@@ -91,6 +92,13 @@ async def control(
         raise
     if cluster:
         await scale_down(scaled_down, cluster)
+
+
+def warn_of_idle_keys(job: JobConfig) -> None:
+    """A line for each key that the job file sets and that changes nothing."""
+    for idle in job.idle_keys():
+        if idle.is_set:
+            log.warning("%s has no effect: %s", idle.key, idle.reason)
 
 
 async def prepare(job: JobConfig) -> Run:

@@ -21,7 +21,7 @@ from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.refusal import refuse_what_cannot_fit
 from rolemesh.rpc.allocator import tune
 from rolemesh.rpc.server import serve_metrics
-from services.control import Brakes, drive, prepare
+from services.control import Brakes, drive, prepare, warn_of_idle_keys
 from services.controller.checkpoints import write_durably
 from services.controller.loop import Run
 from services.controller.run_dir import held
@@ -55,6 +55,7 @@ async def launch(job: JobConfig) -> None:
     # Through the display's console: another writer would tear the live lines.
     shown = RichHandler(console=run.display.console, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown], force=True)
+    warn_of_idle_keys(job)
     with Brakes(run) as brakes, held(job.run_dir):
         async with role_processes(run.job) as processes:
             summary = await beside(processes, _train(run, processes))

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rolemesh.config.base import Config
-from rolemesh.config.model import ModelConfig, OptimConfig, PolicyModelConfig
+from rolemesh.config.model import JudgingModelConfig, OptimConfig, PolicyModelConfig
 
 KLPenalty = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
@@ -111,7 +111,7 @@ class ActorConfig(Config):
 
 
 class ReferenceConfig(Config):
-    model: ModelConfig = ModelConfig()
+    model: JudgingModelConfig = JudgingModelConfig()
     log_prob_micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward pass")
     log_prob_use_dynamic_bsz: bool | None = Field(
         None, description="as many rows per pass as the tokens allow; null: actor.use_dynamic_bsz"

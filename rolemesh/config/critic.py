@@ -7,11 +7,13 @@ from pydantic import Field, model_validator
 
 from rolemesh.config.actor import LossAggMode
 from rolemesh.config.base import Config
-from rolemesh.config.model import CriticOptimConfig, ModelConfig
+from rolemesh.config.model import CriticOptimConfig, TrainedModelConfig
 
 
 class CriticConfig(Config):
-    model: ModelConfig = Field(ModelConfig(), description="a causal LM or a reward model; empty: the actor's")
+    model: TrainedModelConfig = Field(
+        TrainedModelConfig(), description="a causal LM or a reward model; empty: the actor's"
+    )
     optim: CriticOptimConfig = CriticOptimConfig()
     ppo_mini_batch_size: int | None = Field(None, gt=0, description="null: the actor's")
     ppo_micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward and backward pass")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -14,12 +14,17 @@ from rolemesh.config.algorithm import COMPARING, AlgorithmConfig
 from rolemesh.config.base import Config, explain, merge, parse_overrides, read_yaml
 from rolemesh.config.critic import CriticConfig
 from rolemesh.config.data import DataConfig
-from rolemesh.config.model import ModelConfig
+from rolemesh.config.effects import IdleKey, idle_keys, without
+from rolemesh.config.model import JudgingModelConfig, ModelConfig, TrainedModelConfig
 from rolemesh.config.placement import ROLES, PlacementConfig, num_replicas, place
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import RolloutConfig
 from rolemesh.config.trainer import TrainerConfig
 from rolemesh.errors import InvalidConfig
+
+M = TypeVar("M", bound=ModelConfig)
+
+ADAPTER_OFF = "with actor.model.lora_rank the reference policy is the actor with its adapter off"
 
 
 class JobConfig(Config):
@@ -277,11 +282,11 @@ class JobConfig(Config):
         return self.run_dir / "profile" / f"step_{step}"
 
     @property
-    def reference_model(self) -> ModelConfig:
+    def reference_model(self) -> JudgingModelConfig:
         return self._model(self.reference.model)
 
     @property
-    def critic_model(self) -> ModelConfig:
+    def critic_model(self) -> TrainedModelConfig:
         return self._model(self.critic.model)
 
     @property
@@ -306,12 +311,22 @@ class JobConfig(Config):
         stem = "log_prob" if role == "reference" else "ppo"
         return f"{role}.{stem}_max_token_len_per_gpu"
 
-    def _model(self, model: ModelConfig) -> ModelConfig:
+    def _model(self, model: M) -> M:
         return model if model.path else model.model_copy(update={"path": self.actor.model.path})
 
+    def idle_keys(self) -> tuple[IdleKey, ...]:
+        """The keys that have no effect in this job."""
+        sections = ((name, getattr(self, name)) for name in type(self).model_fields)
+        reasons = {"reference": ADAPTER_OFF} if self.ref_in_actor else {}
+        return tuple(
+            idle for name, section in sections for idle in idle_keys(section, f"{name}.", reasons.get(name, ""))
+        )
+
     def to_yaml(self) -> str:
-        """The resolved job file: every key with its value."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        """The resolved job file: every key with its value. Of those that have no effect only what the job file
+        sets: a run of the resolved file begins with the same warnings."""
+        unset = (idle.key for idle in self.idle_keys() if not idle.is_set)
+        return yaml.safe_dump(without(self.model_dump(mode="json"), unset), sort_keys=False)
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:

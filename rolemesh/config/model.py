@@ -2,25 +2,21 @@
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rolemesh.config.base import Config
+from rolemesh.config.effects import NoEffect
 
 Precision = Literal["float32", "bfloat16", "float16"]
+
+NO_BACKWARD = NoEffect("the role is not trained, so it has no backward pass to keep activations for")
 
 
 class ModelConfig(Config):
     path: str = Field("", description="a Hugging Face model directory; empty: the actor's")
     trust_remote_code: bool = Field(False, description="run Python that comes with the model directory")
-    enable_gradient_checkpointing: bool = Field(
-        True, description="recompute activations in the backward pass: less memory, about a third more time"
-    )
-    enable_activation_offload: bool = Field(
-        False,
-        description="what gradient checkpointing keeps lies in the host's memory; on a CPU it does anyway",
-    )
     use_remove_padding: bool = Field(
         True,
         description="rows go through the model end to end, what they begin with alike once; false: padded to "
@@ -30,8 +26,25 @@ class ModelConfig(Config):
         "float32", description="what matrix products run in; weights and optimizer stay float32 (autocast)"
     )
 
+
+class JudgingModelConfig(ModelConfig):
+    """The model of a role that is not trained."""
+
+    enable_gradient_checkpointing: Annotated[bool, NO_BACKWARD] = Field(True, description="no effect")
+    enable_activation_offload: Annotated[bool, NO_BACKWARD] = Field(False, description="no effect")
+
+
+class TrainedModelConfig(ModelConfig):
+    enable_gradient_checkpointing: bool = Field(
+        True, description="recompute activations in the backward pass: less memory, about a third more time"
+    )
+    enable_activation_offload: bool = Field(
+        False,
+        description="what gradient checkpointing keeps lies in the host's memory; on a CPU it does anyway",
+    )
+
     @model_validator(mode="after")
-    def _offload_is_of_checkpoints(self) -> "ModelConfig":
+    def _offload_is_of_checkpoints(self) -> "TrainedModelConfig":
         if self.enable_activation_offload and not self.enable_gradient_checkpointing:
             raise ValueError(
                 "enable_activation_offload is true and enable_gradient_checkpointing false, and what is moved "
@@ -40,7 +53,7 @@ class ModelConfig(Config):
         return self
 
 
-class PolicyModelConfig(ModelConfig):
+class PolicyModelConfig(TrainedModelConfig):
     """The actor's, which may be trained by a low-rank adapter alone (docs/lora.md)."""
 
     lora_rank: int = Field(0, ge=0, description="train an adapter of this rank and nothing else; 0: train all")

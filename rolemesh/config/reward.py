@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from rolemesh.config.base import Config
-from rolemesh.config.model import ModelConfig
+from rolemesh.config.effects import NoEffect
+from rolemesh.config.model import JudgingModelConfig
+
+PRIME = NoEffect("prime does what naive does: rows in parallel, each with a time limit", "prime")
 
 
 class CustomRewardConfig(Config):
@@ -22,7 +25,9 @@ class CustomRewardConfig(Config):
 
 class RewardModelConfig(Config):
     enable: bool = Field(False, description="score rows whose reward_model.style is 'model' by a model")
-    model: ModelConfig = Field(ModelConfig(), description="a sequence- or token-classification directory")
+    model: JudgingModelConfig = Field(
+        JudgingModelConfig(), description="a sequence- or token-classification directory"
+    )
     micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward pass")
 
 
@@ -48,7 +53,7 @@ class SandboxConfig(Config):
 class RewardConfig(Config):
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
-    reward_manager: Literal["naive", "batch", "dapo", "prime"] = Field(
+    reward_manager: Annotated[Literal["naive", "batch", "dapo", "prime"], PRIME] = Field(
         "naive",
         description="naive and prime: rows in parallel; dapo: with overlong_buffer; batch: your function gets "
         "all rows of a call at once",

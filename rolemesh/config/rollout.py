@@ -1,11 +1,12 @@
 """rollout: generation."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from rolemesh.config.base import Config
+from rolemesh.config.effects import NoEffect
 from rolemesh.config.model import Precision
 
 # Keys of other systems' job files that ask for what a rollout here does not do.
@@ -15,7 +16,7 @@ NOT_HERE = {
 }
 # What only an engine with a scheduler and a cache of its own can do; the default elsewhere.
 VLLM_ONLY = (
-    *("stop", "gpu_memory_utilization", "enforce_eager", "load_format", "tensor_model_parallel_size"),
+    *("stop", "gpu_memory_utilization", "enforce_eager", "tensor_model_parallel_size"),
     *("max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats"),
 )
 
@@ -78,9 +79,15 @@ class RolloutConfig(SamplingConfig):
     )
     ignore_eos: bool = Field(False, description="always use the whole response length")
     stop: tuple[str, ...] = Field((), description="texts that end a response too; their tokens are part of it")
-    prompt_length: int | None = Field(None, gt=0, description="data.max_prompt_length, which it must equal")
-    response_length: int | None = Field(None, gt=0, description="data.max_response_length, which it must equal")
-    calculate_log_probs: bool = Field(True, description="always: a token comes with its log-probability")
+    prompt_length: Annotated[int | None, NoEffect("data.max_prompt_length holds everywhere")] = Field(
+        None, gt=0, description="no effect; must equal data.max_prompt_length"
+    )
+    response_length: Annotated[int | None, NoEffect("data.max_response_length holds everywhere")] = Field(
+        None, gt=0, description="no effect; must equal data.max_response_length"
+    )
+    calculate_log_probs: Annotated[bool, NoEffect("a token always comes with its log-probability")] = Field(
+        True, description="no effect; false is refused"
+    )
     dtype: Precision = Field("float32", description="what the engine computes in")
     max_num_seqs: int = Field(256, ge=4, description="rows decoded at once")
     seed: int = Field(42, description="of the rows' random streams")
@@ -100,7 +107,9 @@ class RolloutConfig(SamplingConfig):
     )
     enable_prefix_caching: bool = Field(True, description="rows with the same beginning share its KV cache")
     enforce_eager: bool = Field(False, description="neither CUDA graphs nor compilation; on a CPU always so")
-    load_format: Literal["auto", "safetensors"] = Field("auto", description="auto: safetensors; pickles never")
+    load_format: Annotated[Literal["auto", "safetensors"], NoEffect("weights are read from safetensors")] = (
+        Field("auto", description="no effect: safetensors always, pickles never")
+    )
     disable_log_stats: bool = Field(True, description="false: vLLM logs its throughput and cache use")
     val_kwargs: ValSamplingConfig = ValSamplingConfig()
     openai: OpenAIConfig = OpenAIConfig()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rolemesh.config import JobConfig
-from rolemesh.config.model import ModelConfig
+from rolemesh.config.model import ModelConfig, TrainedModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig
 from rolemesh.models.micro_batches import MicroBatches
@@ -33,7 +33,7 @@ def refuse_float16(config: ModelConfig, role: str) -> None:
         raise InvalidConfig(f"{role}.model.dtype float16 is not for training; bfloat16 or float32 is")
 
 
-def checkpoint_activations(model: Any, config: ModelConfig) -> None:
+def checkpoint_activations(model: Any, config: TrainedModelConfig) -> None:
     """Of what the forward pass computes, only the input of each block is kept for the backward pass, on the
     device or in the host's memory, if the configuration says so.
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from rolemesh.config import JobConfig
-from rolemesh.config.model import ModelConfig
+from rolemesh.config.model import ModelConfig, TrainedModelConfig
 from rolemesh.models.chunks import tokens_at_once
 from rolemesh.planner.devices import Device
 from rolemesh.planner.shapes import ModelShape, read_shape
@@ -142,7 +142,7 @@ def tokens_of_pass(job: JobConfig, role: str) -> int:
 def trained(
     num_parameters: int,
     shape: ModelShape,
-    model: ModelConfig,
+    model: TrainedModelConfig,
     tokens: int,
     head_bytes: int,
     ranks: int,

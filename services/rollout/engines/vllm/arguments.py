@@ -30,7 +30,7 @@ ENGINE = {
     "disable_log_stats": "disable_log_stats",
 }
 # Those that take a word of code below.
-ENGINE_DERIVED = ("load_format", "enforce_eager", "free_cache_engine")
+ENGINE_DERIVED = ("enforce_eager", "free_cache_engine")
 # Of every request, see `sampling_arguments`.
 SAMPLING = ("temperature", "top_k", "top_p", "do_sample", "ignore_eos", "stop")
 # Whose matter the others are.
@@ -40,9 +40,10 @@ ELSEWHERE = {
     "n": "the controller repeats the prompts",
     "seed": "the controller derives each row's from it",
     "val_kwargs": "the worker hands `generate` the sampling parameters that a request names",
-    "prompt_length": "the job file checks it against data.max_prompt_length",
-    "response_length": "the job file checks it against data.max_response_length",
-    "calculate_log_probs": "always true",
+    "prompt_length": "no effect: data.max_prompt_length holds",
+    "response_length": "no effect: data.max_response_length holds",
+    "calculate_log_probs": "no effect: always true",
+    "load_format": "no effect: always safetensors",
     "openai": "another engine's",
 }
 
