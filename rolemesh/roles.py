@@ -3,13 +3,14 @@
 A role is a Protocol with two implementations: a worker does the work in this process, a client asks a
 service for it over gRPC. A page (services/controller/ppo.py) takes `Roles` and cannot tell which it has.
 
-`METHODS` declares, for every method that takes a batch, the columns that it reads and writes. Clients send
-the columns read and no others; a page run once with recording roles (rolemesh/graph.py) is checked against
-the table before any model loads.
+`methods` declares, for every method that takes a batch, the columns that it reads and writes, and `COLUMNS`
+what each of them holds. Clients send the columns read and no others. A server holds every batch against the
+declaration before a method sees it (rolemesh/door.py). A page run once with recording roles (rolemesh/graph.py)
+is checked against the same tables before any model loads.
 
-Axes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), S = P + T. P and T are
-data.max_prompt_length and data.max_response_length in every batch: a fixed width keeps a row's bits
-independent of its neighbours.
+Axes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), S = P + T, K tokens that could be
+drawn, C parts of the reward; V is the vocabulary. P and T are data.max_prompt_length and
+data.max_response_length in every batch: a fixed width keeps a row's bits independent of its neighbours.
 """
 
 from __future__ import annotations
@@ -34,35 +35,51 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Column:
-    """A column that has one meaning everywhere."""
+    """A column that has one meaning everywhere.
+
+    Args:
+        axes: a letter each.
+        dtype: of a tensor; None: a column of Python objects. Floats are finite; in columns [B, T] where
+            response_mask is True, as no method reads the other cells.
+        meaning: for people.
+        values: the least value and the first that is too high: a number, or the size of an axis. None: any.
+        cells: what each cell of a column without dtype is.
+    """
 
     axes: str
     dtype: torch.dtype | None
     meaning: str
+    values: tuple[int, int | str] | None = None
+    cells: type = dict
 
+
+TOKEN_IDS, ZERO_OR_ONE = (0, "V"), (0, 2)  # padding has a token's id too
 
 COLUMNS: dict[str, Column] = {
     # from the data set
-    "prompts": Column("BP", torch.int64, "prompt token ids, left-padded"),
+    "prompts": Column("BP", torch.int64, "prompt token ids, left-padded", TOKEN_IDS),
     "prompt_mask": Column("BP", torch.bool, "True on prompt tokens"),
-    "uid": Column("B", None, "str: the prompt, the same for all its responses"),
+    "uid": Column("B", None, "str: the prompt, the same for all its responses", cells=str),
     "seeds": Column("B", torch.int64, "the row's own random stream"),
-    "data_source": Column("B", None, "str: picks the reward function"),
+    "data_source": Column("B", None, "str: picks the reward function", cells=str),
     "reward_model": Column("B", None, "dict: style and ground_truth"),
     "extra_info": Column("B", None, "dict: whatever the data set says besides"),
     # from the rollout
     "row": Column("B", torch.int64, "which row of the request this is"),
-    "responses": Column("BT", torch.int64, "response token ids, right-padded, with the end token"),
+    "responses": Column("BT", torch.int64, "response token ids, right-padded, with the end token", TOKEN_IDS),
     "response_mask": Column("BT", torch.bool, "True on tokens that the policy sampled"),
     "rollout_log_probs": Column("BT", torch.float32, "the engine's, of the distribution it sampled from"),
     "weight_versions": Column("BT", torch.int64, "by which weights the token was made; -1 where none was"),
     "kept_ids": Column(
-        "BTK", torch.int32, "what could be drawn, where rollout.top_k and top_p cut some off; -1 beyond"
+        "BTK",
+        torch.int32,
+        "what could be drawn, where rollout.top_k and top_p cut some off; -1 beyond",
+        values=(-1, "V"),
     ),
     # prompts and responses together
-    "input_ids": Column("BS", torch.int64, "prompts and responses"),
-    "attention_mask": Column("BS", torch.int64, "1 on prompt and response tokens"),
-    "position_ids": Column("BS", torch.int64, "0 at the first prompt token"),
+    "input_ids": Column("BS", torch.int64, "prompts and responses", TOKEN_IDS),
+    "attention_mask": Column("BS", torch.int64, "1 on prompt and response tokens", ZERO_OR_ONE),
+    "position_ids": Column("BS", torch.int64, "0 at the first prompt token", (0, "S")),
     # experience
     "old_log_probs": Column("BT", torch.float32, "the actor's, before the update"),
     "entropys": Column("BT", torch.float32, "of the actor's distribution, in nats"),
@@ -97,6 +114,7 @@ class Method:
         reads: columns that must be there.
         optional: columns that are sent along where the batch has them.
         writes: columns of the answer; empty where the answer is metrics.
+        meta: keys of meta_info that must be there, with the values that each may have.
     """
 
     role: str
@@ -105,6 +123,7 @@ class Method:
     reads: tuple[str, ...]
     writes: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    meta: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def prune(self, batch: DataProto) -> DataProto:
         """The columns that this method reads, and no others.
@@ -131,7 +150,8 @@ def methods(job: JobConfig) -> dict[str, Method]:
     sequence = (*SEQUENCE, *kept)
     table = [
         Method("rollout", "generate", "Generate", ("prompts", "prompt_mask", "seeds"),
-               ("row", "responses", "response_mask", "rollout_log_probs", "weight_versions", *kept)),
+               ("row", "responses", "response_mask", "rollout_log_probs", "weight_versions", *kept),
+               meta={"sampling": tuple(job.rollout.sampling)}),
         Method("actor", "compute_log_probs", "ComputeLogProbs", sequence,
                ("old_log_probs", "entropys", *squares)),
         Method("actor", "update", "Update", (*sequence, "old_log_probs", "advantages", *kl_loss, *correction)),

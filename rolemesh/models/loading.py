@@ -209,6 +209,28 @@ def _without_dropout(settings: Any) -> None:
             setattr(settings, key, 0.0)
 
 
+def vocabulary_in(config: ModelConfig, role: str) -> int:
+    """How many token ids the model of a directory knows, by its config.json: no weights are read.
+
+    Raises:
+        ModelNotFound: the directory is not there, or its configuration does not say.
+    """
+    directory = model_directory(config, role)
+    try:
+        settings = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+        return int(settings.get_text_config().vocab_size)
+    except Exception as error:  # as in _load
+        raise ModelNotFound(f"{role}: {directory} does not say how large its vocabulary is: {error}") from error
+
+
+def vocabulary_of(model: Any) -> int:
+    """How many token ids a transformers model can be given, and can answer with where it has a head."""
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    return min(len(table.weight) for table in tables if table is not None)
+
+
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and saved buffers under their Hugging Face names; of tied ones the first name alone."""
     state = model.state_dict()

@@ -20,8 +20,8 @@ from rolemesh.roles import Method, Metrics
 from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
 from rolemesh.rpc.discovery import Members
 from rolemesh.rpc.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher, all_of
-from rolemesh.rpc.guard import VERSION_KEY
 from rolemesh.rpc.pool import Replica, ReplicaPool
+from rolemesh.rpc.requests import VERSION_KEY
 from rolemesh.v1.actor_pb2 import PublishWeightsRequest
 from rolemesh.v1.checkpoint_pb2 import LoadCheckpointRequest, SaveCheckpointRequest
 from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest

@@ -55,6 +55,11 @@ class Rpc:
     def path(self) -> str:
         return f"/{self.service}/{self.name}"
 
+    @property
+    def takes_batch(self) -> bool:
+        """Whether the request is `stream Frame`: one batch, which a Method of rolemesh/roles.py declares."""
+        return self.streams[0] and self.request is frame_pb2.Frame.DESCRIPTOR
+
 
 def rpcs(service: ServiceDescriptor) -> list[Rpc]:
     """The methods of a service."""
@@ -82,7 +87,7 @@ def serializer(message: Descriptor) -> Callable[[Any], bytes] | None:
 
 
 def deserializer(message: Descriptor) -> Callable[[bytes], Any] | None:
-    """How bytes become a message; None for Frame, which the codec reads itself."""
+    """How the bytes of an answer become a message; None for Frame, which the codec reads itself."""
     if message is frame_pb2.Frame.DESCRIPTOR:
         return None
     return message_factory.GetMessageClass(message).FromString

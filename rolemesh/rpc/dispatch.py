@@ -32,8 +32,9 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
 from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
 from rolemesh.rpc.errors import from_status
-from rolemesh.rpc.guard import CALL_KEY, JOB_KEY, LIFE_KEY, STEP_KEY, TIMELINE_KEY
+from rolemesh.rpc.guard import LIFE_KEY
 from rolemesh.rpc.pool import Replica, ReplicaPool
+from rolemesh.rpc.requests import CALL_KEY, JOB_KEY, STEP_KEY, TIMELINE_KEY
 from rolemesh.rpc.streams import receive, receive_batches, send
 from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS
 

@@ -51,8 +51,8 @@ def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[s
     """Code, details and trailing metadata that a server ends a call with."""
     for cls in type(error).__mro__:
         if cls in STATUS:
-            return STATUS[cls], _shortened(str(error)), ((ERROR_KEY, cls.__name__),)
-    details = _shortened(f"{type(error).__name__}: {error}")
+            return STATUS[cls], _shortened(_text(error)), ((ERROR_KEY, cls.__name__),)
+    details = _shortened(f"{type(error).__name__}: {_text(error)}")
     return grpc.StatusCode.INTERNAL, details, ((ERROR_KEY, errors.RoleFailed.__name__),)
 
 
@@ -72,8 +72,16 @@ def from_status(error: grpc.aio.AioRpcError, where: str) -> RolemeshError:
     return cls(f"{where}: {tls.explain(details)}")
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as another:
+        return f"its message cannot be told ({type(another).__name__})"
+
+
 def _shortened(text: str) -> str:
-    encoded = text.encode()
+    """The text as UTF-8 has it, which a lone surrogate in a stranger's string has no place in."""
+    encoded = text[: MAX_DETAIL_BYTES + 1].encode(errors="backslashreplace")
     if len(encoded) <= MAX_DETAIL_BYTES:
-        return text
+        return encoded.decode()
     return encoded[:MAX_DETAIL_BYTES].decode(errors="ignore") + " … (the role's log has the rest)"

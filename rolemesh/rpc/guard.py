@@ -1,5 +1,5 @@
-"""What surrounds every call that a server answers: job and step into the context, metrics, a log line, and
-the error's status. One guard for all methods of all services."""
+"""What surrounds every call that a server answers: job and step into the context, the request read and held
+against its declaration, metrics, a log line, and the error's status. One guard for all methods."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 
-from rolemesh import context as origin
 from rolemesh import metrics, timeline
+from rolemesh.dataproto import DataProto
+from rolemesh.door import Door
 from rolemesh.errors import RolemeshError
 from rolemesh.rpc import tls
 from rolemesh.rpc.contract import Rpc
 from rolemesh.rpc.errors import to_status
+from rolemesh.rpc.requests import TIMELINE_KEY, batch_of, enter_context, message_of
+from rolemesh.rpc.streams import send
 
 log = logging.getLogger(__name__)
 
-# The metadata of a call: for which job and step it is made, its id, and the weights that it counts on.
-JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
-VERSION_KEY = "rolemesh-weights-version"
-# Asks for what the server did when, which comes with the answer's trailing metadata under the same name.
-TIMELINE_KEY = "rolemesh-timeline"
 # Of the answer: which life of the server made it. A role that is trained begins anew when it is restarted.
 LIFE_KEY = "rolemesh-life"
 
@@ -44,27 +41,40 @@ class Guard:
         self._running = 0
         self._life = uuid.uuid4().hex
 
-    def wrap(self, role: str, rpc: Rpc, behaviour: Behaviour) -> Behaviour:
-        """The role's method, guarded. A streaming answer is written from here and not yielded, so that a
-        cancelled call is counted out at once and not when its generator happens to be collected."""
+    def wrap(self, role: str, rpc: Rpc, behaviour: Behaviour, door: Door | None) -> Behaviour:
+        """The role's method, guarded: bytes in, bytes or a message out.
+
+        Args:
+            behaviour: takes the rpc's message, or where that is `stream Frame` the batch. It returns a message;
+                or yields, where the answer is a stream, messages or batches.
+            door: of the role; None: the rpc takes no batch.
+        """
+
+        async def taken(request: Any, count: Callable[[str, Any], Any]) -> Any:
+            if door is None:
+                return message_of(role, rpc, count("in", request))
+            return await batch_of(role, rpc, _counted(request, count), door)
 
         async def unary(request: Any, context: Context) -> Any:
             async with self._call(role, rpc, context) as count:
-                return count("out", await behaviour(_counted(request, rpc.streams[0], count), context))
+                return count("out", await behaviour(await taken(request, count), context))
 
+        # Written from here and not yielded, so that a cancelled call is counted out at once and not when its
+        # generator happens to be collected.
         async def stream(request: Any, context: Context) -> None:
             async with (
                 self._call(role, rpc, context) as count,
-                aclosing(behaviour(_counted(request, rpc.streams[0], count), context)) as responses,
+                aclosing(behaviour(await taken(request, count), context)) as answers,
             ):
-                async for response in responses:
-                    await context.write(count("out", response))
+                async for answer in answers:
+                    async for message in _messages(answer):
+                        await context.write(count("out", message))
 
         return stream if rpc.streams[1] else unary
 
     @asynccontextmanager
     async def _call(self, role: str, rpc: Rpc, context: Context) -> AsyncIterator[Callable[[str, Any], Any]]:
-        call = _enter_context(role, context)
+        call = "-"
         context.set_trailing_metadata(((LIFE_KEY, self._life),))
         labels = (role, rpc.name)
         received = {way: metrics.SERVER_BYTES.labels(*labels, way) for way in ("in", "out")}
@@ -81,6 +91,7 @@ class Guard:
         self.idle.clear()
         metrics.SERVER_IN_FLIGHT.labels(*labels).inc()
         try:
+            call = enter_context(role, rpc, context.invocation_metadata())
             if problem := tls.stranger(context):
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{role} is {problem}")
             yield count
@@ -110,27 +121,18 @@ class Guard:
                 self.idle.set()
 
 
-def _enter_context(role: str, context: Context) -> str:
-    """Puts job, role and step where logs and workers find them; returns the call's id. The call has a task,
-    and so a context, of its own: nothing is to be put back."""
-    metadata: Any = context.invocation_metadata() or ()
-    sent = {key: value for key, value in metadata if isinstance(value, str)}
-    origin.role.set(role)
-    if job := sent.get(JOB_KEY):
-        origin.job.set(unquote(job))  # metadata are ASCII
-    timeline.calls.set([] if TIMELINE_KEY in sent else None)
-    if (step := sent.get(STEP_KEY, "")).isdecimal():
-        origin.step.set(int(step))
-    return sent.get(CALL_KEY, "-")
+async def _counted(frames: AsyncIterator[bytes], count: Callable[[str, Any], Any]) -> AsyncIterator[bytes]:
+    async for frame in frames:
+        yield count("in", frame)
 
 
-def _counted(request: Any, is_stream: bool, count: Callable[[str, Any], Any]) -> Any:
-    return _counted_stream(request, count) if is_stream else count("in", request)
-
-
-async def _counted_stream(requests: AsyncIterator[Any], count: Callable[[str, Any], Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield count("in", request)
+async def _messages(answer: Any) -> AsyncIterator[Any]:
+    """An answer as it is written: a batch as frames, anything else as it is."""
+    if not isinstance(answer, DataProto):
+        yield answer
+        return
+    async for frame in send(answer):
+        yield frame
 
 
 def _as_code(code: Any) -> grpc.StatusCode:

@@ -17,10 +17,11 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
 from rolemesh import metrics
-from rolemesh.errors import InvalidConfig
+from rolemesh.door import Door
+from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.rpc import tls
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
-from rolemesh.rpc.contract import deserializer, rpcs, serializer
+from rolemesh.rpc.contract import Rpc, rpcs, serializer
 from rolemesh.rpc.guard import Behaviour, Context, Guard
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         services = [service for its_services in roles.values() for service in its_services]
         self._roles = ", ".join(roles)
         self._rpcs = {rpc.path: rpc for service in services for rpc in rpcs(service)}
-        self._servicers: dict[str, Any] = {}
+        self._behaviours: dict[str, Behaviour] = {}  # by path; guarded
         self._refusal = "is still loading"
         self._guard = Guard()
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
@@ -114,13 +115,30 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         return f"{host}:{bound}"
 
     async def ready(self, servicers: Mapping[ServiceDescriptor, Any]) -> None:
-        """Begins to answer calls."""
-        self._servicers = {service.full_name: servicer for service, servicer in servicers.items()}
+        """Begins to answer calls.
+
+        Args:
+            servicers: of each service. One whose rpcs take batches has a `door` (rolemesh/door.py).
+
+        Raises:
+            RoleFailed: an rpc takes a batch of which no Method says what it is.
+        """
+        for service, servicer in servicers.items():
+            for rpc in rpcs(service):
+                self._behaviours[rpc.path] = self._guarded(rpc, servicer)
         self._refusal = ""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         for service, servicer in servicers.items():
             if hasattr(servicer, "watch_serving"):  # it knows better whether its service can be used
                 await servicer.watch_serving(partial(self._set_serving, service))
+
+    def _guarded(self, rpc: Rpc, servicer: Any) -> Behaviour:
+        door: Door | None = getattr(servicer, "door", None) if rpc.takes_batch else None
+        if rpc.takes_batch and (door is None or rpc.name not in door.methods):
+            raise RoleFailed(
+                f"{rpc.path} takes a batch, which no Method of rolemesh/roles.py declares; declare it there"
+            )
+        return self._guard.wrap(self._role_of[rpc.service], rpc, getattr(servicer, rpc.name), door)
 
     async def _set_serving(self, service: ServiceDescriptor, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
@@ -160,16 +178,9 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         rpc = self._rpcs.get(handler_call_details.method)
         if rpc is None:
             return None
-        behaviour: Behaviour = self._refuse
-        if not self._refusal:
-            method = getattr(self._servicers[rpc.service], rpc.name)
-            behaviour = self._guard.wrap(self._role_of[rpc.service], rpc, method)
-        make: Any = HANDLERS[rpc.streams]
-        handler: grpc.RpcMethodHandler[Any, Any] = make(
-            behaviour,
-            request_deserializer=deserializer(rpc.request),
-            response_serializer=serializer(rpc.response),
-        )
+        behaviour = self._refuse if self._refusal else self._behaviours[rpc.path]
+        make: Any = HANDLERS[rpc.streams]  # without a deserializer: the guard reads the request
+        handler: grpc.RpcMethodHandler[Any, Any] = make(behaviour, response_serializer=serializer(rpc.response))
         return handler
 
     async def _refuse(self, request: Any, context: Context) -> None:

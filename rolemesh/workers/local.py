@@ -22,6 +22,7 @@ import torch
 from rolemesh import context as origin
 from rolemesh import timeline
 from rolemesh.dataproto import DataProto
+from rolemesh.door import Door
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.parking import Parking
 from rolemesh.workers.traces import Traces
@@ -63,9 +64,12 @@ class LocalWorker:
         role: its name.
         parking: what it has on its device; None: nothing, or what it keeps there it parks in a way of its own.
         lease: of the device that it shares; None: the device is its own.
+        door: lets in what comes over an rpc.
         traces: of its operations; None: no step is traced.
         thread: where it computes.
     """
+
+    door: Door
 
     def __init__(self, role: str) -> None:
         self.role = role

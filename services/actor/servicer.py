@@ -8,33 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh import metrics
+from rolemesh.dataproto import DataProto
 from rolemesh.roles import Actor, Reference
-from rolemesh.rpc.streams import receive, send
 from rolemesh.v1 import actor_pb2, checkpoint_pb2
 from rolemesh.weights.held import HeldWeights, Holding
 from rolemesh.weights.store import WeightStore
+from services.actor.worker import ActorWorker, ReferenceWorker
 
 
 class ActorServicer:
     """Implements ActorService."""
 
-    def __init__(self, worker: Actor, store: WeightStore | None = None) -> None:
-        self._worker = worker
+    def __init__(self, worker: ActorWorker, store: WeightStore | None = None) -> None:
+        self._worker: Actor = worker
+        self.door = worker.door
         self._store = store or WeightStore()
         self._published: Holding | None = None
 
-    async def ComputeLogProbs(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        log_probs = await self._worker.compute_log_probs(await receive(frames))
-        async for frame in send(log_probs):
-            yield frame
+    async def ComputeLogProbs(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
+        yield await self._worker.compute_log_probs(batch)
 
-    async def ComputeRefLogProbs(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        log_probs = await self._worker.compute_ref_log_probs(await receive(frames))
-        async for frame in send(log_probs):
-            yield frame
+    async def ComputeRefLogProbs(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
+        yield await self._worker.compute_ref_log_probs(batch)
 
-    async def Update(self, frames: AsyncIterator[bytes], context: Any) -> checkpoint_pb2.UpdateResponse:
-        batch = await receive(frames)
+    async def Update(self, batch: DataProto, context: Any) -> checkpoint_pb2.UpdateResponse:
         self._published = None  # other weights, be the next version's number the same
         return checkpoint_pb2.UpdateResponse(metrics=await self._worker.update(batch))
 
@@ -70,10 +67,9 @@ class ActorServicer:
 class ReferenceServicer:
     """Implements ReferenceService."""
 
-    def __init__(self, worker: Reference) -> None:
-        self._worker = worker
+    def __init__(self, worker: ReferenceWorker) -> None:
+        self._worker: Reference = worker
+        self.door = worker.door
 
-    async def ComputeLogProbs(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        log_probs = await self._worker.compute_log_probs(await receive(frames))
-        async for frame in send(log_probs):
-            yield frame
+    async def ComputeLogProbs(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
+        yield await self._worker.compute_log_probs(batch)

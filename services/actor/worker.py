@@ -11,9 +11,10 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.door import Door
 from rolemesh.errors import Unsupported
 from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
-from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
+from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device, vocabulary_of
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.optimizer import Optimizer, num_warmup_steps
@@ -47,6 +48,7 @@ class PolicyWorker(LocalWorker):
         self.job, self.role, self.config = job, role, config
         self.device = resolve_device(job.trainer.device)
         self.model = load_causal_lm(config, role).to(self.device)
+        self.door = Door.of(job, role, vocabulary_of(self.model))
         if config.use_remove_padding:
             remove_padding(self.model.get_decoder(), role)
         self.parking = Parking(self._tensors, self.device, job.run_dir)

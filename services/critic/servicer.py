@@ -6,24 +6,24 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from rolemesh.dataproto import DataProto
 from rolemesh.roles import Critic
-from rolemesh.rpc.streams import receive, send
 from rolemesh.v1 import checkpoint_pb2
+from services.critic.worker import CriticWorker
 
 
 class CriticServicer:
     """Implements CriticService."""
 
-    def __init__(self, worker: Critic) -> None:
-        self._worker = worker
+    def __init__(self, worker: CriticWorker) -> None:
+        self._worker: Critic = worker
+        self.door = worker.door
 
-    async def ComputeValues(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        values = await self._worker.compute_values(await receive(frames))
-        async for frame in send(values):
-            yield frame
+    async def ComputeValues(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
+        yield await self._worker.compute_values(batch)
 
-    async def Update(self, frames: AsyncIterator[bytes], context: Any) -> checkpoint_pb2.UpdateResponse:
-        return checkpoint_pb2.UpdateResponse(metrics=await self._worker.update(await receive(frames)))
+    async def Update(self, batch: DataProto, context: Any) -> checkpoint_pb2.UpdateResponse:
+        return checkpoint_pb2.UpdateResponse(metrics=await self._worker.update(batch))
 
     async def SaveCheckpoint(
         self, request: checkpoint_pb2.SaveCheckpointRequest, context: Any

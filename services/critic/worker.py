@@ -12,9 +12,10 @@ from rolemesh.algos.value_loss import clipped_value_loss
 from rolemesh.config import JobConfig
 from rolemesh.config.critic import CriticConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.door import Door
 from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.heads import ScoreModel
-from rolemesh.models.loading import resolve_device
+from rolemesh.models.loading import resolve_device, vocabulary_of
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.optimizer import Optimizer, num_warmup_steps
 from rolemesh.models.packing import remove_padding
@@ -49,6 +50,7 @@ class CriticWorker(LocalWorker):
         warmup_steps = num_warmup_steps(critic.optim, self.schedule.num_steps(job), "critic")
         self.device = resolve_device(job.trainer.device)
         self.model = ScoreModel.load(self.config, "critic", seed=critic.seed).to(self.device)
+        self.door = Door.of(job, "critic", vocabulary_of(self.model.body))
         if self.config.use_remove_padding:
             remove_padding(self.model.body, "critic")
         checkpoint_activations(self.model.body, self.config)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.models.loading import load_tokenizer, resolve_device
+from rolemesh.models.loading import load_tokenizer, resolve_device, vocabulary_of
 from rolemesh.models.reward_model import RewardModel
 
 
@@ -18,19 +18,24 @@ class ModelScorer:
 
     A row's score has the same bits whatever other rows share the call: widths depend on the row alone.
 
+    Args:
+        vocabulary: of the policy; a reward model that knows fewer ids reads the text.
+
     Raises:
         ModelNotFound: the reward model is not there.
     """
 
-    def __init__(self, job: JobConfig, policy_tokenizer: Any) -> None:
+    def __init__(self, job: JobConfig, policy_tokenizer: Any, vocabulary: int) -> None:
         config = job.reward.reward_model
         self._width = job.data.max_prompt_length + job.data.max_response_length
         self._micro_batch = config.micro_batch_size_per_gpu
         self._policy_tokenizer = policy_tokenizer
         self._tokenizer = load_tokenizer(config.model, "reward.reward_model")
-        self._same_ids = self._tokenizer.get_vocab() == policy_tokenizer.get_vocab()
         self.device = resolve_device(job.trainer.device)
         self._scores = RewardModel.load(config.model, self.device)
+        # A policy's table of tokens is often larger than its tokenizer, and it may answer with any of them.
+        same_tokens = self._tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+        self._same_ids = same_tokens and vocabulary <= vocabulary_of(self._scores.model.body)
 
     @property
     def model(self) -> nn.Module:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+from rolemesh.dataproto import DataProto
 from rolemesh.roles import Reward
-from rolemesh.rpc.streams import receive, send
+from services.reward.worker import RewardWorker
 
 
 class RewardServicer:
     """Implements RewardService."""
 
-    def __init__(self, worker: Reward) -> None:
-        self._worker = worker
+    def __init__(self, worker: RewardWorker) -> None:
+        self._worker: Reward = worker
+        self.door = worker.door
 
-    async def ComputeScores(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        scores = await self._worker.compute_scores(await receive(frames))
-        async for frame in send(scores):
-            yield frame
+    async def ComputeScores(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
+        yield await self._worker.compute_scores(batch)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch, RewardFailed
-from rolemesh.models.loading import load_tokenizer
+from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import methods
 from rolemesh.workers.local import LocalWorker, as_call
 from rolemesh.workers.parking import Parking, model_tensors
@@ -45,12 +46,14 @@ class RewardWorker(LocalWorker):
         self._writes = methods(job)["reward.compute_scores"].writes
         self._max_tokens = job.data.max_response_length
         self._tokenizer = load_tokenizer(job.actor.model)
+        vocabulary = vocabulary_in(job.actor.model, "actor")
+        self.door = Door.of(job, "reward", vocabulary)
         self._judges = Judges(job.reward)
         if job.reward.custom_reward_function.path is not None:
             self._judges.start()
         self._model: ModelScorer | None = None
         if job.reward.reward_model.enable:
-            self._model = scorer = ModelScorer(job, self._tokenizer)
+            self._model = scorer = ModelScorer(job, self._tokenizer, vocabulary)
             self.parking = Parking(lambda: model_tensors(scorer.model), scorer.device, job.run_dir)
 
     @as_call

@@ -12,11 +12,11 @@ from rolemesh import metrics
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Rollout
-from rolemesh.rpc.guard import VERSION_KEY
-from rolemesh.rpc.streams import receive, send
+from rolemesh.rpc.requests import VERSION_KEY
 from rolemesh.v1 import rollout_pb2
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.store import WeightStore
+from services.rollout.worker import RolloutWorker
 
 NO_DEADLINE_S = 300.0
 OWN_SHARE = 0.9  # of the caller's deadline: what went wrong is to arrive before it
@@ -30,8 +30,9 @@ class RolloutServicer:
         store: what this process holds of the weights; WeightsServicer gives it on.
     """
 
-    def __init__(self, worker: Rollout, store: WeightStore | None = None) -> None:
-        self._worker = worker
+    def __init__(self, worker: RolloutWorker, store: WeightStore | None = None) -> None:
+        self._worker: Rollout = worker
+        self.door = worker.door
         self._store = store or WeightStore()
         # Names of versions: in use ("" while that is unsure), in use before it, and last told to take.
         self._taken, self._replaced, self._told = "", "", "none"
@@ -47,14 +48,12 @@ class RolloutServicer:
         if self._on_serving is not None:
             await self._on_serving(self._taken == self._told)
 
-    async def Generate(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        prompts = await receive(frames)
+    async def Generate(self, prompts: DataProto, context: Any) -> AsyncIterator[DataProto]:
         await self._check_version(context)
         generated = self._worker.generate(prompts)
         async with aclosing(cast(AsyncGenerator[DataProto, None], generated)) as batches:
             async for batch in batches:
-                async for frame in send(batch):
-                    yield frame
+                yield batch
 
     async def UpdateWeights(
         self, request: rollout_pb2.UpdateWeightsRequest, context: Any

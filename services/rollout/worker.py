@@ -10,6 +10,7 @@ import torch
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch
 from rolemesh.roles import COLUMNS, methods
 from rolemesh.timeline import TRANSFER
@@ -23,10 +24,10 @@ class RolloutWorker(LocalWorker):
 
     def __init__(self, job: JobConfig) -> None:
         super().__init__("rollout")
-        self._sampling = job.rollout.sampling
-        self._prompt_length, self._response_length = job.data.max_prompt_length, job.data.max_response_length
+        self._sampling, self._response_length = job.rollout.sampling, job.data.max_response_length
         self._writes = methods(job)["rollout.generate"].writes
         self._engine = load_engine(job, self)
+        self.door = Door.of(job, "rollout", self._engine.vocabulary)
 
     @property
     def version(self) -> int:
@@ -37,10 +38,13 @@ class RolloutWorker(LocalWorker):
         """One response for each row, in batches of rows as they finish; column `row` says which they are.
 
         Raises:
-            InvalidBatch: prompts are not [B, data.max_prompt_length], not left-padded, or
-                meta_info["sampling"] is none that roles.Rollout.generate names.
+            InvalidBatch: prompts are not what roles.methods declares, or not left-padded.
         """
-        sampling = self._check(prompts)
+        prompts = self.door.admit("Generate", prompts)
+        mask = prompts["prompt_mask"].to(torch.int8)
+        if not (mask[:, -1:].all() and (mask.diff(dim=1) >= 0).all()):
+            raise InvalidBatch("rollout.generate needs left-padded prompts of one token or more: prompt_mask")
+        sampling = self._sampling[prompts.meta_info["sampling"]]
         with self.call("generate", prompts) as call:
             async with self.turn(), self.traced("generate", call):
                 with call.computing():
@@ -89,22 +93,3 @@ class RolloutWorker(LocalWorker):
         assert got == expected, (
             f"{type(self._engine).__name__} answered {got}; an engine's columns are {expected}"
         )
-
-    def _check(self, prompts: DataProto) -> SamplingConfig:
-        batch = prompts.select_columns(["prompts", "prompt_mask", "seeds"])
-        expected = (len(batch), self._prompt_length)
-        for name, shape in (("prompts", expected), ("prompt_mask", expected), ("seeds", expected[:1])):
-            if batch[name].shape != shape:
-                raise InvalidBatch(
-                    f"rollout.generate needs {name} {list(shape)} (data.max_prompt_length is "
-                    f"{self._prompt_length}); got {list(batch[name].shape)}"
-                )
-        mask = batch["prompt_mask"].to(torch.int8)
-        if not (mask[:, -1:].all() and (mask.diff(dim=1) >= 0).all()):
-            raise InvalidBatch("rollout.generate needs left-padded prompts of one token or more")
-        use = prompts.meta_info.get("sampling", "")
-        if use not in self._sampling:
-            raise InvalidBatch(
-                f"meta_info['sampling'] is {use!r}; rollout.generate knows {list(self._sampling)}"
-            )
-        return self._sampling[use]

@@ -22,7 +22,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles, methods
 from rolemesh.rpc.clients import RolloutClient
-from rolemesh.rpc.guard import VERSION_KEY
+from rolemesh.rpc.requests import VERSION_KEY
 from rolemesh.rpc.streams import receive_batches, send
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker

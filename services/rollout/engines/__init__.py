@@ -26,6 +26,11 @@ class Engine(Protocol):
         """Of the weights in use; 0 is the model directory's."""
         ...
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model knows; prompts have no others."""
+        ...
+
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
         """One response for each row; calls may overlap.
 
@@ -39,9 +44,6 @@ class Engine(Protocol):
             that the token was drawn from), `weight_versions` [b, T] int64, and where sampling.num_kept is not 0
             `kept_ids` [b, T, num_kept] int32: the tokens that could be drawn, the drawn one among them, in any
             order, then -1. All on the CPU, and no other column. Leaving the iterator ends the generation soon.
-
-        Raises:
-            InvalidBatch: a token id is not in the vocabulary.
         """
         ...
 

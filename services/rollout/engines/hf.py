@@ -23,8 +23,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch, InvalidConfig, Unsupported
-from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
+from rolemesh.errors import InvalidConfig, Unsupported
+from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device, vocabulary_of
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking, model_tensors
 from services.rollout.engines.fitting import check_fit
@@ -147,6 +147,10 @@ class HfEngine:
         return self._version
 
     @property
+    def vocabulary(self) -> int:
+        return vocabulary_of(self.model)
+
+    @property
     def is_waited_for(self) -> bool:
         return self._worker.thread.is_waited_for
 
@@ -171,9 +175,6 @@ class HfEngine:
     ) -> None:
         """Gives finished rows to `finish`. Some steps at a time are a job on the worker's thread, and a new
         version of the weights is another, between two of them."""
-        ids, vocabulary = prompts["prompts"], self.model.get_input_embeddings().num_embeddings
-        if not ((ids >= 0) & (ids < vocabulary)).all():
-            raise InvalidBatch(f"a prompt has a token id outside the model's vocabulary of {vocabulary}")
         async with self._turn:
             for first in range(0, len(prompts), self._max_num_seqs):
                 some = prompts[first : first + self._max_num_seqs]

@@ -21,8 +21,8 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch, InvalidConfig, RoleUnavailable
-from rolemesh.models.loading import load_outline, load_tokenizer, named_weights
+from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.models.loading import load_outline, load_tokenizer, named_weights, vocabulary_of
 from services.rollout.engines.fitting import check_fit
 from services.rollout.engines.openai.folder import WeightsFolder
 from services.rollout.engines.openai.servers import (
@@ -77,7 +77,7 @@ class OpenAIEngine:
         self._num_tokens = job.data.max_response_length
         outline = load_outline(job.actor.model, "rollout")
         self._weights = named_weights(outline)
-        self._vocabulary: int = outline.get_input_embeddings().num_embeddings
+        self.vocabulary: int = vocabulary_of(outline)
         self._ends, self._pad = end_tokens(job, outline)
         self._servers = [KINDS[settings.api](url, job) for url in settings.urls]
         self._seats = asyncio.Semaphore(job.rollout.max_num_seqs * len(self._servers))
@@ -129,8 +129,6 @@ class OpenAIEngine:
 
     async def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
         ids, mask = prompts["prompts"], prompts["prompt_mask"].bool()
-        if not ((ids >= 0) & (ids < self._vocabulary)).all():
-            raise InvalidBatch(f"a prompt has a token id outside the model's vocabulary of {self._vocabulary}")
         for server in self._servers:
             server.lost = None  # it may be back; nothing is asked of it before its weights are known
         finished: asyncio.Queue[asyncio.Task[_Row]] = asyncio.Queue()
@@ -181,7 +179,7 @@ class OpenAIEngine:
 
     def _request(self, tokens: list[int], seed: int, num_tokens: int, sampling: SamplingConfig) -> Request:
         ignore_eos = self._job.rollout.ignore_eos
-        return Request(tokens, seed & SEED_BITS, num_tokens, sampling, self._ends, ignore_eos, self._vocabulary)
+        return Request(tokens, seed & SEED_BITS, num_tokens, sampling, self._ends, ignore_eos, self.vocabulary)
 
     def _choose(self) -> Server:
         """The server with the fewest rows."""

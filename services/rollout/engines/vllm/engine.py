@@ -14,8 +14,8 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch, InvalidConfig, RoleFailed, RoleUnavailable, Unsupported
-from rolemesh.models.loading import load_outline, named_weights, resolve_device
+from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable, Unsupported
+from rolemesh.models.loading import load_outline, named_weights, resolve_device, vocabulary_of
 from services.rollout.engines.fitting import check_fit
 from services.rollout.engines.vllm.arguments import (
     end_tokens,
@@ -44,7 +44,7 @@ class VllmEngine:
         self._job = job
         outline = load_outline(job.actor.model, "rollout")
         self._weights = named_weights(outline)
-        self._vocabulary: int = outline.get_input_embeddings().num_embeddings
+        self.vocabulary: int = vocabulary_of(outline)
         self._ends, self._pad = end_tokens(job, outline)
         self._on_cpu = current_platform.device_type == "cpu"
         try:
@@ -65,8 +65,6 @@ class VllmEngine:
 
     async def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
         ids, mask = prompts["prompts"], prompts["prompt_mask"].bool()
-        if not ((ids >= 0) & (ids < self._vocabulary)).all():
-            raise InvalidBatch(f"a prompt has a token id outside the model's vocabulary of {self._vocabulary}")
         arguments = sampling_arguments(self._job, sampling, self._ends)
         finished: asyncio.Queue[asyncio.Task[tuple[int, Any, int]]] = asyncio.Queue()
         rows = []

@@ -1,0 +1,86 @@
+"""What a call brings, read before its method is asked: metadata, and one message or one batch.
+
+gRPC hands over bytes for every request. So what cannot be read ends as any other wrong request does: with a
+status of the table, and with the names of role and method.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import unquote
+
+from google.protobuf import message_factory
+from google.protobuf.message import DecodeError, Message
+
+from rolemesh import context as origin
+from rolemesh import timeline
+from rolemesh.dataproto import DataProto
+from rolemesh.door import Door
+from rolemesh.errors import InvalidBatch
+from rolemesh.rpc.contract import Rpc
+from rolemesh.rpc.streams import LARGE_BYTES, receive
+
+# The metadata of a call: for which job and step it is made, its id, and the weights that it counts on.
+JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
+VERSION_KEY = "rolemesh-weights-version"
+# Asks for what the server did when, which comes with the answer's trailing metadata under the same name.
+TIMELINE_KEY = "rolemesh-timeline"
+
+MAX_REQUEST_BYTES = 1 << 20  # of a request that is one message: paths, addresses, numbers
+MAX_STEP_DIGITS = 18  # what an int64 has room for
+LARGE_ROWS = 10_000  # from here on, as from LARGE_BYTES, a batch is looked through in a thread
+
+
+def enter_context(role: str, rpc: Rpc, metadata: Any) -> str:
+    """Puts job, role and step where logs and workers find them; returns the call's id. The call has a task,
+    and so a context, of its own: nothing is to be put back.
+
+    Raises:
+        InvalidBatch: the step is no number.
+    """
+    sent = {key: value for key, value in metadata or () if isinstance(value, str)}
+    origin.role.set(role)
+    if job := sent.get(JOB_KEY):
+        origin.job.set(unquote(job))  # metadata are ASCII
+    timeline.calls.set([] if TIMELINE_KEY in sent else None)
+    if (step := sent.get(STEP_KEY)) is not None:
+        if not step.isdecimal() or len(step) > MAX_STEP_DIGITS:
+            raise InvalidBatch(
+                f"{role}.{rpc.name}: metadata {STEP_KEY} is a number of at most {MAX_STEP_DIGITS} digits; got "
+                f"{step[:40]!r} of {len(step)} characters"
+            )
+        origin.step.set(int(step))
+    return sent.get(CALL_KEY, "-")
+
+
+def message_of(role: str, rpc: Rpc, request: bytes) -> Message:
+    """The one message of a request.
+
+    Raises:
+        InvalidBatch: more than MAX_REQUEST_BYTES, or no message of the rpc's type.
+    """
+    if len(request) > MAX_REQUEST_BYTES:
+        raise InvalidBatch(
+            f"{role}.{rpc.name}: a {rpc.request.name} has at most {MAX_REQUEST_BYTES} bytes; got {len(request)}"
+        )
+    try:
+        message: Message = message_factory.GetMessageClass(rpc.request).FromString(request)
+    except DecodeError as error:
+        raise InvalidBatch(f"{role}.{rpc.name}: no {rpc.request.full_name}: {error}") from None
+    return message
+
+
+async def batch_of(role: str, rpc: Rpc, frames: AsyncIterator[bytes], door: Door) -> DataProto:
+    """The one batch of a request, as its method declares it.
+
+    Raises:
+        InvalidBatch: the frames are no batch, or not one that the method takes.
+    """
+    try:
+        batch = await receive(frames)
+    except InvalidBatch as error:
+        raise InvalidBatch(f"{role}.{rpc.name}: {error}") from error
+    large = len(batch) >= LARGE_ROWS or sum(t.nbytes for t in batch.tensors.values()) >= LARGE_BYTES
+    return await asyncio.to_thread(door.admit, rpc.name, batch) if large else door.admit(rpc.name, batch)
