@@ -6,7 +6,8 @@ class RolemeshError(Exception):
 
 
 class InvalidBatch(RolemeshError, ValueError):
-    """A batch is not what a method takes: a missing column, a wrong shape, an unequal duplicate."""
+    """A batch or a request is not what a method takes: a missing column, a wrong shape, a value out of range, an
+    unequal duplicate, bytes that are no message."""
 
 
 class InvalidConfig(RolemeshError, ValueError):
@@ -31,6 +32,10 @@ class RewardFailed(RolemeshError, RuntimeError):
 
 class CheckpointFailed(RolemeshError, RuntimeError):
     """A checkpoint could not be written or read. The last good one is untouched."""
+
+
+class UpdateFailed(RolemeshError, ArithmeticError):
+    """An optimizer step could not be taken: its gradient is not finite. The weights are as before it."""
 
 
 class WeightsUnavailable(RolemeshError, LookupError):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rolemesh.config.model import OptimConfig
-from rolemesh.errors import InvalidConfig, RolemeshError
+from rolemesh.errors import InvalidConfig, UpdateFailed
 from rolemesh.metrics import NONFINITE_GRADIENTS
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -76,13 +76,13 @@ class Optimizer:
             The gradient's norm before clipping.
 
         Raises:
-            RolemeshError: the norm is not finite. The weights are as before the step.
+            UpdateFailed: the norm is not finite. The weights are as before the step.
         """
         norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self.grad_clip))
         if not math.isfinite(norm):
             self._adamw.zero_grad()
             self._nonfinite.inc()
-            raise RolemeshError(
+            raise UpdateFailed(
                 f"{self.role}.update: the gradient's norm is {norm} at optimizer step {self.num_updates + 1}; "
                 "the step was not taken. A smaller learning rate, or a look at rewards and advantages, may help"
             )

@@ -88,8 +88,8 @@ def steady_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def check_sequences(batch: DataProto, method: str) -> None:
-    """Raises InvalidBatch where the columns of roles.SEQUENCE, and kept_ids if they are there, do not fit
-    together."""
+    """Raises InvalidBatch where the columns of roles.SEQUENCE, and loss_mask and kept_ids if they are there, do
+    not fit together."""
     sequences = {name: list(batch[name].shape) for name in ("input_ids", "attention_mask", "position_ids")}
     mask = batch["response_mask"]
     width = batch["input_ids"].shape[-1]
@@ -105,6 +105,8 @@ def check_sequences(batch: DataProto, method: str) -> None:
             f"{method}: a prompt's last token at column P - 1, and response_mask True on tokens alone, "
             "expected; attention_mask says otherwise"
         )
+    if "loss_mask" in batch and (batch["loss_mask"] > mask).any():
+        raise InvalidBatch(f"{method}: loss_mask is True where response_mask is False")
     begins = (attended[:, 1:] > attended[:, :-1]).sum(1) + attended[:, 0]
     if (begins > 1).any():
         raise InvalidBatch(

@@ -102,7 +102,7 @@ def train(
 
     Raises:
         InvalidBatch: the rows do not divide into mini-batches.
-        RolemeshError: a gradient is not finite.
+        UpdateFailed: a gradient is not finite.
     """
     if not len(batch) or len(batch) % schedule.mini_batch_size:
         raise InvalidBatch(

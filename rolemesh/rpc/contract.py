@@ -27,6 +27,7 @@ REFERENCE = reference_pb2.DESCRIPTOR.services_by_name["ReferenceService"]
 REWARD = reward_pb2.DESCRIPTOR.services_by_name["RewardService"]
 ROLLOUT = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
 WEIGHTS = weights_pb2.DESCRIPTOR.services_by_name["WeightsService"]
+FRAME: Descriptor = frame_pb2.Frame.DESCRIPTOR
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Rpc:
     @property
     def takes_batch(self) -> bool:
         """Whether the request is `stream Frame`: one batch, which a Method of rolemesh/roles.py declares."""
-        return self.streams[0] and self.request is frame_pb2.Frame.DESCRIPTOR
+        return self.streams[0] and self.request is FRAME
 
 
 def rpcs(service: ServiceDescriptor) -> list[Rpc]:
@@ -81,13 +82,13 @@ def _rpc(service: ServiceDescriptor, method: MethodDescriptor) -> Rpc:
 
 def serializer(message: Descriptor) -> Callable[[Any], bytes] | None:
     """How a message becomes bytes; None for Frame, which the codec writes itself, free of copies."""
-    if message is frame_pb2.Frame.DESCRIPTOR:
+    if message is FRAME:
         return None
     return message_factory.GetMessageClass(message).SerializeToString
 
 
 def deserializer(message: Descriptor) -> Callable[[bytes], Any] | None:
     """How the bytes of an answer become a message; None for Frame, which the codec reads itself."""
-    if message is frame_pb2.Frame.DESCRIPTOR:
+    if message is FRAME:
         return None
     return message_factory.GetMessageClass(message).FromString

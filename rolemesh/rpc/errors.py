@@ -25,6 +25,7 @@ STATUS: dict[type[RolemeshError], grpc.StatusCode] = {
     errors.ModelNotFound: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RewardFailed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CheckpointFailed: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.UpdateFailed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Unsupported: grpc.StatusCode.FAILED_PRECONDITION,
     errors.WeightsUnavailable: grpc.StatusCode.NOT_FOUND,
     errors.RoleTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -53,7 +53,7 @@ class Guard:
         async def taken(request: Any, count: Callable[[str, Any], Any]) -> Any:
             if door is None:
                 return message_of(role, rpc, count("in", request))
-            return await batch_of(role, rpc, _counted(request, count), door)
+            return await batch_of(rpc, _counted(request, count), door)
 
         async def unary(request: Any, context: Context) -> Any:
             async with self._call(role, rpc, context) as count:

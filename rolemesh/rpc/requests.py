@@ -72,7 +72,7 @@ def message_of(role: str, rpc: Rpc, request: bytes) -> Message:
     return message
 
 
-async def batch_of(role: str, rpc: Rpc, frames: AsyncIterator[bytes], door: Door) -> DataProto:
+async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], door: Door) -> DataProto:
     """The one batch of a request, as its method declares it.
 
     Raises:
@@ -81,6 +81,7 @@ async def batch_of(role: str, rpc: Rpc, frames: AsyncIterator[bytes], door: Door
     try:
         batch = await receive(frames)
     except InvalidBatch as error:
-        raise InvalidBatch(f"{role}.{rpc.name}: {error}") from error
+        method = door.methods[rpc.name]
+        raise InvalidBatch(f"{method.role}.{method.name}: {error}") from error
     large = len(batch) >= LARGE_ROWS or sum(t.nbytes for t in batch.tensors.values()) >= LARGE_BYTES
     return await asyncio.to_thread(door.admit, rpc.name, batch) if large else door.admit(rpc.name, batch)

@@ -21,7 +21,7 @@ from rolemesh.door import Door
 from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.rpc import tls
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
-from rolemesh.rpc.contract import Rpc, rpcs, serializer
+from rolemesh.rpc.contract import FRAME, Rpc, rpcs, serializer
 from rolemesh.rpc.guard import Behaviour, Context, Guard
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,9 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
 
     Args:
         roles: each role's services. One that two roles have is the first one's.
+
+    Raises:
+        RoleFailed: an rpc's request is neither one message nor one batch.
     """
 
     def __init__(self, roles: Mapping[str, Sequence[ServiceDescriptor]]) -> None:
@@ -63,6 +66,16 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         services = [service for its_services in roles.values() for service in its_services]
         self._roles = ", ".join(roles)
         self._rpcs = {rpc.path: rpc for service in services for rpc in rpcs(service)}
+        for rpc in self._rpcs.values():
+            if rpc.streams[0] != (rpc.request is FRAME):
+                what = (
+                    "a Frame that is no stream"
+                    if rpc.request is FRAME
+                    else "a stream of other messages than Frames"
+                )
+                raise RoleFailed(
+                    f"{rpc.path} takes {what}; a request is one message, or the Frames of one batch"
+                )
         self._behaviours: dict[str, Behaviour] = {}  # by path; guarded
         self._refusal = "is still loading"
         self._guard = Guard()

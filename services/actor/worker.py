@@ -158,7 +158,7 @@ class ActorWorker(PolicyWorker):
 
         Raises:
             InvalidBatch: a column is missing, or the rows do not divide into mini-batches.
-            RolemeshError: a gradient is not finite; that step was not taken.
+            UpdateFailed: a gradient is not finite; that step was not taken.
         """
         batch = methods(self.job)["actor.update"].prune(batch)
         check_sequences(batch, "actor.update")

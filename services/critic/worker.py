@@ -80,7 +80,7 @@ class CriticWorker(LocalWorker):
 
         Raises:
             InvalidBatch: a column is missing, or the rows do not divide into mini-batches.
-            RolemeshError: a gradient is not finite; that step was not taken.
+            UpdateFailed: a gradient is not finite; that step was not taken.
         """
         batch = methods(self.job)["critic.update"].prune(batch)
         check_sequences(batch, "critic.update")

@@ -40,6 +40,8 @@ class RolloutWorker(LocalWorker):
         Raises:
             InvalidBatch: prompts are not what roles.methods declares, or not left-padded.
         """
+        if not len(prompts):
+            return
         prompts = self.door.admit("Generate", prompts)
         mask = prompts["prompt_mask"].to(torch.int8)
         if not (mask[:, -1:].all() and (mask.diff(dim=1) >= 0).all()):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, RolemeshError
+from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, UpdateFailed
 from rolemesh.models.distribution import Wanted
 from rolemesh.models.sequence import token_stats
 from rolemesh.models.tiny import make_tiny_model
@@ -242,7 +242,7 @@ async def test_nan_never_reaches_the_weights_and_is_counted(tiny_model: Path) ->
     batch = sequence_batch(8)
     batch["advantages"][2, 0] = float("nan")
     batch["response_mask"][2, 0] = True
-    with pytest.raises(RolemeshError, match=r"actor\.update: the gradient's norm is nan at optimizer step 1"):
+    with pytest.raises(UpdateFailed, match=r"actor\.update: the gradient's norm is nan at optimizer step 1"):
         await worker.update(batch)
     after = await (await worker.publish_weights(2)).fetch()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -22,7 +22,7 @@ from rolemesh.config.critic import CriticConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch, InvalidConfig, RolemeshError
+from rolemesh.errors import InvalidBatch, InvalidConfig, UpdateFailed
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packing import remove_padding
@@ -168,7 +168,7 @@ async def test_nan_never_reaches_the_weights(tiny_model: Path) -> None:
     before = [parameter.detach().clone() for parameter in worker.model.parameters()]
     batch = sequence_batch(8)
     batch["returns"] = batch["returns"] * float("inf")
-    with pytest.raises(RolemeshError, match=r"critic\.update: the gradient's norm is .* at optimizer step 1"):
+    with pytest.raises(UpdateFailed, match=r"critic\.update: the gradient's norm is .* at optimizer step 1"):
         await worker.update(batch)
     assert all(torch.equal(*pair) for pair in zip(before, worker.model.parameters(), strict=True))
 

@@ -158,7 +158,7 @@ async def test_a_reward_without_a_model_takes_nobodys_place(tiny_model: Path, tm
     ):
         before = num_switches()
         for _ in range(3):
-            await critic.compute_values(sequence_batch(4))
+            await critic.compute_values(sequence_batch(4, response=8))
             await reward.compute_scores(reward_batch(2))
         assert num_switches() == before
 

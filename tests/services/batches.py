@@ -1,0 +1,147 @@
+"""Batches for the methods of a job, by declaration: correct ones, and each way to be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sequences import sequence_batch
+from torch import Tensor
+
+from rolemesh.dataproto import DataProto
+from rolemesh.roles import COLUMNS, Method
+from rolemesh.rpc.codec import encode
+from rolemesh.rpc.frame import join_frame
+from rolemesh.v1 import frame_pb2
+from services.rollout.engines.sampling import draw_uniforms
+
+P, T, K = 6, 10, 4
+VOCABULARY = 259  # of the tiny models
+SIZES = {"P": P, "T": T, "S": P + T, "K": K, "V": VOCABULARY}
+
+
+def correct(method: Method, rows: int, *, prompt: int = P, response: int = T) -> DataProto:
+    """A batch that the method takes, of a job with these widths and rollout.top_k K."""
+    batch = sequence_batch(rows, prompt=prompt, response=response)
+    ids, attended = batch["input_ids"], batch["attention_mask"].bool()
+    sampled = batch["response_mask"]
+    drawn = ids[:, prompt:, None].int()
+    others = (drawn + torch.arange(1, K)) % VOCABULARY
+    more = {
+        "prompts": ids[:, :prompt],
+        "prompt_mask": attended[:, :prompt],
+        "responses": ids[:, prompt:],
+        "seeds": torch.arange(rows) * 7919 - 5,
+        "kept_ids": torch.where(sampled[..., None], torch.cat([drawn, others], -1), -1).int(),
+        "loss_mask": sampled & (torch.arange(response) != 2),
+        "rollout_is_weights": draw_uniforms(range(rows), response).float() + 0.5,
+    }
+    cells = {
+        "uid": [f"train-{row:06}" for row in range(rows)],
+        "data_source": ["openai/gsm8k"] * rows,
+        "reward_model": [{"style": "rule", "ground_truth": "7"}] * rows,
+        "extra_info": [{"index": row} for row in range(rows)],
+    }
+    meta = {key: values[0] for key, values in method.meta.items()}
+    return method.prune(DataProto.from_dict({**batch.tensors, **more}, cells, meta))
+
+
+def with_column(batch: DataProto, name: str, value: Any) -> DataProto:
+    """The batch with another column of that name."""
+    changed = DataProto(batch.tensors, batch.non_tensors, dict(batch.meta_info))
+    changed[name] = value
+    return changed
+
+
+def without(batch: DataProto, name: str) -> DataProto:
+    return batch.select_columns([other for other in batch.columns if other != name])
+
+
+def wrong_columns(method: Method, batch: DataProto) -> Iterator[tuple[str, str, DataProto]]:
+    """Every way for every column to be wrong: the column, how, and the batch."""
+    for name in batch.columns:
+        ways = _wrong_tensors(name, batch) if COLUMNS[name].dtype else _wrong_cells(name, batch)
+        for how, value in ways:
+            yield name, how, with_column(batch, name, value)
+        if name not in method.optional:
+            yield name, "missing", without(batch, name)
+
+
+def _wrong_tensors(name: str, batch: DataProto) -> Iterator[tuple[str, Any]]:
+    column, tensor, rows = COLUMNS[name], batch[name], len(batch)
+    for dtype in (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.bfloat16):
+        if dtype != column.dtype:
+            yield str(dtype), tensor.to(dtype)
+    yield "not a number", torch.full(tensor.shape, torch.nan)
+    yield "of strings", ["7"] * rows
+    yield "of numbers", torch.arange(rows).numpy()
+    yield "of lists", [[1, 2]] * rows
+    yield "with one axis more", tensor[..., None]
+    yield "with one axis of no size", tensor[..., None][..., :0]
+    if len(column.axes) > 1:
+        yield "narrower", tensor[..., :-1]
+        yield "wider", torch.cat([tensor, tensor[..., -1:]], -1)
+        yield "flat", tensor.flatten(1)[:, 0]
+        yield "without a token", tensor[:, :0]
+    if column.values is not None:
+        low, limit = column.values
+        end = limit if isinstance(limit, int) else SIZES[limit]
+        largest = torch.iinfo(column.dtype).max
+        for value in (low - 1, end, largest, -largest):
+            yield f"{value} in it", _with(tensor, value)
+        if largest > 2**40:
+            yield "2**40 in it", _with(tensor, 2**40)
+    if column.dtype and column.dtype.is_floating_point:
+        where = batch["response_mask"]
+        for number in (torch.nan, torch.inf, -torch.inf):
+            yield f"{number} in it", tensor.masked_fill(where, number)
+
+
+def _with(tensor: Tensor, value: int) -> Tensor:
+    """The value in the last row's last cell, which is padding where a row has any."""
+    changed = tensor.clone()
+    changed[(-1,) * tensor.dim()] = value
+    return changed
+
+
+def _wrong_cells(name: str, batch: DataProto) -> Iterator[tuple[str, Any]]:
+    rows = len(batch)
+    yield "a tensor", torch.zeros(rows, dtype=torch.int64)
+    yield "of numbers", torch.arange(rows).numpy()
+    yield "with a None", [*batch[name][:-1], None]
+    for wrong in (None, 7, 0.5, True, ["7"], b"7", {"7": 7}, "7"):
+        if type(wrong) is not COLUMNS[name].cells:
+            yield f"of {type(wrong).__name__}", [wrong] * rows
+
+
+def wrong_wholes(method: Method, batch: DataProto) -> Iterator[tuple[str, DataProto]]:
+    """What is wrong with no column alone: how, and the batch."""
+    yield "no columns", DataProto()
+    yield "zero rows", batch[:0]
+    yield "no tokens", _narrowed(batch)
+    for key in method.meta:
+        for value in ([], ["train"], {}, {"train": 1}, None, 1, 0.5, True, "", "test", "x" * 100_000):
+            yield f"meta {key} {str(value)[:20]}", DataProto(batch.tensors, batch.non_tensors, {key: value})
+        yield f"no meta {key}", DataProto(batch.tensors, batch.non_tensors)
+
+
+def _narrowed(batch: DataProto) -> DataProto:
+    """T = 0; P = 0 where the method reads prompts alone."""
+    lost = "T" if any("T" in COLUMNS[name].axes for name in batch.columns) else "P"
+    widths = {lost: 0, "S": P}
+    tensors = {
+        name: tensor[:, : widths.get(COLUMNS[name].axes[-1], P)] if tensor.dim() > 1 else tensor
+        for name, tensor in batch.tensors.items()
+    }
+    tensors |= {name: batch[name][:, :0] for name in tensors if COLUMNS[name].axes == "BTK"}
+    return DataProto(tensors, batch.non_tensors, batch.meta_info)
+
+
+def of_shape(batch: DataProto, shape: tuple[int, ...]) -> list[bytes]:
+    """No row of the batch, in columns of a shape that has no element: `encode` does not write it."""
+    encoded = encode(batch[:0])
+    header = frame_pb2.FrameHeader.FromString(encoded.header)
+    for spec in header.tensors:
+        spec.shape[:] = shape
+    return [join_frame(header.SerializeToString(), encoded.buffers, encoded.region_bytes)]
