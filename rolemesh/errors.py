@@ -6,8 +6,8 @@ class RolemeshError(Exception):
 
 
 class InvalidBatch(RolemeshError, ValueError):
-    """A batch or a request is not what a method takes: a missing column, a wrong shape, a value out of range, an
-    unequal duplicate, bytes that are no message."""
+    """A batch or a request is not what a method takes: a missing column, a wrong shape, a value out of range,
+    an unequal duplicate, bytes that are no message."""
 
 
 class InvalidConfig(RolemeshError, ValueError):

@@ -27,7 +27,7 @@ REFERENCE = reference_pb2.DESCRIPTOR.services_by_name["ReferenceService"]
 REWARD = reward_pb2.DESCRIPTOR.services_by_name["RewardService"]
 ROLLOUT = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
 WEIGHTS = weights_pb2.DESCRIPTOR.services_by_name["WeightsService"]
-FRAME: Descriptor = frame_pb2.Frame.DESCRIPTOR
+FRAME: Any = frame_pb2.Frame.DESCRIPTOR
 
 
 @dataclass(frozen=True)

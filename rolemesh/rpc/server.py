@@ -68,14 +68,8 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._rpcs = {rpc.path: rpc for service in services for rpc in rpcs(service)}
         for rpc in self._rpcs.values():
             if rpc.streams[0] != (rpc.request is FRAME):
-                what = (
-                    "a Frame that is no stream"
-                    if rpc.request is FRAME
-                    else "a stream of other messages than Frames"
-                )
-                raise RoleFailed(
-                    f"{rpc.path} takes {what}; a request is one message, or the Frames of one batch"
-                )
+                wrong = "a Frame that is no stream" if rpc.request is FRAME else "a stream of no Frames"
+                raise RoleFailed(f"{rpc.path} takes {wrong}; a request is one message or one batch's Frames")
         self._behaviours: dict[str, Behaviour] = {}  # by path; guarded
         self._refusal = "is still loading"
         self._guard = Guard()

@@ -98,8 +98,8 @@ async def one(request: bytes) -> AsyncIterator[bytes]:
 async def test_whatever_bytes_come_to_whichever_rpc_the_caller_is_told_that_they_are_no_request(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A rpc that somebody adds is asked here too: each service of the .proto files must be served, and each of its
-    methods."""
+    """An rpc that somebody adds is asked here too: each service of the .proto files must be served, and each of
+    its methods."""
     unlike_expected = {}
     async with everything_served(small_job(tmp_path, tiny_model, "run")) as calls:
         for role, rpc, channel in calls:

@@ -70,6 +70,26 @@ def test_a_long_message_is_cut_to_fit_a_header() -> None:
     assert details.endswith("the role's log has the rest)")
 
 
+def test_a_message_with_a_lone_surrogate_is_told_escaped() -> None:
+    """JSON has them, and so may a row's uid; gRPC's details are UTF-8."""
+    code, details, _ = to_status(errors.RewardFailed("row \ud800: no rule"))
+    assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, "row \\ud800: no rule")
+    _, details, _ = to_status(errors.InvalidBatch("\udfff" * 10_000))
+    assert details.startswith("\\udfff\\udfff")
+    assert len(details.encode()) < 2100
+
+
+@pytest.mark.parametrize("cls", [errors.InvalidBatch, ZeroDivisionError])
+def test_an_error_that_cannot_say_what_it_is_has_a_status_all_the_same(cls: type[Exception]) -> None:
+    class Mute(cls):  # type: ignore[misc,valid-type]
+        def __str__(self) -> str:
+            raise KeyError("message")
+
+    code, details, _ = to_status(Mute())
+    assert code is to_status(cls())[0]
+    assert details.endswith("its message cannot be told (KeyError)")
+
+
 def test_the_page_shows_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page, re.MULTILINE))
