@@ -9,19 +9,20 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import Message
 
 from rolemesh import metrics, timeline
-from rolemesh.dataproto import DataProto
-from rolemesh.door import Door
 from rolemesh.errors import RolemeshError
 from rolemesh.rpc import tls
 from rolemesh.rpc.contract import Rpc
 from rolemesh.rpc.errors import to_status
-from rolemesh.rpc.requests import TIMELINE_KEY, batch_of, enter_context, message_of
-from rolemesh.rpc.streams import send
+from rolemesh.rpc.requests import TIMELINE_KEY, enter_context, message_of
+
+if TYPE_CHECKING:
+    from rolemesh.door import Door
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class Guard:
         async def taken(request: Any, count: Callable[[str, Any], Any]) -> Any:
             if door is None:
                 return message_of(role, rpc, count("in", request))
+            from rolemesh.rpc.batches import batch_of
+
             return await batch_of(rpc, _counted(request, count), door)
 
         async def unary(request: Any, context: Context) -> Any:
@@ -128,9 +131,11 @@ async def _counted(frames: AsyncIterator[bytes], count: Callable[[str, Any], Any
 
 async def _messages(answer: Any) -> AsyncIterator[Any]:
     """An answer as it is written: a batch as frames, anything else as it is."""
-    if not isinstance(answer, DataProto):
+    if isinstance(answer, Message | bytes):
         yield answer
         return
+    from rolemesh.rpc.streams import send
+
     async for frame in send(answer):
         yield frame
 

@@ -1,4 +1,4 @@
-"""What a call brings, read before its method is asked: metadata, and one message or one batch.
+"""What a call brings, read before its method is asked: metadata, and one message (batches.py: or one batch).
 
 gRPC hands over bytes for every request. So what cannot be read ends as any other wrong request does: with a
 status of the table, and with the names of role and method.
@@ -6,8 +6,6 @@ status of the table, and with the names of role and method.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,11 +14,8 @@ from google.protobuf.message import DecodeError, Message
 
 from rolemesh import context as origin
 from rolemesh import timeline
-from rolemesh.dataproto import DataProto
-from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.contract import Rpc
-from rolemesh.rpc.streams import LARGE_BYTES, receive
 
 # The metadata of a call: for which job and step it is made, its id, and the weights that it counts on.
 JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
@@ -30,7 +25,6 @@ TIMELINE_KEY = "rolemesh-timeline"
 
 MAX_REQUEST_BYTES = 1 << 20  # of a request that is one message: paths, addresses, numbers
 MAX_STEP_DIGITS = 18  # what an int64 has room for
-LARGE_ROWS = 10_000  # from here on, as from LARGE_BYTES, a batch is looked through in a thread
 
 
 def enter_context(role: str, rpc: Rpc, metadata: Any) -> str:
@@ -70,18 +64,3 @@ def message_of(role: str, rpc: Rpc, request: bytes) -> Message:
     except DecodeError as error:
         raise InvalidBatch(f"{role}.{rpc.name}: no {rpc.request.full_name}: {error}") from None
     return message
-
-
-async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], door: Door) -> DataProto:
-    """The one batch of a request, as its method declares it.
-
-    Raises:
-        InvalidBatch: the frames are no batch, or not one that the method takes.
-    """
-    try:
-        batch = await receive(frames)
-    except InvalidBatch as error:
-        method = door.methods[rpc.name]
-        raise InvalidBatch(f"{method.role}.{method.name}: {error}") from error
-    large = len(batch) >= LARGE_ROWS or sum(t.nbytes for t in batch.tensors.values()) >= LARGE_BYTES
-    return await asyncio.to_thread(door.admit, rpc.name, batch) if large else door.admit(rpc.name, batch)

@@ -7,7 +7,7 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -17,12 +17,14 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
 from rolemesh import metrics
-from rolemesh.door import Door
 from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.rpc import tls
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
 from rolemesh.rpc.contract import FRAME, Rpc, rpcs, serializer
 from rolemesh.rpc.guard import Behaviour, Context, Guard
+
+if TYPE_CHECKING:
+    from rolemesh.door import Door
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,30 @@
+"""Batches of a call, as the guard takes and gives them. Apart from requests.py, as it imports torch: a server
+without batches, the controller's, starts without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from rolemesh.dataproto import DataProto
+from rolemesh.door import Door
+from rolemesh.errors import InvalidBatch
+from rolemesh.rpc.contract import Rpc
+from rolemesh.rpc.streams import LARGE_BYTES, receive
+
+LARGE_ROWS = 10_000  # from here on, as from LARGE_BYTES, a batch is looked through in a thread
+
+
+async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], door: Door) -> DataProto:
+    """The one batch of a request, as its method declares it.
+
+    Raises:
+        InvalidBatch: the frames are no batch, or not one that the method takes.
+    """
+    try:
+        batch = await receive(frames)
+    except InvalidBatch as error:
+        method = door.methods[rpc.name]
+        raise InvalidBatch(f"{method.role}.{method.name}: {error}") from error
+    large = len(batch) >= LARGE_ROWS or sum(t.nbytes for t in batch.tensors.values()) >= LARGE_BYTES
+    return await asyncio.to_thread(door.admit, rpc.name, batch) if large else door.admit(rpc.name, batch)
