@@ -1,1 +1,1 @@
-"""Models: loading any Hugging Face directory, heads, forward passes, optimizer, checkpoints."""
+"""Models: loading Hugging Face directories, heads, forward passes, optimizer, checkpoints."""
