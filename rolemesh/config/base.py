@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
+from rolemesh.config.yaml_file import MAX_DEPTH, one_line, parse_yaml, read_yaml
 from rolemesh.errors import InvalidConfig
 
 # Where the names of other systems' job files went.
@@ -22,6 +22,8 @@ ELSEWHERE = {
     "reward_model": "it is reward.reward_model",
     "custom_reward_function": "it is reward.custom_reward_function",
 }
+KINDS = {bool: "boolean", int: "number", float: "number", str: "string"}
+MAX_TOLD = 20  # errors of one job
 
 
 class Config(BaseModel):
@@ -31,44 +33,35 @@ class Config(BaseModel):
         extra="forbid", frozen=True, strict=False, validate_default=True, allow_inf_nan=False
     )
 
-
-class _Loader(yaml.SafeLoader):
-    """YAML, but 1_5, of which YAML 1.1 makes 15, is text, as two bounds are. 10_000 stays a number."""
-
-
-def _unless_two(read: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """A number, unless an underscore in it is not one between thousands."""
-    two = re.compile(r"_(?![0-9]{3}(?![0-9]))")
-    return lambda loader, node: node.value if two.search(node.value) else read(loader, node)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _unless_two(yaml.SafeLoader.construct_yaml_int))
-_Loader.add_constructor("tag:yaml.org,2002:float", _unless_two(yaml.SafeLoader.construct_yaml_float))
-
-
-def _parse(text: str) -> Any:
-    return _Loader(text).get_single_data()
+    @field_validator("*", mode="before")
+    @classmethod
+    def _kinds_stay_apart(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic takes true for 1, 1 for true, and "1" for either; the chart's schema takes neither. (Its own
+        strict mode would also refuse a list for a tuple, and 8.0, as Helm may write 8, for a whole number.)"""
+        kinds = kinds_of(cls.model_fields[str(info.field_name)].annotation)
+        if kinds & {"boolean", "number"}:
+            for scalar in _scalars(value):
+                if (kind := KINDS.get(type(scalar))) and kind not in kinds:
+                    expected = " or ".join(sorted(kinds))
+                    raise PydanticCustomError("kind", f"Input should be a valid {expected}, and is a {kind}")
+        return value
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+def kinds_of(annotation: Any) -> set[str]:
+    """Which of KINDS a field takes, by itself or in a list or mapping; none where it takes anything."""
+    if isinstance(annotation, type) and annotation in KINDS:
+        return {KINDS[annotation]}
+    return {kind for part in get_args(annotation) for kind in kinds_of(part)}
 
-    Raises:
-        InvalidConfig: no such file, not YAML, or not a mapping.
-    """
-    try:
-        data = _parse(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InvalidConfig(f"no such job file: {path}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidConfig(f"{path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise InvalidConfig(f"{path} is not YAML: {error}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise InvalidConfig(f"{path} should hold sections (actor:, data:, …); it holds a {type(data).__name__}")
-    return data
+
+def _scalars(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _scalars(part)
+    else:
+        yield value
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -88,28 +81,19 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             continue
         if not equals or not all(part.isidentifier() for part in key.split(".")):
             raise InvalidConfig(f"override {override!r} is not of the form section.key=value, nor a .yaml file")
-        try:
-            value = _parse(text)
-        except yaml.YAMLError as error:
-            raise InvalidConfig(f"override {override!r}: the value is not YAML: {error}") from error
-        if isinstance(value, str):
-            value = _number(value)
+        value = parse_yaml(text, f"override {override!r:.200}")
         node = tree
         *parents, leaf = key.split(".")
+        if len(parents) >= MAX_DEPTH:
+            raise InvalidConfig(
+                f"override {override!r:.200}: {len(parents) + 1} parts in a key; 5 are the most"
+            )
         for part in parents:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise InvalidConfig(f"override {override!r} contradicts another one above it")
         node[leaf] = value
     return merge(files, tree)
-
-
-def _number(text: str) -> str | float:
-    """YAML 1.1 reads 1e-5 as text; people mean the number."""
-    try:
-        return float(text) if text[:1] in "+-.0123456789" and "_" not in text else text
-    except ValueError:
-        return text
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,22 +108,29 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain(error: ValidationError, schema: type[BaseModel], where: str) -> InvalidConfig:
-    """pydantic's findings, a line each, with the nearest valid key or value for an unknown one."""
-    lines = []
-    for finding in error.errors():
-        path = [part for part in finding["loc"] if isinstance(part, str)]
-        key = ".".join(map(str, finding["loc"]))
-        if finding["type"] == "extra_forbidden":
-            lines.append(f"unknown key {key!r}{_hint(schema, path)}")
-        elif finding["type"] == "literal_error":
-            lines.append(f"{key!r} is {finding['input']!r}{_choice(finding)}")
-        elif finding["type"] == "missing":
-            lines.append(f"{key!r} is missing and has no default")
-        elif finding["type"] == "value_error":
-            lines.append(f"{key}: {finding['ctx']['error']}" if key else str(finding["ctx"]["error"]))
-        else:
-            lines.append(f"{key!r} is {finding['input']!r}: {finding['msg']}")
-    return InvalidConfig(f"{where}: " + "; ".join(lines))
+    """pydantic's findings in one line, with the nearest valid key or value for an unknown one."""
+    findings = error.errors()
+    told = [_told(finding, schema) for finding in findings[:MAX_TOLD]]
+    if len(findings) > MAX_TOLD:
+        told.append(f"and {len(findings) - MAX_TOLD} more")
+    return InvalidConfig(one_line(f"{where}: " + "; ".join(told)))
+
+
+def _told(finding: ErrorDetails, schema: type[BaseModel]) -> str:
+    path = [part for part in finding["loc"] if isinstance(part, str)]
+    key, given = ".".join(map(str, finding["loc"])), f"{finding['input']!r:.200}"
+    match finding["type"]:
+        case "extra_forbidden":
+            return f"unknown key {key!r:.200}{_hint(schema, path)}"
+        case "literal_error":
+            return f"{key!r} is {given}{_choice(finding)}"
+        case "missing":
+            return f"{key!r} is missing and has no default"
+        case "value_error":
+            reason = str(finding["ctx"]["error"])
+            return f"{key}: {reason}" if key else reason
+        case _:
+            return f"{key!r:.200} is {given}: {finding['msg']}"
 
 
 def _hint(schema: type[BaseModel], path: list[str]) -> str:

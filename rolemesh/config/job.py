@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from rolemesh.config.actor import ActorConfig, ReferenceConfig
 from rolemesh.config.algorithm import COMPARING, AlgorithmConfig
-from rolemesh.config.base import Config, explain, merge, parse_overrides, read_yaml
+from rolemesh.config.base import Config, explain, merge, parse_overrides
 from rolemesh.config.critic import CriticConfig
 from rolemesh.config.data import DataConfig
 from rolemesh.config.effects import IdleKey, idle_keys, without
@@ -20,6 +19,7 @@ from rolemesh.config.placement import ROLES, PlacementConfig, num_replicas, plac
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import RolloutConfig
 from rolemesh.config.trainer import TrainerConfig
+from rolemesh.config.yaml_file import read_yaml, to_yaml
 from rolemesh.errors import InvalidConfig
 
 M = TypeVar("M", bound=ModelConfig)
@@ -326,7 +326,7 @@ class JobConfig(Config):
         """The resolved job file: every key with its value. Of those that have no effect only what the job file
         sets: a run of the resolved file begins with the same warnings."""
         unset = (idle.key for idle in self.idle_keys() if not idle.is_set)
-        return yaml.safe_dump(without(self.model_dump(mode="json"), unset), sort_keys=False)
+        return to_yaml(without(self.model_dump(mode="json"), unset))
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:

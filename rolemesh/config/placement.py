@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-import yaml
 from pydantic import Field
 
 from rolemesh.config.base import Config
+from rolemesh.config.yaml_file import read_yaml
 from rolemesh.errors import InvalidConfig
 
 ROLES = ("actor", "rollout", "reference", "critic", "reward")
@@ -46,7 +46,7 @@ def strategies() -> dict[str, Groups]:
 
 @cache
 def _table(path: Path) -> Groups:
-    groups: Groups = yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]
+    groups: Groups = read_yaml(path)["groups"]
     return groups
 
 

@@ -135,7 +135,7 @@ def _settings(directory: Path, role: str) -> dict[str, Any]:
     try:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         return {**settings, **settings.get("text_config", {})}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ModelNotFound(f"{role}: {directory} has no config.json that can be read: {error}") from error
 
 

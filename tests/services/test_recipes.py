@@ -10,7 +10,7 @@ import pytest
 from in_process import small_job, train
 
 from rolemesh.config import JobConfig, load_job
-from rolemesh.config.base import read_yaml
+from rolemesh.config.yaml_file import read_yaml
 from rolemesh.errors import InvalidConfig
 from services.controller.run_dir import read_metrics
 from services.reward.functions.custom import load_function

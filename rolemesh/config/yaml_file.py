@@ -1,0 +1,188 @@
+"""YAML of jobs: their files, what is laid on them, recorded ones, and values on the command line.
+
+Whatever is in it, the answer is its content or one line that says what is wrong and where: size, depth and the
+number of values (with what aliases repeat) are bounded, and nothing is read twice or half.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode
+
+from rolemesh.errors import InvalidConfig
+
+MAX_BYTES = 1 << 20  # of a file; a resolved job is about 10 kB
+MAX_DEPTH = 32  # of lists and sections in one another; a job has 5
+MAX_VALUES = 20_000
+MAX_NUMBER = 100  # characters of a number
+
+TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
+# YAML 1.1 wants a point in the mantissa and a sign in the exponent; people, Helm and YAML 1.2 write 1e-6.
+EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # which no path, process or file takes
+NOT_THOUSANDS = re.compile(r"_(?![0-9]{3}(?![0-9]))")
+
+
+class _Error(yaml.MarkedYAMLError):
+    def __init__(self, problem: str, at: Any) -> None:
+        super().__init__(problem=problem, problem_mark=at.start_mark)
+
+
+def _too_deep(event: yaml.Event) -> _Error:
+    return _Error(f"lists and sections nest deeper than {MAX_DEPTH} levels", event)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1, but: keys are text as written and stand there once; 1e-6 is a number; a date is text, and so is
+    1_5, of which YAML 1.1 makes 15, as two bounds are (10_000 stays a number)."""
+
+    yaml_constructors: ClassVar[dict[Any, Any]] = {
+        tag: read
+        for tag, read in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in TAGS
+    }
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._deepest = self._num_values = 0
+        self._read: dict[Node | None, tuple[int, int]] = {}  # values in a node, levels below it; aliases too
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        others, before = self._deepest, self._num_values
+        self._depth += 1
+        self._deepest = self._depth
+        if self._depth > MAX_DEPTH:  # else the recursion would go on
+            raise _too_deep(event)
+        node = super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent):
+            if node not in self._read:
+                raise _Error(f"*{event.anchor} stands within what it stands for", event)
+            num_values, levels = self._read[node]
+            self._num_values += num_values
+            self._deepest += levels
+        else:
+            self._num_values += 1
+            self._read[node] = (self._num_values - before, self._deepest - self._depth)
+        if self._num_values > MAX_VALUES:
+            raise _Error(f"more than {MAX_VALUES:,} values, with those that aliases repeat", event)
+        if self._deepest > MAX_DEPTH:
+            raise _too_deep(event)
+        self._depth -= 1
+        self._deepest = max(others, self._deepest)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, ScalarNode):
+                raise _Error("a key should be a name", key)
+            if key.value in lines:
+                raise _Error(f"{key.value!r:.80} is there already, in line {lines[key.value]}", key)
+            lines[key.value] = key.start_mark.line + 1
+        return node
+
+    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        self.flatten_mapping(node)
+        return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
+
+    def construct_scalar(self, node: Any) -> Any:
+        text = super().construct_scalar(node)
+        if found := NO_TEXT.search(text):
+            raise _Error(f"character {ord(found[0]):#x} cannot be in a text", node)
+        return text
+
+    def construct_object(self, node: Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, OverflowError) as error:
+            raise _Error(f"{node.value!r:.80} is no {node.tag.rpartition(':')[2]}", node) from error
+
+
+def _number(read: Callable[[Any, ScalarNode], Any]) -> Callable[[Any, ScalarNode], Any]:
+    def number(loader: _Loader, node: ScalarNode) -> Any:
+        text = loader.construct_scalar(node)
+        if NOT_THOUSANDS.search(text):
+            return text
+        if len(text) > MAX_NUMBER:
+            raise _Error(f"a number of {len(text):,} characters; {MAX_NUMBER} is the most", node)
+        return read(loader, node)
+
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _number(yaml.SafeLoader.construct_yaml_int))
+_Loader.add_constructor("tag:yaml.org,2002:float", _number(yaml.SafeLoader.construct_yaml_float))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts a text in quotes that _Loader would take for a number."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """What a YAML document holds; `where` begins an error's text.
+
+    Raises:
+        InvalidConfig: not YAML, or more of it than a job needs; names the line.
+    """
+    try:
+        return _Loader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, problem = mark.line + 1 if mark else 1, ", ".join(filter(None, (error.context, error.problem)))
+    except yaml.reader.ReaderError as error:
+        line, problem = text.count("\n", 0, error.position) + 1, f"character {error.character:#x} in it"
+    raise InvalidConfig(one_line(f"{where}, line {line}: {problem:.300}"))
+
+
+def to_yaml(sections: dict[str, Any]) -> str:
+    """What read_yaml reads the same sections from, in their order."""
+    return str(yaml.dump(sections, Dumper=_Dumper, sort_keys=False))
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks and other control characters, which come from a value that it quotes."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        InvalidConfig: no such file, too large, not YAML, or not a mapping; names file and line.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError as error:
+        raise InvalidConfig(f"no such job file: {path}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise InvalidConfig(f"{path} cannot be read: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise InvalidConfig(f"{path} is larger than {MAX_BYTES >> 20} MiB, which no job file is")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InvalidConfig(f"{path}, line {line}: not UTF-8: {error.reason}") from error
+    content = parse_yaml(text, str(path))
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise InvalidConfig(f"{path} should hold sections (actor:, data:, …); it holds a {kind}")
+    return content
