@@ -11,7 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from rolemesh.config.yaml_file import MAX_DEPTH, one_line, parse_yaml, read_yaml
+from rolemesh.config.yaml_file import EXPONENT, MAX_DEPTH, one_line, parse_yaml, read_yaml
 from rolemesh.errors import InvalidConfig
 
 # Where the names of other systems' job files went.
@@ -36,12 +36,14 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _kinds_stay_apart(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic takes true for 1, 1 for true, and "1" for either; the chart's schema takes neither. (Its own
-        strict mode would also refuse a list for a tuple, and 8.0, as Helm may write 8, for a whole number.)"""
+        """pydantic takes true for 1, 1 for true, and "1" for either; the chart's schema takes neither. Its own
+        strict mode would also refuse a list for a tuple, 8.0 for a whole number, as Helm may write 8, and 1e-6,
+        which is text to other readers of YAML."""
         kinds = kinds_of(cls.model_fields[str(info.field_name)].annotation)
         if kinds & {"boolean", "number"}:
             for scalar in _scalars(value):
-                if (kind := KINDS.get(type(scalar))) and kind not in kinds:
+                kind = KINDS.get(type(scalar))
+                if kind and kind not in kinds and not (kind == "string" and EXPONENT.match(scalar)):
                     expected = " or ".join(sorted(kinds))
                     raise PydanticCustomError("kind", f"Input should be a valid {expected}, and is a {kind}")
         return value

@@ -38,19 +38,24 @@ def write_gsm8k(src: Path, out: Path) -> list[Path]:
 def gsm8k_rows(source: Path) -> list[dict[str, Any]]:
     """The rows of one JSONL file in verl's layout; the split is the file's name."""
     # Not splitlines: text within a JSON line may hold other line separators (U+2028).
-    lines = [line for line in source.read_text(encoding="utf-8").split("\n") if line.strip()]
+    lines = [line for line in source.read_bytes().split(b"\n") if line.strip()]
     if not lines:
         raise InvalidData(f"{source} has no rows")
     named = track(enumerate(lines), f"reading {source.name}", len(lines))
     return [_row(line, index, source) for index, line in named]
 
 
-def _row(line: str, index: int, source: Path) -> dict[str, Any]:
+def _row(line: bytes, index: int, source: Path) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode())
         question, answer = record["question"], record["answer"]
         _, mark, number = answer.rpartition("####")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        f"{question}{answer}".encode()
+    except UnicodeError as error:
+        raise InvalidData(
+            f"{source}, line {index + 1}: not UTF-8, or half a surrogate pair: {error}"
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidData(
             f"{source}, line {index + 1}: expected an object with question and answer; got {line[:80]!r}"
         ) from error

@@ -211,5 +211,6 @@ def test_a_learning_rate_as_people_and_helm_write_it_is_a_number(tmp_path: Path)
         (tmp_path / "job.yaml").write_text(f"actor: {{optim: {{lr: {text}}}}}")
         assert load_job(tmp_path / "job.yaml").actor.optim.lr == 1e-6
         assert load_job(tmp_path / "job.yaml", [f"critic.optim.lr={text}"]).critic.optim.lr == 1e-6
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"data": {"seed": 1e6}}))
+    assert make_job(yaml.safe_load("actor: {optim: {lr: 1e-6}}")).actor.optim.lr == 1e-6  # text to that reader
+    (tmp_path / "job.yaml").write_text("data: {seed: 1e+06}")
     assert load_job(tmp_path / "job.yaml").data.seed == 1_000_000

@@ -1,0 +1,260 @@
+"""Parquet from outside: what no batch can carry is an error at start that names file, row and column; a text
+of any length costs no more than a prompt may be long."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from rolemesh.config.data import DataConfig
+from rolemesh.data import PromptDataset
+from rolemesh.data.dataset import longest_token
+from rolemesh.data.gsm8k import gsm8k_rows
+from rolemesh.data.parquet import write_rows
+from rolemesh.errors import InvalidData
+from rolemesh.models.tiny import CHAT_TEMPLATE, byte_tokenizer
+
+GSM8K = Path(__file__).parents[1] / "fixtures" / "gsm8k" / "train.jsonl"
+BYTES = byte_tokenizer()
+LIMIT = 64  # tokens of a prompt
+
+
+def row(content: Any = "a", **columns: Any) -> dict[str, Any]:
+    return {
+        "data_source": "math",
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+        "extra_info": {"index": 1},
+        **columns,
+    }
+
+
+def dataset(file: Path, tokenizer: Any = BYTES, **config: Any) -> PromptDataset:
+    return PromptDataset([file], DataConfig(**{"max_prompt_length": LIMIT, **config}), tokenizer)
+
+
+def ids(data: PromptDataset, index: int = 0) -> list[int]:
+    batch = data.batch([index])
+    return batch["prompts"][0][batch["prompt_mask"][0]].tolist()
+
+
+# -------------------------------------------------------------------------------------------- cells
+
+DATE = datetime.date(2020, 1, 2)
+CELLS = {
+    "a date": ({"made": DATE}, r"\(in it made\) holds a date, datetime.date\(2020, 1, 2\)"),
+    "a time stamp": ({"at": {"a": [datetime.datetime(2020, 1, 2)]}}, r"\(in it at.a\[\]\) holds a datetime"),
+    "bytes": ({"image": b"\x89PNG"}, r"\(in it image\) holds a bytes, b'.x89PNG'"),
+    "a decimal": ({"price": decimal.Decimal("1.50")}, r"\(in it price\) holds a Decimal, Decimal\('1.50'\)"),
+    "a duration": ({"took": datetime.timedelta(1)}, r"\(in it took\) holds a timedelta"),
+}
+
+
+@pytest.mark.parametrize("case", CELLS)
+def test_what_json_does_not_have_is_named_with_file_row_and_column(case: str, tmp_path: Path) -> None:
+    cell, words = CELLS[case]
+    file = write_rows(tmp_path / "a.parquet", [row(), row(extra_info=None), row(extra_info=cell)])
+    with pytest.raises(InvalidData, match=r"a\.parquet, row 2: column 'extra_info' " + words) as error:
+        dataset(file)
+    assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize("column", ["prompt", "data_source", "reward_model", "extra_info"])
+def test_text_that_is_not_utf8_is_named_in_every_column(column: str, tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([row("é"), row(), row()])
+
+    def spoiled(array: pa.Array) -> pa.Array:
+        """The same, its last text two bytes that are no UTF-8."""
+        if pa.types.is_string(array.type):
+            texts = [text.encode() for text in array.to_pylist()]
+            ends = [sum(map(len, texts[: k + 1])) for k in range(len(texts) - 1)]
+            texts[-1] = b"\xff\xfe"
+            offsets = [0, *ends, ends[-1] + 2]
+            buffers = [pa.array(offsets, pa.int32()).buffers()[1], pa.py_buffer(b"".join(texts))]
+            return pa.Array.from_buffers(pa.string(), len(texts), [None, *buffers])
+        if pa.types.is_list(array.type):
+            return pa.ListArray.from_arrays(array.offsets, spoiled(array.flatten()))
+        fields = [array.field(k) for k in range(array.type.num_fields)]
+        fields = [spoiled(f) if pa.types.is_string(f.type) else f for f in fields]
+        return pa.StructArray.from_arrays(fields, names=[field.name for field in array.type])
+
+    if column == "extra_info":
+        table = table.set_column(3, column, pa.array([{"split": "a"}, {"split": "b"}, {"split": "c"}]))
+    at = table.column_names.index(column)
+    table = table.set_column(at, column, spoiled(table.column(column).combine_chunks()))
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(InvalidData, match=rf"a\.parquet, row 2: column '{column}' is not UTF-8"):
+        dataset(tmp_path / "a.parquet")
+
+
+NO_CHATS = {
+    "no content": [{"role": "user"}],
+    "a number": [{"role": "user", "content": 5}],
+    "a boolean": [{"role": "user", "content": True}],
+    "a role that is none": [{"role": 1, "content": "a"}],
+    "no role": [{"content": "a"}],
+    "no messages": [],
+    "texts": ["a"],
+}
+
+
+@pytest.mark.parametrize("case", NO_CHATS)
+def test_a_prompt_that_is_no_chat_of_texts_is_named(case: str, tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.parquet", [row(prompt=NO_CHATS[case])])
+    with pytest.raises(
+        InvalidData, match=r"row 0: column 'prompt' should hold a list of .role, content., both"
+    ):
+        dataset(file)
+
+
+def test_a_column_of_nan_or_nothing_is_named(tmp_path: Path) -> None:
+    for column, cells, words in (
+        ("prompt", [float("nan")], "should hold a list of"),
+        ("prompt", [None], "should hold a list of"),
+        ("data_source", [float("nan")], "should hold a str; it holds nan"),
+        ("reward_model", [{"style": "rule", "ground_truth": float("nan")}], "has no 'ground_truth', but NaN"),
+    ):
+        table = pa.Table.from_pylist([row()])
+        table = table.set_column(table.column_names.index(column), column, pa.array(cells))
+        pq.write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(InvalidData, match=f"row 0: column '{column}' {words}"):
+            dataset(tmp_path / "a.parquet")
+
+
+def test_a_column_that_is_not_read_may_hold_anything(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.parquet", [row(made=DATE, image=b"\xff", price=decimal.Decimal(1))])
+    assert len(dataset(file)) == 1
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([row()])
+    pq.write_table(table.append_column("prompt", table.column("prompt")), tmp_path / "a.parquet")
+    with pytest.raises(InvalidData, match=r"a\.parquet has two columns 'prompt'"):
+        dataset(tmp_path / "a.parquet")
+
+
+def test_rows_are_the_files_whatever_positions_are_asked_for(tmp_path: Path) -> None:
+    first = write_rows(tmp_path / "a.parquet", [row(extra_info={"index": k}) for k in range(5)])
+    second = write_rows(tmp_path / "b.parquet", [row(extra_info={"other": k}) for k in range(5, 9)])
+    data = PromptDataset(
+        [first, second], DataConfig(max_prompt_length=LIMIT, train_max_samples=6, seed=3), BYTES
+    )
+    batch = data.batch(range(6))
+    told = [next(iter(info.values())) for info in batch["extra_info"]]
+    assert [f"train-{k:06d}" for k in told] == batch["uid"].tolist()
+    assert {*batch["extra_info"][0]} == {"index"} != {*batch["extra_info"][5]}
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"question": ' + "1" * 5000 + "}", '"\\ud800"'])
+def test_a_hostile_jsonl_line_is_named(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"question": "q", "answer": "#### 1"}\n' + line)
+    with pytest.raises(InvalidData, match=r"train\.jsonl, line 2: expected an object"):
+        gsm8k_rows(file)
+    file.write_bytes(b'{"question": "q", "answer": "#### 1"}\n{"question": "\xff", "answer": "#### 1"}')
+    with pytest.raises(InvalidData, match=r"train\.jsonl, line 2: not UTF-8"):
+        gsm8k_rows(file)
+    file.write_text('{"question": "\\ud800", "answer": "#### 1"}')
+    with pytest.raises(InvalidData, match=r"train\.jsonl, line 1: .*half a surrogate pair"):
+        gsm8k_rows(file)
+
+
+# ------------------------------------------------------------------------------------------- length
+
+
+class Counting:
+    """A tokenizer that notes how long the longest text was that it was given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.most = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, texts: Any, **options: Any) -> Any:
+        self.most = max(self.most, *map(len, texts)) if isinstance(texts, list) else max(self.most, len(texts))
+        return self._tokenizer(texts, **options)
+
+
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with merges: tokens of one to some ten characters, and no unknown text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(GSM8K.read_text().splitlines(), trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def test_a_prompt_of_20_mb_is_refused_and_left_out_unread(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "a.parquet", [row("short"), row("word " * 4_000_000)])
+    most = LIMIT * longest_token(BYTES)
+    assert longest_token(BYTES) == len("<|endoftext|>")
+    tokenizer = Counting(BYTES)
+    with pytest.raises(
+        InvalidData,
+        match=r"row 1: column 'prompt' is 20,000,0\d\d characters, more than 64 tokens can have \(832\), "
+        r"data.max_prompt_length is 64; set data.filter_overlong_prompts or data.truncation",
+    ):
+        dataset(file, tokenizer)
+    assert len(dataset(file, tokenizer, filter_overlong_prompts=True)) == 1
+    assert len(dataset(file, tokenizer, truncation="left")) == 2
+    assert tokenizer.most == most
+    dataset(file, tokenizer, truncation="middle")
+    assert tokenizer.most == 2 * most
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, words_tokenizer()], ids=["bytes", "words"])
+@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+def test_a_long_prompt_is_truncated_to_the_tokens_that_all_of_it_would_have_kept(
+    tmp_path: Path, truncation: str, tokenizer: Any
+) -> None:
+    text = " ".join(f"{k} apples, {k * k} pears and {k}é" for k in range(4000))
+    assert len(text) > 10 * LIMIT * longest_token(tokenizer)
+    file = write_rows(tmp_path / "a.parquet", [row(text)])
+    messages = [{"role": "user", "content": text}]
+    whole = tokenizer(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False),
+        add_special_tokens=False,
+    )["input_ids"]
+    kept = {"left": whole[-LIMIT:], "right": whole[:LIMIT], "middle": whole[:32] + whole[-32:]}[truncation]
+    assert ids(dataset(file, tokenizer, truncation=truncation)) == kept
+
+
+def test_a_prompt_of_exactly_as_many_tokens_as_may_be_is_never_refused(tmp_path: Path) -> None:
+    """However long: here each token is the longest that there is."""
+    tokenizer = words_tokenizer()
+    longest = max(tokenizer.get_vocab(), key=len)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    for num_tokens in (LIMIT, LIMIT + 1):
+        file = write_rows(tmp_path / "a.parquet", [row(longest * num_tokens)])
+        assert len(tokenizer(longest * num_tokens)["input_ids"]) == num_tokens
+        if num_tokens == LIMIT:
+            assert len(ids(dataset(file, tokenizer))) == LIMIT
+        else:
+            with pytest.raises(InvalidData, match="more than 64 tokens can have"):
+                dataset(file, tokenizer)
+
+
+def test_a_long_prompt_that_is_few_tokens_is_not_refused(tmp_path: Path) -> None:
+    """A tokenizer of whole words has one token for an unknown one, however long."""
+    words = Tokenizer(models.WordLevel({"user": 0, "<unk>": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<unk>", unk_token="<unk>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    file = write_rows(tmp_path / "a.parquet", [row("x" * 100_000 + " user")])
+    assert ids(dataset(file, tokenizer)) == [1, 0]
