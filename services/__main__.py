@@ -70,6 +70,9 @@ ADDRESSES = (
     "kubernetes:SERVICE:PORT, the pods behind a Service of the own namespace. The last two follow replicas "
     "that come and go"
 )
+ADDRESS = "host:port of its one replica; or dns:NAME:PORT or kubernetes:SERVICE:PORT, which follow it"
+Address = Annotated[str, typer.Option(help=f"{ADDRESS}.", metavar="ADDRESS")]
+OptionalAddress = Annotated[str, typer.Option(help=f"{ADDRESS}; empty: none.", metavar="ADDRESS")]
 Addresses = Annotated[str, typer.Option(help=f"{ADDRESSES}.", metavar="ADDRESSES")]
 OptionalAddresses = Annotated[str, typer.Option(help=f"{ADDRESSES}; empty: none.", metavar="ADDRESSES")]
 
@@ -154,10 +157,10 @@ def serve(
 )
 def control(
     config: ConfigOption,
-    actor: Addresses,
+    actor: Address,
     rollout: Addresses,
     reward: Addresses,
-    critic: OptionalAddresses = "",
+    critic: OptionalAddress = "",
     reference: OptionalAddresses = "",
     listen: Annotated[str, typer.Option(help="host:port of the controller's own service.")] = "127.0.0.1:0",
     metrics_listen: Annotated[str, typer.Option(help="host:port of /metrics; empty: none.")] = "",

@@ -76,7 +76,7 @@ def resume(where: Where, tls_dir: TlsOption = None, namespace: Namespace = "", c
 
 @app.command(epilog="Example: rolemesh stop outputs/tiny")
 def stop(where: Where, tls_dir: TlsOption = None, namespace: Namespace = "", context: Context = "") -> None:
-    """Let the running step end, write a checkpoint, and end the run."""
+    """Let the running step end, write a checkpoint if trainer.save_freq is above 0, and end the run."""
     _steer("stop", where, tls_dir, namespace, context)
 
 

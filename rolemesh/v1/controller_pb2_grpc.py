@@ -109,7 +109,7 @@ class ControllerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Lets the running step end, writes a checkpoint and ends the run.
+        """Lets the running step end, writes a checkpoint if the job saves any, and ends the run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
