@@ -3,7 +3,7 @@ sentence, or the run begins with a warning: docs/decisions/0009-no-key-is-ignore
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,21 +37,25 @@ class IdleKey:
     is_set: bool
 
 
-def idle_keys(section: Config, prefix: str, reason: str = "") -> Iterator[IdleKey]:
-    """The keys of a section that are marked with NoEffect.
+def idle_keys(
+    section: Config, overruled: Mapping[str, str], prefix: str = "", reason: str = ""
+) -> Iterator[IdleKey]:
+    """The keys that are marked with NoEffect, and those that other keys of the job overrule.
 
     Args:
+        overruled: a dotted key, or a section with all its keys, to the reason.
         prefix: of the section's keys.
-        reason: why all of them have no effect, marked or not; empty: some have.
+        reason: why all of the section is overruled; empty: it is not.
     """
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
+        key, value = prefix + name, getattr(section, name)
+        why = reason or overruled.get(key, "")
         if isinstance(value, Config):
-            yield from idle_keys(value, f"{prefix}{name}.", reason)
+            yield from idle_keys(value, overruled, f"{key}.", why)
             continue
         marks = [mark for mark in field.metadata if isinstance(mark, NoEffect) and mark.value in (None, value)]
-        if reason or marks:
-            yield IdleKey(prefix + name, reason or marks[0].reason, name in section.model_fields_set)
+        if why or marks:
+            yield IdleKey(key, why or marks[0].reason, name in section.model_fields_set)
 
 
 def without(data: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:

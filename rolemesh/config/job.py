@@ -24,8 +24,6 @@ from rolemesh.errors import InvalidConfig
 
 M = TypeVar("M", bound=ModelConfig)
 
-ADAPTER_OFF = "with actor.model.lora_rank the reference policy is the actor with its adapter off"
-
 
 class JobConfig(Config):
     """One job: what the YAML file, the command line's overrides and the chart's `job:` value say."""
@@ -316,11 +314,16 @@ class JobConfig(Config):
 
     def idle_keys(self) -> tuple[IdleKey, ...]:
         """The keys that have no effect in this job."""
-        sections = ((name, getattr(self, name)) for name in type(self).model_fields)
-        reasons = {"reference": ADAPTER_OFF} if self.ref_in_actor else {}
-        return tuple(
-            idle for name, section in sections for idle in idle_keys(section, f"{name}.", reasons.get(name, ""))
-        )
+        overruled = {}
+        if self.ref_in_actor:
+            overruled["reference"] = (
+                "with actor.model.lora_rank the reference is the actor with its adapter off"
+            )
+        if self.rollout.name == "openai":
+            overruled["rollout.free_cache_engine"] = "the servers of engine openai keep their memory"
+        if self.trainer.resume_mode != "resume_path":
+            overruled["trainer.resume_from_path"] = f"trainer.resume_mode is {self.trainer.resume_mode}"
+        return tuple(idle_keys(self, overruled))
 
     def to_yaml(self) -> str:
         """The resolved job file: every key with its value. Of those that have no effect only what the job file

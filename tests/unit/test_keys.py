@@ -312,6 +312,18 @@ def test_beside_an_adapter_no_key_of_the_reference_has_an_effect() -> None:
     assert reference <= {idle.key for idle in idle_keys}
 
 
+def test_a_key_that_another_one_overrules_is_warned_of() -> None:
+    def warned(*overrides: str) -> list[str]:
+        return [idle.key for idle in make_job(parse_overrides(overrides)).idle_keys() if idle.is_set]
+
+    where = "trainer.resume_from_path=runs/global_step_3"
+    assert warned(where) == ["trainer.resume_from_path"]
+    assert warned(where, "trainer.resume_mode=resume_path") == []
+    servers = ("rollout.name=openai", "rollout.openai.urls=[http://a:1]", "rollout.openai.weights_dir=/shared")
+    assert warned("rollout.free_cache_engine=false", *servers) == ["rollout.free_cache_engine"]
+    assert warned("rollout.free_cache_engine=false") == []
+
+
 def test_the_resolved_job_file_begins_with_the_same_warnings(tmp_path: Path) -> None:
     for overrides in ([], [f"{key}={value}" for key, value in NAMED.items()], ["actor.model.lora_rank=8"]):
         job = make_job(parse_overrides(["actor.use_kl_loss=true", *overrides]))
