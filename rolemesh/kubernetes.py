@@ -105,6 +105,16 @@ class Cluster:
                     _raise_for(event["object"].get("code", 500), event["object"].get("message", line))
                 yield event
 
+    async def get(self, path: str) -> dict[str, Any]:
+        """One object.
+
+        Raises:
+            Forbidden, Refused, Unreachable.
+        """
+        async with self._client() as client:
+            answer: dict[str, Any] = (await client.get(path)).json()
+            return answer
+
     async def patch(self, path: str, change: Mapping[str, Any]) -> None:
         """Lays `change` on an object, as a merge patch.
 

@@ -174,6 +174,14 @@ def control(
             metavar="WORKLOADS",
         ),
     ] = None,
+    need: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Refuse to begin, instead of waiting for the roles, where one of these deployment/NAME or "
+            "statefulset/NAME has been scaled to zero.",
+            metavar="WORKLOADS",
+        ),
+    ] = None,
     log_format: LogFormatOption = LogFormat.TEXT,
     overrides: Overrides = None,
 ) -> None:
@@ -191,7 +199,7 @@ def control(
     from services.controller.status import RunStatus
 
     addresses = {role: parse(address) for role, address in given.items() if address}
-    scaled_down = workloads(scale_down or ())
+    scaled_down, needed = workloads(scale_down or ()), workloads(need or ())
 
     async def control_run() -> None:
         tls.use_keys(tls_dir)
@@ -200,7 +208,12 @@ def control(
             # With the models' libraries, for seconds, in which the server answers.
             services_control = await asyncio.to_thread(import_module, "services.control")
             await services_control.control(
-                job, addresses, server, metrics_listen=metrics_listen or None, scaled_down=scaled_down
+                job,
+                addresses,
+                server,
+                metrics_listen=metrics_listen or None,
+                scaled_down=scaled_down,
+                needed=needed,
             )
 
     asyncio.run(control_run())

@@ -33,7 +33,7 @@ from services.controller.loop import Run
 from services.controller.pages import check_step
 from services.controller.progress import Display
 from services.controller.run_dir import address_shown, held
-from services.controller.scale_down import Workload, scale_down, unpause
+from services.controller.scale_down import Workload, refuse_scaled_down, scale_down, unpause
 from services.controller.server import ControllerServer, serving
 from services.controller.status import RunStatus, State
 from services.controller.summary import Summary
@@ -58,6 +58,7 @@ async def control(
     *,
     metrics_listen: str | None = None,
     scaled_down: Sequence[Workload] = (),
+    needed: Sequence[Workload] = (),
 ) -> None:
     """Trains with roles that are already served.
 
@@ -67,13 +68,16 @@ async def control(
         server: it answers already.
         metrics_listen: host:port of /metrics; None: no metrics.
         scaled_down: what is scaled to zero once the run has come to its end, or was told to stop.
+        needed: workloads of the roles; refused where one of them has been scaled to zero.
 
     Raises:
-        InvalidConfig: the job or an address cannot be used; scaled_down, and this is not a pod.
+        InvalidConfig: the job or an address cannot be used; scaled_down or needed, and this is not a pod.
         RolemeshError: a step failed.
     """
     tune()
     warn_of_idle_keys(job)
+    if needed:
+        await refuse_scaled_down(needed, Cluster.in_pod())
     cluster = Cluster.in_pod() if scaled_down else None
     scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
     try:

@@ -94,6 +94,26 @@ async def unpause(scaled_down: Sequence[Workload], cluster: Cluster) -> None:
                 log.warning("scaledobject %s could not be told to go on: %s", workload.name, error)
 
 
+async def refuse_scaled_down(needed: Sequence[Workload], cluster: Cluster) -> None:
+    """Refuses to wait for pods that nobody will start.
+
+    Raises:
+        InvalidConfig: some of these have been scaled to zero; how to bring them back.
+        Forbidden, Refused, Unreachable: it could not be known.
+    """
+    gone = []
+    for workload in needed:
+        path = KINDS[workload.kind][0].format(namespace=cluster.namespace, name=workload.name)
+        if not (await cluster.get(path)).get("spec", {}).get("replicas"):
+            gone.append(f"{workload.kind}/{workload.name}")
+    if gone:
+        raise InvalidConfig(
+            f"the roles have been scaled down, as at the end of a run: {', '.join(gone)} of namespace "
+            f"{cluster.namespace} have no pods; to bring them back: "
+            f"kubectl -n {cluster.namespace} scale --replicas=1 {' '.join(gone)}"
+        )
+
+
 async def _patch(cluster: Cluster, path: str, change: dict[str, Any]) -> None:
     for attempts_left in reversed(range(ATTEMPTS)):
         try:

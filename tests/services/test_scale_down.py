@@ -34,10 +34,10 @@ OVERRIDES = (
 )
 
 
-async def controlled(job: JobConfig, addresses: Addresses, scaled_down: Sequence[Workload] = ()) -> None:
+async def controlled(job: JobConfig, addresses: Addresses, **workloads_: Sequence[Workload]) -> None:
     """As `rolemesh control` does it."""
     async with serving(RunStatus("run"), job.roles, LOCAL) as server:
-        await control(job, addresses, server, scaled_down=scaled_down)
+        await control(job, addresses, server, **workloads_)
 
 
 def test_scalers_are_told_before_what_they_scale() -> None:
@@ -136,6 +136,26 @@ async def test_a_run_directory_is_one_runs(tiny_model: Path, tmp_path: Path) -> 
     nobody = {role: ["127.0.0.1:1"] for role in job.roles}
     with held(job.run_dir), pytest.raises(RolemeshError, match=r"run is the directory of a run that still"):
         await controlled(job, nobody)
+
+
+async def test_roles_that_have_been_scaled_down_are_not_waited_for(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
+    needed = workloads(["deployment/job-reward", "statefulset/job-actor"])
+    async with api_server(tmp_path) as api, AsyncExitStack() as stack:
+        in_pod(api, monkeypatch)
+        run = asyncio.create_task(controlled(job, {}, needed=needed))
+        stack.push_async_callback(cancel_all, [run])
+        for replicas in (2, 0):
+            request = await api.next()
+            assert request.method == "GET"
+            await request.answer({"spec": {"replicas": replicas}})
+        assert request.path == "/apis/apps/v1/namespaces/here/statefulsets/job-actor/scale"
+        with pytest.raises(InvalidConfig) as refused:
+            await run
+    assert "scaled down, as at the end of a run: statefulset/job-actor of namespace here" in str(refused.value)
+    assert str(refused.value).endswith("kubectl -n here scale --replicas=1 statefulset/job-actor")
 
 
 async def test_outside_of_a_pod_nothing_can_be_scaled_down(tiny_model: Path, tmp_path: Path) -> None:
