@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from values import Values
 
@@ -58,14 +59,44 @@ CUSTOM = """\
   replicas: {reference: 2, reward: 2} # a pod has all roles of its group"""
 
 
+ONE_LINE = r"^[^\r\n]*$"
+# Text that may have several lines: code, scripts, and what ends a response.
+SEVERAL_LINES = {
+    ("RewardFunctionValues", "code"),
+    ("Step", "command"),
+    ("RolloutConfig", "stop"),
+}
+
+
 def schema() -> str:
     """Of values.yaml, as JSON. Helm reads YAML 1.1, where the key n of a job file is a boolean: templates put
-    it right, and the schema lets it pass."""
+    it right, and the schema lets it pass. A text has one line, in which nobody can hide another key."""
     schema = Values.model_json_schema()
-    for section in schema["$defs"].values():
-        if "n" in section.get("properties", {}):
-            section["properties"]["false"] = section["properties"]["n"]
+    for name, section in (*schema["$defs"].items(), ("Values", schema)):
+        properties = section.get("properties", {})
+        for key, field in properties.items():
+            if (name, key) not in SEVERAL_LINES:
+                _one_line(field)
+        if "n" in properties:
+            properties["false"] = properties["n"]
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+
+
+def _one_line(node: Any) -> None:
+    """Every text of a field, and every key of the user's own, without a line break."""
+    if isinstance(node, list):
+        for item in node:
+            _one_line(item)
+    elif isinstance(node, dict):
+        if node.get("type") == "string" and not node.keys() & {"enum", "const"}:
+            if "pattern" in node:
+                node["allOf"] = [{"pattern": ONE_LINE}]
+            else:
+                node["pattern"] = ONE_LINE
+        if node.get("type") == "object":
+            node.setdefault("propertyNames", {})["pattern"] = ONE_LINE
+        for key in ("anyOf", "items", "additionalProperties", "prefixItems"):
+            _one_line(node.get(key))
 
 
 def defaults() -> str:

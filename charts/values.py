@@ -35,7 +35,10 @@ class Toleration(Config):
 
 class ImageValues(Config):
     repository: str = Field("localhost/rolemesh", min_length=1, description="without the tag")
-    tag: str = Field("", description="empty: the chart's appVersion")
+    tag: str | int = Field("", description="empty: the chart's appVersion; a number is text here")
+    digest: str = Field(
+        "", pattern=r"^(sha256:[0-9a-f]{64})?$", description="of the image, as sha256:…; it wins over the tag"
+    )
     kind: Literal["cpu", "gpu"] = Field(
         "gpu", description="the target of the Dockerfile that it was built from"
     )
@@ -162,6 +165,10 @@ class HuggingFaceValues(Config):
 class RewardFunctionValues(Config):
     code: str = Field("", description="a Python file's text: --set-file rewardFunction.code=my_reward.py")
     configMap: Name = Field("", description="a ConfigMap of yours with Python files")
+    egress: list[Kubernetes] = Field(
+        [], description="what the reward's pods may reach beside DNS, as rules of a NetworkPolicy"
+    )
+    writes: bool = Field(False, description="the reward's pods may write to the workspace")
 
 
 class Scaler(Config):
@@ -208,6 +215,19 @@ class NetworkPolicyValues(Config):
     scalerFrom: list[Kubernetes] = Field(
         [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "keda"}}}],
         description="who may ask the controller for pending work, where a scaler is keda",
+    )
+    dnsTo: list[Kubernetes] = Field(
+        [
+            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}},
+            {"ipBlock": {"cidr": "169.254.20.10/32"}},
+        ],
+        description="where every pod finds DNS",
+    )
+    prepareEgress: list[Kubernetes] = Field(
+        [], description="what steps of prepare reach, as rules of a NetworkPolicy; not of the reward's pods"
+    )
+    controllerEgress: list[Kubernetes] = Field(
+        [{}], description="what the controller reaches beside DNS and the roles: the API server, loggers"
     )
 
 

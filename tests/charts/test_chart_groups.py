@@ -10,9 +10,21 @@ from typing import Any
 
 import pytest
 import yaml
-from rendering import EXAMPLES, ROOT, Object, groups, notes, objects, of_kind, refusal, template, workloads
+from rendering import (
+    CHART,
+    EXAMPLES,
+    ROOT,
+    Object,
+    groups,
+    notes,
+    objects,
+    of_kind,
+    refusal,
+    template,
+    workloads,
+)
 
-from rolemesh.config.job import load_job, make_job
+from rolemesh.config.job import JobConfig, load_job, make_job
 from rolemesh.config.placement import ROLES, strategies
 from rolemesh.errors import InvalidConfig
 
@@ -106,6 +118,80 @@ def test_sections_that_do_not_agree_are_refused_as_the_job_file_is(
     except InvalidConfig:
         agree = False
     assert (refusal({"job": sections, "placement": placement} | NO_DASHBOARDS) == "") == agree
+
+
+# What _refuse.tpl reads of a job, each key with values of which some do not agree.
+READ: dict[str, list[Any]] = {
+    "algorithm.adv_estimator": ["gae", "gae", "gae", "grpo", "remax"],
+    "rollout.n": [1, 1, 2],
+    "rollout.mode": ["sync", "sync", "async"],
+    "rollout.name": ["hf", "hf", "openai"],
+    "data.train_batch_size": [12, 12, 12, 12, 10],
+    "data.max_prompt_length": [48, 56],
+    "data.max_response_length": [16, 16, 40],
+    "actor.ppo_mini_batch_size": [6, 12],
+    "actor.ppo_micro_batch_size_per_gpu": [2, 3, 4],
+    "actor.use_dynamic_bsz": [None, False, True, True],
+    "actor.ppo_max_token_len_per_gpu": [None, 96, 128],
+    "actor.use_kl_loss": [None, True],
+    "critic.ppo_mini_batch_size": [None, 4, 6],
+    "critic.ppo_micro_batch_size_per_gpu": [2, 4],
+    "critic.use_dynamic_bsz": [None, False, True],
+    "critic.ppo_max_token_len_per_gpu": [None, 64, 128],
+    "reference.log_prob_use_dynamic_bsz": [None, False, True],
+    "reference.log_prob_max_token_len_per_gpu": [None, 64, 128],
+    "reward.reward_model.enable": [None, True],
+    "trainer.max_staleness": [None, 0, 1],
+}
+# Pods, and what each role has, are the chart's matter alone, and have tests of their own.
+OF_PODS = {"rollout.tensor_model_parallel_size", "trainer.device", "reward.custom_reward_function"}
+SEEDS = range(50)
+
+
+def draws(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A job, of which the chart may know that its sections do not agree, and its placement."""
+    draw = random.Random(seed)
+    sections: dict[str, dict[str, Any]] = {}
+    for key, choices in READ.items():
+        *path, name = key.split(".")
+        section = sections
+        for part in path:
+            section = section.setdefault(part, {})
+        if (value := draw.choice(choices)) is not None:
+            section[name] = value
+    if sections["rollout"]["name"] == "openai":
+        sections["rollout"]["openai"] = {"urls": ["http://fleet:8000"], "weights_dir": "/mnt/weights"}
+    return sections, {"strategy": draw.choice(["standalone", "standalone", "hybrid", "split-collocate"])}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_chart_refuses_a_job_whose_sections_do_not_agree_and_no_other(seed: int) -> None:
+    sections, placement = draws(seed)
+    assert (refusal({"job": sections, "placement": placement} | NO_DASHBOARDS) != "") == _is_refused(seed)
+
+
+def test_of_the_jobs_that_are_drawn_many_are_refused_and_many_are_not() -> None:
+    assert len(SEEDS) / 4 < sum(map(_is_refused, SEEDS)) < len(SEEDS) * 3 / 4
+
+
+def _is_refused(seed: int) -> bool:
+    sections, placement = draws(seed)
+    try:
+        make_job(sections | {"placement": placement})
+    except InvalidConfig:
+        return True
+    return False
+
+
+def test_every_key_of_a_job_that_the_chart_refuses_by_is_drawn() -> None:
+    text = (CHART / "templates" / "_refuse.tpl").read_text(encoding="utf-8")
+    sections = "|".join(JobConfig.model_fields)
+    read = set(re.findall(rf"[$)][a-z]*\.((?:{sections})\.[a-z_]+(?:\.[a-z_]+)?)", text))
+    missing = {key for key in read if not any(known.startswith(key) for known in (*READ, *OF_PODS))}
+    assert not {key for key in missing if not any(key.startswith(known) for known in OF_PODS)}
+    for name in set(re.findall(r"\$section\.([a-z_]+)", text)):
+        assert any(key.endswith(f".{name}") for key in READ), name
+    assert {"actor.use_dynamic_bsz", "data.max_prompt_length"} <= read
 
 
 def _read(things: list[Object]) -> Any:

@@ -139,21 +139,30 @@ def selected(things: list[Object]) -> None:
 
 
 def callers(things: list[Object], labels: dict[str, dict[str, str]]) -> None:
-    """Only the controller calls a role; rollouts take weights from the actor and from one another."""
-    may: dict[str, set[str]] = {name: set() for name in labels}
-    for policy in of_kind(things, "NetworkPolicy"):
-        for name in labels:
-            if not selects(policy["spec"]["podSelector"], labels[name]):
-                continue
-            for rule in policy["spec"]["ingress"]:
-                if rule["ports"] == [{"port": 50051}]:
-                    peers = [peer["podSelector"] for peer in rule["from"] if "podSelector" in peer]
-                    may[name] |= {other for other in labels for peer in peers if selects(peer, labels[other])}
+    """Only the controller calls a role; rollouts take weights from the actor and from one another. Who may be
+    called by a pod may be reached by it, and no other pod of the job."""
+    accepted, reached = (calls(things, labels, *way) for way in (("ingress", "from"), ("egress", "to")))
     rollouts = {name for name in labels if "rolemesh.dev/role-rollout" in labels[name]}
     senders = rollouts | {name for name in labels if "rolemesh.dev/role-actor" in labels[name]}
     for name in labels:
         expected = set() if name == "demo-controller" else {"demo-controller"}
-        assert may[name] == expected | (rollouts if name in senders else set())
+        assert accepted[name] == expected | (rollouts if name in senders else set())
+        assert reached[name] == {other for other in labels if name in accepted[other]}
+
+
+def calls(
+    things: list[Object], labels: dict[str, dict[str, str]], direction: str, peers: str
+) -> dict[str, set[str]]:
+    """Pod to the pods of this job that a policy lets it be called by, or call, for gRPC."""
+    may: dict[str, set[str]] = {name: set() for name in labels}
+    for policy in of_kind(things, "NetworkPolicy"):
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+        for name in [n for n in labels if selects(policy["spec"]["podSelector"], labels[n])]:
+            for rule in policy["spec"][direction]:
+                if rule.get("ports") == [{"port": 50051}]:
+                    given = [peer["podSelector"] for peer in rule[peers] if "podSelector" in peer]
+                    may[name] |= {other for other in labels for peer in given if selects(peer, labels[other])}
+    return may
 
 
 def references(things: list[Object]) -> None:
@@ -166,13 +175,27 @@ def references(things: list[Object]) -> None:
     assert len(services) == len({role for roles in groups(things).values() for role in roles})
     for thing in of_kind(things, "StatefulSet"):
         assert ("Service", thing["spec"]["serviceName"]) in names
-    for thing in of_kind(things, "HorizontalPodAutoscaler"):
+    for thing in of_kind(things, "ScaledObject"):
+        formula = thing["spec"]["advanced"]["scalingModifiers"]["formula"]
+        assert [trigger["name"] for trigger in thing["spec"]["triggers"]] == [formula]
+    for thing in of_kind(things, "HorizontalPodAutoscaler", "ScaledObject"):
         target = thing["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) in names
     (role,) = of_kind(things, "Role")
-    scalable = {
-        (rule["resources"][0], name) for rule in role["rules"] for name in rule.get("resourceNames", [])
+    may = {
+        (verb, rule["resources"][0], name)
+        for rule in role["rules"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames", [])
     }
+    scalable = {(resource, name) for verb, resource, name in may if verb == "patch"}
+    scales = {(f"{thing['kind'].lower()}s/scale", thing["metadata"]["name"]) for thing in workloads(things)}
+    assert {(resource, name) for verb, resource, name in may if verb == "get"} == scales
+    (test,) = of_kind(things, "Pod")
+    needed = [
+        a.removeprefix("--need=") for a in test["spec"]["containers"][0]["args"] if a.startswith("--need=")
+    ]
+    assert {(f"{kind}s/scale", name) for kind, name in (one.split("/") for one in needed)} == scales
     down = [arg.removeprefix("--scale-down=").split("/") for arg in args if arg.startswith("--scale-down=")]
     told = {
         (kind.lower(), thing["metadata"]["name"])

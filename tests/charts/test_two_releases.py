@@ -107,6 +107,7 @@ def test_what_is_asked_of_pods_is_in_pods_and_a_groups_word_goes_before() -> Non
         "huggingFace": {"secret": "hub"},
         "image": {"pullSecrets": ["registry"]},
         "storage": {"models": {"existingClaim": "weights"}},
+        "job": {"actor": {"model": {"path": "/models/qwen"}}},
     }  # fmt: skip
     specs = {name: template["spec"] for name, template in _templates(objects(values)).items()}
     actor, reward = specs["demo-actor"], specs["demo-reward"]

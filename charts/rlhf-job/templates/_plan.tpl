@@ -10,9 +10,23 @@
 {{- toJson $job }}
 {{- end }}
 
-{{/* The job with every key. A false or 0 in it does not win over a default that is not so: none is read here. */}}
+{{/* The job with every key. */}}
 {{- define "rlhf-job.job" -}}
-{{- mergeOverwrite (.Files.Get "files/defaults.json" | fromJson).job (include "rlhf-job.given" . | fromJson) | toJson }}
+{{- include "rlhf-job.over" (list (.Files.Get "files/defaults.json" | fromJson).job (include "rlhf-job.given" . | fromJson)) }}
+{{- end }}
+
+{{/* One dict laid over another, of (list DEFAULTS GIVEN), as JSON. Not by mergeOverwrite, with which a false or 0 loses
+against a default. */}}
+{{- define "rlhf-job.over" -}}
+{{- $all := first . }}
+{{- range $key, $value := last . }}
+{{- $default := get $all $key }}
+{{- if and (kindIs "map" $value) (kindIs "map" $default) }}
+{{- $value = include "rlhf-job.over" (list $default $value) | fromJson }}
+{{- end }}
+{{- if not (kindIs "invalid" $value) }}{{ $_ := set $all $key $value }}{{ end }}
+{{- end }}
+{{- toJson $all }}
 {{- end }}
 
 {{/* Strategy to its table of groups, as the local launcher reads them. */}}
@@ -39,10 +53,12 @@
 {{- end }}
 
 {{/* What values come to, as JSON: roles, and of each group name, workload, kind, roles, scaler, replicas (of a scaler
-the fewest), gpus, resources and pod (values.pods with values.groups laid over them). Refuses what cannot be. */}}
+the fewest), gpus, models (its roles with a model of their own; an engine of other servers has none), resources and pod
+(values.pods with values.groups laid over them). Refuses what cannot be. */}}
 {{- define "rlhf-job.plan" -}}
 {{- include "rlhf-job.refuse.rest" . }}
 {{- include "rlhf-job.refuse.table" . }}
+{{- $job := include "rlhf-job.job" . | fromJson }}
 {{- $stateless := (.Files.Get "files/defaults.json" | fromJson).stateless }}
 {{- $roles := include "rlhf-job.roles" . | fromJsonArray }}
 {{- $table := get (include "rlhf-job.tables" . | fromJson) .Values.placement.strategy | default .Values.placement.groups }}
@@ -52,10 +68,12 @@ the fewest), gpus, resources and pod (values.pods with values.groups laid over t
 {{- range $members }}{{ if has . $roles }}{{ $own = append $own . }}{{ end }}{{ end }}
 {{- if $own }}
 {{- $override := get $.Values.groups $name | default dict }}
-{{- $gpus := 0 }}{{ $resources := list }}{{ $kind := "Deployment" }}
+{{- $gpus := 0 }}{{ $resources := list }}{{ $kind := "Deployment" }}{{ $models := list }}
 {{- range $own }}
 {{- $role := index $.Values.roles . }}
-{{- $gpus = max $gpus $role.gpus }}
+{{- $elsewhere := and (eq . "rollout") (eq $job.rollout.name "openai") }}
+{{- if not $elsewhere }}{{ $gpus = max $gpus $role.gpus }}{{ end }}
+{{- if not (or $elsewhere (and (eq . "reward") (not $job.reward.reward_model.enable))) }}{{ $models = append $models . }}{{ end }}
 {{- $resources = append $resources ($role.resources | default dict) }}
 {{- if not (has . $stateless) }}{{ $kind = "StatefulSet" }}{{ end }}
 {{- end }}
@@ -69,7 +87,7 @@ the fewest), gpus, resources and pod (values.pods with values.groups laid over t
 {{- $replicas := get $.Values.placement.replicas (first $own) | default 1 }}
 {{- if $scaler }}{{ $replicas = $scaler.minReplicas | default 1 }}{{ end }}
 {{- $group := dict "name" $name "workload" (include "rlhf-job.name" (list $ $name)) "kind" $kind "roles" $own
-    "scaler" $scaler "replicas" $replicas "gpus" $gpus "resources" $merged
+    "scaler" $scaler "replicas" $replicas "gpus" $gpus "models" $models "resources" $merged
     "pod" (include "rlhf-job.settings" (list $ $override $gpus) | fromJson) }}
 {{- $groups = append $groups $group }}
 {{- end }}

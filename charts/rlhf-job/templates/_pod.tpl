@@ -9,32 +9,21 @@
 "probes" "command" "args" "talksToKubernetes" "graceSeconds"). */}}
 {{- define "rlhf-job.pod" -}}
 {{- $ := .root }}{{ $values := $.Values }}{{ $settings := .settings }}
-{{- $claims := list }}
-{{- range $name, $claim := omit $values.storage "singleNode" }}
-{{- if or $claim.existingClaim $claim.size }}{{ $claims = append $claims (set (deepCopy $claim) "name" $name) }}{{ end }}
-{{- end }}
-{{- $rewards := and (has "reward" .roles) (or $values.rewardFunction.code $values.rewardFunction.configMap) -}}
+{{- $claims := include "rlhf-job.claims" (list $ .roles $settings) | fromJsonArray }}
+{{- $readOnly := include "rlhf-job.readsOnly" (list $ .roles) }}
+{{- $labels := merge dict (include "rlhf-job.selector" (list $ .component) | fromYaml) (.labels | default dict) }}
+{{- range .roles }}{{ $_ := set $labels (printf "rolemesh.dev/role-%s" .) "true" }}{{ end }}
+{{- $rewards := and (has "reward" .roles) (or $values.rewardFunction.code $values.rewardFunction.configMap) }}
+{{- $annotations := merge (dict "checksum/job" (include "rlhf-job.file" $ | sha256sum)) (.annotations | default dict) }}
+{{- if $rewards }}{{ $_ := set $annotations "checksum/reward" ($values.rewardFunction.code | sha256sum) }}{{ end }}
+{{- if and .probes $values.monitoring.annotations }}
+{{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" "9090") }}
+{{- end -}}
 metadata:
   labels:
-    {{- include "rlhf-job.selector" (list $ .component) | nindent 4 }}
-    {{- range .roles }}
-    rolemesh.dev/role-{{ . }}: "true"
-    {{- end }}
-    {{- with merge dict (.labels | default dict) $settings.labels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "rlhf-job.beside" (list $labels $settings.labels "pods.labels") | nindent 4 }}
   annotations:
-    checksum/job: {{ include "rlhf-job.file" $ | sha256sum }}
-    {{- if $rewards }}
-    checksum/reward: {{ $values.rewardFunction.code | sha256sum }}
-    {{- end }}
-    {{- if and .probes $values.monitoring.annotations }}
-    prometheus.io/scrape: "true"
-    prometheus.io/port: "9090"
-    {{- end }}
-    {{- with merge dict (.annotations | default dict) $settings.annotations }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- include "rlhf-job.beside" (list $annotations $settings.annotations "pods.annotations") | nindent 4 }}
 spec:
   automountServiceAccountToken: {{ .talksToKubernetes | default false }}
   {{- if .talksToKubernetes }}
@@ -95,8 +84,13 @@ spec:
   initContainers:
     {{- range $index, $step := . }}
     - name: prepare-{{ $index }}
+      {{- if $readOnly }}
+      # Another pod makes it: this one may not write.
+      command: [sh, -c, 'until test -e "$0"; do sleep 1; done']
+      {{- else }}
       # One pod makes it, the others wait for the lock and then find it there.
       command: [flock, .prepare.lock, sh, -c, 'test -e "$0" || exec "$@"']
+      {{- end }}
       args: {{ prepend $step.command $step.creates | toJson }}
       {{- $common | nindent 6 }}
     {{- end }}
@@ -153,9 +147,10 @@ spec:
 {{/* What all containers of a pod share. */}}
 {{- define "rlhf-job.container" -}}
 {{- $ := .root }}{{ $values := $.Values -}}
-image: {{ $values.image.repository }}:{{ $values.image.tag | default $.Chart.AppVersion }}
+image: {{ include "rlhf-job.image" $ }}
 imagePullPolicy: {{ $values.image.pullPolicy }}
 workingDir: {{ $values.storage.workspace.mountPath }}
+terminationMessagePolicy: FallbackToLogsOnError # kubectl describe pod says why it ended
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
@@ -199,4 +194,52 @@ volumeMounts:
   {{- with .settings.volumeMounts }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- end }}
+
+{{/* The image by its digest, or else by its tag, which may be given as a number. */}}
+{{- define "rlhf-job.image" -}}
+{{- $image := .Values.image }}
+{{- $tag := kindIs "string" $image.tag | ternary $image.tag (printf "%d" (int64 $image.tag)) }}
+{{- with $image.digest }}{{ $image.repository }}@{{ . }}{{ else }}{{ $image.repository }}:{{ $tag | default $.Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{/* Labels or annotations of the chart's own with the user's, of (list OWN GIVEN KEY): no key is in both. */}}
+{{- define "rlhf-job.beside" -}}
+{{- $own := index . 0 }}{{ $key := index . 2 }}
+{{- range $name, $_ := index . 1 }}
+{{- if hasKey $own $name }}
+{{- fail (printf "%s has %s, which is the chart's own: leave it out, or give yours another name" $key $name) }}
+{{- end }}
+{{- end }}
+{{- toYaml (merge dict $own (index . 1)) }}
+{{- end }}
+
+{{/* Not empty: a pod of these roles writes nothing to the workspace, of (list $ ROLES). Roles that share a device park
+their weights there, and profiles are written there. */}}
+{{- define "rlhf-job.readsOnly" -}}
+{{- $ := first . }}
+{{- $profiled := (include "rlhf-job.job" $ | fromJson).trainer.profile_steps }}
+{{- if and (eq (join "," (last .)) "reward") (not $.Values.rewardFunction.writes) (not $profiled) }}true{{ end }}
+{{- end }}
+
+{{/* The claims that a pod mounts, of (list $ ROLES SETTINGS), as JSON: the workspace, and those in which something that
+it reads has a path. A pod without roles (controller, check) mounts all. */}}
+{{- define "rlhf-job.claims" -}}
+{{- $ := index . 0 }}{{ $roles := index . 1 }}
+{{- $job := include "rlhf-job.job" $ | fromJson }}
+{{- $read := list $job.actor.model $.Values.prepare (index . 2) }}
+{{- range $roles }}{{ $read = append $read (get $job .) }}{{ end }}
+{{- if or $job.trainer.profile_steps (gt (len $roles) 1) (has "actor" $roles) (has "critic" $roles) }}
+{{- $read = append $read $job.trainer.default_local_dir }} {{- /* checkpoints, traces, parked weights */}}
+{{- end }}
+{{- $text := toRawJson $read }}
+{{- $claims := list }}
+{{- range $name, $claim := omit $.Values.storage "singleNode" }}
+{{- $path := printf `(^|[^\w./-])%s([^\w.-]|$)` (regexQuoteMeta (trimSuffix "/" $claim.mountPath)) }}
+{{- if and (or $claim.existingClaim $claim.size) (or (not $roles) (eq $name "workspace") (regexMatch $path $text)) }}
+{{- $readOnly := or $claim.readOnly (ne (include "rlhf-job.readsOnly" (list $ $roles)) "") }}
+{{- $claims = append $claims (merge (dict "name" $name "readOnly" $readOnly) $claim) }}
+{{- end }}
+{{- end }}
+{{- toJson $claims }}
 {{- end }}

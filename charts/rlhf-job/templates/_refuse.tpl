@@ -70,7 +70,7 @@
 {{- if gt (int $group.gpus) (int $.Values.gpu.perNode) }}
 {{- fail (printf "a pod of group %s wants %d GPUs, and a node has %d (gpu.perNode): lower gpus of %s, since a group of several nodes does not exist yet" $group.name (int $group.gpus) (int $.Values.gpu.perNode) (join ", " $group.roles)) }}
 {{- end }}
-{{- $ranks := 1 }}
+{{- $ranks := eq $job.rollout.name "openai" | ternary (min 1 (len (without $group.roles "rollout"))) 1 | int }}
 {{- if and (has "rollout" $group.roles) (eq $job.rollout.name "vllm") }}{{ $ranks = int $job.rollout.tensor_model_parallel_size }}{{ end }}
 {{- if gt (int $group.gpus) $ranks }}
 {{- fail (printf "a pod of group %s wants %d GPUs, and its roles use %d: set gpus of %s to %d; only a rollout by vLLM takes several, as job.rollout.tensor_model_parallel_size says" $group.name (int $group.gpus) $ranks (join ", " $group.roles) $ranks) }}
@@ -80,6 +80,9 @@
 {{- end }}
 {{- if and $group.gpus (eq $job.trainer.device "cpu") }}
 {{- fail (printf "a pod of group %s wants GPUs, and job.trainer.device is cpu: set gpus of %s to 0, or the device to auto" $group.name (join ", " $group.roles)) }}
+{{- end }}
+{{- if and (not $group.gpus) $group.models (eq $job.trainer.device "cuda") }}
+{{- fail (printf "job.trainer.device is cuda, and a pod of group %s has no GPU for the models of %s: set roles.%s.gpus to 1, or the device to auto" $group.name (join ", " $group.models) (first $group.models)) }}
 {{- end }}
 {{- if has "rollout" $group.roles }}
 {{- if and (eq $job.rollout.name "vllm") (eq $.Values.image.kind "cpu") }}
@@ -105,6 +108,7 @@
 {{- define "rlhf-job.refuse.job" -}}
 {{- $job := include "rlhf-job.job" (first .) | fromJson }}
 {{- $n := int $job.rollout.n }}{{ $batch := int $job.data.train_batch_size }}
+{{- $longest := add $job.data.max_prompt_length $job.data.max_response_length | int }}
 {{- $estimator := $job.algorithm.adv_estimator }}
 {{- if and (has $estimator ((first .).Files.Get "files/defaults.json" | fromJson).comparing) (eq $n 1) }}
 {{- fail (printf "job.algorithm.adv_estimator %s compares the responses to one prompt, and job.rollout.n is 1: set it to 2 or more" $estimator) }}
@@ -116,8 +120,16 @@
 {{- $micro := int $section.ppo_micro_batch_size_per_gpu }}
 {{- if mod $batch $mini }}
 {{- fail (printf "job.data.train_batch_size %d does not divide into mini-batches of %d prompts: set job.%s.ppo_mini_batch_size to a divisor" $batch $mini $role) }}
-{{- else if mod (mul $mini $n) $micro }}
+{{- else if and (mod (mul $mini $n) $micro) (not (include "rlhf-job.tokens" (list $job $role))) }}
 {{- fail (printf "a mini-batch of %d rows (%d prompts times job.rollout.n %d) does not divide into micro-batches of %d: set job.%s.ppo_micro_batch_size_per_gpu to a divisor" (mul $mini $n) $mini $n $micro $role) }}
+{{- end }}
+{{- end }}
+{{- range $role := without $group.roles "rollout" "reward" }}
+{{- with include "rlhf-job.tokens" (list $job $role) }}
+{{- if lt (int .) $longest }}
+{{- $stem := eq $role "reference" | ternary "log_prob" "ppo" }}
+{{- fail (printf "job.%s.%s_max_token_len_per_gpu is %s, and a row may have %d tokens (job.data.max_prompt_length and max_response_length): set it to that or more" $role $stem . $longest) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- $elsewhere := list (ternary "" "reward" $job.reward.reward_model.enable) (eq $job.rollout.name "openai" | ternary "rollout" "") }}
@@ -125,6 +137,17 @@
 {{- if and (eq $job.rollout.mode "async") (gt (int $job.trainer.max_staleness) 0) (has "rollout" $sharing) (gt (len $sharing) 1) }}
 {{- fail (printf "job.rollout.mode is async, and rollout shares the device of group %s with %s, so that nothing would run ahead: give rollout a group of its own (placement.strategy), or set the mode to sync" $group.name (without $sharing "rollout" | join ", ")) }}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Tokens in a pass of actor, critic or reference, of (list JOB ROLE); nothing where passes have a number of rows. */}}
+{{- define "rlhf-job.tokens" -}}
+{{- $job := first . }}{{ $role := last . }}{{ $section := get $job $role }}
+{{- $stem := eq $role "reference" | ternary "log_prob" "ppo" }}
+{{- $dynamic := eq $role "reference" | ternary $section.log_prob_use_dynamic_bsz $section.use_dynamic_bsz }}
+{{- if kindIs "invalid" $dynamic }}{{ $dynamic = $job.actor.use_dynamic_bsz }}{{ end }}
+{{- if $dynamic }}
+{{- get $section (printf "%s_max_token_len_per_gpu" $stem) | default $job.actor.ppo_max_token_len_per_gpu | int }}
 {{- end }}
 {{- end }}
 

@@ -1,0 +1,262 @@
+"""What a pod may reach, mount and be called, by the chart's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rendering import Object, notes, objects, of_kind, refusal, selects, workloads
+
+ANYWHERE: Object = {}
+DNS_PORTS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
+HUB = {"ports": [{"port": 443}]}
+JUDGE = {"to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}], "ports": [{"port": 8443}]}
+OPENAI = {
+    "name": "openai",
+    "openai": {
+        "urls": ["http://10.0.0.7:8000", "https://fleet.example/v1", "http://fleet:8001"],
+        "weights_dir": "/mnt/weights",
+    },
+}
+CLAIMS = {
+    "models": {"existingClaim": "models"},
+    "data": {"existingClaim": "data"},
+    "checkpoints": {"existingClaim": "checkpoints"},
+}
+
+
+def policy_of(component: str, values: Object) -> Object:
+    """The one policy for a component's pods."""
+    labels = {"app.kubernetes.io/name": "rlhf-job", "app.kubernetes.io/instance": "demo"}
+    labels["app.kubernetes.io/component"] = component
+    [policy] = [
+        thing["spec"]
+        for thing in of_kind(objects(values), "NetworkPolicy")
+        if selects(thing["spec"]["podSelector"], labels)
+    ]
+    return policy
+
+
+def leaving(component: str, values: Object) -> list[Object]:
+    """Rules of egress other than to DNS and to pods of the job."""
+    dns, *rules = policy_of(component, values)["egress"]
+    assert dns["ports"] == DNS_PORTS
+    assert dns["to"]
+    return [rule for rule in rules if not all("podSelector" in peer for peer in rule.get("to", [{}]))]
+
+
+@pytest.mark.parametrize("component", ["actor", "critic", "rollout", "reward"])
+def test_roles_reach_nothing_outside_of_the_job(component: str) -> None:
+    assert leaving(component, {}) == []
+
+
+def test_reward_pods_reach_dns_and_what_their_function_is_allowed_and_no_pod_of_the_job() -> None:
+    values = {"rewardFunction": {"egress": [JUDGE]}, "networkPolicy": {"prepareEgress": [HUB]}}
+    assert policy_of("reward", values)["egress"][1:] == [JUDGE]
+    assert leaving("actor", values) == [HUB]
+    assert leaving("rollout", values) == [HUB]
+
+
+def test_a_pod_that_a_reward_shares_reaches_what_each_of_its_roles_may() -> None:
+    values = {
+        "placement": {"strategy": "hybrid"},
+        "rewardFunction": {"egress": [JUDGE]},
+        "networkPolicy": {"prepareEgress": [HUB]},
+    }
+    assert leaving("judges", values) == [JUDGE, HUB]
+    assert leaving("policy", values) == [HUB]
+
+
+def test_a_rollout_by_other_servers_reaches_them_on_their_ports() -> None:
+    to_one = {"to": [{"ipBlock": {"cidr": "10.0.0.7/32"}}], "ports": [{"port": 8000}]}
+    servers = [to_one, {"ports": [{"port": 443}]}, {"ports": [{"port": 8001}]}]
+    assert leaving("rollout", {"job": {"rollout": OPENAI}}) == servers
+    assert leaving("actor", {"job": {"rollout": OPENAI}}) == []
+
+
+def test_the_controller_reaches_what_values_say() -> None:
+    assert leaving("controller", {}) == [ANYWHERE]
+    assert leaving("controller", {"networkPolicy": {"controllerEgress": [HUB]}}) == [HUB]
+
+
+def test_an_empty_list_of_peers_means_nobody() -> None:
+    """In a rule of Kubernetes it means everybody."""
+    keda = {"reward": {"scaler": "keda", "maxReplicas": 4}}
+    closed = {"metricsFrom": [], "scalerFrom": [], "dnsTo": [], "controllerEgress": []}
+    values = {"networkPolicy": closed, "autoscaling": keda}
+    things = of_kind(objects(values), "NetworkPolicy")
+    rules = [rule for thing in things for rule in (*thing["spec"]["ingress"], *thing["spec"]["egress"])]
+    assert rules
+    assert all(rule.get("from") or rule.get("to") for rule in rules)
+    assert {port["port"] for rule in rules for port in rule["ports"]} == {50051}
+    assert policy_of("controller", values)["ingress"] == []
+
+
+# ------------------------------------------------------------------------------------------- claims
+
+
+def mounts(values: Object) -> dict[str, dict[str, bool]]:
+    """Component to its claims, and whether it may write there."""
+    found = {}
+    things = objects({"storage": CLAIMS} | values)
+    for thing in (*workloads(things), *of_kind(things, "Job")):
+        pod = thing["spec"]["template"]["spec"]
+        claims = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
+        found[thing["metadata"]["labels"]["app.kubernetes.io/component"]] = {
+            mount["name"]: not mount["readOnly"]
+            for mount in pod["containers"][0]["volumeMounts"]
+            if mount["name"] in claims
+        }
+    return found
+
+
+def test_a_pod_mounts_the_workspace_and_the_claims_that_it_has_paths_in() -> None:
+    job = {
+        "actor": {"model": {"path": "/models/qwen"}},
+        "data": {"train_files": "/data/train.parquet"},
+        "trainer": {"default_local_dir": "/checkpoints/run"},
+    }
+    trained = {"workspace": True, "models": False, "checkpoints": True}
+    assert mounts({"job": job}) == {
+        "actor": trained,
+        "critic": trained,
+        "rollout": {"workspace": True, "models": False},
+        "reward": {"workspace": False, "models": False},
+        "controller": {"workspace": True, "models": False, "data": False, "checkpoints": True},
+    }
+    assert mounts({}) | {"controller": {}} == {
+        "actor": {"workspace": True},
+        "critic": {"workspace": True},
+        "rollout": {"workspace": True},
+        "reward": {"workspace": False},
+        "controller": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "claim"),
+    [
+        ({"job": {"reward": {"custom_reward_function": {"path": "/data/judge.py"}}}}, "data"),
+        (
+            {"job": {"reward": {"custom_reward_function": {"path": "r.py", "reward_kwargs": {"at": "/data"}}}}},
+            "data",
+        ),
+        ({"prepare": [{"creates": "x", "command": ["sh", "-c", "fetch >/models/x"]}]}, "models"),
+        ({"groups": {"reward": {"env": [{"name": "HF_HOME", "value": "/models/cache"}]}}}, "models"),
+    ],
+)
+def test_a_path_anywhere_in_what_a_pod_reads_brings_its_claim(values: Object, claim: str) -> None:
+    assert mounts(values)["reward"] == {"workspace": False, claim: False}
+
+
+def test_a_path_that_only_begins_like_a_claims_brings_nothing() -> None:
+    job = {"actor": {"model": {"path": "/models-2/qwen"}}, "critic": {"model": {"path": "x/models/qwen"}}}
+    assert mounts({"job": job})["critic"] == {"workspace": True}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rewardFunction": {"writes": True}},
+        {"job": {"trainer": {"profile_steps": [2]}}},
+        {"placement": {"strategy": "hybrid"}},  # roles that take turns park their weights there
+    ],
+)
+def test_reward_pods_write_to_the_workspace_where_the_job_says_so(values: Object) -> None:
+    found = mounts(values)
+    assert found.get("reward", found.get("judges")) == {"workspace": True}
+
+
+def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:
+    values = {"prepare": [{"creates": "out/model", "command": ["rolemesh", "demo", "out"]}]}
+    first = {
+        thing["metadata"]["name"]: thing["spec"]["template"]["spec"]["initContainers"][0]["command"]
+        for thing in workloads(objects(values))
+    }
+    assert first["demo-actor"][0] == "flock"
+    assert first["demo-reward"] == ["sh", "-c", 'until test -e "$0"; do sleep 1; done']
+
+
+# ----------------------------------------------------------------------------------- labels and images
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("labels", "app.kubernetes.io/name"),
+        ("labels", "app.kubernetes.io/instance"),
+        ("labels", "app.kubernetes.io/component"),
+        ("labels", "rolemesh.dev/role-reward"),
+        ("labels", "rolemesh.dev/group"),
+        ("annotations", "checksum/job"),
+        ("annotations", "prometheus.io/port"),
+    ],
+)
+@pytest.mark.parametrize("where", ["pods", "groups"])
+def test_a_label_of_the_charts_own_is_refused(kind: str, name: str, where: str) -> None:
+    given = {kind: {name: "mine"}}
+    said = refusal({"pods": given} if where == "pods" else {"groups": {"reward": given}})
+    assert f"pods.{kind} has {name}, which is the chart's own: leave it out" in said
+
+
+def test_labels_of_yours_are_beside_the_charts() -> None:
+    things = objects({"pods": {"labels": {"team": "a"}}, "groups": {"reward": {"labels": {"team": "b"}}}})
+    teams = {
+        t["metadata"]["name"]: t["spec"]["template"]["metadata"]["labels"]["team"] for t in workloads(things)
+    }
+    assert teams == {"demo-actor": "a", "demo-critic": "a", "demo-rollout": "a", "demo-reward": "b"}
+
+
+DIGEST = "sha256:" + "0a" * 32
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        ({"tag": 1}, "localhost/rolemesh:1"),
+        ({"tag": 20251122123456}, "localhost/rolemesh:20251122123456"),
+        ({"tag": "1.10"}, "localhost/rolemesh:1.10"),
+        ({"digest": DIGEST}, f"localhost/rolemesh@{DIGEST}"),
+        ({"digest": DIGEST, "tag": "v1"}, f"localhost/rolemesh@{DIGEST}"),
+    ],
+)
+def test_an_image_is_named_by_its_tag_or_its_digest(image: dict[str, Any], expected: str) -> None:
+    used = {
+        container["image"]
+        for thing in workloads(objects({"image": image}))
+        for container in thing["spec"]["template"]["spec"]["containers"]
+    }
+    assert used == {expected}
+
+
+# ------------------------------------------------------------------------------------------------ GPUs
+
+
+def gpus(values: Object) -> dict[str, int]:
+    return {
+        thing["metadata"]["name"].removeprefix("demo-"): container["resources"]["limits"].get(
+            "nvidia.com/gpu", 0
+        )
+        for thing in workloads(objects(values))
+        for container in thing["spec"]["template"]["spec"]["containers"]
+    }
+
+
+def test_a_rollout_by_other_servers_asks_for_no_gpu() -> None:
+    assert gpus({"job": {"rollout": OPENAI}}) == {"actor": 1, "critic": 1, "reward": 0, "rollout": 0}
+    shared = {"placement": {"strategy": "hybrid"}, "job": {"rollout": OPENAI}}
+    assert gpus(shared) == {"policy": 1, "judges": 1}
+    assert "wants 1 GPUs, and its roles use 0" in refusal(
+        {"job": {"rollout": OPENAI}, "groups": {"rollout": {"gpus": 1}}}
+    )
+
+
+def test_a_model_without_a_gpu_is_told_or_refused(tmp_path: Any) -> None:
+    reward = {"reward": {"reward_model": {"enable": True}}}
+    told = "ON CPU, WITHOUT A GPU: reward of group reward. Set roles.reward.gpus to 1 for one."
+    assert told in notes({"job": reward}, tmp_path)
+    assert "WITHOUT A GPU" not in notes({"job": reward, "roles": {"reward": {"gpus": 1}}}, tmp_path)
+    assert "WITHOUT A GPU" not in notes({}, tmp_path)
+    said = refusal({"job": reward | {"trainer": {"device": "cuda"}}})
+    assert "a pod of group reward has no GPU for the models of reward: set roles.reward.gpus to 1" in said
+    assert "roles.rollout" not in refusal({"job": {"rollout": OPENAI, "trainer": {"device": "cuda"}}})
