@@ -22,6 +22,7 @@ from torch.profiler import profile, record_function
 
 from rolemesh.config import JobConfig
 from rolemesh.config.placement import ReplicasConfig
+from rolemesh.home import Home
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,6 +54,7 @@ class Traces:
 
     def __init__(self, job: JobConfig, role: str) -> None:
         self._job, self._role, self.steps = job, role, frozenset(job.trainer.profile_steps)
+        self._home = Home.of(job)
         replica = f"-{socket.gethostname()}-{os.getpid()}" if role in ReplicasConfig.model_fields else ""
         name = f"{role}{replica}"
         _NAMES[name] += 1  # a process may hold several replicas: no two may write one file
@@ -108,13 +110,11 @@ class Traces:
             session.export_chrome_trace(str(exported))
             trace = json.loads(exported.read_text(encoding="utf-8"))
         events = [json.dumps(event).encode() for event in map(self._since_1970(trace), trace["traceEvents"])]
-        path = self._job.profile_dir(step) / self._name
-        path.parent.mkdir(parents=True, exist_ok=True)
         stream, size = self._streams.get(step) or (zlib.compressobj(3, wbits=GZIP), 0)
         before = SEPARATOR if size else BEGIN
         body = stream.compress(before + SEPARATOR.join(events)) + stream.flush(zlib.Z_SYNC_FLUSH)
         ending = stream.copy()  # the stream itself goes on
-        with path.open("r+b" if size else "wb") as file:
+        with self._home.file(self._job.profile_dir(step) / self._name) as file:
             file.seek(size)
             file.write(body + ending.compress(END) + ending.flush())
             file.truncate()

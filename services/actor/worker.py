@@ -13,6 +13,7 @@ from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
 from rolemesh.errors import Unsupported
+from rolemesh.home import Home
 from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device, vocabulary_of
 from rolemesh.models.lora import Adapter
@@ -121,6 +122,7 @@ class ActorWorker(PolicyWorker):
         warmup_steps = num_warmup_steps(actor.optim, self.schedule.num_steps(job), "actor")
         self.tokenizer = load_tokenizer(actor.model, "actor")
         super().__init__(job, "actor", actor.model, self.schedule.micro_batches)
+        self._home = Home.of(job)
         self.adapter = Adapter(self.model, actor.model, actor.seed) if actor.model.lora_rank else None
         checkpoint_activations(self.model, actor.model)
         self.optimizer = Optimizer(
@@ -204,7 +206,7 @@ class ActorWorker(PolicyWorker):
             (self.adapter.save if self.adapter else self.model.save_pretrained)(into)
             self.tokenizer.save_pretrained(into)
 
-        save_checkpoint(directory, write_model, self.optimizer)
+        save_checkpoint(self._home, directory, write_model, self.optimizer)
 
     @on_worker_thread
     def load_checkpoint(self, directory: Path | None) -> None:
@@ -216,6 +218,6 @@ class ActorWorker(PolicyWorker):
             return weights
 
         if self.adapter:
-            load_checkpoint(directory, self.adapter.weights, self.adapter.read, self.optimizer)
+            load_checkpoint(self._home, directory, self.adapter.weights, self.adapter.read, self.optimizer)
         else:
-            load_checkpoint(directory, self.model.state_dict(), read_weights, self.optimizer)
+            load_checkpoint(self._home, directory, self.model.state_dict(), read_weights, self.optimizer)

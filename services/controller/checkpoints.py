@@ -252,7 +252,8 @@ def _aside(path: Path) -> Path:
 def write_durably(path: Path, content: str | bytes) -> None:
     """Replaces a file at once: a reader sees the old content or the new, also after a loss of power."""
     new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
+    new.unlink(missing_ok=True)  # of a writer that was killed, or a link, which is not to be followed
+    with new.open("xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())

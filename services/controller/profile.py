@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rolemesh import timeline
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
-from services.controller.checkpoints import write_durably
+from rolemesh.home import Home
 
 
 def check_profile_steps(job: JobConfig) -> None:
@@ -39,6 +39,5 @@ def profiled(number: int, job: JobConfig) -> Iterator[None]:
     finally:
         timeline.calls.reset(token)
     step.ended = time.perf_counter()
-    directory = job.profile_dir(number)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_durably(directory / "timeline.json", json.dumps(timeline.to_chrome(written, step)) + "\n")
+    with Home.of(job).writing(job.profile_dir(number)) as directory:
+        (directory / "timeline.json").write_text(json.dumps(timeline.to_chrome(written, step)) + "\n")

@@ -16,6 +16,7 @@ from typing import Any
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RolemeshError
+from rolemesh.home import Home
 from services.controller.checkpoints import write_durably
 from services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
 
@@ -126,9 +127,9 @@ def answers(batch: DataProto, step: int, tokenizer: Any) -> list[dict[str, Any]]
 def dump(rows: list[dict[str, Any]], directory: str | None, step: int) -> None:
     """Writes <directory>/<step>.jsonl, whole or not at all; no directory, no dump."""
     if directory:
-        Path(directory).mkdir(parents=True, exist_ok=True)
         lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        write_durably(Path(directory) / f"{step}.jsonl", "".join(lines))
+        with Home(Path(directory)).writing(Path(directory)) as into:
+            (into / f"{step}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _texts(ids: Any, mask: Any, tokenizer: Any) -> list[str]:

@@ -13,6 +13,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.critic import CriticConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
+from rolemesh.home import Home
 from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import resolve_device, vocabulary_of
@@ -39,6 +40,7 @@ class CriticWorker(LocalWorker):
         super().__init__("critic")
         critic = job.critic
         self.job, self.config = job, job.critic_model
+        self._home = Home.of(job)
         refuse_float16(self.config, "critic")
         self.schedule = Schedule(
             mini_batch_size=job.critic_mini_batch_size * job.rollout.n,
@@ -98,7 +100,7 @@ class CriticWorker(LocalWorker):
     @on_worker_thread
     def save_checkpoint(self, directory: Path) -> None:
         """Model and optimizer: rolemesh/models/checkpoint.py. Raises CheckpointFailed."""
-        save_checkpoint(directory, self.model.save_pretrained, self.optimizer)
+        save_checkpoint(self._home, directory, self.model.save_pretrained, self.optimizer)
 
     @on_worker_thread
     def load_checkpoint(self, directory: Path | None) -> None:
@@ -108,7 +110,7 @@ class CriticWorker(LocalWorker):
             config = self.config.model_copy(update={"path": str(path)}) if path else self.config
             return ScoreModel.load(config, "critic", seed=self.job.critic.seed).state_dict()
 
-        load_checkpoint(directory, self.model.state_dict(), read_weights, self.optimizer)
+        load_checkpoint(self._home, directory, self.model.state_dict(), read_weights, self.optimizer)
 
 
 def value_objective(

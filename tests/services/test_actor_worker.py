@@ -27,6 +27,12 @@ from services.controller.experience import join
 from services.rollout.worker import RolloutWorker
 
 
+@pytest.fixture(autouse=True)
+def _in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles write checkpoints there alone."""
+    monkeypatch.chdir(tmp_path)
+
+
 def actor_job(model: Path, actor: dict[str, Any] | None = None, **sections: dict[str, Any]) -> JobConfig:
     base = {
         "model": {"path": str(model)},
@@ -37,7 +43,7 @@ def actor_job(model: Path, actor: dict[str, Any] | None = None, **sections: dict
     return make_job(
         {
             "data": {"train_batch_size": 16},
-            "trainer": {"device": "cpu"},
+            "trainer": {"device": "cpu", "default_local_dir": "."},
             "critic": {"ppo_micro_batch_size_per_gpu": 4},
             "actor": base | (actor or {}),
             **sections,

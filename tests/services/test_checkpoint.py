@@ -23,7 +23,7 @@ from services.actor.worker import ActorWorker
 from services.critic.worker import CriticWorker
 
 
-def training_job(model: Path) -> JobConfig:
+def training_job(model: Path, run_dir: Path) -> JobConfig:
     """Shuffled passes, a warm-up that is under way when the run is cut."""
     trained = {
         "ppo_mini_batch_size": 8,
@@ -35,7 +35,7 @@ def training_job(model: Path) -> JobConfig:
     return make_job(
         {
             "data": {"train_batch_size": 16},
-            "trainer": {"device": "cpu"},
+            "trainer": {"device": "cpu", "default_local_dir": str(run_dir)},
             "actor": trained | {"model": {"path": str(model)}, "use_kl_loss": True, "entropy_coeff": 0.01},
             "critic": trained,
         }
@@ -50,14 +50,14 @@ def everything(worker: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
 async def test_a_resumed_run_ends_as_an_unbroken_one_does(any_model: Path, tmp_path: Path, role: Any) -> None:
     batches = [sequence_batch(16, seed=seed) for seed in range(4)]
-    unbroken = role(training_job(any_model))
+    unbroken = role(training_job(any_model, tmp_path))
     expected = [await unbroken.update(batch) for batch in batches]
 
-    first = role(training_job(any_model))
+    first = role(training_job(any_model, tmp_path))
     for batch in batches[:2]:
         await first.update(batch)
     await first.save_checkpoint(tmp_path / "saved")
-    resumed = role(training_job(any_model))
+    resumed = role(training_job(any_model, tmp_path))
     await resumed.update(batches[3])  # what it did before it took the checkpoint up leaves no trace
     await resumed.load_checkpoint(tmp_path / "saved")
 
@@ -72,7 +72,7 @@ async def test_a_resumed_run_ends_as_an_unbroken_one_does(any_model: Path, tmp_p
 async def test_a_role_that_begins_anew_is_as_it_was_before_its_first_update(
     tiny_model: Path, tmp_path: Path, role: Any
 ) -> None:
-    worker, untouched = role(training_job(tiny_model)), role(training_job(tiny_model))
+    worker, untouched = role(training_job(tiny_model, tmp_path)), role(training_job(tiny_model, tmp_path))
     await worker.load_checkpoint(None)  # as it is
     await worker.update(sequence_batch(16, seed=1))
     await worker.save_checkpoint(tmp_path)
@@ -88,15 +88,15 @@ async def test_a_role_that_begins_anew_is_as_it_was_before_its_first_update(
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
 async def test_a_run_may_be_saved_before_its_first_update(tiny_model: Path, tmp_path: Path, role: Any) -> None:
     batch = sequence_batch(16)
-    worker = role(training_job(tiny_model))
+    worker = role(training_job(tiny_model, tmp_path))
     await worker.save_checkpoint(tmp_path)
-    resumed = role(training_job(tiny_model))
+    resumed = role(training_job(tiny_model, tmp_path))
     await resumed.load_checkpoint(tmp_path)
     assert await resumed.update(batch) == await worker.update(batch)
 
 
 async def test_an_actors_checkpoint_is_a_hugging_face_directory(any_model: Path, tmp_path: Path) -> None:
-    worker = ActorWorker(training_job(any_model))
+    worker = ActorWorker(training_job(any_model, tmp_path))
     await worker.update(sequence_batch(16))
     await worker.save_checkpoint(tmp_path / "actor")
     model, found = AutoModelForCausalLM.from_pretrained(
@@ -109,7 +109,7 @@ async def test_an_actors_checkpoint_is_a_hugging_face_directory(any_model: Path,
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "actor")
     assert tokenizer.chat_template
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    again = ActorWorker(training_job(tmp_path / "actor"))
+    again = ActorWorker(training_job(tmp_path / "actor", tmp_path))
     assert torch.equal(
         (await again.compute_log_probs(sequence_batch(4)))["old_log_probs"],
         (await worker.compute_log_probs(sequence_batch(4)))["old_log_probs"],
@@ -117,7 +117,7 @@ async def test_an_actors_checkpoint_is_a_hugging_face_directory(any_model: Path,
 
 
 async def test_nothing_in_a_checkpoint_is_a_pickle(tiny_model: Path, tmp_path: Path) -> None:
-    worker = ActorWorker(training_job(tiny_model))
+    worker = ActorWorker(training_job(tiny_model, tmp_path))
     await worker.update(sequence_batch(16))
     await worker.save_checkpoint(tmp_path)
     assert {Path(name).suffix for name in os.listdir(tmp_path)} <= {".safetensors", ".json", ".jinja"}
@@ -141,7 +141,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 async def test_no_room_on_the_disk_is_a_clear_error(
     tiny_model: Path, tmp_path: Path, role: Any, room: int
 ) -> None:
-    worker = role(training_job(tiny_model))
+    worker = role(training_job(tiny_model, tmp_path))
     await worker.update(sequence_batch(16))
     with (
         largest_file(room),
@@ -150,13 +150,13 @@ async def test_no_room_on_the_disk_is_a_clear_error(
         await worker.save_checkpoint(tmp_path / "saved")
     assert str(tmp_path / "saved") in str(error.value)
     await worker.save_checkpoint(tmp_path / "saved")  # with room again, the same directory will do
-    await role(training_job(tiny_model)).load_checkpoint(tmp_path / "saved")
+    await role(training_job(tiny_model, tmp_path)).load_checkpoint(tmp_path / "saved")
 
 
 async def test_a_directory_that_cannot_be_made_is_a_clear_error(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointFailed, match="could not be written"):
-        await ActorWorker(training_job(tiny_model)).save_checkpoint(tmp_path / "file" / "saved")
+        await ActorWorker(training_job(tiny_model, tmp_path)).save_checkpoint(tmp_path / "file" / "saved")
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ async def test_a_directory_that_cannot_be_made_is_a_clear_error(tiny_model: Path
 async def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
     tiny_model: Path, tmp_path: Path, role: Any, file: str, damage: str
 ) -> None:
-    worker = role(training_job(tiny_model))
+    worker = role(training_job(tiny_model, tmp_path))
     await worker.save_checkpoint(tmp_path)
     await worker.update(sequence_batch(16))
     before = {name: tensor.clone() for name, tensor in everything(worker).items()}
@@ -192,9 +192,9 @@ async def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
 
 async def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     wider = make_tiny_model(tmp_path / "wider", hidden_size=72)
-    await ActorWorker(training_job(wider)).save_checkpoint(tmp_path / "wide")
-    await CriticWorker(training_job(tiny_model)).save_checkpoint(tmp_path / "critic")
-    worker = ActorWorker(training_job(tiny_model))
+    await ActorWorker(training_job(wider, tmp_path)).save_checkpoint(tmp_path / "wide")
+    await CriticWorker(training_job(tiny_model, tmp_path)).save_checkpoint(tmp_path / "critic")
+    worker = ActorWorker(training_job(tiny_model, tmp_path))
     for name, reason in (("wide", "other names or shapes"), ("critic", "it is the critic's")):
         with pytest.raises(CheckpointFailed, match=f"{tmp_path / name}.*{reason}"):
             await worker.load_checkpoint(tmp_path / name)

@@ -32,6 +32,12 @@ from services.critic.worker import CriticWorker, value_objective
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
+@pytest.fixture(autouse=True)
+def _in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles write checkpoints there alone."""
+    monkeypatch.chdir(tmp_path)
+
+
 def critic_job(model: Path, critic: dict[str, Any] | None = None) -> JobConfig:
     base = {"ppo_micro_batch_size_per_gpu": 4, "optim": {"lr": 1e-3}}
     actor = {
@@ -41,7 +47,12 @@ def critic_job(model: Path, critic: dict[str, Any] | None = None) -> JobConfig:
     }
     data = {"train_batch_size": 16}
     return make_job(
-        {"data": data, "trainer": {"device": "cpu"}, "actor": actor, "critic": base | (critic or {})}
+        {
+            "data": data,
+            "trainer": {"device": "cpu", "default_local_dir": "."},
+            "actor": actor,
+            "critic": base | (critic or {}),
+        }
     )
 
 

@@ -27,11 +27,17 @@ from rolemesh.weights.held import HeldWeights
 from services.actor.worker import ActorWorker, ReferenceWorker
 
 
+@pytest.fixture(autouse=True)
+def _in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles write checkpoints there alone."""
+    monkeypatch.chdir(tmp_path)
+
+
 def lora_job(model: Path, seed: int = 42, **keys: Any) -> JobConfig:
     return make_job(
         {
             "data": {"train_batch_size": 16},
-            "trainer": {"device": "cpu"},
+            "trainer": {"device": "cpu", "default_local_dir": "."},
             "actor": {
                 "ppo_mini_batch_size": 8,
                 "ppo_micro_batch_size_per_gpu": 4,

@@ -38,12 +38,12 @@ P, T, PAD = 6, 10, 256
 
 
 @pytest.fixture
-def job(tiny_model: Path) -> JobConfig:
+def job(tiny_model: Path, tmp_path: Path) -> JobConfig:
     trained = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 4, "optim": {"lr": 1e-3}}
     return make_job(
         {
             "data": {"train_batch_size": 16, "max_prompt_length": P, "max_response_length": T},
-            "trainer": {"device": "cpu"},
+            "trainer": {"device": "cpu", "default_local_dir": str(tmp_path)},
             "actor": {"model": {"path": str(tiny_model)}, **trained},
             "critic": trained,
             "rollout": {"max_num_seqs": 4},

@@ -8,6 +8,7 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 from rolemesh import context as origin
@@ -55,3 +56,19 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_the_profiler_gives_it
     holder.close()
     trace = json.loads(gzip.decompress((job.profile_dir(1) / "critic.json.gz").read_bytes()))
     assert sum(event["name"] == "critic.add" for event in trace["traceEvents"]) == 2
+
+
+async def test_a_trace_is_written_through_no_link(tmp_path: Path) -> None:
+    (tmp_path / "foreign").mkdir()
+    job = make_job({"trainer": {"default_local_dir": str(tmp_path / "run"), "profile_steps": [1, 2]}})
+    worker = Adder(job, "actor")
+    job.profile_dir(1).parent.mkdir(parents=True)
+    job.profile_dir(1).symlink_to(tmp_path / "foreign")
+    job.profile_dir(2).mkdir()
+    (job.profile_dir(2) / "actor.json.gz").symlink_to(tmp_path / "foreign" / "file")
+    for step in (1, 2):
+        origin.step.set(step)
+        with pytest.raises(OSError, match=r"links are not followed|symbolic link"):
+            await worker.add()
+    assert list((tmp_path / "foreign").iterdir()) == []
+    worker.close()

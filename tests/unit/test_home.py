@@ -1,0 +1,244 @@
+"""What a caller may name lies at or below a role's roots and is reached through no link. Nothing changes but
+what was written."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rolemesh.config.job import make_job
+from rolemesh.home import Home, OutsideHome
+from services.controller.checkpoints import write_durably
+from services.controller.profile import profiled
+from services.controller.run_dir import dump
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A directory of somebody else, with a key in it."""
+    directory = tmp_path / "foreign"
+    (directory / "below").mkdir(parents=True)
+    (directory / "key").write_text("secret")
+    (directory / "key").chmod(0o600)
+    return directory
+
+
+def read(home: Home, path: Path) -> dict[str, str]:
+    with home.reading(path) as files:
+        return {str(p.relative_to(files)): p.read_text() for p in sorted(files.rglob("*")) if p.is_file()}
+
+
+def write(home: Home, path: Path) -> None:
+    with home.writing(path) as into:
+        (into / "key").write_text("new")
+
+
+def write_in_place(home: Home, path: Path) -> None:
+    with home.file(path / "key") as file:
+        file.write(b"new")
+
+
+WAYS: list[Callable[[Home, Path], object]] = [read, write, write_in_place]
+
+
+def state(directory: Path) -> dict[str, tuple[int, int, bytes]]:
+    """All that is there: mode, time of change, content."""
+    return {
+        str(path): (
+            path.lstat().st_mode,
+            path.lstat().st_mtime_ns,
+            path.read_bytes() if path.is_file() else b"",
+        )
+        for path in (directory, *directory.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "named",
+    [
+        "{foreign}", "{root}/../foreign", "{root}/a/../../foreign", "{root}/./../foreign", "/", "/etc", "..",
+        "foreign", "", "{root}2", "//{foreign}", "{root}/\0", "{root}/" + "a/" * 9, "{root}/" + "a" * 5000,
+    ],
+)  # fmt: skip
+def test_a_foreign_path_is_refused_in_the_same_words_whether_it_is_there_or_not(
+    way: Callable[[Home, Path], object], named: str, root: Path, foreign: Path
+) -> None:
+    path, before = Path(named.format(foreign=foreign, root=root)), state(foreign)
+    answers = []
+    for there in (True, False):
+        if not there:
+            foreign.rename(foreign.with_name("away"))
+        with pytest.raises(OutsideHome, match="is not one of the directories in") as refused:
+            way(Home(root), path)
+        answers.append(str(refused.value))
+    assert answers[0] == answers[1]
+    foreign.with_name("away").rename(foreign)
+    assert (state(foreign), list(root.iterdir())) == (before, [])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("link", "to", "named"),
+    [("a", "foreign", "a"), ("a", "foreign", "a/below"), ("a/b", "foreign", "a/b"), ("a", "../foreign", "a"),
+     ("a", "run", "a")],
+)  # fmt: skip
+def test_no_link_is_followed_and_nobody_learns_where_it_leads(
+    way: Callable[[Home, Path], object], link: str, to: str, named: str, root: Path, foreign: Path
+) -> None:
+    (root / link).parent.mkdir(exist_ok=True)
+    (root / link).symlink_to(to if to.startswith("..") else root.parent / to)
+    before, answers = state(foreign), []
+    for there in (True, False):
+        if not there:
+            foreign.rename(foreign.with_name("away"))
+        with pytest.raises(NotADirectoryError, match=r"is not a directory \(links are not followed") as refused:
+            way(Home(root), root / named)
+        answers.append(str(refused.value))
+    assert answers[0] == answers[1]
+    foreign.with_name("away").rename(foreign)
+    assert state(foreign) == before
+
+
+@pytest.mark.parametrize("below", ["key", "sub/key", "sub"])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_among_the_files_is_not_read(root: Path, foreign: Path, below: str, there: bool) -> None:
+    (root / below).parent.mkdir(exist_ok=True)
+    (root / below).symlink_to(foreign / ("key" if there else "nothing"))
+    with pytest.raises(OSError, match="is neither a file nor a directory"):
+        read(Home(root), root)
+
+
+def test_a_link_among_the_files_is_replaced_and_not_written_through(root: Path, foreign: Path) -> None:
+    (root / "key").symlink_to(foreign / "key")
+    write(Home(root), root)
+    assert ((root / "key").read_text(), (root / "key").is_symlink()) == ("new", False)
+    assert (foreign / "key").read_text() == "secret"
+    (root / "key").unlink()
+    (root / "key").symlink_to(foreign / "key")
+    with pytest.raises(OSError, match="symbolic link"):
+        write_in_place(Home(root), root)
+    assert (foreign / "key").read_text() == "secret"
+
+
+def test_only_what_was_written_changes(root: Path) -> None:
+    (root / "sub").mkdir(mode=0o700)
+    (root / "sub" / "key").write_text("mine")
+    (root / "private").write_text("mine")
+    (root / "private").chmod(0o600)
+    before = {path: known for path, known in state(root).items() if path != str(root)}
+    with Home(root).writing(root) as into:
+        (into / "weights").write_text("new")
+        (into / "weights").chmod(0o600)
+        (into / "templates").mkdir()
+        (into / "templates" / "one").write_text("new")
+    after = state(root)
+    assert {path: after[path] for path in before} == before
+    assert {Path(path).name for path in after.keys() - before.keys()} == {"run", "weights", "templates", "one"}
+    for name in ("weights", "templates/one"):  # who reads them elsewhere is another user
+        assert stat.S_IMODE((root / name).stat().st_mode) == 0o644
+    with Home(root).writing(root) as into:  # and again, over what is there
+        (into / "templates").mkdir()
+        (into / "templates" / "two").write_text("newer")
+    assert os.listdir(root / "templates") == ["two"]
+
+
+def test_what_fails_leaves_the_directory_as_it_was(root: Path) -> None:
+    (root / "key").write_text("mine")
+    before = state(root / "key")
+
+    def interrupted() -> None:
+        with Home(root).writing(root) as into:
+            (into / "key").write_text("half")
+            raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        interrupted()
+    assert (state(root / "key"), os.listdir(root)) == (before, ["key"])
+
+
+def test_to_exchange_a_directory_for_a_link_while_it_is_open_changes_nothing(root: Path, foreign: Path) -> None:
+    for name in ("old", "new"):
+        (root / name).mkdir()
+    (root / "old" / "key").write_text("mine")
+    before = state(foreign)
+    with Home(root).reading(root / "old") as files, Home(root).writing(root / "new") as into:
+        for name in ("old", "new"):
+            (root / name).rename(root / f"{name}-moved")
+            (root / name).symlink_to(foreign)
+        (root / "old-moved" / "key").unlink()
+        (root / "old-moved" / "key").symlink_to(foreign / "key")
+        assert (files / "key").read_text() == "mine"
+        (into / "key").write_text("new")
+    assert state(foreign) == before
+    assert (root / "new-moved" / "key").read_text() == "new"
+
+
+def test_a_fifo_is_refused_and_not_waited_for(root: Path) -> None:
+    os.mkfifo(root / "key")
+    for way in (read, write_in_place):
+        with pytest.raises(OSError, match=r"is neither a file|is not a file"):
+            way(Home(root), root)
+
+
+def test_the_root_may_be_reached_by_a_link_but_not_be_exchanged_for_one_later(
+    root: Path, foreign: Path
+) -> None:
+    link = root.with_name("link")
+    link.symlink_to(root)
+    home = Home(link)
+    write(home, link / "a")
+    assert read(home, link / "a") == read(home, root / "a") == {"key": "new"}
+    root.rename(root.with_name("moved"))
+    root.symlink_to(foreign)
+    for way in WAYS:
+        with pytest.raises(NotADirectoryError):
+            way(home, link / "below")
+
+
+def test_the_checkpoint_to_resume_from_is_read_and_not_written(root: Path, foreign: Path) -> None:
+    trainer = {"default_local_dir": str(root), "resume_from_path": str(foreign)}
+    with pytest.raises(OutsideHome):
+        read(Home.of(make_job({"trainer": trainer})), foreign)  # resume_mode is auto
+    home = Home.of(make_job({"trainer": trainer | {"resume_mode": "resume_path"}}))
+    assert read(home, foreign) == {"key": "secret"}
+    for way in (write, write_in_place):
+        with pytest.raises(OutsideHome):
+            way(home, foreign)
+
+
+def test_a_run_directory_is_made_with_what_lies_below_it(tmp_path: Path) -> None:
+    home = Home(tmp_path / "outputs" / "run")
+    with pytest.raises(FileNotFoundError):
+        read(home, tmp_path / "outputs" / "run")
+    assert home.free_bytes() > 0
+    write(home, tmp_path / "outputs" / "run" / "step" / "actor")
+    assert read(home, tmp_path / "outputs" / "run") == {"step/actor/key": "new"}
+
+
+def test_dumps_timelines_and_records_are_written_through_no_link(root: Path, foreign: Path) -> None:
+    job = make_job(
+        {"trainer": {"default_local_dir": str(root), "profile_steps": [2], "total_training_steps": 2}}
+    )
+    before = state(foreign)
+    (root / "dumps").mkdir()
+    (root / "dumps" / "2.jsonl").symlink_to(foreign / "key")
+    dump([{"uid": "a"}], str(root / "dumps"), 2)
+    assert (root / "dumps" / "2.jsonl").read_text() == '{"uid": "a"}\n'
+    (root / "profile").symlink_to(foreign)
+    with pytest.raises(NotADirectoryError), profiled(2, job):
+        pass
+    (root / "latest.new").symlink_to(foreign / "key")
+    write_durably(root / "latest", "global_step_2\n")
+    assert (root / "latest").read_text() == "global_step_2\n"
+    assert state(foreign) == before
