@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from ipaddress import AddressValueError, IPv6Address
 
 import grpc
 
+from rolemesh.errors import InvalidConfig
 from rolemesh.rpc import tls
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -28,13 +31,44 @@ CLIENT_OPTIONS = [
 ]
 
 
+# A name of DNS (or of a hosts file, where names have underscores), or an IPv4 address.
+HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
+PORT = re.compile(r"[0-9]{1,5}")
+
+
+def check_address(address: str) -> None:
+    """Raises InvalidConfig unless the address is `host:port` or `[v6]:port`.
+
+    gRPC accepts other addresses too, such as `unix:/run/some.sock`. An address may come from a caller, and must
+    not make a role speak to anything but a port of a host.
+    """
+    host, _, port = address.rpartition(":")
+    if not (PORT.fullmatch(port) and 0 < int(port) < 65536 and (HOST.fullmatch(host) or _is_bracketed(host))):
+        shown = repr(address if len(address) <= 300 else address[:300] + "…")
+        raise InvalidConfig(f"{shown} is not an address; write host:port, e.g. 127.0.0.1:50051 or [::1]:50051")
+
+
+def _is_bracketed(host: str) -> bool:
+    try:
+        IPv6Address(host[1:-1])
+    except AddressValueError:
+        return False
+    return host[0] + host[-1] == "[]" and "%" not in host
+
+
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel with the keys that this process has now; plain where it has none."""
+    """A channel to host:port with the keys that this process has now; plain where it has none.
+
+    Raises:
+        InvalidConfig: not host:port.
+    """
+    check_address(address)
+    target = f"dns:///{address}"  # so that `unix:1` is port 1 of a host called unix
     keys = tls.current_keys()
     if keys is None:
-        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+        return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
     options = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", keys.name)]
-    return grpc.aio.secure_channel(address, keys.channel_credentials(), options=options)
+    return grpc.aio.secure_channel(target, keys.channel_credentials(), options=options)
 
 
 class Line:

@@ -17,6 +17,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Method, Metrics
+from rolemesh.rpc.channels import check_address
 from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
 from rolemesh.rpc.discovery import Members
 from rolemesh.rpc.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher, all_of
@@ -42,7 +43,7 @@ class RoleClient:
         rows_at_once: that an engine of the role decodes at once; 0: unknown.
 
     Raises:
-        InvalidConfig: no address, or several for a role that has one replica.
+        InvalidConfig: no address, one that is not host:port, or several for a role that has one replica.
     """
 
     role: ClassVar[str]
@@ -63,6 +64,8 @@ class RoleClient:
         fixed = list(addresses) if isinstance(addresses, Sequence) else []
         if not self._members and (not fixed or len(set(fixed)) < len(fixed)):
             raise InvalidConfig(f"{self.role} needs the address of each replica, once; got {fixed}")
+        for address in fixed:
+            check_address(address)
         if len(fixed) > 1 and not self.has_replicas:
             raise InvalidConfig(f"{self.role} has one replica; got {len(fixed)} addresses: {fixed}")
         self._methods = methods

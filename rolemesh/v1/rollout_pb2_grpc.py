@@ -64,9 +64,11 @@ class RolloutServiceServicer:
 
     def UpdateWeights(self, request, context):
         """Pulls a version from the WeightsService of one of its sources, verifies it and swaps it in whole; taking
-        a version twice is the same as once. On any failure the weights stay what they were, and what was
-        verified is kept for the next attempt. Health of this service's full name is SERVING only while the
-        version last told is in use.
+        a version twice is the same as once. Until the swap, and after a failure, the version before is in use and
+        Generate answers with it; what was verified is kept for the next attempt. INVALID_ARGUMENT: the request
+        names no source, or something that is not a source, version or digest; nothing has changed.
+        Health of this service's full name is SERVING from the first version taken on, as long as the weights are
+        whole.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,7 +14,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolemesh.errors import WeightsUnavailable
+from rolemesh.errors import InvalidBatch, WeightsUnavailable
 from rolemesh.rpc.dtypes import FROM_WIRE, TO_WIRE
 from rolemesh.v1.data_pb2 import Dtype
 from rolemesh.v1.weights_pb2 import WeightManifest, WeightSpec
@@ -23,6 +24,9 @@ MAX_REGION_BYTES = 1 << 42  # 4 TiB: a trillion parameters in float32
 # A relay gives on a piece once it is whole: small beside a model, large beside a call's overhead.
 PIECE_BYTES = 4 << 20
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 16, 1 << 26
+MAX_AXES = 64  # of a tensor, as in torch
+MAX_VERSION = (1 << 63) - 1  # `weight_versions` of a response is int64
+DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def aligned(offset: int) -> int:
@@ -49,6 +53,18 @@ def digest_of(manifest: bytes) -> str:
 def name_of(version: int, digest: str) -> str:
     """A version and which one of that number, for metadata and comparison."""
     return f"{version}@{digest}"
+
+
+def check_version(version: int) -> None:
+    """Raises InvalidBatch where no response could name the version."""
+    if version > MAX_VERSION:
+        raise InvalidBatch(f"weights version {version}: versions are numbers of steps, at most {MAX_VERSION}")
+
+
+def check_digest(digest: str) -> None:
+    """Raises InvalidBatch unless it is what `digest_of` makes."""
+    if not DIGEST.fullmatch(digest):
+        raise InvalidBatch(f"{digest[:80]!r} is not a digest: 64 hexadecimal digits in lower case")
 
 
 def lay_out(version: int, tensors: Mapping[str, Tensor]) -> WeightManifest:
@@ -101,6 +117,9 @@ def check_manifest(manifest: WeightManifest, version: int) -> None:
         names.add(spec.name)
         if spec.dtype not in FROM_WIRE:
             raise WeightsUnavailable(f"{where}: unknown dtype {spec.dtype}")
+        # An empty tensor's other axes take no bytes, and are to fit into 64 bits all the same.
+        if len(spec.shape) > MAX_AXES or math.prod(size or 1 for size in spec.shape) >= 1 << 63:
+            raise WeightsUnavailable(f"{where}: a shape of {len(spec.shape)} axes that no tensor has")
         expected = math.prod(spec.shape) * FROM_WIRE[spec.dtype].itemsize
         if spec.num_bytes != expected:
             raise WeightsUnavailable(f"{where}: shape and dtype make {expected} bytes, not {spec.num_bytes}")

@@ -12,20 +12,21 @@ import grpc
 from torch import Tensor
 
 from rolemesh import metrics
-from rolemesh.errors import WeightsUnavailable
+from rolemesh.errors import InvalidBatch, InvalidConfig, WeightsUnavailable
 from rolemesh.rpc import tls
-from rolemesh.rpc.channels import open_channel
+from rolemesh.rpc.channels import check_address, open_channel
 from rolemesh.rpc.contract import WEIGHTS, deserializer, rpcs, serializer
 from rolemesh.rpc.frame import split_frame
 from rolemesh.v1.weights_pb2 import FetchRangeRequest, GetManifestRequest, WatchRegionRequest
 from rolemesh.weights.held import Holding
-from rolemesh.weights.manifest import name_of, read_manifest
+from rolemesh.weights.manifest import check_digest, check_version, name_of, read_manifest
 from rolemesh.weights.region import Region
 from rolemesh.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
 
 RELAY_WAIT_S = 5.0  # for a relay to be told of the version; all are told at about the same time
+MAX_SOURCES = 1024
 STALL_S = 10.0  # without a byte, after which a source is left for the next
 PATIENCE_S = 10.0  # without a byte from any source, after which nobody is asked again
 RETRY_S = 0.1  # between two rounds
@@ -51,6 +52,9 @@ class RemoteWeights:
         digest: of its manifest.
         timeout_s: seconds for the whole, whatever is tried again.
         store: where the version goes, and can be read by others as far as it is verified.
+
+    Raises:
+        InvalidBatch: no source, too many or one that is not host:port; a version or a digest that none is.
     """
 
     def __init__(
@@ -62,7 +66,11 @@ class RemoteWeights:
         timeout_s: float = 300.0,
         store: WeightStore | None = None,
     ) -> None:
+        _check_sources(sources)
+        check_version(version)
+        check_digest(digest)
         self.sources, self.digest = list(sources), digest
+        self.is_fetched = False
         self._version, self._timeout_s = version, timeout_s
         self._store = store or WeightStore()
         self._problems: dict[str, str] = {}
@@ -88,7 +96,9 @@ class RemoteWeights:
             finally:
                 if (part := self._held()) is not None and not part.is_whole:
                     part.stop("the rest could not be had")
-        return held.tensors()
+        tensors = held.tensors()
+        self.is_fetched = True
+        return tensors
 
     def _held(self) -> Holding | None:
         return self._store.find(self._version, self.digest)
@@ -184,6 +194,18 @@ class RemoteWeights:
         holding = Holding(serialized, manifest, region or Region(manifest.region_bytes), "rollout")
         self._store.put(holding)
         return holding
+
+
+def _check_sources(sources: Sequence[str]) -> None:
+    if not 0 < len(sources) <= MAX_SOURCES:
+        raise InvalidBatch(
+            f"weights are pulled from 1 to {MAX_SOURCES} sources, the actor last; got {len(sources)}"
+        )
+    try:
+        for source in sources:
+            check_address(source)
+    except InvalidConfig as error:
+        raise InvalidBatch(f"a source of weights: {error}") from error
 
 
 class _Source:

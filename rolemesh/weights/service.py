@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -29,6 +30,8 @@ class WeightsServicer:
         self._store = store
 
     async def GetManifest(self, request: GetManifestRequest, context: Any) -> GetManifestResponse:
+        if not (math.isfinite(request.wait_s) and request.wait_s >= 0):
+            raise InvalidBatch(f"wait_s is {request.wait_s}; it is a number of seconds, 0 or more")
         holding = await self._store.get(request.version, request.digest, min(request.wait_s, MAX_WAIT_S))
         return GetManifestResponse(manifest=holding.serialized, shared=holding.region.shared)
 

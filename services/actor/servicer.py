@@ -12,6 +12,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.roles import Actor, Reference
 from rolemesh.v1 import actor_pb2, checkpoint_pb2
 from rolemesh.weights.held import HeldWeights, Holding
+from rolemesh.weights.manifest import check_version
 from rolemesh.weights.store import WeightStore
 from services.actor.worker import ActorWorker, ReferenceWorker
 
@@ -38,6 +39,7 @@ class ActorServicer:
     async def PublishWeights(
         self, request: actor_pb2.PublishWeightsRequest, context: Any
     ) -> actor_pb2.PublishWeightsResponse:
+        check_version(request.version)
         if self._published is None or self._published.version != request.version:
             self._store.clear(f"version {request.version} is being published")  # its memory first
             self._published = None

@@ -34,19 +34,19 @@ class RolloutServicer:
         self._worker: Rollout = worker
         self.door = worker.door
         self._store = store or WeightStore()
-        # Names of versions: in use ("" while that is unsure), in use before it, and last told to take.
-        self._taken, self._replaced, self._told = "", "", "none"
+        # Names of versions: in use ("" before the first, and where that is unsure), and in use before it.
+        self._taken, self._replaced = "", ""
         self._taking = asyncio.Lock()
         self._on_serving: Callable[[bool], Awaitable[None]] | None = None
 
     async def watch_serving(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
-        """Tells, now and at each change, whether the version last told is in use."""
+        """Tells, now and at each change, whether a version that was told is in use, whole."""
         self._on_serving = on_change
         await self._tell_serving()
 
     async def _tell_serving(self) -> None:
         if self._on_serving is not None:
-            await self._on_serving(self._taken == self._told)
+            await self._on_serving(bool(self._taken))
 
     async def Generate(self, prompts: DataProto, context: Any) -> AsyncIterator[DataProto]:
         await self._check_version(context)
@@ -66,26 +66,39 @@ class RolloutServicer:
             timeout_s=OWN_SHARE * left_s,
             store=self._store,
         )
-        self._told = source.name
-        await self._tell_serving()
         async with self._taking:
             if self._taken != source.name:
                 await self._take(source)
-        await self._tell_serving()
         return rollout_pb2.UpdateWeightsResponse(version=request.version)
 
     async def _take(self, source: RemoteWeights) -> None:
+        """The version before stays in use until the swap, and after a failure. When the caller goes, a fetch
+        ends, but a swap does not: half-way nobody would know which weights are in use."""
         started = time.perf_counter()
-        before, self._taken = self._taken, ""
+        update = asyncio.create_task(self._worker.update_weights(source))
         try:
-            await self._worker.update_weights(source)
-        except WeightsUnavailable:  # the old ones stay; after any other end nobody knows
-            self._taken = before
-            metrics.WEIGHTS_SYNC_FAILURES.inc()
+            await asyncio.shield(update)
+        except asyncio.CancelledError:
+            if not source.is_fetched:
+                update.cancel()
+            await asyncio.wait({update})
             raise
-        self._taken, self._replaced = source.name, before
-        metrics.WEIGHTS_SYNC_SECONDS.observe(time.perf_counter() - started)
-        metrics.WEIGHTS_VERSION.labels("rollout").set(source.version)
+        finally:
+            self._settle(update, source, started)
+            await self._tell_serving()
+
+    def _settle(self, update: asyncio.Task[None], source: RemoteWeights, started: float) -> None:
+        """Which weights are in use now that an update has ended."""
+        ended = update.done() and not update.cancelled()
+        error = update.exception() if ended else asyncio.CancelledError()
+        if error is None:
+            self._taken, self._replaced = source.name, self._taken
+            metrics.WEIGHTS_SYNC_SECONDS.observe(time.perf_counter() - started)
+            metrics.WEIGHTS_VERSION.labels("rollout").set(source.version)
+            return
+        metrics.WEIGHTS_SYNC_FAILURES.inc(isinstance(error, Exception))
+        if source.is_fetched and not isinstance(error, WeightsUnavailable):
+            self._taken = ""  # the swap may have broken half-way
 
     async def _check_version(self, context: Any) -> None:
         """A replica that was restarted holds the model directory's weights. It is as good as gone until the

@@ -34,6 +34,7 @@ from rolemesh.rpc.server import RoleServer
 from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest
 from rolemesh.weights import region
 from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.manifest import name_of
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.source import WeightSource
@@ -373,37 +374,137 @@ async def test_a_request_that_comes_while_a_version_is_taken_is_answered_with_it
         assert set((await asked)["weight_versions"].unique().tolist()) <= {-1, 1}
 
 
-async def test_the_service_is_healthy_while_it_holds_what_it_was_last_told_to_take(
+async def health(address: str) -> list[bool]:
+    """Whether the service, the role and the server are SERVING."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        names = ("rolemesh.v1.RolloutService", "rollout", "")
+        answers = [await stub.Check(health_pb2.HealthCheckRequest(service=name)) for name in names]
+        return [answer.status == health_pb2.HealthCheckResponse.SERVING for answer in answers]
+
+
+async def versions(client: RolloutClient, name: str) -> set[int]:
+    """Of the weights that answer a request which counts on some."""
+    client._dispatcher.metadata["rolemesh-weights-version"] = name
+    answer = await generated(client)
+    return set(answer["weight_versions"][answer["response_mask"]].tolist())
+
+
+async def test_the_service_is_healthy_from_its_first_version_on_whatever_it_is_told_to_take(
     job: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def health(address: str) -> list[bool]:
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            names = ("rolemesh.v1.RolloutService", "rollout", "")
-            answers = [await stub.Check(health_pb2.HealthCheckRequest(service=name)) for name in names]
-            return [answer.status == health_pb2.HealthCheckResponse.SERVING for answer in answers]
-
+    """While a version is pulled, and after an update that failed, it answers with the one before."""
     monkeypatch.setattr(region, "CAN_SHARE", False)
     worker = RolloutWorker(job)
     own = named_weights(worker._engine.model)  # type: ignore[attr-defined]
-    versions = [HeldWeights(version, own) for version in (1, 2)]
-    gated = Gated(versions[1], 0)
-    async with nodes(worker) as (node,), serving(Faulty(versions[0]), gated) as (first, second):
+    held = [HeldWeights(version, own) for version in (1, 2)]
+    names = [name_of(each.version, each.holding.digest) for each in held]
+    gated = Gated(held[1], 0)
+    async with nodes(worker) as (node,), serving(Faulty(held[0]), gated) as (first, second):
         assert await health(node.address) == [False, True, True]
         async with client(job, node) as rollout:
-            await rollout.update_weights(RemoteWeights([first], 1, versions[0].holding.digest))
+            with pytest.raises(WeightsUnavailable):
+                await rollout.update_weights(RemoteWeights([first], 1, "0" * 64))
+            assert await health(node.address) == [False, True, True]
+            await rollout.update_weights(RemoteWeights([first], 1, held[0].holding.digest))
             assert await health(node.address) == [True, True, True]
             update = asyncio.create_task(
-                rollout.update_weights(RemoteWeights([second], 2, versions[1].holding.digest))
+                rollout.update_weights(RemoteWeights([second], 2, held[1].holding.digest))
             )
             await gated.reached.wait()
-            assert await health(node.address) == [False, True, True]
+            assert await health(node.address) == [True, True, True]
+            assert await versions(rollout, names[0]) == {1}
             gated.open.set()
             await update
-            assert await health(node.address) == [True, True, True]
+            assert await versions(rollout, names[1]) == {2}
             with pytest.raises(WeightsUnavailable):
                 await rollout.update_weights(RemoteWeights([second], 3, "0" * 64))
-            assert await health(node.address) == [False, True, True]
+            assert await health(node.address) == [True, True, True]
+        async with client(job, node) as rollout:
+            assert await versions(rollout, names[1]) == {2}
+
+
+async def test_a_caller_that_goes_while_a_version_is_pulled_leaves_the_one_before_in_use(
+    job: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region, "CAN_SHARE", False)
+    worker = RolloutWorker(job)
+    own = named_weights(worker._engine.model)  # type: ignore[attr-defined]
+    held = [HeldWeights(version, own) for version in (1, 2)]
+    gated = Gated(held[1], 0)
+    async with nodes(worker) as (node,), serving(Faulty(held[0]), gated) as (first, second):
+        async with client(job, node) as rollout:
+            await rollout.update_weights(RemoteWeights([first], 1, held[0].holding.digest))
+        async with client(job, node) as rollout:
+            update = asyncio.create_task(
+                rollout.update_weights(RemoteWeights([second], 2, held[1].holding.digest))
+            )
+            await gated.reached.wait()
+            update.cancel()
+            await asyncio.gather(update, return_exceptions=True)
+        async with client(job, node) as rollout:
+            assert await versions(rollout, name_of(1, held[0].holding.digest)) == {1}
+            assert await health(node.address) == [True, True, True]
+            gated.open.set()
+            await rollout.update_weights(RemoteWeights([second], 2, held[1].holding.digest))
+            assert await versions(rollout, name_of(2, held[1].holding.digest)) == {2}
+
+
+class Swapping(RolloutWorker):
+    """Says when weights have been fetched, and swaps them in, or breaks, once it is let."""
+
+    def __init__(self, job: JobConfig, error: Exception | None = None) -> None:
+        super().__init__(job)
+        self.fetched, self.open, self.error = asyncio.Event(), asyncio.Event(), error
+
+    async def update_weights(self, source: WeightSource) -> None:
+        await source.fetch()
+        self.fetched.set()
+        await self.open.wait()
+        if self.error is not None and source.version > 1:
+            raise self.error
+        await super().update_weights(source)
+
+
+async def test_a_swap_that_has_begun_ends_whether_its_caller_is_there_or_not(job: JobConfig) -> None:
+    worker = Swapping(job)
+    own = named_weights(worker._engine.model)  # type: ignore[attr-defined]
+    held = HeldWeights(1, own)
+    async with nodes(worker) as (node,), serving(Faulty(held)) as (source,):
+        async with client(job, node) as rollout:
+            update = asyncio.create_task(
+                rollout.update_weights(RemoteWeights([source], 1, held.holding.digest))
+            )
+            await worker.fetched.wait()
+            update.cancel()
+            await asyncio.gather(update, return_exceptions=True)
+            for replica in rollout.pool.replicas:  # on the same connection: the server knows by now
+                assert await replica.health("rollout") == ""
+        worker.open.set()
+        async with client(job, node) as rollout:
+            assert await versions(rollout, name_of(1, held.holding.digest)) == {1}
+            assert await health(node.address) == [True, True, True]
+
+
+async def test_a_swap_that_broke_half_way_takes_the_replica_out_of_service_until_the_next(
+    job: JobConfig,
+) -> None:
+    worker = Swapping(job, RuntimeError("the device is gone"))
+    worker.open.set()
+    own = named_weights(worker._engine.model)  # type: ignore[attr-defined]
+    held = [HeldWeights(version, own) for version in (1, 2)]
+    async with nodes(worker) as (node,), serving(*map(Faulty, held)) as addresses, client(job, node) as rollout:
+        sources = [
+            RemoteWeights([a], h.version, h.holding.digest) for a, h in zip(addresses, held, strict=True)
+        ]
+        await rollout.update_weights(sources[0])
+        with pytest.raises(WeightsUnavailable, match="the device is gone"):
+            await rollout.update_weights(sources[1])
+        assert await health(node.address) == [False, True, True]
+        worker.error = None
+        await rollout.wait_until_ready(20)
+        assert await health(node.address) == [True, True, True]
+        assert await versions(rollout, sources[1].name) == {2}
 
 
 # ------------------------------------------------------------------------------------ processes
