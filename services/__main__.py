@@ -322,13 +322,20 @@ def main() -> None:
     try:
         app()
     except RolemeshError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
+        _tell(error)
         sys.exit(2 if isinstance(error, WRONG_INPUT) else 1)
     except OSError as error:  # a full disk, a folder that may not be written: it names the file itself
-        typer.secho(f"error: {error}", fg="red", err=True)
+        _tell(error)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _tell(error: Exception) -> None:
+    """Its lines, as in a log: some of the text may be a stranger's."""
+    from rolemesh.logs import printable
+
+    typer.secho("\n".join(map(printable, f"error: {error}".split("\n"))), fg="red", err=True)
 
 
 if __name__ == "__main__":

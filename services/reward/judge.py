@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ from typing import Any
 
 from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import InvalidConfig, RewardFailed
+from rolemesh.logs import shown
 from services.reward.functions import ScoreFunction, default_compute_score
 from services.reward.functions.custom import load_function
 from services.reward.parent import die_with_parent
@@ -71,7 +71,7 @@ def answer(function: ScoreFunction, name: str, arguments: dict[str, Any]) -> dic
     try:
         return {"verdicts": [asdict(verdict) for verdict in judge(function, name, arguments)]}
     except RewardFailed as error:
-        traceback.print_exc()
+        print(shown(error), file=sys.stderr)
         return {"failed": str(error)}
 
 
