@@ -35,7 +35,9 @@ class TrainerConfig(Config):
         "auto", description="auto: from the run directory's latest checkpoint if there is one"
     )
     resume_from_path: str | None = Field(None, description="a global_step_<n> directory, for resume_path")
-    logger: list[Logger] = Field(["console", "file"], description="where step metrics go")
+    logger: list[Logger] = Field(
+        ["console", "file"], description="where step metrics go; to metrics.jsonl, which is file, always"
+    )
     rollout_data_dir: str | None = Field(None, description="one JSONL of responses per training step")
     validation_data_dir: str | None = Field(None, description="one JSONL of responses per validation")
     log_val_generations: int = Field(3, ge=0, description="validation answers shown at the end")

@@ -16,7 +16,8 @@ from rolemesh.models.reward_model import RewardModel
 class ModelScorer:
     """Scores prompts with responses by `reward.reward_model`.
 
-    A row's score has the same bits whatever other rows share the call: widths depend on the row alone.
+    On a CPU with MKL a row's score has the same bits whatever other rows share the call: widths depend on
+    the row alone.
 
     Args:
         vocabulary: of the policy; a reward model that knows fewer ids reads the text.
