@@ -46,6 +46,10 @@ class Unsupported(RolemeshError, RuntimeError):
     """The role as it was started cannot do this, e.g. a critic of a job that has none."""
 
 
+class NotPermitted(RolemeshError, PermissionError):
+    """The caller's certificate names no role that may ask this. The message says who called, and who may."""
+
+
 class RoleUnavailable(RolemeshError, ConnectionError):
     """No replica of a role answered. The message names role, addresses, method and step."""
 

@@ -202,7 +202,7 @@ def control(
     scaled_down, needed = workloads(scale_down or ()), workloads(need or ())
 
     async def control_run() -> None:
-        tls.use_keys(tls_dir)
+        tls.use_keys(tls_dir, "controller")
         status = RunStatus(job.trainer.experiment_name)
         async with serving(status, job.roles, listen, health_listen or None) as server:
             # With the models' libraries, for seconds, in which the server answers.

@@ -187,8 +187,8 @@ async def serve(
     tune()
     torch.manual_seed(0)  # nothing should draw from it; what does is the same in every process
     setup_logging(log_format)
-    tls.use_keys(tls_dir)
     server = group_server(roles)
+    tls.use_keys(tls_dir, *roles)
     context.role.set(",".join(roles))
     context.job.set(job.trainer.experiment_name)
     ending = _Ending(exit_with_parent)

@@ -92,4 +92,4 @@ def _steer(command: str, where: str, tls_dir: Path | None, namespace: str, conte
 def _use(tls_dir: Path | None) -> None:
     from rolemesh.rpc import tls
 
-    tls.use_keys(tls_dir)
+    tls.use_keys(tls_dir, "operator")

@@ -93,7 +93,7 @@ async def follow(where: str) -> AsyncGenerator[pb.GetStatusResponse | RolemeshEr
     heard = time.monotonic()
     while status is None or not _has_ended(status):
         try:
-            async with open_channel(address_of(where)) as channel:
+            async with open_channel(address_of(where), "controller") as channel:
                 async for answer in _stub(channel).WatchStatus(pb.WatchStatusRequest()):
                     status, heard = answer.status, time.monotonic()
                     yield status
@@ -107,7 +107,7 @@ async def follow(where: str) -> AsyncGenerator[pb.GetStatusResponse | RolemeshEr
 
 
 async def _call(where: str, name: str, request: Any) -> Any:
-    async with open_channel(address_of(where)) as channel:
+    async with open_channel(address_of(where), "controller") as channel:
         try:
             return await getattr(_stub(channel), name)(request, timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:

@@ -56,8 +56,9 @@ def _is_bracketed(host: str) -> bool:
     return host[0] + host[-1] == "[]" and "%" not in host
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to host:port with the keys that this process has now; plain where it has none.
+def open_channel(address: str, role: str) -> grpc.aio.Channel:
+    """A channel to host:port, where a server's certificate names the role, with the keys that this process has
+    now; plain where it has none.
 
     Raises:
         InvalidConfig: not host:port.
@@ -67,20 +68,20 @@ def open_channel(address: str) -> grpc.aio.Channel:
     keys = tls.current_keys()
     if keys is None:
         return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
-    options = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", keys.name)]
+    options = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", tls.dns_name(role, keys.job))]
     return grpc.aio.secure_channel(target, keys.channel_credentials(), options=options)
 
 
 class Line:
-    """A channel to one address that lasts as long as the process, whatever becomes of its keys.
+    """A channel to a role at one address that lasts as long as the process, whatever becomes of its keys.
 
     gRPC connects a channel with the keys that it was made with. When there are new ones a second channel is
     opened beside it, and new calls go there as soon as it is connected: the other end may get its own new keys
     later. Calls that run stay where they are, to their end.
     """
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, role: str) -> None:
+        self._address, self._role = address, role
         self._keys: tls.Keys | None = None
         self._channel: grpc.aio.Channel | None = None
         self._next: grpc.aio.Channel | None = None
@@ -90,9 +91,9 @@ class Line:
         """Where a call is to be made now. The first is made in the event loop that asks."""
         keys = tls.current_keys()
         if self._channel is None:
-            self._channel, self._keys = open_channel(self.address), keys
+            self._channel, self._keys = open_channel(self._address, self._role), keys
         elif keys is not self._keys:
-            self._next, self._keys = open_channel(self.address), keys
+            self._next, self._keys = open_channel(self._address, self._role), keys
         if self._next is not None:
             ready = grpc.ChannelConnectivity.READY
             if self._next.get_state(try_to_connect=True) is ready or self._channel.get_state() is not ready:

@@ -30,6 +30,16 @@ WEIGHTS = weights_pb2.DESCRIPTOR.services_by_name["WeightsService"]
 FRAME: Any = frame_pb2.Frame.DESCRIPTOR
 
 
+# The roles that a certificate may name: enum Caller, less its prefix, in small letters.
+CALLERS = {
+    number: name.removeprefix("CALLER_").lower()
+    for name, number in data_pb2.Caller.items()
+    if number != data_pb2.CALLER_UNSPECIFIED
+}
+# Services whose .proto is not ours, so it cannot say who may call them.
+FOREIGN = {"externalscaler.ExternalScaler": frozenset({CALLERS[data_pb2.CALLER_SCALER]})}
+
+
 @dataclass(frozen=True)
 class Rpc:
     """One method of a service.
@@ -39,6 +49,7 @@ class Rpc:
         name: e.g. ComputeScores.
         dispatch: how a call spreads over replicas, a value of rolemesh.v1.Dispatch; DISPATCH_UNSPECIFIED: its
             caller chooses one server, and the Dispatcher refuses it.
+        callers: the roles that may call it under TLS, e.g. controller.
         pure: a failed call may be tried again, also elsewhere (idempotency_level).
         streams: (request, response) is a stream.
         request, response: the message types.
@@ -47,6 +58,7 @@ class Rpc:
     service: str
     name: str
     dispatch: int
+    callers: frozenset[str]
     pure: bool
     streams: tuple[bool, bool]
     request: Descriptor
@@ -73,11 +85,18 @@ def _rpc(service: ServiceDescriptor, method: MethodDescriptor) -> Rpc:
         service=service.full_name,
         name=method.name,
         dispatch=options.Extensions[data_pb2.dispatch],
+        callers=_callers(method),
         pure=options.idempotency_level != MethodOptions.IDEMPOTENCY_UNKNOWN,
         streams=(method.client_streaming, method.server_streaming),
         request=method.input_type,
         response=method.output_type,
     )
+
+
+def _callers(method: MethodDescriptor) -> frozenset[str]:
+    options: Any = method.GetOptions()
+    declared = frozenset(CALLERS[caller] for caller in options.Extensions[data_pb2.callers])
+    return declared or FOREIGN.get(method.containing_service.full_name, frozenset())
 
 
 def serializer(message: Descriptor) -> Callable[[Any], bytes] | None:

@@ -28,6 +28,7 @@ STATUS: dict[type[RolemeshError], grpc.StatusCode] = {
     errors.UpdateFailed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Unsupported: grpc.StatusCode.FAILED_PRECONDITION,
     errors.WeightsUnavailable: grpc.StatusCode.NOT_FOUND,
+    errors.NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
     errors.RoleTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.RoleUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.RoleFailed: grpc.StatusCode.INTERNAL,
@@ -41,6 +42,7 @@ BARE: dict[grpc.StatusCode, type[RolemeshError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.RoleTimeout,
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidBatch,
     grpc.StatusCode.UNIMPLEMENTED: errors.Unsupported,
+    grpc.StatusCode.PERMISSION_DENIED: errors.NotPermitted,
 }
 
 # grpc.aio says this, with INTERNAL, when a call ended (refused, server gone) while its request was being

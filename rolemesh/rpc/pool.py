@@ -64,31 +64,34 @@ class Replica:
 
     Args:
         address: host:port.
+        role: what is served there.
         live: it may be given work, until it is found to be gone.
     """
 
-    def __init__(self, address: str, live: bool = True) -> None:
-        self.address = address
+    def __init__(self, address: str, role: str, live: bool = True) -> None:
+        self.address, self._role = address, role
         self.outstanding_rows = 0
         self.in_flight = 0
         self.last_turn = 0
         self.live = live
         self.problem = ""
-        self._line = Line(address)
+        self._line = Line(address, role)
 
     @property
     def channel(self) -> grpc.aio.Channel:
         """For one call: where to make it changes with the process's keys."""
         return self._line.channel
 
-    async def health(self, role: str) -> str:
-        """ "" when it serves as this role, else what is the matter."""
+    async def health(self) -> str:
+        """ "" when it serves as its role, else what is the matter."""
         stub = health_pb2_grpc.HealthStub(self.channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=role), timeout=CHECK_TIMEOUT_S)
+            answer = await stub.Check(
+                health_pb2.HealthCheckRequest(service=self._role), timeout=CHECK_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
-                return wrong_role(role)
+                return wrong_role(self._role)
             return tls.explain(error.details() or error.code().name)
         serving: bool = answer.status == health_pb2.HealthCheckResponse.SERVING
         return "" if serving else "it answers, but is not ready (still loading, or draining)"
@@ -127,7 +130,7 @@ class ReplicaPool:
         full_rows: int = 0,
     ) -> None:
         self.role = role
-        self.replicas = [Replica(address) for address in addresses]
+        self.replicas = [Replica(address, role) for address in addresses]
         self.on_return: Callable[[Replica], Awaitable[None]] | None = None
         self.waiting = PendingRows()
         self._patience_s, self._may_grow, self._full_rows = patience_s, may_grow, full_rows
@@ -178,7 +181,7 @@ class ReplicaPool:
             self._leaving.add(replica)
             self._let_go(replica)
         for address in sorted(set(addresses) - {replica.address for replica in self.replicas}):
-            replica = Replica(address, live=False)
+            replica = Replica(address, self.role, live=False)
             self.replicas.append(replica)
             self._begin(self._revive(replica))
         self._show_live()
@@ -377,7 +380,7 @@ class ReplicaPool:
 
     async def _try_return(self, replica: Replica) -> str:
         """Makes a healthy replica live; else says what is the matter."""
-        if problem := await replica.health(self.role):
+        if problem := await replica.health():
             return problem
         if not replica.live:
             done: Callable[[Replica], Awaitable[None]] | None = None

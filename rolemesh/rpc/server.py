@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 from rolemesh import metrics
 from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.rpc import tls
+from rolemesh.rpc.access import Permissions
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
 from rolemesh.rpc.contract import FRAME, Rpc, rpcs, serializer
 from rolemesh.rpc.guard import Behaviour, Context, Guard
@@ -90,7 +91,8 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         Raises:
             InvalidConfig: not an address, or one that cannot be had.
         """
-        server = self._new_server()
+        permissions = [Permissions(self._rpcs, self._role_of)] if tls.current_keys() else []
+        server = self._new_server(permissions)
         server.add_generic_rpc_handlers((self,))
         reflection.enable_server_reflection(
             [*self._role_of, health.SERVICE_NAME, reflection.SERVICE_NAME], server
@@ -103,8 +105,8 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         server = self._new_server()
         return await self._begin(server, listen, server.add_insecure_port)
 
-    def _new_server(self) -> grpc.aio.Server:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+    def _new_server(self, interceptors: Sequence[Permissions] = ()) -> grpc.aio.Server:
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
         add_HealthServicer_to_server(self._health, server)
         return server
 

@@ -1,8 +1,8 @@
 """Mutual TLS. The keys of a process lie in a directory: tls.crt, tls.key and ca.crt, as cert-manager has them.
 
 A process that has keys makes no connection without them and takes none: both ends show a certificate of the
-authority in ca.crt, and each looks for its own name in the other's. That name is the first DNS name of the
-certificate, whatever address the peer was called by; the processes of a job share it.
+authority in ca.crt. Its first DNS name is the job's, each further ROLE.JOB says that the process is that role.
+A caller wants to see the role that it calls, whatever the address; a server reads the caller's (access.py).
 
 The files may be replaced while the process runs: servers look at each new connection, channels at each call
 (channels.py). A generation that is not whole, or does not fit together, is not taken.
@@ -11,6 +11,8 @@ The files may be replaced while the process runs: servers look at each new conne
 from __future__ import annotations
 
 import logging
+import shlex
+from collections.abc import Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,15 +35,20 @@ class Keys:
     """One generation of a directory's files, as PEM.
 
     Args:
-        name: the certificate's first DNS name, which the peer's has to have too.
+        names: the certificate's DNS names.
         expires: when the certificate does.
     """
 
     certificate: bytes
     key: bytes
     authority: bytes
-    name: str
+    names: tuple[str, ...]
     expires: datetime
+
+    @property
+    def job(self) -> str:
+        """The first DNS name, which all processes of the job have."""
+        return self.names[0]
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Of a client."""
@@ -55,12 +62,18 @@ class Keys:
 class KeyFolder:
     """The keys in a directory, read again when its files have changed.
 
+    Args:
+        directory: has the files.
+        roles: that the certificate has to name.
+
     Raises:
-        InvalidConfig: a file is absent, is not what it should be, or does not fit the others.
+        InvalidConfig: a file is absent, is not what it should be, or does not fit the others, or a role is
+            not named.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, roles: Collection[str] = ()) -> None:
         self.directory = directory
+        self._roles = roles
         self._stamp = _stamp(directory)
         self._keys = self._read()
 
@@ -87,6 +100,8 @@ class KeyFolder:
 
     def _read(self) -> Keys:
         keys = read_keys(self.directory)
+        if absent := set(self._roles) - roles_in(keys.names, keys.job):
+            raise InvalidConfig(_names_lacking(self.directory, keys.job, self._roles, absent))
         if keys.expires <= datetime.now(UTC):
             log.warning("%s expired at %s", self.directory / CERTIFICATE, keys.expires)
         return keys
@@ -117,13 +132,36 @@ def read_keys(directory: Path) -> Keys:
         ) from error
     if private.public_key() != own.public_key():
         raise InvalidConfig(f"{directory}: {KEY} is not the key of {CERTIFICATE}")
-    name = next(iter(_dns_names(own)), "")
-    if not name or "*" in name:
+    names = _dns_names(own)
+    job = next(iter(names), "")
+    if not job or "*" in job:
         raise InvalidConfig(
             f"{directory / CERTIFICATE} is to have a DNS name that all processes of the job share "
-            f"(subjectAltName); its first one is {name!r}"
+            f"(subjectAltName); its first one is {job!r}"
         )
-    return Keys(certificate, key, authority, name, own.not_valid_after_utc)
+    return Keys(certificate, key, authority, tuple(names), own.not_valid_after_utc)
+
+
+def dns_name(role: str, job: str) -> str:
+    """By which a certificate says that its process is this role of the job."""
+    return f"{role}.{job}"
+
+
+def roles_in(names: Collection[str], job: str) -> set[str]:
+    """The roles of a process of the job whose certificate has these DNS names."""
+    end = dns_name("", job)
+    return {name.removesuffix(end) for name in names if name.endswith(end)}
+
+
+def _names_lacking(directory: Path, job: str, roles: Collection[str], absent: Collection[str]) -> str:
+    names = ",".join(f"DNS:{name}" for name in (job, *(dns_name(role, job) for role in roles)))
+    key, certificate = (shlex.quote(str(directory / name)) for name in (KEY, CERTIFICATE))
+    return (
+        f"{directory / CERTIFICATE} is for job {job!r} (its first DNS name) and does not name "
+        f"{', '.join(sorted(absent))}, which this process is. Sign it anew, where the authority is: "
+        f"openssl req -new -key {key} -subj /CN=process -addext {shlex.quote(f'subjectAltName={names}')} | "
+        f"openssl x509 -req -CA ca.crt -CAkey ca.key -days 90 -copy_extensions copy -out {certificate}"
+    )
 
 
 def _dns_names(certificate: x509.Certificate) -> list[str]:
@@ -153,13 +191,17 @@ def _stamp(directory: Path) -> list[tuple[int, int, int] | None]:
 _folder: ContextVar[KeyFolder | None] = ContextVar("keys", default=None)
 
 
-def use_keys(directory: Path | None) -> None:
+def use_keys(directory: Path | None, *roles: str) -> None:
     """From now on all gRPC of this process is TLS with the keys in the directory; None: plain.
+
+    Args:
+        directory: the keys'.
+        roles: what this process is: the roles that it serves, or controller, or operator.
 
     Raises:
         InvalidConfig: what is wrong with the keys.
     """
-    _folder.set(KeyFolder(directory) if directory else None)
+    _folder.set(KeyFolder(directory, roles) if directory else None)
 
 
 def current_keys() -> Keys | None:
@@ -180,14 +222,9 @@ def add_port(server: grpc.aio.Server, address: str) -> int:
     return server.add_secure_port(address, folder.server_credentials())
 
 
-def stranger(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """ "" where the caller is of this process's job, else whose certificate it showed. One authority may serve
-    several jobs, and none is to call another's roles."""
-    keys = current_keys()
-    if keys is None:
-        return ""
-    names = [name.decode() for name in context.auth_context().get("x509_subject_alternative_name", ())]
-    return "" if keys.name in names else f"for callers of {keys.name}; this one's certificate is for {names}"
+def names_of_caller(context: grpc.aio.ServicerContext[Any, Any]) -> list[str]:
+    """The DNS names of the certificate that the caller showed."""
+    return [name.decode(errors="backslashreplace") for name in context.auth_context().get("peer_dns", ())]
 
 
 # --------------------------------------------------------------------------------- what went wrong
@@ -210,7 +247,10 @@ def explain(details: str) -> str:
         ("WRONG_VERSION_NUMBER", "it speaks plain, and this process has keys: start it with --tls-dir too"),
         ("certificate has expired", "its certificate has expired: renew the keys in its --tls-dir"),
         ("CERTIFICATE_VERIFY_FAILED", f"its certificate is not of the authority in {directory / AUTHORITY}"),
-        ("Hostname Verification", f"its certificate is not for {keys.name!r}: is it of another job?"),
+        (
+            "Hostname Verification",
+            f"its certificate is not for this role of {keys.job!r}: is it another job's, or another role's?",
+        ),
     ):
         if words in details:
             return f"{meaning} ({details})"

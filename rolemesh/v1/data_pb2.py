@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rolemesh/v1/data.proto\x12\x0brolemesh.v1\x1a google/protobuf/descriptor.proto*[\n\x08\x44ispatch\x12\x18\n\x14\x44ISPATCH_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44ISPATCH_SHARD_ROWS\x10\x01\x12\x16\n\x12\x44ISPATCH_BROADCAST\x10\x02\"\x04\x08\x03\x10\x03*\xb5\x02\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT64\x10\x01\x12\x11\n\rDTYPE_FLOAT32\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04\x12\x17\n\x13\x44TYPE_FLOAT8_E4M3FN\x10\x05\x12\x15\n\x11\x44TYPE_FLOAT8_E5M2\x10\x06\x12\x0f\n\x0b\x44TYPE_INT64\x10\x07\x12\x0f\n\x0b\x44TYPE_INT32\x10\x08\x12\x0f\n\x0b\x44TYPE_INT16\x10\t\x12\x0e\n\nDTYPE_INT8\x10\n\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x0b\x12\x10\n\x0c\x44TYPE_UINT16\x10\x0c\x12\x10\n\x0c\x44TYPE_UINT32\x10\r\x12\x10\n\x0c\x44TYPE_UINT64\x10\x0e\x12\x0e\n\nDTYPE_BOOL\x10\x0f*\x81\x01\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x10\n\x0cLAYOUT_DENSE\x10\x01\x12\x11\n\rLAYOUT_RAGGED\x10\x02\x12\x13\n\x0fLAYOUT_CONSTANT\x10\x03\x12\x0f\n\x0bLAYOUT_MASK\x10\x04\x12\x14\n\x10LAYOUT_POSITIONS\x10\x05:I\n\x08\x64ispatch\x12\x1e.google.protobuf.MethodOptions\x18\x8d\x8c\x03 \x01(\x0e\x32\x15.rolemesh.v1.Dispatchb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rolemesh/v1/data.proto\x12\x0brolemesh.v1\x1a google/protobuf/descriptor.proto*[\n\x08\x44ispatch\x12\x18\n\x14\x44ISPATCH_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44ISPATCH_SHARD_ROWS\x10\x01\x12\x16\n\x12\x44ISPATCH_BROADCAST\x10\x02\"\x04\x08\x03\x10\x03*\xc1\x01\n\x06\x43\x61ller\x12\x16\n\x12\x43\x41LLER_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43\x41LLER_CONTROLLER\x10\x01\x12\x13\n\x0f\x43\x41LLER_OPERATOR\x10\x02\x12\x11\n\rCALLER_SCALER\x10\x03\x12\x10\n\x0c\x43\x41LLER_ACTOR\x10\x04\x12\x12\n\x0e\x43\x41LLER_ROLLOUT\x10\x05\x12\x14\n\x10\x43\x41LLER_REFERENCE\x10\x06\x12\x11\n\rCALLER_CRITIC\x10\x07\x12\x11\n\rCALLER_REWARD\x10\x08*\xb5\x02\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT64\x10\x01\x12\x11\n\rDTYPE_FLOAT32\x10\x02\x12\x11\n\rDTYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04\x12\x17\n\x13\x44TYPE_FLOAT8_E4M3FN\x10\x05\x12\x15\n\x11\x44TYPE_FLOAT8_E5M2\x10\x06\x12\x0f\n\x0b\x44TYPE_INT64\x10\x07\x12\x0f\n\x0b\x44TYPE_INT32\x10\x08\x12\x0f\n\x0b\x44TYPE_INT16\x10\t\x12\x0e\n\nDTYPE_INT8\x10\n\x12\x0f\n\x0b\x44TYPE_UINT8\x10\x0b\x12\x10\n\x0c\x44TYPE_UINT16\x10\x0c\x12\x10\n\x0c\x44TYPE_UINT32\x10\r\x12\x10\n\x0c\x44TYPE_UINT64\x10\x0e\x12\x0e\n\nDTYPE_BOOL\x10\x0f*\x81\x01\n\x06Layout\x12\x16\n\x12LAYOUT_UNSPECIFIED\x10\x00\x12\x10\n\x0cLAYOUT_DENSE\x10\x01\x12\x11\n\rLAYOUT_RAGGED\x10\x02\x12\x13\n\x0fLAYOUT_CONSTANT\x10\x03\x12\x0f\n\x0bLAYOUT_MASK\x10\x04\x12\x14\n\x10LAYOUT_POSITIONS\x10\x05:I\n\x08\x64ispatch\x12\x1e.google.protobuf.MethodOptions\x18\x8d\x8c\x03 \x01(\x0e\x32\x15.rolemesh.v1.Dispatch:F\n\x07\x63\x61llers\x12\x1e.google.protobuf.MethodOptions\x18\x8e\x8c\x03 \x03(\x0e\x32\x13.rolemesh.v1.Callerb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DISPATCH']._serialized_start=73
   _globals['_DISPATCH']._serialized_end=164
-  _globals['_DTYPE']._serialized_start=167
-  _globals['_DTYPE']._serialized_end=476
-  _globals['_LAYOUT']._serialized_start=479
-  _globals['_LAYOUT']._serialized_end=608
+  _globals['_CALLER']._serialized_start=167
+  _globals['_CALLER']._serialized_end=360
+  _globals['_DTYPE']._serialized_start=363
+  _globals['_DTYPE']._serialized_end=672
+  _globals['_LAYOUT']._serialized_start=675
+  _globals['_LAYOUT']._serialized_end=804
 # @@protoc_insertion_point(module_scope)

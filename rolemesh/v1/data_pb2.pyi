@@ -11,6 +11,18 @@ class Dispatch(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DISPATCH_SHARD_ROWS: _ClassVar[Dispatch]
     DISPATCH_BROADCAST: _ClassVar[Dispatch]
 
+class Caller(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CALLER_UNSPECIFIED: _ClassVar[Caller]
+    CALLER_CONTROLLER: _ClassVar[Caller]
+    CALLER_OPERATOR: _ClassVar[Caller]
+    CALLER_SCALER: _ClassVar[Caller]
+    CALLER_ACTOR: _ClassVar[Caller]
+    CALLER_ROLLOUT: _ClassVar[Caller]
+    CALLER_REFERENCE: _ClassVar[Caller]
+    CALLER_CRITIC: _ClassVar[Caller]
+    CALLER_REWARD: _ClassVar[Caller]
+
 class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DTYPE_UNSPECIFIED: _ClassVar[Dtype]
@@ -41,6 +53,15 @@ class Layout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 DISPATCH_UNSPECIFIED: Dispatch
 DISPATCH_SHARD_ROWS: Dispatch
 DISPATCH_BROADCAST: Dispatch
+CALLER_UNSPECIFIED: Caller
+CALLER_CONTROLLER: Caller
+CALLER_OPERATOR: Caller
+CALLER_SCALER: Caller
+CALLER_ACTOR: Caller
+CALLER_ROLLOUT: Caller
+CALLER_REFERENCE: Caller
+CALLER_CRITIC: Caller
+CALLER_REWARD: Caller
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT64: Dtype
 DTYPE_FLOAT32: Dtype
@@ -65,3 +86,5 @@ LAYOUT_MASK: Layout
 LAYOUT_POSITIONS: Layout
 DISPATCH_FIELD_NUMBER: _ClassVar[int]
 dispatch: _descriptor.FieldDescriptor
+CALLERS_FIELD_NUMBER: _ClassVar[int]
+callers: _descriptor.FieldDescriptor

@@ -26,7 +26,7 @@ from rolemesh.v1 import data_pb2 as rolemesh_dot_v1_dot_data__pb2
 from rolemesh.v1 import frame_pb2 as rolemesh_dot_v1_dot_frame__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brolemesh/v1/reference.proto\x12\x0brolemesh.v1\x1a\x16rolemesh/v1/data.proto\x1a\x17rolemesh/v1/frame.proto2Z\n\x10ReferenceService\x12\x46\n\x0f\x43omputeLogProbs\x12\x12.rolemesh.v1.Frame\x1a\x12.rolemesh.v1.Frame\"\x07\x90\x02\x01\xe8\xe0\x18\x01(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1brolemesh/v1/reference.proto\x12\x0brolemesh.v1\x1a\x16rolemesh/v1/data.proto\x1a\x17rolemesh/v1/frame.proto2_\n\x10ReferenceService\x12K\n\x0f\x43omputeLogProbs\x12\x12.rolemesh.v1.Frame\x1a\x12.rolemesh.v1.Frame\"\x0c\x90\x02\x01\xe8\xe0\x18\x01\xf2\xe0\x18\x01\x01(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolemesh.v1.reference_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REFERENCESERVICE'].methods_by_name['ComputeLogProbs']._loaded_options = None
-  _globals['_REFERENCESERVICE'].methods_by_name['ComputeLogProbs']._serialized_options = b'\220\002\001\350\340\030\001'
+  _globals['_REFERENCESERVICE'].methods_by_name['ComputeLogProbs']._serialized_options = b'\220\002\001\350\340\030\001\362\340\030\001\001'
   _globals['_REFERENCESERVICE']._serialized_start=93
-  _globals['_REFERENCESERVICE']._serialized_end=183
+  _globals['_REFERENCESERVICE']._serialized_end=188
 # @@protoc_insertion_point(module_scope)

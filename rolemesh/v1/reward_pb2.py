@@ -26,7 +26,7 @@ from rolemesh.v1 import data_pb2 as rolemesh_dot_v1_dot_data__pb2
 from rolemesh.v1 import frame_pb2 as rolemesh_dot_v1_dot_frame__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolemesh/v1/reward.proto\x12\x0brolemesh.v1\x1a\x16rolemesh/v1/data.proto\x1a\x17rolemesh/v1/frame.proto2U\n\rRewardService\x12\x44\n\rComputeScores\x12\x12.rolemesh.v1.Frame\x1a\x12.rolemesh.v1.Frame\"\x07\x90\x02\x01\xe8\xe0\x18\x01(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rolemesh/v1/reward.proto\x12\x0brolemesh.v1\x1a\x16rolemesh/v1/data.proto\x1a\x17rolemesh/v1/frame.proto2Z\n\rRewardService\x12I\n\rComputeScores\x12\x12.rolemesh.v1.Frame\x1a\x12.rolemesh.v1.Frame\"\x0c\x90\x02\x01\xe8\xe0\x18\x01\xf2\xe0\x18\x01\x01(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolemesh.v1.reward_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REWARDSERVICE'].methods_by_name['ComputeScores']._loaded_options = None
-  _globals['_REWARDSERVICE'].methods_by_name['ComputeScores']._serialized_options = b'\220\002\001\350\340\030\001'
+  _globals['_REWARDSERVICE'].methods_by_name['ComputeScores']._serialized_options = b'\220\002\001\350\340\030\001\362\340\030\001\001'
   _globals['_REWARDSERVICE']._serialized_start=90
-  _globals['_REWARDSERVICE']._serialized_end=175
+  _globals['_REWARDSERVICE']._serialized_end=180
 # @@protoc_insertion_point(module_scope)

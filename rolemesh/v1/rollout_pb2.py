@@ -26,7 +26,7 @@ from rolemesh.v1 import data_pb2 as rolemesh_dot_v1_dot_data__pb2
 from rolemesh.v1 import frame_pb2 as rolemesh_dot_v1_dot_frame__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/rollout.proto\x12\x0brolemesh.v1\x1a\x16rolemesh/v1/data.proto\x1a\x17rolemesh/v1/frame.proto\"H\n\x14UpdateWeightsRequest\x12\x0f\n\x07sources\x18\x01 \x03(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"(\n\x15UpdateWeightsResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x32\xb2\x01\n\x0eRolloutService\x12?\n\x08Generate\x12\x12.rolemesh.v1.Frame\x1a\x12.rolemesh.v1.Frame\"\x07\x90\x02\x01\xe8\xe0\x18\x01(\x01\x30\x01\x12_\n\rUpdateWeights\x12!.rolemesh.v1.UpdateWeightsRequest\x1a\".rolemesh.v1.UpdateWeightsResponse\"\x07\x90\x02\x02\xe8\xe0\x18\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/rollout.proto\x12\x0brolemesh.v1\x1a\x16rolemesh/v1/data.proto\x1a\x17rolemesh/v1/frame.proto\"H\n\x14UpdateWeightsRequest\x12\x0f\n\x07sources\x18\x01 \x03(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"(\n\x15UpdateWeightsResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x32\xbc\x01\n\x0eRolloutService\x12\x44\n\x08Generate\x12\x12.rolemesh.v1.Frame\x1a\x12.rolemesh.v1.Frame\"\x0c\x90\x02\x01\xe8\xe0\x18\x01\xf2\xe0\x18\x01\x01(\x01\x30\x01\x12\x64\n\rUpdateWeights\x12!.rolemesh.v1.UpdateWeightsRequest\x1a\".rolemesh.v1.UpdateWeightsResponse\"\x0c\x90\x02\x02\xe8\xe0\x18\x02\xf2\xe0\x18\x01\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,13 +34,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolemesh.v1.rollout_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROLLOUTSERVICE'].methods_by_name['Generate']._loaded_options = None
-  _globals['_ROLLOUTSERVICE'].methods_by_name['Generate']._serialized_options = b'\220\002\001\350\340\030\001'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['Generate']._serialized_options = b'\220\002\001\350\340\030\001\362\340\030\001\001'
   _globals['_ROLLOUTSERVICE'].methods_by_name['UpdateWeights']._loaded_options = None
-  _globals['_ROLLOUTSERVICE'].methods_by_name['UpdateWeights']._serialized_options = b'\220\002\002\350\340\030\002'
+  _globals['_ROLLOUTSERVICE'].methods_by_name['UpdateWeights']._serialized_options = b'\220\002\002\350\340\030\002\362\340\030\001\001'
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=91
   _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=163
   _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=165
   _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=205
   _globals['_ROLLOUTSERVICE']._serialized_start=208
-  _globals['_ROLLOUTSERVICE']._serialized_end=386
+  _globals['_ROLLOUTSERVICE']._serialized_end=396
 # @@protoc_insertion_point(module_scope)

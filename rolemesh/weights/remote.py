@@ -111,7 +111,7 @@ class RemoteWeights:
         waits for a relay to have it."""
         if self._held() is not None:  # begun elsewhere
             return None
-        async with open_channel(self.sources[-1]) as channel:
+        async with open_channel(self.sources[-1], "actor") as channel:
             source = _Source(channel, self._version, self.digest)
             try:
                 serialized, shared = await source.manifest(0.0)
@@ -160,7 +160,7 @@ class RemoteWeights:
 
     async def _pull_from(self, address: str) -> Holding:
         kind = "actor" if address == self.sources[-1] else "rollout"
-        async with open_channel(address) as channel:
+        async with open_channel(address, kind) as channel:
             source = _Source(channel, self._version, self.digest)
             try:
                 holding = await self._open(source, 0.0 if kind == "actor" else RELAY_WAIT_S)

@@ -22,22 +22,29 @@ LOCAL = "127.0.0.1:0"
 async def test_steps_over_mutual_tls_with_changing_keys_equal_steps_in_process_bit_for_bit(
     tiny_model: Path, tmp_path: Path
 ) -> None:
+    """Each group of roles and the controller have a certificate of their own."""
     overrides = ("trainer.save_freq=4", "trainer.test_freq=2")
-    authority = Authority()
-    keys = swap(tmp_path / "keys", authority.files("my-job"))
     job = small_job(tmp_path, tiny_model, "secure", *overrides, "placement.replicas.rollout=2")
-    tls.use_keys(keys)
+    authority, processes = Authority(), {**job.groups, "controller": ("controller",)}
+
+    def renew() -> None:
+        for process, roles in processes.items():
+            swap(tmp_path / process, authority.keys("my-job", *roles))
+
+    renew()
     async with AsyncExitStack() as stack:
         addresses: dict[str, list[str]] = {role: [] for role in job.roles}
         for group, roles in job.groups.items():
+            tls.use_keys(tmp_path / group, *roles)
             for _ in range(job.num_replicas(group)):
                 address = await stack.enter_async_context(served_group(roles, job))
                 for role in roles:
                     addresses[role].append(address)
+        tls.use_keys(tmp_path / "controller", "controller")
         run = Run(job, load_tokenizer(job.actor.model))
         training = asyncio.create_task(drive(run, addresses, LOCAL, None))
         async for _ in run.status.watch():  # before the first step and after each
-            swap(keys, authority.files("my-job"))
+            renew()
         await training
     tls.use_keys(None)
     (tmp_path / "plain").mkdir()
@@ -51,21 +58,27 @@ async def test_steps_over_mutual_tls_with_changing_keys_equal_steps_in_process_b
 async def test_processes_with_keys_train_and_tell_whoever_shows_keys(tiny_model: Path, tmp_path: Path) -> None:
     """`serve`, `control` and `status` as a cluster starts them, with all roles in one process."""
     authority = Authority()
-    keys = swap(tmp_path / "keys", authority.files("my-job"))
     with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
         one_step = ("trainer.total_training_steps=1", "trainer.val_before_train=false")
         plain = small_job(tmp_path, tiny_model, "run", "placement.strategy=collocate", *one_step)
         job = gated(plain, tmp_path, started.path, go_on.path)
-        secure = f"--tls-dir={keys}"
+        secure = {
+            process: f"--tls-dir={swap(tmp_path / process, authority.keys('my-job', *roles))}"
+            for process, roles in {
+                "roles": job.roles,
+                "controller": ["controller"],
+                "operator": ["operator"],
+            }.items()
+        }
         async with (
-            serve_process(",".join(job.roles), job, tmp_path, secure) as roles,
+            serve_process(",".join(job.roles), job, tmp_path, secure["roles"]) as roles,
             rolemesh(
-                *("control", "--config", written(job, tmp_path), secure, "--listen=127.0.0.1:0"),
+                *("control", "--config", written(job, tmp_path), secure["controller"], "--listen=127.0.0.1:0"),
                 *(f"--{role}={roles.address}" for role in job.roles),
             ) as controller,
         ):
             await started.passed(controller.ended())  # step 1 runs
-            async with rolemesh("status", str(job.run_dir), secure) as asked:
+            async with rolemesh("status", str(job.run_dir), secure["operator"]) as asked:
                 code, output = await asked.end()
                 assert code == 0, output
                 assert f"actor      {roles.address}  ready" in output

@@ -6,6 +6,7 @@ import os
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -22,6 +23,10 @@ class Authority:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
         self.certificate = self._sign(self._key, self._name, HOUR, ca=True)
+
+    @property
+    def private(self) -> bytes:
+        return _pem(self._key)
 
     def _sign(
         self,
@@ -43,15 +48,22 @@ class Authority:
             builder = builder.add_extension(alternatives, critical=False)
         return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
+    def keys(self, job: str, *roles: str, **more: Any) -> dict[str, bytes]:
+        """For a process of the job that is these roles."""
+        return self.files(job, *(f"{role}.{job}" for role in roles), **more)
+
     def files(self, *names: str, lasts: timedelta = HOUR, trusted: bytes = b"") -> dict[str, bytes]:
         """A new key and its certificate, for these DNS names; `trusted`: further authorities."""
         key = ec.generate_private_key(ec.SECP256R1())
-        private = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "process")])
         certificate = self._sign(key, subject, lasts, *names)
-        return {"tls.crt": certificate, "tls.key": private, "ca.crt": self.certificate + trusted}
+        return {"tls.crt": certificate, "tls.key": _pem(key), "ca.crt": self.certificate + trusted}
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
 
 
 def swap(directory: Path, files: dict[str, bytes]) -> Path:

@@ -25,6 +25,7 @@ from rolemesh.rpc.contract import REWARD
 from rolemesh.rpc.server import RoleServer
 
 JOB, OTHER = "my-job", "other-job"
+ROLES = ("reward", "controller")  # of the process that has all keys of a test
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -35,7 +36,7 @@ def authority() -> Authority:
 
 @pytest.fixture
 def keys(tmp_path: Path, authority: Authority) -> Path:
-    return swap(tmp_path / "keys", authority.files(JOB))
+    return swap(tmp_path / "keys", authority.keys(JOB, *ROLES))
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ async def test_two_processes_of_a_job_understand_each_other(job: JobConfig, keys
         ("job", "trusting stranger", "its ca.crt lacks the authority of {caller}/tls.crt"),
         ("expired", "job", "its certificate has expired: renew the keys in its --tls-dir"),
         ("job", "expired", "refuses this process's certificate: {caller}/tls.crt expired at "),
-        ("job", "other job", "its certificate is not for 'other-job': is it of another job?"),
+        ("job", "other job", "its certificate is not for this role of 'other-job': is it another job's"),
     ],
 )
 async def test_where_the_two_ends_do_not_agree_the_error_says_what_to_look_at(
@@ -88,11 +89,11 @@ async def test_where_the_two_ends_do_not_agree_the_error_says_what_to_look_at(
 ) -> None:
     stranger = Authority("stranger")
     kinds = {
-        "job": authority.files(JOB),
-        "expired": authority.files(JOB, lasts=-HOUR),
-        "stranger": stranger.files(JOB),
-        "trusting stranger": stranger.files(JOB, trusted=authority.certificate),
-        "other job": authority.files(OTHER),
+        "job": authority.keys(JOB, *ROLES),
+        "expired": authority.keys(JOB, *ROLES, lasts=-HOUR),
+        "stranger": stranger.keys(JOB, *ROLES),
+        "trusting stranger": stranger.keys(JOB, *ROLES, trusted=authority.certificate),
+        "other job": authority.keys(OTHER, *ROLES),
     }
     servers = swap(tmp_path / "server", kinds[server]) if server else None
     callers = swap(tmp_path / "caller", kinds[caller]) if caller else None
@@ -106,8 +107,8 @@ async def test_where_the_two_ends_do_not_agree_the_error_says_what_to_look_at(
 async def test_a_caller_of_another_job_is_refused_though_it_does_not_look_at_the_servers_name(
     job: JobConfig, keys: Path, tmp_path: Path, authority: Authority
 ) -> None:
-    other = tls.read_keys(swap(tmp_path / "other", authority.files(OTHER)))
-    pretends = [("grpc.ssl_target_name_override", JOB)]
+    other = tls.read_keys(swap(tmp_path / "other", authority.keys(OTHER, *ROLES)))
+    pretends = [("grpc.ssl_target_name_override", f"reward.{JOB}")]
     async with (
         reward_with(job, keys) as address,
         grpc.aio.secure_channel(address, other.channel_credentials(), options=pretends) as channel,
@@ -115,9 +116,8 @@ async def test_a_caller_of_another_job_is_refused_though_it_does_not_look_at_the
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await channel.stream_unary("/rolemesh.v1.RewardService/ComputeScores")(iter([b""]))
     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert (
-        error.value.details() == "reward is for callers of my-job; this one's certificate is for ['other-job']"
-    )
+    said = "this process is of job my-job; the caller's certificate is for ['other-job', 'reward.other-job', "
+    assert (error.value.details() or "").startswith(said)
 
 
 # -------------------------------------------------------------------------------------- new keys
@@ -145,14 +145,14 @@ async def test_no_call_fails_while_keys_change(
             running = asyncio.create_task(slow_reward.compute_scores(reward_batch(1)))
             await started.passed(running)
             for _ in range(4):
-                swap(keys, authority.files(JOB))
+                swap(keys, authority.keys(JOB, *ROLES))
                 for _ in range(5):
                     scores = await reward.compute_scores(reward_batch(2))
                     assert scores["token_level_scores"].sum(1).tolist() == [0, 1]
             held.open()
             assert len(await running) == 1
-            swap(keys, authority.files(JOB, lasts=-HOUR))
-            said = await problem(client(quick_at, quick, swap(tmp_path / "fresh", authority.files(JOB))))
+            swap(keys, authority.keys(JOB, *ROLES, lasts=-HOUR))
+            said = await problem(client(quick_at, quick, swap(tmp_path / "fresh", authority.keys(JOB, *ROLES))))
             assert "its certificate has expired" in said
 
 
@@ -160,18 +160,18 @@ async def test_a_line_whose_keys_have_expired_goes_on_with_new_ones(
     tmp_path: Path, authority: Authority
 ) -> None:
     """The server comes back under the same address, so the old connection has to be made anew."""
-    servers = swap(tmp_path / "server", authority.files(JOB))
-    callers = swap(tmp_path / "caller", authority.files(JOB, lasts=timedelta(seconds=1)))
+    servers = swap(tmp_path / "server", authority.keys(JOB, *ROLES))
+    callers = swap(tmp_path / "caller", authority.keys(JOB, *ROLES, lasts=timedelta(seconds=1)))
     tls.use_keys(servers)
     first, second = RoleServer({"reward": [REWARD]}), RoleServer({"reward": [REWARD]})
     address = await first.start("127.0.0.1:0")
     tls.use_keys(callers)
-    line = Line(address)
+    line = Line(address, "reward")
     assert await answer(line) == NOT_SERVING
     before = tls.current_keys()
     assert before is not None
     await asyncio.sleep((before.expires - datetime.now(UTC)).total_seconds())
-    swap(callers, authority.files(JOB))
+    swap(callers, authority.keys(JOB, *ROLES))
     await first.drain(0)
     tls.use_keys(servers)
     await second.start(address)
@@ -185,20 +185,20 @@ async def test_under_a_new_authority_calls_go_on_until_the_other_end_has_its_key
     tmp_path: Path, authority: Authority
 ) -> None:
     """The nodes of a cluster get a Secret's new content within a minute of each other, not at once."""
-    servers = swap(tmp_path / "server", authority.files(JOB))
-    callers = swap(tmp_path / "caller", authority.files(JOB))
+    servers = swap(tmp_path / "server", authority.keys(JOB, *ROLES))
+    callers = swap(tmp_path / "caller", authority.keys(JOB, *ROLES))
     new = Authority("new")
     tls.use_keys(servers)
     server = RoleServer({"reward": [REWARD]})
-    line = Line(await server.start("127.0.0.1:0"))
+    line = Line(await server.start("127.0.0.1:0"), "reward")
     tls.use_keys(callers)
     await answer(line)
     old = line.channel
-    swap(callers, new.files(JOB))
+    swap(callers, new.keys(JOB, *ROLES))
     for _ in range(20):
         assert await answer(line) == NOT_SERVING
     assert line.channel is old  # the next one is refused
-    swap(servers, new.files(JOB))
+    swap(servers, new.keys(JOB, *ROLES))
     async with asyncio.timeout(10):
         while line.channel is old:
             assert await answer(line) == NOT_SERVING
@@ -212,7 +212,7 @@ def test_what_is_half_written_is_not_taken(
 ) -> None:
     """A person copies files one by one, and the key is of another certificate for a moment."""
     folder = tls.KeyFolder(keys)
-    before, new = folder.current(), authority.files(JOB)
+    before, new = folder.current(), authority.keys(JOB, *ROLES)
     (keys / "tls.crt").unlink()
     (keys / "tls.crt").write_bytes(new["tls.crt"])
     plain = {name: (keys / name).read_bytes() for name in new}
@@ -231,7 +231,7 @@ def test_what_is_half_written_is_not_taken(
     [
         ({"tls.key": None}, "No such file or directory.*tls.key"),
         ({"tls.crt": b"no certificate"}, "are to be PEM"),
-        ({"tls.key": Authority().files(JOB)["tls.key"]}, "tls.key is not the key of tls.crt"),
+        ({"tls.key": Authority().keys(JOB)["tls.key"]}, "tls.key is not the key of tls.crt"),
         ({"ca.crt": b""}, "are to be PEM"),
         (Authority().files(), "is to have a DNS name"),
         (Authority().files("*.svc"), "is to have a DNS name"),
@@ -240,7 +240,7 @@ def test_what_is_half_written_is_not_taken(
 def test_keys_that_cannot_be_used_are_named(
     tmp_path: Path, authority: Authority, change: dict[str, Any], words: str
 ) -> None:
-    files = authority.files(JOB) | change
+    files = authority.keys(JOB, *ROLES) | change
     directory = swap(
         tmp_path / "keys", {name: content for name, content in files.items() if content is not None}
     )
@@ -262,6 +262,6 @@ async def test_with_keys_only_health_is_plain(keys: Path) -> None:
     async with grpc.aio.insecure_channel(secure) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="failed to connect"):
             await health_pb2_grpc.HealthStub(channel).Check(request)
-    async with open_channel(secure) as channel:
+    async with open_channel(secure, "reward") as channel:
         await health_pb2_grpc.HealthStub(channel).Check(request)
     await server.drain(0)

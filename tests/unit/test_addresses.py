@@ -43,7 +43,7 @@ def test_a_host_and_a_port_are_an_address(address: str) -> None:
 @pytest.mark.parametrize("address", BAD)
 async def test_nothing_else_is_dialled(address: str) -> None:
     with pytest.raises(InvalidConfig, match="is not an address; write host:port"):
-        open_channel(address)
+        open_channel(address, "rollout")
     with pytest.raises(InvalidConfig, match="is not an address"):
         RewardClient([address], methods(make_job({})))
     with pytest.raises(InvalidBatch, match=r"a source of weights: .* is not an address"):
@@ -79,7 +79,7 @@ async def test_a_host_that_is_called_like_a_scheme_of_grpc_is_a_host(monkeypatch
         return plain(target, **options)
 
     monkeypatch.setattr(grpc.aio, "insecure_channel", noted)
-    async with open_channel("unix:80"):
+    async with open_channel("unix:80", "rollout"):
         assert dialled == ["dns:///unix:80"]
 
 
@@ -90,6 +90,6 @@ async def test_every_form_of_an_address_reaches_its_server(host: str) -> None:
         address = await server.start(f"{host}:0")
     except InvalidConfig as error:
         pytest.skip(str(error))  # a machine without IPv6
-    async with asyncio.timeout(60), open_channel(address) as channel:
+    async with asyncio.timeout(60), open_channel(address, "rollout") as channel:
         await channel.channel_ready()
     await server.drain(0)
