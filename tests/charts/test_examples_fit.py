@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rendering import EXAMPLES, groups, objects, workloads
+from rendering import EXAMPLES, ROOT, groups, objects, workloads
 
-from rolemesh.config import JobConfig
+from rolemesh.config import JobConfig, load_job
 from rolemesh.config.job import make_job
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.planner.devices import GPUS, cpu, parse_size
@@ -91,3 +92,17 @@ def test_what_trains_on_one_gpu_and_needs_two_is_no_example(tmp_path: Path) -> N
     plans = {plan.name: plan for plan in make_plans(job, Cluster(GPUS["h100"], 16), searching=False)}
     assert plans["standalone"].verdict == "cannot be run yet"
     assert not any(plan.fits for plan in plans.values())
+
+
+@pytest.mark.parametrize("name", ["gsm8k-ppo", "gsm8k-grpo"])
+def test_a_job_file_with_what_it_says_for_a_gpu_fits_on_one_of_80_gb(name: str, tmp_path: Path) -> None:
+    """Its comments `GPU: value` are laid on it."""
+    file, keys, overrides = ROOT / "configs" / f"{name}.yaml", list[str](), list[str]()
+    for line in file.read_text().splitlines():
+        if key := re.match(r"( *)(\w+):", line):
+            keys = [*keys[: len(key[1]) // 2], key[2]]
+            overrides += [f"{'.'.join(keys)}={value}" for value in re.findall(r"GPU: ([^,\s]+)", line)]
+    assert "actor.model.path=models/Qwen2.5-0.5B-Instruct" in overrides
+    job = load_job(file, [*overrides, f"actor.model.path={model_directory('Qwen2.5-0.5B-Instruct', tmp_path)}"])
+    planner = Planner(job, role_shapes(job), Cluster(GPUS["h100"], 1))
+    assert planner.plan(job.placement.strategy, job.groups).verdict == "fits"
