@@ -199,7 +199,7 @@ ROLE_METHODS = {
     for role in (Actor, Critic, Reference, Reward, Rollout)
     for name in vars(role)
 }
-DOTTED = re.compile(r"(?<![\w./-])([a-z][\w]*(?:\.\w+|\.<\w+>)+(?:\.\*)?)(?![\w/(])")
+DOTTED = re.compile(r"(?<![\w./-])([a-z][\w]*(?:\.\w+|\.<\w+>)+(?:\.\*)?)(?![\w/(-])")
 FILES = (".py", ".md", ".json", ".gz", ".yaml", ".yml", ".proto", ".png", ".jsonl", ".lock", ".crt", ".key")
 
 
