@@ -9,6 +9,9 @@ from rolemesh.config.actor import LossAggMode
 from rolemesh.config.base import Config
 from rolemesh.config.model import CriticOptimConfig, TrainedModelConfig
 
+# Where these are null, JobConfig puts the actor's value in, so that config.yaml and every reader see it.
+FOLLOWS_ACTOR = ("ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
+
 
 class CriticConfig(Config):
     model: TrainedModelConfig = Field(
@@ -21,10 +24,15 @@ class CriticConfig(Config):
         None, description="as many rows per pass as the tokens allow; null: actor.use_dynamic_bsz"
     )
     ppo_max_token_len_per_gpu: int = Field(32768, gt=0, description="tokens per pass")
-    ppo_epochs: int = Field(1, gt=0, description="passes over each batch")
-    shuffle: bool = Field(False, description="a new order of rows in every pass")
+    ppo_epochs: int | None = Field(None, gt=0, description="passes over each batch; null: the actor's")
+    shuffle: bool | None = Field(None, description="a new order of rows in every pass; null: the actor's")
     cliprange_value: float = Field(0.5, gt=0, description="how far a value may move from the old one")
-    loss_agg_mode: LossAggMode = "token-mean"
+    loss_agg_mode: LossAggMode | None = Field(
+        None, description="how the losses of tokens become one; null: the actor's"
+    )
+    loss_scale_factor: int | None = Field(
+        None, gt=0, description="divisor of seq-mean-token-sum-norm; null: the actor's"
+    )
     grad_clip: float = Field(1.0, gt=0, description="largest gradient norm")
     seed: int = Field(42, description="of the value head and the shuffle")
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from rolemesh.config.actor import ActorConfig, ReferenceConfig
 from rolemesh.config.algorithm import COMPARING, AlgorithmConfig
 from rolemesh.config.base import Config, explain, merge, parse_overrides
-from rolemesh.config.critic import CriticConfig
+from rolemesh.config.critic import FOLLOWS_ACTOR, CriticConfig
 from rolemesh.config.data import DataConfig
 from rolemesh.config.effects import IdleKey, idle_keys, without
 from rolemesh.config.model import JudgingModelConfig, ModelConfig, TrainedModelConfig
@@ -37,6 +37,14 @@ class JobConfig(Config):
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
     placement: PlacementConfig = Field(PlacementConfig(), description="how the roles share devices")
+
+    @field_validator("critic")
+    @classmethod
+    def _critic_follows_the_actor(cls, critic: CriticConfig, info: ValidationInfo) -> CriticConfig:
+        actor = info.data.get("actor")  # absent where it is in error itself
+        unset = [key for key in FOLLOWS_ACTOR if actor and getattr(critic, key) is None]
+        values = dict(critic) | {key: getattr(actor, key) for key in unset}
+        return CriticConfig.model_construct(critic.model_fields_set, **values)  # they stay unset by the job file
 
     @model_validator(mode="after")
     def _sections_agree(self) -> JobConfig:

@@ -101,6 +101,7 @@ def role_seconds(
         parameters = shape.policy_parameters
     else:
         one = Pass(shape, rows, width, 0, job.critic_model.dtype)
+        assert job.critic.ppo_epochs is not None, "JobConfig fills it in"
         epochs = job.critic.ppo_epochs
         recomputes = job.critic_model.enable_gradient_checkpointing
         mini, parameters = job.critic_mini_batch_size, shape.score_parameters

@@ -42,6 +42,8 @@ class CriticWorker(LocalWorker):
         self.job, self.config = job, job.critic_model
         self._home = Home.of(job)
         refuse_float16(self.config, "critic")
+        assert critic.ppo_epochs is not None, "JobConfig fills it in"
+        assert critic.shuffle is not None, "JobConfig fills it in"
         self.schedule = Schedule(
             mini_batch_size=job.critic_mini_batch_size * job.rollout.n,
             micro_batches=MicroBatches.of(job, "critic", self.config, critic.ppo_micro_batch_size_per_gpu),
@@ -127,6 +129,7 @@ def value_objective(
     Returns:
         The micro-batch's shares of the mini-batch's loss and of what is reported.
     """
+    assert config.loss_agg_mode is not None, "JobConfig fills it in"
     mask = rows["loss_mask"] if "loss_mask" in rows else rows["response_mask"]
     loss, clipped = clipped_value_loss(
         values,
@@ -134,7 +137,7 @@ def value_objective(
         rows["returns"],
         mask,
         cliprange_value=config.cliprange_value,
-        aggregate=Aggregation.of(mini_batch_mask, config.loss_agg_mode),
+        aggregate=Aggregation.of(mini_batch_mask, config.loss_agg_mode, config.loss_scale_factor),
     )
     mean = Aggregation.of(mini_batch_mask, "token-mean")
     return loss, {"vf_loss": loss, "vf_clipfrac": mean(clipped, mask), "vpred_mean": mean(values, mask)}

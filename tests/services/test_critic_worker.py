@@ -38,19 +38,22 @@ def _in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
 
 
-def critic_job(model: Path, critic: dict[str, Any] | None = None) -> JobConfig:
+def critic_job(
+    model: Path, critic: dict[str, Any] | None = None, actor: dict[str, Any] | None = None
+) -> JobConfig:
     base = {"ppo_micro_batch_size_per_gpu": 4, "optim": {"lr": 1e-3}}
-    actor = {
+    policy = {
         "model": {"path": str(model)},
         "ppo_mini_batch_size": 8,
         "ppo_micro_batch_size_per_gpu": 4,
+        **(actor or {}),
     }
     data = {"train_batch_size": 16}
     return make_job(
         {
             "data": data,
             "trainer": {"device": "cpu", "default_local_dir": "."},
-            "actor": actor,
+            "actor": policy,
             "critic": base | (critic or {}),
         }
     )
@@ -136,6 +139,38 @@ async def test_an_update_moves_values_to_returns(tiny_model: Path) -> None:
         f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr")
     }
     assert all(math.isfinite(value) for value in first.values())
+
+
+async def test_a_critic_makes_as_many_passes_in_as_new_orders_as_the_actor_unless_set(tiny_model: Path) -> None:
+    """16 rows are two mini-batches. Two shuffled passes differ from two that are not."""
+
+    async def trained(critic: dict[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
+        worker = CriticWorker(critic_job(tiny_model, critic, {"ppo_epochs": 2, "shuffle": True}))
+        await worker.update(sequence_batch(16))
+        return worker.optimizer.num_updates, worker.model.state_dict()
+
+    follows, weights = await trained({})
+    own, _ = await trained({"ppo_epochs": 3})
+    _, unshuffled = await trained({"shuffle": False})
+    assert (follows, own) == (4, 6)
+    assert not all(torch.equal(weights[name], unshuffled[name]) for name in weights)
+
+
+def test_a_critics_loss_is_aggregated_as_the_actors_unless_set() -> None:
+    """Squared errors 4 and 16, half of them taken: 10 in all over 2 rows, and over the actor's divisor 5; a
+    mode of its own adds them up."""
+    rows = DataProto(
+        {
+            "response_mask": torch.tensor([[True, False], [True, False]]),
+            "values": torch.zeros(2, 2),
+            "returns": torch.tensor([[2.0, 9.0], [4.0, 9.0]]),
+        }
+    )
+    actor = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 5}
+    for own, expected in (({}, 10 / 2 / 5), ({"loss_agg_mode": "token-sum"}, 10)):
+        config = make_job({"actor": actor, "critic": own}).critic
+        loss, _ = value_objective(torch.zeros(2, 2), rows, rows["response_mask"], config)
+        assert loss.item() == pytest.approx(expected)
 
 
 async def test_the_first_mini_batch_reports_half_the_squared_error(tiny_model: Path) -> None:
