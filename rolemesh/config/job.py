@@ -49,6 +49,7 @@ class JobConfig(Config):
     @model_validator(mode="after")
     def _sections_agree(self) -> JobConfig:
         self._check_batches()
+        self._check_schedules()
         self._check_estimator()
         self._check_greedy()
         for key in ("prompt_length", "response_length"):
@@ -95,6 +96,17 @@ class JobConfig(Config):
                 raise ValueError(
                     f"{self.max_tokens_key(role)} is {budget}, and a row may have {longest} tokens "
                     "(data.max_prompt_length and data.max_response_length); set it to that or more"
+                )
+
+    def _check_schedules(self) -> None:
+        if self.trainer.total_training_steps is not None:
+            return
+        trained = {"actor": self.actor.optim} | ({"critic": self.critic.optim} if self.uses_critic else {})
+        for role, optim in trained.items():
+            if key := optim.depends_on_total:
+                raise ValueError(
+                    f"{role}.optim.{key} is {getattr(optim, key)}, which depends on the number of all steps, "
+                    "and trainer.total_training_steps is not set; set it"
                 )
 
     def _check_estimator(self) -> None:

@@ -1,8 +1,8 @@
 """A model directory and how it is run."""
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -88,13 +88,47 @@ def is_target(module: str, targets: str | Sequence[str]) -> bool:
 
 
 class OptimConfig(Config):
-    lr: float = Field(1e-6, gt=0, description="AdamW's learning rate after warm-up")
-    lr_warmup_steps: int = Field(-1, ge=-1, description="linear warm-up in optimizer steps; -1: by the ratio")
-    lr_warmup_steps_ratio: float = Field(0.0, ge=0, le=1, description="warm-up as a share of all steps")
+    lr: float = Field(1e-6, gt=0, description="AdamW's learning rate, the greatest of its schedule")
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how the rate falls after the warm-up, until trainer.total_training_steps"
+    )
+    min_lr_ratio: float = Field(
+        0.0, ge=0, le=1, description="linear, cosine: what the rate falls to, as a share of lr"
+    )
+    lr_warmup_steps: int = Field(
+        -1, ge=-1, description="training steps in which the rate rises from 0; 0 or -1: by the ratio"
+    )
+    lr_warmup_steps_ratio: float = Field(
+        0.0, ge=0, le=1, description="warm-up as a share of trainer.total_training_steps"
+    )
     weight_decay: float = Field(0.01, ge=0)
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates of both moments")
     eps: float = Field(1e-8, gt=0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _schedule_has_its_new_name(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "warmup_style" in data:
+            raise ValueError("warmup_style is called lr_scheduler_type, here as in newer versions of verl")
+        return data
+
+    @model_validator(mode="after")
+    def _constant_falls_to_nothing(self) -> "OptimConfig":
+        if self.min_lr_ratio and self.lr_scheduler_type == "constant":
+            raise ValueError(
+                f"min_lr_ratio is {self.min_lr_ratio:g} and lr_scheduler_type constant, which does not fall; "
+                "set lr_scheduler_type to cosine or linear, or min_lr_ratio to 0"
+            )
+        return self
+
+    @property
+    def depends_on_total(self) -> str | None:
+        """The key by which the schedule depends on the number of all steps, if one does."""
+        if self.lr_scheduler_type != "constant":
+            return "lr_scheduler_type"
+        by_ratio = self.lr_warmup_steps <= 0 and self.lr_warmup_steps_ratio > 0
+        return "lr_warmup_steps_ratio" if by_ratio else None
+
 
 class CriticOptimConfig(OptimConfig):
-    lr: float = Field(1e-5, gt=0, description="AdamW's learning rate after warm-up")
+    lr: float = Field(1e-5, gt=0, description="AdamW's learning rate, the greatest of its schedule")

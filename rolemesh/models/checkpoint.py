@@ -3,8 +3,8 @@
     config.json, model.safetensors, …   the model, a Hugging Face directory; where an adapter is trained, that
                                         alone (rolemesh/models/lora.py)
     optimizer.safetensors               <parameter>.<moment> of AdamW
-    training_state.json                 role, and num_updates: optimizer steps made, which is also the position
-                                        in the warm-up and all that the shuffle depends on
+    training_state.json                 role, and num_updates: optimizer steps made, which is all that the
+                                        learning rate's schedule and the shuffle depend on
 
 There is no random state: models run without dropout, and nothing else in a training role draws. That the
 directory appears whole or not at all is the caller's matter: it writes elsewhere and renames.

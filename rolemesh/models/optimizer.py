@@ -1,4 +1,4 @@
-"""AdamW with warm-up and gradient clipping, and a state of named tensors."""
+"""AdamW with a schedule and gradient clipping, and a state of named tensors."""
 
 from __future__ import annotations
 
@@ -7,34 +7,12 @@ import math
 import torch
 from torch import Tensor, nn
 
+from rolemesh.algos.learning_rate import learning_rate
 from rolemesh.config.model import OptimConfig
-from rolemesh.errors import InvalidConfig, UpdateFailed
+from rolemesh.errors import UpdateFailed
 from rolemesh.metrics import NONFINITE_GRADIENTS
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-
-
-def num_warmup_steps(config: OptimConfig, num_steps: int | None, role: str) -> int:
-    """Optimizer steps over which the learning rate rises.
-
-    Args:
-        config: lr_warmup_steps, or where that is -1 the share lr_warmup_steps_ratio of num_steps.
-        num_steps: optimizer steps of the whole job; None where trainer.total_training_steps is not set.
-        role: for the message.
-
-    Raises:
-        InvalidConfig: a share of an unknown number.
-    """
-    if config.lr_warmup_steps >= 0:
-        return config.lr_warmup_steps
-    if config.lr_warmup_steps_ratio == 0:
-        return 0
-    if num_steps is None:
-        raise InvalidConfig(
-            f"{role}.optim.lr_warmup_steps_ratio is a share of all steps, and trainer.total_training_steps is "
-            f"not set; set it, or {role}.optim.lr_warmup_steps"
-        )
-    return int(config.lr_warmup_steps_ratio * num_steps)
 
 
 class Optimizer:
@@ -42,17 +20,26 @@ class Optimizer:
 
     Args:
         model: float32 parameters; those without requires_grad are left alone.
-        config: learning rate, decay rates.
+        config: the schedule of the learning rate, decay rates.
         grad_clip: largest norm of the whole gradient.
-        warmup_steps: step k of the first `warmup_steps` runs at lr·k/warmup_steps, k from 1; then lr.
+        num_training_steps: of the whole job; None where the schedule does not depend on it.
+        updates_per_step: optimizer steps in a training step, which share one learning rate.
         role: for the message.
     """
 
     def __init__(
-        self, model: nn.Module, config: OptimConfig, *, grad_clip: float, warmup_steps: int, role: str
+        self,
+        model: nn.Module,
+        config: OptimConfig,
+        *,
+        grad_clip: float,
+        num_training_steps: int | None = None,
+        updates_per_step: int = 1,
+        role: str,
     ) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.config, self.grad_clip, self.warmup_steps, self.role = config, grad_clip, warmup_steps, role
+        self.config, self.grad_clip, self.role = config, grad_clip, role
+        self.num_training_steps, self.updates_per_step = num_training_steps, updates_per_step
         self.num_updates = 0
         self._nonfinite = NONFINITE_GRADIENTS.labels(role)
         self._adamw = torch.optim.AdamW(
@@ -67,7 +54,8 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """The learning rate of the next step: a function of num_updates alone."""
-        return self.config.lr * min(1.0, (self.num_updates + 1) / max(1, self.warmup_steps))
+        step = self.num_updates // self.updates_per_step
+        return learning_rate(step, self.config, self.num_training_steps)
 
     def step(self) -> float:
         """One step along the gradients that backward() left; they are cleared.

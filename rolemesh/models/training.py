@@ -66,11 +66,9 @@ class Schedule:
     shuffle: bool
     seed: int
 
-    def num_steps(self, job: JobConfig) -> int | None:
-        """Optimizer steps of the whole job; None where trainer.total_training_steps is not set."""
-        steps = job.trainer.total_training_steps
-        rows = job.data.train_batch_size * job.rollout.n
-        return None if steps is None else steps * (rows // self.mini_batch_size) * self.epochs
+    def updates_per_step(self, job: JobConfig) -> int:
+        """Optimizer steps in a training step."""
+        return job.data.train_batch_size * job.rollout.n // self.mini_batch_size * self.epochs
 
     def mini_batches(self, batch: DataProto, optimizer: Optimizer) -> Iterator[DataProto]:
         """The mini-batches of all passes. The order of a pass is a function of the seed and of the number of
@@ -98,7 +96,7 @@ def train(
         prepare: adds columns to each mini-batch before it is cut: what a loss must choose among all its tokens.
 
     Returns:
-        Means over the mini-batches of what loss_of reports, of grad_norm and of lr.
+        Means over the mini-batches of what loss_of reports and of grad_norm; lr, the learning rate used.
 
     Raises:
         InvalidBatch: the rows do not divide into mini-batches.
@@ -121,7 +119,6 @@ def train(
                 sums[name] = sums[name] + share.detach() if name in sums else share.detach()
         lr = optimizer.lr
         grad_norm = optimizer.step()
-        history.append(
-            {name: float(total) for name, total in sums.items()} | {"grad_norm": grad_norm, "lr": lr}
-        )
-    return {name: sum(entry[name] for entry in history) / len(history) for name in history[0]}
+        history.append({name: float(total) for name, total in sums.items()} | {"grad_norm": grad_norm})
+    means = {name: sum(entry[name] for entry in history) / len(history) for name in history[0]}
+    return means | {"lr": lr}

@@ -18,7 +18,7 @@ from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device, vocabulary_of
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.optimizer import Optimizer, num_warmup_steps
+from rolemesh.models.optimizer import Optimizer
 from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import check_sequences, token_stats
 from rolemesh.models.training import Schedule, checkpoint_activations, refuse_float16, train
@@ -105,8 +105,7 @@ class ActorWorker(PolicyWorker):
 
     Raises:
         ModelNotFound: the model directory is not there, not whole, or has no tokenizer.
-        InvalidConfig: float16, which would need loss scaling; a warm-up ratio of an unknown number of steps; an
-            adapter that does not fit the model.
+        InvalidConfig: float16, which would need loss scaling; an adapter that does not fit the model.
     """
 
     def __init__(self, job: JobConfig) -> None:
@@ -119,14 +118,18 @@ class ActorWorker(PolicyWorker):
             shuffle=actor.shuffle,
             seed=actor.seed,
         )
-        warmup_steps = num_warmup_steps(actor.optim, self.schedule.num_steps(job), "actor")
         self.tokenizer = load_tokenizer(actor.model, "actor")
         super().__init__(job, "actor", actor.model, self.schedule.micro_batches)
         self._home = Home.of(job)
         self.adapter = Adapter(self.model, actor.model, actor.seed) if actor.model.lora_rank else None
         checkpoint_activations(self.model, actor.model)
         self.optimizer = Optimizer(
-            self.model, actor.optim, grad_clip=actor.grad_clip, warmup_steps=warmup_steps, role="actor"
+            self.model,
+            actor.optim,
+            grad_clip=actor.grad_clip,
+            num_training_steps=job.trainer.total_training_steps,
+            updates_per_step=self.schedule.updates_per_step(job),
+            role="actor",
         )
 
     def _tensors(self) -> Iterable[Tensor]:

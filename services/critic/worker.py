@@ -18,7 +18,7 @@ from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import resolve_device, vocabulary_of
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.optimizer import Optimizer, num_warmup_steps
+from rolemesh.models.optimizer import Optimizer
 from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import check_sequences, token_values
 from rolemesh.models.training import Schedule, checkpoint_activations, refuse_float16, train
@@ -32,8 +32,7 @@ class CriticWorker(LocalWorker):
 
     Raises:
         ModelNotFound: the model directory is not there or not whole.
-        InvalidConfig: float16, which would need loss scaling; a warm-up ratio of an unknown number of steps; an
-            architecture that cannot go without padding.
+        InvalidConfig: float16, which would need loss scaling; an architecture that cannot go without padding.
     """
 
     def __init__(self, job: JobConfig) -> None:
@@ -51,7 +50,6 @@ class CriticWorker(LocalWorker):
             shuffle=critic.shuffle,
             seed=critic.seed,
         )
-        warmup_steps = num_warmup_steps(critic.optim, self.schedule.num_steps(job), "critic")
         self.device = resolve_device(job.trainer.device)
         self.model = ScoreModel.load(self.config, "critic", seed=critic.seed).to(self.device)
         self.door = Door.of(job, "critic", vocabulary_of(self.model.body))
@@ -59,7 +57,12 @@ class CriticWorker(LocalWorker):
             remove_padding(self.model.body, "critic")
         checkpoint_activations(self.model.body, self.config)
         self.optimizer = Optimizer(
-            self.model, critic.optim, grad_clip=critic.grad_clip, warmup_steps=warmup_steps, role="critic"
+            self.model,
+            critic.optim,
+            grad_clip=critic.grad_clip,
+            num_training_steps=job.trainer.total_training_steps,
+            updates_per_step=self.schedule.updates_per_step(job),
+            role="critic",
         )
         self.parking = Parking(
             lambda: [*model_tensors(self.model), *self.optimizer.tensors()], self.device, job.run_dir

@@ -269,22 +269,16 @@ async def test_published_weights_are_a_copy_under_hugging_face_names(any_model: 
     assert not all(torch.equal(before[name], after[name]) for name in stored)
 
 
-async def test_warm_up_rises_linearly_to_the_full_rate(tiny_model: Path) -> None:
-    worker = ActorWorker(actor_job(tiny_model, {"optim": {"lr": 1e-3, "lr_warmup_steps": 4}}))
-    rates = [(await worker.update(sequence_batch(8)))["actor/lr"] for _ in range(6)]
-    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
-
-
-def test_a_warm_up_ratio_is_of_all_optimizer_steps(tiny_model: Path) -> None:
-    optim = {"lr": 1e-3, "lr_warmup_steps_ratio": 0.5}
-    with pytest.raises(InvalidConfig, match=r"trainer\.total_training_steps"):
-        ActorWorker(actor_job(tiny_model, {"optim": optim}))
-    job = actor_job(
-        tiny_model,
-        {"optim": optim, "ppo_epochs": 3},
-        trainer={"device": "cpu", "total_training_steps": 10},
-    )
-    assert ActorWorker(job).optimizer.warmup_steps == 30  # 10 steps of 2 mini-batches, 3 passes, half of it
+async def test_the_rate_told_is_that_of_the_training_step_whatever_its_mini_batches(tiny_model: Path) -> None:
+    """Two mini-batches and three passes are one step of the schedule. At rate 0 nothing moves."""
+    optim = {"lr": 1e-3, "lr_warmup_steps": 4}
+    worker = ActorWorker(actor_job(tiny_model, {"optim": optim, "ppo_epochs": 3}))
+    before = {name: weight.clone() for name, weight in worker.model.state_dict().items()}
+    rates = [(await worker.update(sequence_batch(16)))["actor/lr"]]
+    assert all(torch.equal(before[name], weight) for name, weight in worker.model.state_dict().items())
+    rates += [(await worker.update(sequence_batch(16)))["actor/lr"] for _ in range(5)]
+    assert rates == [0.0, 2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3]
+    assert worker.optimizer.num_updates == 6 * 6
 
 
 async def test_rows_that_do_not_fit_are_refused(tiny_model: Path) -> None:

@@ -23,19 +23,19 @@ from services.actor.worker import ActorWorker
 from services.critic.worker import CriticWorker
 
 
-def training_job(model: Path, run_dir: Path) -> JobConfig:
+def training_job(model: Path, run_dir: Path, **optim: Any) -> JobConfig:
     """Shuffled passes, a warm-up that is under way when the run is cut."""
     trained = {
         "ppo_mini_batch_size": 8,
         "ppo_micro_batch_size_per_gpu": 4,
         "ppo_epochs": 2,
         "shuffle": True,
-        "optim": {"lr": 1e-3, "lr_warmup_steps": 12},
+        "optim": {"lr": 1e-3, "lr_warmup_steps": 3} | optim,
     }
     return make_job(
         {
             "data": {"train_batch_size": 16},
-            "trainer": {"device": "cpu", "default_local_dir": str(run_dir)},
+            "trainer": {"device": "cpu", "default_local_dir": str(run_dir), "total_training_steps": 4},
             "actor": trained | {"model": {"path": str(model)}, "use_kl_loss": True, "entropy_coeff": 0.01},
             "critic": trained,
         }
@@ -66,6 +66,32 @@ async def test_a_resumed_run_ends_as_an_unbroken_one_does(any_model: Path, tmp_p
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert any(name.endswith(".exp_avg_sq") for name in theirs)
+
+
+@pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+async def test_a_resumed_schedule_goes_on_where_it_was_cut(
+    tiny_model: Path, tmp_path: Path, role: Any, shape: str
+) -> None:
+    """Cut after the first step of four, with the rate at its greatest. Linear down to a tenth leaves 0.7 and
+    0.4 of it, a half cosine 0.775 and 0.325."""
+    warm_up = {"lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.25}
+    job = training_job(tiny_model, tmp_path, lr_scheduler_type=shape, min_lr_ratio=0.1, **warm_up)
+    batches = [sequence_batch(16, seed=seed) for seed in range(4)]
+    unbroken = role(job)
+    expected = [await unbroken.update(batch) for batch in batches]
+
+    first, resumed = role(job), role(job)
+    for batch in batches[:1]:
+        await first.update(batch)
+    await first.save_checkpoint(tmp_path / "saved")
+    await resumed.load_checkpoint(tmp_path / "saved")
+    assert [await resumed.update(batch) for batch in batches[1:]] == expected[1:]
+    mine, theirs = everything(resumed), everything(unbroken)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    falls = {"linear": (0.7, 0.4), "cosine": (0.775, 0.325)}[shape]
+    rates = [metrics[f"{unbroken.optimizer.role}/lr"] for metrics in expected]
+    assert rates == pytest.approx([0, 1e-3, falls[0] * 1e-3, falls[1] * 1e-3])
 
 
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])

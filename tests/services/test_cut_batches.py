@@ -92,7 +92,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Acto
     for worker in made.values():
         in_float64(worker.model)
         optim = worker.job.actor.optim
-        worker.optimizer = Gradients(worker.model, optim, grad_clip=1.0, warmup_steps=0, role="actor")
+        worker.optimizer = Gradients(worker.model, optim, grad_clip=1.0, role="actor")
     yield made
     for worker in made.values():
         worker.close()

@@ -96,7 +96,7 @@ def test_an_optimizer_that_slept_takes_the_same_steps(tmp_path: Path) -> None:
     def trained(sleeps: bool) -> list[bytes]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
-        optimizer = Optimizer(model, OptimConfig(lr=0.1), grad_clip=1.0, warmup_steps=0, role="actor")
+        optimizer = Optimizer(model, OptimConfig(lr=0.1), grad_clip=1.0, role="actor")
         parking = Parking(lambda: [*model_tensors(model), *optimizer.tensors()], CPU, tmp_path)
         moved = []
         for _ in range(3):
@@ -169,7 +169,7 @@ def resident():
 
 tune()  # as in a role's process, where freed memory is kept
 model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6)))
-optimizer = Optimizer(model, OptimConfig(), grad_clip=1.0, warmup_steps=0, role="actor")
+optimizer = Optimizer(model, OptimConfig(), grad_clip=1.0, role="actor")
 torch.autograd.backward(model(torch.ones(1, 2048)).sum())
 optimizer.step()
 parking = Parking(lambda: [*model_tensors(model), *optimizer.tensors()], torch.device("cpu"), Path(sys.argv[1]))
