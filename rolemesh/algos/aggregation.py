@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,22 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     centred = values - masked_mean(values, mask)
     variance = masked_sum(centred.square(), mask) / (mask.sum() - 1).clamp(min=1)
     return centred * torch.rsqrt(variance + 1e-8)
+
+
+class TokenMean(NamedTuple):
+    """A mean over tokens of a mini-batch that is computed in micro-batches: totals and numbers add up.
+
+    A loss may reject tokens by the policy under training, so their number is known only after the last
+    micro-batch.
+    """
+
+    total: Tensor
+    num_tokens: Tensor
+
+    @classmethod
+    def over(cls, values: Tensor, mask: Tensor) -> TokenMean:
+        """A micro-batch's part: of values [b, T], the cells where mask [b, T] is True."""
+        return cls(masked_sum(values, mask).detach(), mask.sum())
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class TokenLosses:
 
     Args:
         losses: [b, T], to be aggregated; masked cells hold anything.
-        shares: name under actor/ to a [b, T] tensor without gradient, whose mean over the sampled tokens is
-            reported.
+        shares: name under actor/ to a [b, T] tensor without gradient, whose mean over the tokens that count for
+            the loss is reported.
         accepted: [b, T] bool, where the loss itself leaves tokens out; None: all of response_mask count.
     """
 
@@ -277,9 +277,7 @@ def bypass_policy_loss(
         losses, shares = -advantages * log_probs, {"ppo_kl": -log_ratio(now, old_log_probs)}
         if correction.rollout_is:
             w = importance_weights(now, old_log_probs, response_mask, level=correction.rollout_is)
-            losses, shares = losses * bounded(w, *correction.bounds), shares | {"rollout_is_mean": w}
-    if correction.rollout_rs:
-        shares["rollout_rs_masked_fraction"] = _indicator(~accepted, log_probs)
+            losses = losses * bounded(w, *correction.bounds)
     return TokenLosses(losses, shares, accepted)
 
 

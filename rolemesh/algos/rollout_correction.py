@@ -8,13 +8,14 @@ engine drew too often counts less.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from rolemesh.algos.aggregation import masked_mean
-from rolemesh.config.rollout_correction import Criterion
+from rolemesh.config.rollout_correction import Criterion, RolloutCorrectionConfig
 
 
 def importance_weights(
@@ -59,6 +60,26 @@ def bounded(weights: Tensor, low: float | None, high: float) -> Tensor:
     return torch.where((weights >= low) & (weights <= high), weights, 0)
 
 
+def normalised(
+    weights: Tensor, response_mask: Tensor, *, level: Literal["token", "sequence"]
+) -> tuple[Tensor, float]:
+    """Weights over their mean, so that the correction does not change the size of the step.
+
+    Args:
+        weights: [B, T], bounded, of the whole batch.
+        level: the mean is over tokens, or over responses, which have one weight each.
+
+    Returns:
+        the weights; and their mean before, or 1 where it is 0 (IcePop may leave nothing) and they stay.
+    """
+    if level == "sequence":
+        mean = masked_mean(weights.amax(-1), response_mask.any(-1)).item()
+    else:
+        mean = masked_mean(weights, response_mask).item()
+    factor = mean if mean > 1e-8 else 1.0
+    return weights / factor, factor
+
+
 # Of d (Schulman 2020, joschu.net/blog/kl-approx.html): estimates of KL(engine ‖ trainer).
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
@@ -90,20 +111,70 @@ def accepted_tokens(
     Returns:
         [b, T] bool.
     """
-    d = torch.where(response_mask, old_log_probs - rollout_log_probs, 0).clamp(-20, 20)
     accepted = response_mask
     for each in criteria:
-        statistic = STATISTICS[each.over](ESTIMATORS[each.estimator](d), response_mask)
+        statistic = _statistic(each, old_log_probs, rollout_log_probs, response_mask)
         accepted = accepted & (statistic >= each.low) & (statistic <= each.high)
     return accepted
+
+
+def _statistic(
+    criterion: Criterion, old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
+) -> Tensor:
+    """What the criterion bounds, [b, T] or [b, 1]."""
+    d = torch.where(response_mask, old_log_probs - rollout_log_probs, 0).clamp(-20, 20)
+    return STATISTICS[criterion.over](ESTIMATORS[criterion.estimator](d), response_mask)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What algorithm.rollout_correction makes of a batch.
+
+    Args:
+        weights: [B, T], what the policy loss is multiplied by; None without rollout_is.
+        accepted: [B, T] bool, the tokens of the loss; None without rollout_rs.
+        metrics: under their names, each explained in docs/algorithms.md.
+    """
+
+    weights: Tensor | None
+    accepted: Tensor | None
+    metrics: dict[str, float]
+
+
+def correct(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
+) -> Correction:
+    """Weights, mask and metrics of a batch.
+
+    Args:
+        as importance_weights; config: the job's.
+    """
+    log_probs = (old_log_probs, rollout_log_probs, response_mask)
+    raw = importance_weights(*log_probs, level=config.rollout_is or "token")
+    metrics = mismatch_metrics(*log_probs)
+    metrics |= {f"rollout_is_raw_{name}": value for name, value in spread(raw, response_mask).items()}
+    weights = accepted = None
+    if config.rollout_is:
+        weights = bounded(raw, *config.bounds)
+        metrics |= weight_metrics(weights, raw, response_mask, config)
+        if config.rollout_is_batch_normalize:
+            weights, factor = normalised(weights, response_mask, level=config.rollout_is)
+            metrics["rollout_is_batch_norm_factor"] = factor
+    if config.criteria:
+        accepted = accepted_tokens(*log_probs, config.criteria)
+        metrics |= rejection_metrics(accepted, response_mask)
+        for each in config.criteria:
+            statistic = _statistic(each, *log_probs).expand_as(response_mask)
+            metrics[f"rollout_rs_{each.name}_mean"] = masked_mean(statistic, response_mask).item()
+    return Correction(weights, accepted, {f"rollout_corr/{name}": value for name, value in metrics.items()})
 
 
 def rejection_metrics(accepted: Tensor, response_mask: Tensor) -> dict[str, float]:
     """The share of the sampled tokens that is rejected, and of the responses that lose some."""
     rejected = response_mask & ~accepted
     return {
-        "rollout_corr/rollout_rs_masked_fraction": masked_mean(rejected.float(), response_mask).item(),
-        "rollout_corr/rollout_rs_seq_masked_fraction": rejected.any(-1).float().mean().item(),
+        "rollout_rs_masked_fraction": masked_mean(rejected.float(), response_mask).item(),
+        "rollout_rs_seq_masked_fraction": rejected.any(-1).float().mean().item(),
     }
 
 
@@ -114,8 +185,9 @@ def mismatch_metrics(
 
     kl is the mean of −d, k3_kl that of exp(d) − 1 − d, which is never negative and has less variance: nats per
     token drawn by the engine. A row's perplexity is exp(−mean log-probability): training_ppl and rollout_ppl
-    are means over the rows, log_ppl_diff that of the difference of logarithms, ppl_ratio that of the ratio.
-    χ²(trainer ‖ engine) = E[w²] − 1, w of a token (chi2_token) or of a response (chi2_seq).
+    are means over the rows, training_log_ppl and rollout_log_ppl those of its logarithm. log_ppl_diff is the
+    trainer's logarithm less the engine's: mean, mean size, greatest and least over the rows; ppl_ratio is the
+    mean of the ratio. χ²(trainer ‖ engine) = E[w²] − 1, w of a token (chi2_token) or of a response (chi2_seq).
 
     Args:
         as importance_weights.
@@ -125,36 +197,68 @@ def mismatch_metrics(
     near, near_row = d.clamp(-20, 20), d.sum(-1).clamp(-20, 20)
     rows, lengths = mask.any(-1), mask.sum(-1).clamp(min=1)
     trainer, engine = (-torch.where(mask, x, 0).sum(-1) / lengths for x in (old_log_probs, rollout_log_probs))
+    apart = trainer - engine
+    told = apart[rows] if rows.any() else apart.new_zeros(1)
     means = {
         "kl": masked_mean(-d, mask),
         "k3_kl": masked_mean(ESTIMATORS["k3"](near), mask),
         "training_ppl": masked_mean(trainer.exp(), rows),
         "rollout_ppl": masked_mean(engine.exp(), rows),
-        "log_ppl_diff": masked_mean(trainer - engine, rows),
-        "ppl_ratio": masked_mean((trainer - engine).exp(), rows),
+        "training_log_ppl": masked_mean(trainer, rows),
+        "rollout_log_ppl": masked_mean(engine, rows),
+        "log_ppl_diff": masked_mean(apart, rows),
+        "log_ppl_abs_diff": masked_mean(apart.abs(), rows),
+        "log_ppl_diff_max": told.max(),
+        "log_ppl_diff_min": told.min(),
+        "ppl_ratio": masked_mean(apart.exp(), rows),
         "chi2_token": masked_mean(torch.expm1(2 * near), mask),
         "chi2_seq": masked_mean(torch.expm1(2 * near_row), rows),
     }
-    return {f"rollout_corr/{name}": value.item() for name, value in means.items()}
+    return {name: value.item() for name, value in means.items()}
 
 
-def weight_metrics(weights: Tensor, response_mask: Tensor) -> dict[str, float]:
-    """Mean, least, greatest, deviation and effective sample size of w over the sampled tokens.
-
-    The effective sample size is (Σw)²/(n·Σw²), the share of the n tokens that would tell as much if they were
-    weighted alike (Kish 1965, "Survey Sampling"): 1 where all weights are equal, 1/n where one is all.
+def weight_metrics(
+    weights: Tensor, raw: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
+) -> dict[str, float]:
+    """rollout_is_{mean,max,min,std,eff_sample_size} of the bounded weights, over the sampled tokens, as verl
+    tells them: before rollout_is_batch_normalize; and max and min of a response's weight before it is bounded,
+    where verl's are. With IcePop's two bounds rollout_is_oob_ratio is the share of the tokens beyond them.
 
     Args:
-        weights: [B, T], before they are bounded.
+        weights, raw: [B, T], bounded and not.
+        config: with rollout_is.
+    """
+    told = spread(weights, response_mask)
+    if config.rollout_is == "sequence":
+        told |= {name: value for name, value in spread(raw, response_mask).items() if name in ("max", "min")}
+    metrics = {f"rollout_is_{name}": value for name, value in told.items()}
+    low, high = config.bounds
+    if low is not None:
+        beyond = ((raw < low) | (raw > high)).float()
+        metrics["rollout_is_oob_ratio"] = masked_mean(beyond, response_mask).item()
+    return metrics
+
+
+def spread(weights: Tensor, response_mask: Tensor) -> dict[str, float]:
+    """Mean, least, greatest, deviation and effective sample size of weights over the sampled tokens; nothing
+    where there are none.
+
+    The effective sample size is (Σw)²/(n·Σw²), the share of the n tokens that would tell as much if they were
+    weighted alike (Kish 1965, "Survey Sampling"): 1 where all weights are equal, 1/n where one is all, 0 where
+    none is left.
+
+    Args:
+        weights: [B, T].
         response_mask: [B, T] bool.
     """
     w = weights[response_mask].double()
     if not len(w):
         return {}
+    squares = w.square().sum()
     return {
-        "rollout_corr/rollout_is_mean": w.mean().item(),
-        "rollout_corr/rollout_is_min": w.min().item(),
-        "rollout_corr/rollout_is_max": w.max().item(),
-        "rollout_corr/rollout_is_std": w.std(correction=0).item(),
-        "rollout_corr/rollout_is_eff_sample_size": (w.sum().square() / (len(w) * w.square().sum())).item(),
+        "mean": w.mean().item(),
+        "min": w.min().item(),
+        "max": w.max().item(),
+        "std": w.std(correction=0).item(),
+        "eff_sample_size": (w.sum().square() / (len(w) * squares)).item() if squares else 0.0,
     }

@@ -31,6 +31,11 @@ class Criterion(NamedTuple):
     low: float
     high: float
 
+    @property
+    def name(self) -> str:
+        """As in rollout_rs."""
+        return f"{self.over}_{self.estimator}"
+
 
 class RolloutCorrectionConfig(Config):
     """Weights and masks for what the engine drew from another distribution than the trainer's:
@@ -43,6 +48,9 @@ class RolloutCorrectionConfig(Config):
         2.0,
         description="w is cut there (truncated importance sampling); two in quotes, '0.5_2.0': w is 0 outside "
         "(IcePop)",
+    )
+    rollout_is_batch_normalize: bool = Field(
+        False, description="divide the weights, once bounded, by their mean over the batch"
     )
     rollout_rs: str | None = Field(
         None,
@@ -66,6 +74,20 @@ class RolloutCorrectionConfig(Config):
         _ = self.bounds, self.criteria
         if self.rollout_rs is None and self.rollout_rs_threshold is not None:
             raise ValueError("rollout_rs_threshold is set and rollout_rs is not, so nothing is rejected")
+        return self
+
+    @model_validator(mode="after")
+    def _normalises_what_is_known(self) -> RolloutCorrectionConfig:
+        if self.rollout_is_batch_normalize and self.rollout_is is None:
+            raise ValueError(
+                "rollout_is_batch_normalize is true and rollout_is not set, so there are no weights; set "
+                "rollout_is, or rollout_is_batch_normalize to false"
+            )
+        if self.rollout_is_batch_normalize and self.bypass_mode:
+            raise ValueError(
+                "rollout_is_batch_normalize is true and bypass_mode too: there the weights are of the policy "
+                "under training, whose mean over the batch is not known while it learns; set one to false"
+            )
         return self
 
     @model_validator(mode="after")

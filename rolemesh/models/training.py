@@ -3,14 +3,16 @@ mini-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rolemesh.algos.aggregation import TokenMean
 from rolemesh.config import JobConfig
 from rolemesh.config.model import ModelConfig, TrainedModelConfig
 from rolemesh.dataproto import DataProto
@@ -20,7 +22,7 @@ from rolemesh.models.optimizer import Optimizer
 
 # (a micro-batch, response_mask of the mini-batch that it is part of) -> its share of the loss, and its shares
 # of what is reported
-LossFunction = Callable[[DataProto, Tensor], tuple[Tensor, dict[str, Tensor]]]
+LossFunction = Callable[[DataProto, Tensor], tuple[Tensor, dict[str, Tensor | TokenMean]]]
 
 
 def refuse_float16(config: ModelConfig, role: str) -> None:
@@ -87,6 +89,7 @@ def train(
     schedule: Schedule,
     loss_of: LossFunction,
     prepare: Callable[[DataProto], DataProto] | None = None,
+    report: Callable[[DataProto], dict[str, float]] | None = None,
 ) -> dict[str, float]:
     """Trains on a batch.
 
@@ -94,9 +97,11 @@ def train(
         batch: on the model's device.
         loss_of: the loss; shares of micro-batches add up to the mini-batch's.
         prepare: adds columns to each mini-batch before it is cut: what a loss must choose among all its tokens.
+        report: what else to report of a mini-batch, from its rows with the columns that loss_of added to them.
 
     Returns:
-        Means over the mini-batches of what loss_of reports and of grad_norm; lr, the learning rate used.
+        Means over the mini-batches of what loss_of and report tell and of grad_norm, but the greatest of what
+        ends with max and the least of what ends with min; lr, the learning rate used.
 
     Raises:
         InvalidBatch: the rows do not divide into mini-batches.
@@ -111,14 +116,34 @@ def train(
     for mini_batch in schedule.mini_batches(batch, optimizer):
         if prepare is not None:
             mini_batch = prepare(mini_batch)
-        sums: dict[str, Tensor] = {}
-        for rows in schedule.micro_batches.cut(mini_batch):
-            loss, shares = loss_of(mini_batch.select_idxs(rows), mini_batch["response_mask"])
+        parts: dict[str, list[Tensor | TokenMean]] = {}
+        passed: list[DataProto] = []
+        for at in schedule.micro_batches.cut(mini_batch):
+            rows = mini_batch.select_idxs(at)
+            loss, shares = loss_of(rows, mini_batch["response_mask"])
             torch.autograd.backward(loss)
             for name, share in shares.items():
-                sums[name] = sums[name] + share.detach() if name in sums else share.detach()
+                parts.setdefault(name, []).append(share.detach() if isinstance(share, Tensor) else share)
+            if report is not None:
+                passed.append(rows)
         lr = optimizer.lr
-        grad_norm = optimizer.step()
-        history.append({name: float(total) for name, total in sums.items()} | {"grad_norm": grad_norm})
-    means = {name: sum(entry[name] for entry in history) / len(history) for name in history[0]}
-    return means | {"lr": lr}
+        metrics = {name: _whole(of_name) for name, of_name in parts.items()}
+        metrics["grad_norm"] = optimizer.step()
+        history.append(metrics | (report(DataProto.concat(passed)) if report is not None else {}))
+    return _over_mini_batches(history) | {"lr": lr}
+
+
+def _whole(parts: Sequence[Tensor | TokenMean]) -> float:
+    """What the parts of the micro-batches make together; a mean of nothing is 0."""
+    means = [part for part in parts if isinstance(part, TokenMean)]
+    if means:
+        return float(sum(mean.total for mean in means)) / max(1, int(sum(mean.num_tokens for mean in means)))
+    return float(sum(part for part in parts if isinstance(part, Tensor)))
+
+
+def _over_mini_batches(history: list[dict[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for name, value in (told for metrics in history for told in metrics.items()):
+        values.setdefault(name, []).append(value)
+    extremes = {"max": max, "min": min}
+    return {name: extremes.get(name.rpartition("_")[2], fmean)(of_name) for name, of_name in values.items()}

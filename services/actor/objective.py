@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolemesh.algos.aggregation import Aggregation
+from rolemesh.algos.aggregation import Aggregation, TokenMean
 from rolemesh.algos.covariance import token_keys
 from rolemesh.algos.kl import kl_penalty
 from rolemesh.algos.policy_loss import POLICY_LOSSES, PolicyLoss
@@ -42,7 +42,7 @@ def choose_tokens(rows: DataProto, log_probs: Tensor, job: JobConfig, num_update
 
 def policy_objective(
     log_probs: Tensor, entropys: Tensor | None, rows: DataProto, mini_batch_mask: Tensor, job: JobConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
     """policy loss − entropy_coeff·entropy + kl_loss_coef·KL(actor, reference).
 
     Args:
@@ -55,11 +55,11 @@ def policy_objective(
             in seq-mean-token-mean, whose mean is over the tokens that are left.
 
     Returns:
-        The micro-batch's shares of the mini-batch's loss and of what is reported.
+        The micro-batch's shares of the mini-batch's loss and of what is reported. Means over tokens, ppo_kl and
+        pg_clipfrac among them, are over the tokens that count for the policy loss.
     """
     config, policy_loss, mask = job.actor, policy_loss_of(job), _loss_mask(rows)
     aggregate = Aggregation.of(mini_batch_mask, config.loss_agg_mode, config.loss_scale_factor)
-    mean = Aggregation.of(mini_batch_mask, "token-mean")
     besides: dict[str, Any] = {}
     if policy_loss.choose:
         besides["chosen"] = rows["chosen"]
@@ -72,8 +72,10 @@ def policy_objective(
     if "rollout_is_weights" in rows:
         losses = losses * policy_loss.weights(rows["rollout_is_weights"], mask)
     own = Aggregation.of(mini_batch_mask, policy_loss.aggregation) if policy_loss.aggregation else aggregate
-    loss = pg_loss = own(losses, mask if tokens.accepted is None else tokens.accepted)
-    shares = {"pg_loss": pg_loss} | {name: mean(per_token, mask) for name, per_token in tokens.shares.items()}
+    counted = mask if tokens.accepted is None else tokens.accepted
+    loss = pg_loss = own(losses, counted)
+    shares: dict[str, Tensor | TokenMean] = {"pg_loss": pg_loss}
+    shares |= {name: TokenMean.over(values, counted) for name, values in tokens.shares.items()}
     if entropys is not None:
         loss = loss - config.entropy_coeff * aggregate(entropys, mask)
     if config.use_kl_loss:

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rolemesh.algos.aggregation import TokenMean
+from rolemesh.algos.rollout_correction import correct
 from rolemesh.config import JobConfig
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
@@ -169,12 +171,19 @@ class ActorWorker(PolicyWorker):
         check_sequences(batch, "actor.update")
         self.model.train()
         try:
-            metrics = train(batch.to(self.device), self.optimizer, self.schedule, self._loss, self._prepare)
+            metrics = train(
+                batch.to(self.device),
+                self.optimizer,
+                self.schedule,
+                self._loss,
+                self._prepare,
+                self._mismatch if policy_loss_of(self.job).corrects else None,
+            )
         finally:
             self.model.eval()
         if self.job.actor.use_kl_loss:
             metrics["kl_coef"] = self.job.actor.kl_loss_coef
-        return {f"actor/{name}": value for name, value in metrics.items()}
+        return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
 
     def _prepare(self, mini_batch: DataProto) -> DataProto:
         """With what the loss must know of the whole mini-batch."""
@@ -183,7 +192,7 @@ class ActorWorker(PolicyWorker):
         log_probs = self._stats(mini_batch)["log_probs"].to(self.device)
         return choose_tokens(mini_batch, log_probs, self.job, self.optimizer.num_updates)
 
-    def _loss(self, rows: DataProto, mini_batch_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, rows: DataProto, mini_batch_mask: Tensor) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         stats = token_stats(
             self.model,
             rows,
@@ -192,7 +201,14 @@ class ActorWorker(PolicyWorker):
             entropy=self.job.actor.entropy_coeff != 0,
             entropy_gradient=True,
         )
+        if policy_loss_of(self.job).corrects:
+            rows["log_probs"] = stats.log_probs.detach()
         return policy_objective(stats.log_probs, stats.entropys, rows, mini_batch_mask, self.job)
+
+    def _mismatch(self, rows: DataProto) -> Metrics:
+        """With bypass_mode, how far the policy under training is from the engine's."""
+        log_probs = rows["log_probs"], rows["old_log_probs"], rows["response_mask"]
+        return correct(*log_probs, self.job.algorithm.rollout_correction).metrics
 
     @on_worker_thread
     def publish_weights(self, version: int) -> WeightSource:

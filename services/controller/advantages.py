@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from rolemesh.algos.estimators import ESTIMATORS
 from rolemesh.algos.kl import kl_penalty
-from rolemesh.algos.rollout_correction import (
-    accepted_tokens,
-    bounded,
-    importance_weights,
-    mismatch_metrics,
-    rejection_metrics,
-    weight_metrics,
-)
+from rolemesh.algos.rollout_correction import correct
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.graph import node
@@ -39,26 +32,25 @@ def apply_rollout_correction(batch: DataProto, job: JobConfig) -> tuple[DataProt
     those of all that was sampled. (verl takes advantages of the accepted tokens alone; with gae a rejected last
     token would take the reward along.)
 
-    With bypass_mode there is nothing to compare here, as old_log_probs are the engine's; the actor's loss does
-    it, against the policy under training, and tells how far the two are apart as actor/ppo_kl.
+    With bypass_mode there is nothing to compare here, as old_log_probs are the engine's. The actor corrects
+    against the policy under training, and its update reports the same metrics.
 
     Returns:
-        the batch; and how far the engine's policy is from the actor's, whether or not that is corrected. The
-        weights are then those of tokens, and told before they are bounded.
+        the batch; and how far the engine's policy is from the actor's, whether or not that is corrected.
     """
-    correction = job.algorithm.rollout_correction
-    if correction.bypass_mode:
+    if job.algorithm.rollout_correction.bypass_mode:
         return batch, {}
-    mask = batch["response_mask"]
-    log_probs = (batch["old_log_probs"], batch["rollout_log_probs"], mask)
-    weights = importance_weights(*log_probs, level=correction.rollout_is or "token")
-    metrics = mismatch_metrics(*log_probs) | weight_metrics(weights, mask)
-    if correction.rollout_is:
-        batch["rollout_is_weights"] = bounded(weights, *correction.bounds)
-    if correction.rollout_rs:
-        batch["loss_mask"] = accepted_tokens(*log_probs, correction.criteria)
-        metrics |= rejection_metrics(batch["loss_mask"], mask)
-    return batch, metrics
+    found = correct(
+        batch["old_log_probs"],
+        batch["rollout_log_probs"],
+        batch["response_mask"],
+        job.algorithm.rollout_correction,
+    )
+    if found.weights is not None:
+        batch["rollout_is_weights"] = found.weights
+    if found.accepted is not None:
+        batch["loss_mask"] = found.accepted
+    return batch, found.metrics
 
 
 def _kl_reads(job: JobConfig) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rolemesh.algos.aggregation import Aggregation
+from rolemesh.algos.aggregation import Aggregation, TokenMean
 from rolemesh.algos.value_loss import clipped_value_loss
 from rolemesh.config import JobConfig
 from rolemesh.config.critic import CriticConfig
@@ -98,7 +98,7 @@ class CriticWorker(LocalWorker):
             self.model.eval()
         return {f"critic/{name}": value for name, value in metrics.items()}
 
-    def _loss(self, rows: DataProto, mini_batch_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, rows: DataProto, mini_batch_mask: Tensor) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         values = token_values(self.model, rows, dtype=self.config.dtype)
         return value_objective(values, rows, mini_batch_mask, self.job.critic)
 
@@ -120,7 +120,7 @@ class CriticWorker(LocalWorker):
 
 def value_objective(
     values: Tensor, rows: DataProto, mini_batch_mask: Tensor, config: CriticConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
     """What the critic minimises.
 
     Args:
@@ -130,7 +130,8 @@ def value_objective(
         mini_batch_mask: response_mask [B, T] of the mini-batch that it is part of.
 
     Returns:
-        The micro-batch's shares of the mini-batch's loss and of what is reported.
+        The micro-batch's shares of the mini-batch's loss and of what is reported: means over the tokens that
+        count for the loss.
     """
     assert config.loss_agg_mode is not None, "JobConfig fills it in"
     mask = rows["loss_mask"] if "loss_mask" in rows else rows["response_mask"]
@@ -142,5 +143,8 @@ def value_objective(
         cliprange_value=config.cliprange_value,
         aggregate=Aggregation.of(mini_batch_mask, config.loss_agg_mode, config.loss_scale_factor),
     )
-    mean = Aggregation.of(mini_batch_mask, "token-mean")
-    return loss, {"vf_loss": loss, "vf_clipfrac": mean(clipped, mask), "vpred_mean": mean(values, mask)}
+    return loss, {
+        "vf_loss": loss,
+        "vf_clipfrac": TokenMean.over(clipped, mask),
+        "vpred_mean": TokenMean.over(values, mask),
+    }

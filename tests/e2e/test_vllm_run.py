@@ -52,8 +52,8 @@ async def test_the_trainer_learns_from_the_distribution_that_vllm_drew_from(tmp_
     steps = course(job)[1:]
     assert len(steps) == 3
     for step in steps:
-        assert abs(step["rollout_corr/rollout_is_min"] - 1) < 1e-4
-        assert abs(step["rollout_corr/rollout_is_max"] - 1) < 1e-4
+        assert abs(step["rollout_corr/rollout_is_raw_min"] - 1) < 1e-4
+        assert abs(step["rollout_corr/rollout_is_raw_max"] - 1) < 1e-4
         assert step["rollout/stale_tokens"] == 0
         assert step["actor/grad_norm"] > 0
     log = (job.run_dir / "logs" / "policy-0.log").read_text()

@@ -32,13 +32,20 @@ async def test_a_run_in_bypass_mode_never_asks_the_actor_for_log_probs(
         assert "timing_s/old_log_prob" not in record
         assert "timing_s/update_actor" in record
         assert "actor/entropy" not in record
-        assert not [name for name in record if name.startswith("rollout_corr/")]
+        # of the update: two mini-batches, and the second finds another policy than the one that answered
+        assert 0 < abs(record["rollout_corr/kl"] or 0) < 0.1
+        assert (
+            (record["rollout_corr/rollout_is_raw_min"] or 0)
+            < 1
+            < (record["rollout_corr/rollout_is_raw_max"] or 0)
+        )
     # two mini-batches: at the first the policy is the engine's but for rounding
     assert abs(first["actor/ppo_kl"] or 0) < 0.1
     if "reinforce" in overrides[1]:
-        assert first["actor/rollout_is_mean"] == pytest.approx(1, abs=0.5)
+        assert first["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.5)
     else:
-        assert first["actor/rollout_rs_masked_fraction"] == 0
+        assert first["rollout_corr/rollout_rs_masked_fraction"] == 0
+        assert "rollout_corr/rollout_rs_token_k2_mean" in first
 
 
 def test_the_graph_of_a_step_shows_whose_log_probs_they_are(tmp_path: Path, tiny_model: Path) -> None:
@@ -60,4 +67,5 @@ async def test_a_run_that_rejects_everything_learns_nothing_and_says_so(
         assert record["rollout_corr/rollout_rs_masked_fraction"] == 1
         assert record["actor/grad_norm"] == record["critic/grad_norm"] == 0
         assert record["actor/pg_loss"] == record["critic/vf_loss"] == 0
+        assert record["actor/ppo_kl"] == record["critic/vpred_mean"] == 0  # means of nothing
         assert record["actor/entropy"] > 0

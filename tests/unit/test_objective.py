@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, tensor
 
+from rolemesh.algos.aggregation import TokenMean
 from rolemesh.algos.policy_loss import POLICY_LOSSES
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
@@ -75,9 +78,41 @@ def test_rejected_tokens_are_out_of_every_term_and_stay_in_its_denominator(
     assert total.item() == pytest.approx(loss - 0.1 * entropy)
 
 
+def means(shares: dict[str, Any], *names: str) -> list[float]:
+    return [(shares[name].total / shares[name].num_tokens).item() for name in names]
+
+
+def test_the_kl_and_the_clipped_share_are_means_over_the_tokens_of_the_loss() -> None:
+    """Ratios 2, 1 and e^0.1; the first is clipped. Without rejection the means are of three tokens, with it of
+    the two that are left."""
+    apart = tensor([[math.log(2), 0.0, 9.0], [0.1, 9.0, 9.0]])
+    rows = DataProto({"response_mask": MASK, "old_log_probs": OLD - apart, "advantages": ADVANTAGES.abs()})
+    _, shares = policy_objective(OLD, None, rows, MASK, make_job({}))
+    assert means(shares, "ppo_kl", "pg_clipfrac") == pytest.approx([-(math.log(2) + 0.1) / 3, 1 / 3])
+    rows["loss_mask"] = tensor([[True, False, False], [True, False, False]])
+    _, shares = policy_objective(OLD, None, rows, MASK, make_job({}))
+    assert means(shares, "ppo_kl", "pg_clipfrac") == pytest.approx([-(math.log(2) + 0.1) / 2, 1 / 2])
+    assert [float(shares[name].num_tokens) for name in ("ppo_kl", "pg_clipfrac_lower")] == [2, 2]
+
+
+def test_with_bypass_the_means_are_over_what_the_policy_under_training_accepts() -> None:
+    """Ratios 4, 1 and e^0.1, of which 4 is beyond 2."""
+    apart = tensor([[math.log(4), 0.0, 9.0], [0.1, 9.0, 9.0]])
+    rows = DataProto({"response_mask": MASK, "old_log_probs": OLD - apart, "advantages": ADVANTAGES.abs()})
+    correction = {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
+    job = make_job({"algorithm": {"rollout_correction": correction}})
+    _, shares = policy_objective(OLD, None, rows, MASK, job)
+    assert means(shares, "ppo_kl", "pg_clipfrac") == pytest.approx([-0.1 / 2, 0])
+
+
 def test_masked_cells_may_hold_anything() -> None:
     total, _ = objective(torch.where(MASK, ENTROPYS, torch.nan), {"entropy_coeff": 0.1})
     assert total.isfinite()
+
+
+def _tensors(shares: dict[str, Tensor | TokenMean]) -> Iterator[Tensor]:
+    for share in shares.values():
+        yield from share if isinstance(share, TokenMean) else [share]
 
 
 @pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
@@ -98,7 +133,7 @@ def test_neither_loss_nor_gradient_hears_what_masked_cells_hold(loss_mode: str) 
         log_probs = torch.where(MASK, OLD + 0.1, -1.0).requires_grad_()
         loss, shares = policy_objective(log_probs, None, rows, MASK, job)
         (gradient,) = torch.autograd.grad(loss, log_probs)
-        found.append((loss.detach(), gradient, *shares.values()))
+        found.append((loss.detach(), gradient, *_tensors(shares)))
     assert found[0][1].isfinite().all()
     assert (found[0][1][~MASK] == 0).all()
     for others in found[1:]:

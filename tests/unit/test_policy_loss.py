@@ -245,7 +245,6 @@ def test_bypass_rejects_by_the_policy_under_training() -> None:
     result = case(bypass_policy_loss, correction=correction)
     assert result.accepted is not None
     assert result.accepted.tolist() == [[True, False, False]]
-    assert_close(result.shares["rollout_rs_masked_fraction"], of(0.0, 1.0, 1.0))
 
 
 # ------------------------------------------------------------------------------ configuration

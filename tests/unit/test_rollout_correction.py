@@ -13,9 +13,11 @@ from torch.testing import assert_close
 from rolemesh.algos.rollout_correction import (
     accepted_tokens,
     bounded,
+    correct,
     importance_weights,
     mismatch_metrics,
-    weight_metrics,
+    normalised,
+    spread,
 )
 from rolemesh.config.job import make_job
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
@@ -74,48 +76,120 @@ def test_the_mismatch_by_hand() -> None:
         "k3_kl": (3.7 - math.log(1.2)) / 4,
         "training_ppl": (trainer + 10) / 2,
         "rollout_ppl": (engine + 2) / 2,
+        "training_log_ppl": (math.log(trainer) + math.log(10)) / 2,
+        "rollout_log_ppl": (math.log(engine) + math.log(2)) / 2,
         "log_ppl_diff": (math.log(trainer / engine) + math.log(5)) / 2,
+        "log_ppl_abs_diff": (math.log(engine / trainer) + math.log(5)) / 2,
+        "log_ppl_diff_max": math.log(5),
+        "log_ppl_diff_min": math.log(trainer / engine),
         "ppl_ratio": (trainer / engine + 5) / 2,
         "chi2_token": (0.25 + 9 + 16 + 0.04) / 4 - 1,
         "chi2_seq": (36 + 0.04) / 2 - 1,
     }
-    assert metrics == pytest.approx(
-        {f"rollout_corr/{name}": value for name, value in expected.items()}, rel=1e-5
-    )
+    assert metrics == pytest.approx(expected, rel=1e-5)
 
 
 def test_between_equal_policies_there_is_no_mismatch() -> None:
     same = mismatch_metrics(OLD, OLD, MASK)
-    assert same.pop("rollout_corr/training_ppl") == same.pop("rollout_corr/rollout_ppl") > 1
-    assert same.pop("rollout_corr/ppl_ratio") == 1
+    assert same.pop("training_ppl") == same.pop("rollout_ppl") > 1
+    assert same.pop("training_log_ppl") == same.pop("rollout_log_ppl") > 0
+    assert same.pop("ppl_ratio") == 1
     assert set(same.values()) == {0.0}
-    metrics = weight_metrics(importance_weights(OLD, OLD, MASK, level="token"), MASK)
-    assert metrics == {
-        "rollout_corr/rollout_is_mean": 1.0,
-        "rollout_corr/rollout_is_min": 1.0,
-        "rollout_corr/rollout_is_max": 1.0,
-        "rollout_corr/rollout_is_std": 0.0,
-        "rollout_corr/rollout_is_eff_sample_size": 1.0,
-    }
+    equal = {"mean": 1.0, "min": 1.0, "max": 1.0, "std": 0.0, "eff_sample_size": 1.0}
+    assert spread(importance_weights(OLD, OLD, MASK, level="token"), MASK) == equal
 
 
-def test_metrics_of_weights_by_hand() -> None:
+def test_the_spread_of_weights_by_hand() -> None:
     """Of 1, 3, 1, 3: mean 2, deviation 1, effective sample size 8²/(4·20)."""
-    metrics = weight_metrics(tensor([[1.0, 3.0, 1.0], [3.0, 9.0, 9.0]]), MASK)
-    assert metrics == pytest.approx(
-        {
-            "rollout_corr/rollout_is_mean": 2.0,
-            "rollout_corr/rollout_is_min": 1.0,
-            "rollout_corr/rollout_is_max": 3.0,
-            "rollout_corr/rollout_is_std": 1.0,
-            "rollout_corr/rollout_is_eff_sample_size": 0.8,
-        }
+    assert spread(tensor([[1.0, 3.0, 1.0], [3.0, 9.0, 9.0]]), MASK) == pytest.approx(
+        {"mean": 2.0, "min": 1.0, "max": 3.0, "std": 1.0, "eff_sample_size": 0.8}
     )
 
 
 def test_one_weight_that_is_all_makes_an_effective_sample_of_one_token() -> None:
-    metrics = weight_metrics(tensor([[1e9, 0.0, 0.0], [0.0, 0.0, 0.0]]), MASK)
-    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1 / 4)
+    assert spread(tensor([[1e9, 0.0, 0.0], [0.0, 0.0, 0.0]]), MASK)["eff_sample_size"] == pytest.approx(1 / 4)
+    assert spread(torch.zeros(2, 3), MASK)["eff_sample_size"] == 0  # IcePop may leave nothing
+
+
+# Of the weights 1/2, 3, 4 and 1/5 as they are.
+RAW = {"mean": 7.7 / 4, "min": 0.2, "max": 4.0, "eff_sample_size": 7.7**2 / (4 * (0.25 + 9 + 16 + 0.04))}
+
+
+def told(stem: str, **keys: Any) -> dict[str, float]:
+    """The metrics of a correction that begin with a stem, by what follows it."""
+    metrics = correct(OLD, ROLLOUT, MASK, RolloutCorrectionConfig(**keys)).metrics
+    stem = f"rollout_corr/{stem}_"
+    return {name.removeprefix(stem): value for name, value in metrics.items() if name.startswith(stem)}
+
+
+def test_the_weights_that_are_told_are_those_of_the_loss_and_the_raw_ones_have_their_own_names() -> None:
+    """Cut at 2: 1/2, 2, 2, 1/5; mean 4.7/4, mean square 8.29/4."""
+    cut = told("rollout_is", rollout_is="token")
+    assert {name: cut[name] for name in ("mean", "min", "max")} == pytest.approx(
+        {"mean": 4.7 / 4, "min": 0.2, "max": 2.0}
+    )
+    assert cut["std"] == pytest.approx(math.sqrt(8.29 / 4 - (4.7 / 4) ** 2))
+    assert cut["eff_sample_size"] == pytest.approx(4.7**2 / (4 * 8.29))
+    raw = told("rollout_is_raw", rollout_is="token")
+    assert {name: raw[name] for name in RAW} == pytest.approx(RAW)
+    assert "oob_ratio" not in cut
+
+
+def test_without_weights_only_the_raw_ones_are_told() -> None:
+    raw = told("rollout_is_raw")
+    assert {name: raw[name] for name in RAW} == pytest.approx(RAW)
+    assert set(told("rollout_is")) == {f"raw_{name}" for name in raw}
+
+
+def test_of_a_responses_weight_the_greatest_and_the_least_are_told_before_it_is_cut() -> None:
+    """6 on three tokens and 1/5 on one, cut at 2: mean (2 + 2 + 2 + 1/5)/4."""
+    cut = told("rollout_is", rollout_is="sequence")
+    assert cut["mean"] == pytest.approx(6.2 / 4)
+    assert cut["std"] == pytest.approx(math.sqrt(12.04 / 4 - (6.2 / 4) ** 2), rel=1e-5)
+    assert (cut["min"], cut["max"]) == pytest.approx((0.2, 6.0))
+
+
+def test_icepop_tells_the_share_of_the_tokens_beyond_its_bounds() -> None:
+    """Between 0.4 and 3.5 lie 1/2 and 3."""
+    within = told("rollout_is", rollout_is="token", rollout_is_threshold="0.4_3.5")
+    assert within["oob_ratio"] == 0.5
+    assert (within["mean"], within["min"], within["max"]) == pytest.approx((3.5 / 4, 0.0, 3.0))
+    row = told("rollout_is", rollout_is="sequence", rollout_is_threshold="0.4_7")
+    assert row["oob_ratio"] == 0.25  # 1/5
+
+
+@pytest.mark.parametrize(("level", "mean"), [("token", (0.5 + 2 + 2 + 0.2) / 4), ("sequence", (2 + 0.2) / 2)])
+def test_normalised_weights_are_over_the_mean_of_what_has_one_and_told_before(level: str, mean: float) -> None:
+    keys: dict[str, Any] = {"rollout_is": level}
+    as_it_is = correct(OLD, ROLLOUT, MASK, RolloutCorrectionConfig(**keys))
+    over_mean = correct(OLD, ROLLOUT, MASK, RolloutCorrectionConfig(**keys, rollout_is_batch_normalize=True))
+    assert as_it_is.weights is not None
+    assert over_mean.weights is not None
+    assert_close(over_mean.weights, as_it_is.weights / mean)
+    assert over_mean.metrics.pop("rollout_corr/rollout_is_batch_norm_factor") == pytest.approx(mean)
+    assert over_mean.metrics == as_it_is.metrics
+
+
+def test_weights_that_are_all_0_are_not_divided() -> None:
+    weights, factor = normalised(torch.zeros(2, 3), MASK, level="token")
+    assert (factor, weights.abs().max()) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "mean"),
+    [
+        ("token_k1", -math.log(1.2) / 4),
+        ("seq_sum_k1", (-3 * math.log(6) + math.log(5)) / 4),  # a response's stands on each of its tokens
+        ("seq_mean_k1", (-math.log(6) + math.log(5)) / 4),
+        ("seq_max_k2", (3 * 0.5 * math.log(4) ** 2 + 0.5 * math.log(5) ** 2) / 4),
+    ],
+)
+def test_the_mean_of_each_criterions_statistic_is_told_over_the_sampled_tokens(
+    criterion: str, mean: float
+) -> None:
+    told_of = told("rollout_rs", rollout_rs=f"{criterion},token_k3", rollout_rs_threshold=2.0)
+    assert told_of[f"{criterion}_mean"] == pytest.approx(mean)
+    assert told_of["token_k3_mean"] == pytest.approx((3.7 - math.log(1.2)) / 4)
 
 
 def accepted(criterion: str, threshold: Any) -> list[list[bool]]:
@@ -204,6 +278,12 @@ def test_what_is_rejected_is_out_of_the_loss_mask_and_told() -> None:
         ({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 0.55}, "two are written in quotes"),
         ({"loss_type": "reinforce"}, "loss_type is reinforce and bypass_mode false"),
         ({"bypass_mode": True, "rollout_is": "token"}, "ppo_clip and rollout_is token"),
+        ({"rollout_is_batch_normalize": True}, "and rollout_is not set, so there are no weights"),
+        (
+            {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}
+            | {"rollout_is_batch_normalize": True},
+            "rollout_is_batch_normalize is true and bypass_mode too",
+        ),
     ],
 )
 def test_a_correction_that_contradicts_itself_is_refused(keys: dict[str, Any], message: str) -> None:
@@ -254,20 +334,18 @@ def judged() -> DataProto:
 )
 def test_a_job_chooses_the_level_and_the_threshold_is_2(level: str, expected: list[list[float]]) -> None:
     job = make_job({"algorithm": {"rollout_correction": {"rollout_is": level}}})
-    batch, metrics = apply_rollout_correction(judged(), job)
+    batch, _ = apply_rollout_correction(judged(), job)
     assert_close(batch["rollout_is_weights"], tensor(expected))
-    greatest = {"token": 4.0, "sequence": 6.0}[level]  # before it is cut
-    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(greatest)
 
 
 def test_without_a_correction_the_mismatch_is_told_and_nothing_is_weighed() -> None:
     batch, metrics = apply_rollout_correction(judged(), make_job({}))
     assert "rollout_is_weights" not in batch
     assert metrics["rollout_corr/kl"] == pytest.approx(-math.log(1.2) / 4)
-    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(7.7 / 4)
+    assert metrics["rollout_corr/rollout_is_raw_mean"] == pytest.approx(7.7 / 4)
 
 
 def test_a_batch_without_a_sampled_token_has_finite_metrics() -> None:
     nothing: Tensor = torch.zeros_like(MASK)
     assert set(mismatch_metrics(OLD, ROLLOUT, nothing).values()) == {0.0}
-    assert weight_metrics(torch.zeros(2, 3), nothing) == {}
+    assert spread(torch.zeros(2, 3), nothing) == {}
