@@ -45,7 +45,7 @@ def _now() -> list[Panel]:
         number(
             "Last accuracy",
             "Of the last validation, mean over the data sources.",
-            Query("avg({})".format(run("rolemesh_step_metric", "name=~'val-core/.+'"))),
+            Query("avg({})".format(run("rolemesh_step_metric", "name=~'val-core/.+/mean@.+'"))),
             "percentunit",
         ),
         number(
@@ -89,8 +89,9 @@ def _learning() -> list[Panel]:
             step("actor/ppo_kl", "of the update"),
         ),
         lines(
-            "Entropy, nats per token",
-            "How undecided the policy is. A fall to 0 is a collapse: all responses are alike.",
+            "Entropy, nats",
+            "How undecided the policy is, aggregated by actor.loss_agg_mode. A fall to 0 is a collapse: all "
+            "responses are alike.",
             step("actor/entropy", "entropy"),
         ),
         lines(

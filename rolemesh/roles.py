@@ -89,7 +89,7 @@ COLUMNS: dict[str, Column] = {
     "token_level_scores": Column("BT", torch.float32, "the reward, as a rule on the last response token"),
     "acc": Column("B", torch.float32, "1 where the answer is right (the score itself where none says)"),
     "reward_components": Column("BC", torch.float32, "the parts of the reward, by algorithm.gdpo_reward_keys"),
-    "reward_extra_info": Column("B", None, "dict: further numbers that came with the score, by name"),
+    "reward_extra_info": Column("B", None, "dict: numbers besides the score, by name; pred: the answer found"),
     "think_mask": Column("BT", torch.bool, "True between <think> and </think>; all of a response without them"),
     # made by the controller
     "reward_baselines": Column("B", torch.float32, "the reward of the greedy answer to the row's prompt"),
@@ -146,7 +146,8 @@ def methods(job: JobConfig) -> dict[str, Method]:
     squares = ("sum_pi_squared",) if estimator == "optimal_token_baseline" else ()
     thoughts = ("think_mask",) if estimator == "egpo" else ()
     components = ("reward_components",) if job.algorithm.gdpo_reward_keys else ()
-    extra = ("reward_extra_info",) if job.reward.tells_more else ()
+    votes = job.rollout.val_kwargs.n > 1  # validation asks which answer most responses give
+    extra = ("reward_extra_info",) if job.reward.tells_more or votes else ()
     sequence = (*SEQUENCE, *kept)
     table = [
         Method("rollout", "generate", "Generate", ("prompts", "prompt_mask", "seeds"),

@@ -23,12 +23,12 @@ PANELS: dict[str, dict[str, str]] = {
         "actor/kl_loss": "to the reference, in the loss",
         "actor/ppo_kl": "of the update",
     },
-    "Entropy, nats per token": {"actor/entropy": "entropy"},
+    "Entropy, nats": {"actor/entropy": "entropy"},
     "Response length, tokens": {"response_length/mean": "mean", "response_length/max": "longest"},
     "Losses": {"actor/pg_loss": "policy", "critic/vf_loss": "value"},
 }
 
-FROM_ZERO = ("Entropy, nats per token", "Response length, tokens")  # a change is seen against the whole
+FROM_ZERO = ("Entropy, nats", "Response length, tokens")  # a change is seen against the whole
 
 
 def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:

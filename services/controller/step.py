@@ -37,7 +37,8 @@ class Step:
         metrics: Metrics = {}
         for part in parts:
             metrics |= part
-        return metrics | batch_metrics(batch) | staleness_metrics(batch, newest=self.number - 1)
+        metrics |= batch_metrics(batch, self.job.actor)
+        return metrics | staleness_metrics(batch, newest=self.number - 1)
 
 
 Page = Callable[[DataProto, Roles, Step], Awaitable[Metrics]]

@@ -43,7 +43,8 @@ def accuracy_by_step(records: list[Record]) -> list[tuple[int, float]]:
     """Step and validation accuracy, mean over data sources, of every validation."""
     found = []
     for record in records:
-        values = [v for key, v in record.items() if key.startswith("val-core/") and v is not None]
+        of_sources = [v for key, v in record.items() if key.startswith("val-core/") and "/mean@" in key]
+        values = [value for value in of_sources if value is not None]
         if values:
             found.append((int(record[STEP] or 0), sum(values) / len(values)))
     return found

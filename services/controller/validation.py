@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rolemesh.algos.repeated import expected_best, expected_majority, pass_at
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics, Roles
@@ -19,7 +20,7 @@ async def validate(prompts: Iterable[DataProto], roles: Roles, job: JobConfig) -
         job: the sampling.
 
     Returns:
-        all rows; and the mean accuracy and reward over rows of each data source.
+        all rows; and validation_metrics.
     """
 
     async def scored(rows: DataProto) -> DataProto:
@@ -36,11 +37,45 @@ async def validate(prompts: Iterable[DataProto], roles: Roles, job: JobConfig) -
 
 
 def validation_metrics(batch: DataProto, n: int) -> Metrics:
-    """val-core/<data_source>/acc/mean@n and val-aux/<data_source>/reward/mean@n."""
-    sources, scores = batch["data_source"], batch["token_level_scores"].sum(dim=1)
+    """Of each data source, val-core/<data_source>/acc/<of> and val-aux/<data_source>/reward/<of>.
+
+    <of> is mean@n; for k = 2, 4, … and n best@k/mean, and maj@k/mean where the reward tells the answer that it
+    found (`pred`); of acc also pass@k. Those of acc with k < n are val-aux, too. The names are verl's, and
+    pass@k is beside them; docs/monitoring.md explains each.
+
+    Args:
+        batch: n rows for each prompt, one after the other.
+        n: rollout.val_kwargs.n.
+    """
+    numbers = {"acc": batch["acc"], "reward": batch["token_level_scores"].sum(dim=1)}
+    sources, votes = list(batch["data_source"])[::n], _votes(batch, n)
     metrics = {}
     for source in sorted(set(sources)):
-        of_source = [i for i, name in enumerate(sources) if name == source]
-        metrics[f"val-core/{source}/acc/mean@{n}"] = batch["acc"][of_source].mean().item()
-        metrics[f"val-aux/{source}/reward/mean@{n}"] = scores[of_source].mean().item()
+        prompts = [i for i, name in enumerate(sources) if name == source]
+        voting = [found for i in prompts if (found := votes[i]) is not None]
+        for name, column in numbers.items():
+            values = column.double().reshape(-1, n)[prompts]  # [prompts, n]
+            told = {f"mean@{n}": values.mean().item()}
+            for k in _sizes(n):
+                told[f"best@{k}/mean"] = expected_best(values, k)
+                if len(voting) == len(prompts):
+                    told[f"maj@{k}/mean"] = expected_majority(values, voting, k)
+                if name == "acc":
+                    told[f"pass@{k}"] = pass_at(values, k)
+            for of, value in told.items():
+                section = "core" if name == "acc" and of.partition("/")[0].endswith(f"@{n}") else "aux"
+                metrics[f"val-{section}/{source}/{name}/{of}"] = value
     return metrics
+
+
+def _sizes(n: int) -> list[int]:
+    """2, 4, 8, … below n, and n; none where there is one answer."""
+    return [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] * (n > 1)
+
+
+def _votes(batch: DataProto, n: int) -> list[list[str] | None]:
+    """The answers that the reward found in the n responses to each prompt; None where it does not tell all."""
+    rows = batch["reward_extra_info"] if "reward_extra_info" in batch else [{}] * len(batch)
+    found = [row.get("pred") for row in rows]
+    groups = [found[at : at + n] for at in range(0, len(found), n)]
+    return [None if None in group else group for group in groups]

@@ -31,11 +31,19 @@ class Verdict:
         score: what is learnt from.
         acc: whether the answer is right; the score where the function does not say.
         entries: all numbers of the function's dict by name, where it returned one.
+        pred: the answer that it found in the response, "" for none; None where it does not say.
     """
 
     score: float
     acc: float
     entries: Mapping[str, float]
+    pred: str | None = None
+
+    @property
+    def besides(self) -> dict[str, float | str]:
+        """What came with score and acc, by name."""
+        numbers = {name: number for name, number in self.entries.items() if name not in ("score", "acc")}
+        return numbers | ({} if self.pred is None else {"pred": self.pred})
 
     @classmethod
     def of(cls, result: Any) -> Verdict:
@@ -50,13 +58,15 @@ class Verdict:
         if "score" not in entries:
             raise TypeError('a dict needs "score"')
         plain = {str(name): _plain(value) for name, value in entries.items()}
+        pred = plain.pop("pred", None)
         numbers = {name: float(value) for name, value in plain.items() if isinstance(value, Real)}
         if {"score", "acc"} & set(plain) - set(numbers):
             raise TypeError("expected a number, or a dict with one under 'score'")
         for name, number in numbers.items():
             if not abs(number) <= FLOAT32_MAX:
                 raise ValueError(f"{name} is {number}, which is not finite as float32")
-        return cls(numbers["score"], numbers.get("acc", numbers["score"]), numbers)
+        acc = numbers.get("acc", numbers["score"])
+        return cls(numbers["score"], acc, numbers, None if pred is None else _sendable(str(pred)))
 
 
 def judge(function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> list[Verdict]:
@@ -90,6 +100,11 @@ def judge(function: Callable[..., Any], name: str, arguments: Mapping[str, Any])
     except Exception as error:  # what a user's object does when it is looked at
         returned = f"{_told(repr, result):.200}: {_told(str, error):.{TOLD}}"
         raise RewardFailed(f"{name} returned {returned}") from error
+
+
+def _sendable(text: str) -> str:
+    """Without lone surrogates, which no message can hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _plain(value: Any) -> Any:

@@ -145,9 +145,7 @@ class RewardWorker(LocalWorker):
     def _columns(self, batch: DataProto, verdicts: list[Verdict]) -> DataProto:
         mask: Tensor = batch["response_mask"]
         scores = torch.tensor([verdict.score for verdict in verdicts])
-        extra = [
-            {k: v for k, v in verdict.entries.items() if k not in ("score", "acc")} for verdict in verdicts
-        ]
+        extra = [verdict.besides for verdict in verdicts]
         overlong = self._config.overlong_buffer
         if overlong.enable:
             penalties = overlong_penalty(mask.sum(1), self._max_tokens, overlong)
@@ -166,7 +164,8 @@ class RewardWorker(LocalWorker):
             )
         if "think_mask" in self._writes:
             columns["think_mask"] = thought_tokens(batch["responses"], mask, self._tokenizer)
-        return DataProto.from_dict(columns, {"reward_extra_info": extra} if self._config.tells_more else {})
+        names = ("reward_extra_info",) if "reward_extra_info" in self._writes else ()
+        return DataProto.from_dict(columns, dict.fromkeys(names, extra))
 
     def _components(self, batch: DataProto, row: int, verdict: Verdict) -> list[float]:
         for key in self._component_keys:

@@ -299,9 +299,9 @@ async def test_the_dapo_manager_takes_the_punishment_from_the_score_and_not_from
     assert answered["token_level_scores"].sum(1).tolist() == [1.0, 0.5, -2.0]
     assert answered["acc"].tolist() == [1.0, 1.0, 0.0]
     assert list(answered["reward_extra_info"]) == [
-        {"overlong_reward": 0.0, "overlong": 0.0},
-        {"overlong_reward": -0.5, "overlong": 1.0},
-        {"overlong_reward": -1.0, "overlong": 1.0},
+        {"overlong_reward": 0.0, "overlong": 0.0, "pred": "7"},
+        {"overlong_reward": -0.5, "overlong": 1.0, "pred": "7"},
+        {"overlong_reward": -1.0, "overlong": 1.0, "pred": "8"},
     ]
 
 

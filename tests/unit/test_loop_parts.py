@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import tensor
 
+from rolemesh.config.actor import ActorConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidConfig, RoleUnavailable
@@ -22,6 +23,7 @@ from services.controller.curves import draw_curves
 from services.controller.metrics import batch_metrics, staleness_metrics
 from services.controller.status import RunStatus, State
 from services.controller.stopwatch import Stopwatch
+from services.controller.summary import accuracy_by_step
 from services.controller.validation import validation_metrics
 
 MASK = tensor([[True, True, True], [True, False, False]])
@@ -68,7 +70,7 @@ def test_metrics_of_a_batch_by_hand() -> None:
     batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
     batch["advantages"] = batch["returns"] = torch.where(MASK, 2.0, 99.0)
     batch["reward_extra_info"] = [{"form": 1.0}, {"form": 0.5, "tone": -1.0}]
-    metrics = batch_metrics(batch)
+    metrics = batch_metrics(batch, ActorConfig())
     expected = {
         "reward/form/mean": 0.75,
         "reward/tone/mean": -1.0,
@@ -84,6 +86,49 @@ def test_metrics_of_a_batch_by_hand() -> None:
         "perf/total_num_tokens": 7.0,
     }
     assert {key: metrics[key] for key in expected} == expected
+
+
+def test_the_spread_over_sampled_tokens_and_what_the_critic_explains_by_hand() -> None:
+    """Returns 1, 2, 3 and 6 have the variance 14/3; what the values leave, 0, 1, 1 and 2, has 2/3."""
+    batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
+    batch["returns"] = tensor([[1.0, 2.0, 3.0], [6.0, 99.0, -99.0]])
+    batch["values"] = tensor([[1.0, 1.0, 2.0], [4.0, 99.0, -99.0]])
+    batch["advantages"] = batch["returns"] - batch["values"]
+    metrics = batch_metrics(batch, ActorConfig())
+    expected = {
+        **{"critic/advantages/mean": 1.0, "critic/advantages/max": 2.0, "critic/advantages/min": 0.0},
+        **{"critic/returns/mean": 3.0, "critic/returns/max": 6.0, "critic/returns/min": 1.0},
+        **{"critic/values/mean": 2.0, "critic/values/max": 4.0, "critic/values/min": 1.0},
+        "critic/vf_explained_var": 1 - (2 / 3) / (14 / 3 + 1e-5),
+    }
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "entropy"),
+    [
+        ("token-mean", 10 / 4),
+        ("token-sum", 10),
+        ("seq-mean-token-sum", 10 / 2),
+        ("seq-mean-token-mean", (2 + 4) / 2),
+        ("seq-mean-token-sum-norm", 10 / 2 / 5),
+    ],
+)
+def test_the_entropy_is_aggregated_as_the_loss(mode: str, entropy: float) -> None:
+    """Of 1, 2 and 3 in a row, and 4 in the other."""
+    batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
+    batch["advantages"] = batch["returns"] = torch.zeros(2, 3)
+    batch["entropys"] = tensor([[1.0, 2.0, 3.0], [4.0, 99.0, 99.0]])
+    job = make_job({"actor": {"loss_agg_mode": mode, "loss_scale_factor": 5}})
+    assert batch_metrics(batch, job.actor)["actor/entropy"] == pytest.approx(entropy)
+
+
+def test_of_a_batch_without_a_sampled_token_there_is_no_spread() -> None:
+    batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
+    batch["response_mask"] = torch.zeros_like(MASK)
+    batch["advantages"] = batch["returns"] = batch["values"] = torch.zeros(2, 3)
+    metrics = batch_metrics(batch, ActorConfig())
+    assert not [name for name in metrics if "advantages" in name or "values" in name or "explained" in name]
 
 
 def test_staleness_by_hand() -> None:
@@ -109,6 +154,19 @@ def test_validation_is_told_for_each_data_source() -> None:
         "val-core/y/acc/mean@1": 0.0,
         "val-aux/y/reward/mean@1": 0.5,
     }
+
+
+def test_the_accuracy_shown_is_the_mean_of_single_answers_over_data_sources() -> None:
+    """The best of several and whether one of them is right have names of their own."""
+    record = {"training/global_step": 3.0} | dict.fromkeys(
+        ("val-core/x/acc/best@4/mean", "val-core/x/acc/pass@4"), 1.0
+    )
+    record |= {
+        "val-core/x/acc/mean@4": 0.5,
+        "val-core/openai/y/acc/mean@4": 0.25,
+        "val-aux/x/reward/mean@4": 9.0,
+    }
+    assert accuracy_by_step([record, {"training/global_step": 4.0}]) == [(3, 0.375)]
 
 
 def test_calls_of_one_phase_that_overlap_are_counted_once() -> None:

@@ -34,8 +34,9 @@ UNITS = (
 )
 
 
-def compute_score(solution_str: str, ground_truth: Any) -> dict[str, float]:
-    r"""1.0 where the answer is right, else -1.0; acc says 1 or 0.
+def compute_score(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+    r"""1.0 where the answer is right, else -1.0; acc says 1 or 0; pred is the answer as it was compared, "" for
+    none.
 
     The answer is what follows the last "Answer:" on its line, or, where none is, the last \boxed{}.
 
@@ -46,8 +47,9 @@ def compute_score(solution_str: str, ground_truth: Any) -> dict[str, float]:
     found = ANSWER.findall(tail)
     given = found[-1] if found else last_boxed(tail)
     answers = [normalise(answer) for answer in right_answers(ground_truth)]
-    right = given is not None and normalise(given) in answers
-    return {"score": 1.0 if right else -1.0, "acc": float(right)}
+    pred = None if given is None else normalise(given)
+    right = pred in answers
+    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred or ""}
 
 
 def normalise(answer: str) -> str:
