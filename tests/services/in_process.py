@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from documented import undocumented
+
 from rolemesh.config import JobConfig
 from rolemesh.config.base import merge, parse_overrides
 from rolemesh.config.job import make_job
@@ -105,9 +107,12 @@ def workers(job: JobConfig) -> Iterator[Roles]:
 
 
 async def train(job: JobConfig) -> Summary:
-    """A whole run with fresh workers, as a new process would make it."""
+    """A whole run with fresh workers, as a new process would make it. docs/metrics.md has every name that it
+    reports."""
     with workers(job) as roles:
-        return await Run(job, load_tokenizer(job.actor.model)).train(roles)
+        summary = await Run(job, load_tokenizer(job.actor.model)).train(roles)
+    assert undocumented(summary.records) == []
+    return summary
 
 
 CLOCKS = ("timing_s/", "perf/throughput", "ended_at")

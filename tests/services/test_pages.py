@@ -294,17 +294,18 @@ PHASES = [
     "update_weights",
     "testing",
 ]
+VALIDATED = ("mean@2", "best@2/mean")
 STEP_KEYS = [
     "training/epoch",
     *(f"critic/{name}/{of}" for name in ("score", "rewards") for of in ("mean", "max", "min")),
-    *(f"critic/{name}/mean" for name in ("advantages", "returns", "values")),
-    *(f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "grad_norm", "lr")),
+    *(f"critic/{name}/{of}" for name in ("advantages", "returns", "values") for of in ("mean", "max", "min")),
+    *(f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vf_explained_var", "grad_norm", "lr")),
     *(f"actor/{name}" for name in ("pg_loss", "entropy", "ppo_kl", "pg_clipfrac", "grad_norm", "lr")),
     *(f"actor/{name}" for name in ("reward_kl_penalty", "reward_kl_penalty_coeff")),
     *(f"response_length/{of}" for of in ("mean", "max", "min", "clip_ratio")),
     *("prompt_length/mean", "perf/throughput", "perf/total_num_tokens"),
-    *(f"val-core/{source}/acc/mean@2" for source in ("digits", "numbers")),
-    *(f"val-aux/{source}/reward/mean@2" for source in ("digits", "numbers")),
+    *(f"val-core/{source}/acc/{of}" for source in ("digits", "numbers") for of in (*VALIDATED, "pass@2")),
+    *(f"val-aux/{source}/reward/{of}" for source in ("digits", "numbers") for of in VALIDATED),
     *(f"timing_s/{phase}" for phase in PHASES),
 ]
 
