@@ -44,7 +44,7 @@ class JobConfig(Config):
         actor = info.data.get("actor")  # absent where it is in error itself
         unset = [key for key in FOLLOWS_ACTOR if actor and getattr(critic, key) is None]
         values = dict(critic) | {key: getattr(actor, key) for key in unset}
-        return CriticConfig.model_construct(critic.model_fields_set, **values)  # they stay unset by the job file
+        return CriticConfig.model_construct(critic.model_fields_set, **values)  # the job file set no more
 
     @model_validator(mode="after")
     def _sections_agree(self) -> JobConfig:
