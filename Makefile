@@ -3,7 +3,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 PROTOS := $(sort $(wildcard proto/rolemesh/v1/*.proto))
-COMPILE := uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 \
+COMPILE := $(BIN)/uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 \
 	--generate-hashes --no-emit-index-url --no-header --no-annotate
 
 IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
@@ -89,7 +89,7 @@ seeds: setup ## the demo with three seeds: accuracy before and after, a table an
 curves: setup ## how ten recipes learn, with three seeds: docs/algorithms.png and a table
 	$(BIN)/python -m benchmarks.recipes
 
-lock: ## resolve both locks anew; what is in both has one version
+lock: setup ## resolve both locks anew; what is in both has one version
 	$(COMPILE) requirements-vllm.in --override requirements-vllm.override -o requirements-vllm.lock
 	$(COMPILE) --constraint requirements-vllm.lock -o requirements.lock
 

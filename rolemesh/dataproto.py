@@ -12,17 +12,20 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolemesh.equality import same_array, same_tensor, same_value
+from rolemesh.column import Column, as_column, check_tensor, joined_column, joined_metrics, same_column
+from rolemesh.equality import same_tensor, same_value
 from rolemesh.errors import InvalidBatch
 
-Column = NDArray[Any]
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
 Index = int | slice | Sequence[int] | Sequence[bool] | Tensor | NDArray[Any]
 
 
@@ -31,29 +34,34 @@ class DataProto:
     """A batch of B rows.
 
     Args:
-        tensors: name to tensor [B, ...].
-        non_tensors: name to numpy array [B]; of dtype object where the cells are strings, lists or dicts.
-            Other sequences of B cells are taken too and become such arrays.
+        tensors: name to strided tensor [B, ...].
+        non_tensors: name to numpy array [B], or [B, ...] of numbers or bools; of dtype object where the cells
+            are strings, lists or dicts. Other sequences of B cells are taken too and become such arrays.
         meta_info: JSON-like data about the batch as a whole.
+        num_rows: B of a batch without columns; None where the columns tell it, or nothing does.
 
     Raises:
-        InvalidBatch: the columns differ in length, or a name is both a tensor and a non-tensor column.
+        InvalidBatch: a tensor is nested or sparse, the columns differ in length, or a name is both a tensor and
+            a non-tensor column.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     non_tensors: dict[str, Column] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
+    num_rows: int | None = None
 
     def __post_init__(self) -> None:
-        self.tensors = dict(self.tensors)  # `pop` is to change this batch, and not whose dict it was made of
+        self.tensors = dict(self.tensors)  # `pop` changes this batch, not the caller's dict
         for name, tensor in self.tensors.items():
-            if tensor.dim() == 0:
-                raise InvalidBatch(f"column {name!r} has no axis; every tensor needs axis 0, the rows")
+            check_tensor(name, tensor)
         self.non_tensors = {name: as_column(values) for name, values in self.non_tensors.items()}
         lengths = {name: len(tensor) for name, tensor in self.tensors.items()}
         lengths |= {name: len(column) for name, column in self.non_tensors.items()}
+        if self.num_rows is not None:
+            lengths["num_rows"] = self.num_rows
         if len(set(lengths.values())) > 1:
             raise InvalidBatch(f"columns of one batch have the same number of rows; got {lengths}")
+        self.num_rows = next(iter(lengths.values()), None)
         if both := self.tensors.keys() & self.non_tensors.keys():
             raise InvalidBatch(f"{sorted(both)} are both tensors and non-tensor columns")
 
@@ -79,8 +87,7 @@ class DataProto:
     # ----------------------------------------------------------------- reading
 
     def __len__(self) -> int:
-        columns: list[Tensor | Column] = [*self.tensors.values(), *self.non_tensors.values()]
-        return len(columns[0]) if columns else 0
+        return self.num_rows or 0
 
     @property
     def columns(self) -> list[str]:
@@ -108,25 +115,29 @@ class DataProto:
             tensors = {**self.tensors, name: value}
         else:
             columns = {**self.non_tensors, name: value}
-        checked = DataProto(tensors, columns)
+        num_rows = None if self.columns == [name] else self.num_rows
+        checked = DataProto(tensors, columns, num_rows=num_rows)
         self.tensors, self.non_tensors = checked.tensors, checked.non_tensors
+        self.num_rows = checked.num_rows
 
     def _rows(self, index: Index) -> DataProto:
         if isinstance(index, slice):
-            return self._map(lambda tensor: tensor[index], lambda column: column[index])
+            count = len(range(len(self))[index])
+            return self._map(lambda tensor: tensor[index], lambda column: column[index], count)
         if isinstance(index, int | np.integer):
             at = int(index)
             if not -len(self) <= at < len(self):
                 raise IndexError(f"row {at} of a batch of {len(self)}")
             at %= len(self)
-            return self._map(lambda tensor: tensor[at : at + 1], lambda column: column[at : at + 1])
+            return self._map(lambda tensor: tensor[at : at + 1], lambda column: column[at : at + 1], 1)
         return self.select_idxs(index)
 
-    def _map(self, tensor_fn: Any, column_fn: Any) -> DataProto:
+    def _map(self, tensor_fn: Any, column_fn: Any, num_rows: int) -> DataProto:
         return DataProto(
             {name: tensor_fn(tensor) for name, tensor in self.tensors.items()},
             {name: column_fn(column) for name, column in self.non_tensors.items()},
             dict(self.meta_info),
+            None if self.num_rows is None else num_rows,
         )
 
     # --------------------------------------------------------------- selecting
@@ -147,10 +158,11 @@ class DataProto:
             _pick("tensor", self.tensors, batch_keys),
             _pick("non-tensor column", self.non_tensors, non_tensor_batch_keys),
             _pick("meta_info key", self.meta_info, meta_info_keys),
+            self.num_rows,
         )
         if not deepcopy:
             return picked
-        copied = picked._map(lambda tensor: tensor.clone(), copy.deepcopy)
+        copied = picked._map(lambda tensor: tensor.clone(), copy.deepcopy, len(self))
         copied.meta_info = copy.deepcopy(picked.meta_info)
         return copied
 
@@ -162,6 +174,7 @@ class DataProto:
             {name: self.tensors[name] for name in names if name in self.tensors},
             {name: self.non_tensors[name] for name in names if name in self.non_tensors},
             dict(self.meta_info),
+            self.num_rows,
         )
 
     def select_idxs(self, idxs: Index) -> DataProto:
@@ -180,7 +193,9 @@ class DataProto:
             raise IndexError(f"rows {at.min()} to {at.max()} of a batch of {len(self)}")
         at = at % max(len(self), 1)
         index = torch.from_numpy(at)
-        return self._map(lambda rows: rows.index_select(0, index.to(rows.device)), lambda column: column[at])
+        return self._map(
+            lambda rows: rows.index_select(0, index.to(rows.device)), lambda column: column[at], len(at)
+        )
 
     def pop(
         self,
@@ -219,6 +234,7 @@ class DataProto:
             {names.get(name, name): tensor for name, tensor in self.tensors.items()},
             {names.get(name, name): column for name, column in self.non_tensors.items()},
             dict(self.meta_info),
+            self.num_rows,
         )
 
     # ----------------------------------------------------------------- joining
@@ -230,24 +246,33 @@ class DataProto:
             InvalidBatch: a column or a meta value differs between two batches, or the lengths do.
         """
         tensors, columns, meta = dict(self.tensors), dict(self.non_tensors), dict(self.meta_info)
+        num_rows = self.num_rows
         for other in others:
+            num_rows = other.num_rows if num_rows is None else num_rows
+            if other.num_rows not in (None, num_rows):
+                raise InvalidBatch(
+                    f"union: columns of one batch have the same number of rows; got {num_rows} and {len(other)}"
+                )
             for name, tensor in other.tensors.items():
                 if name in tensors and not same_tensor(tensors[name], tensor):
                     raise InvalidBatch(f"union: column {name!r} is in both batches with different values")
                 tensors[name] = tensor
             for name, column in other.non_tensors.items():
-                if name in columns and not same_array(columns[name], column):
+                if name in columns and not same_column(name, columns[name], column):
                     raise InvalidBatch(f"union: column {name!r} is in both batches with different values")
                 columns[name] = column
             for key, value in other.meta_info.items():
                 if key in meta and not same_value(meta[key], value):
                     raise InvalidBatch(f"union: meta_info[{key!r}] is {meta[key]!r} here, {value!r} there")
                 meta[key] = value
-        return DataProto(tensors, columns, meta)
+        return DataProto(tensors, columns, meta, num_rows)
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
         """The rows of all batches, one after the other, with the meta of all.
+
+        meta_info["metrics"], a dict or a list of dicts in each batch, becomes one dict from each name to the
+        list of its values, in the order of the batches. Other meta values must be equal where they stand twice.
 
         Raises:
             InvalidBatch: no batches, or two that differ in columns, element types or trailing shapes, or
@@ -266,14 +291,20 @@ class DataProto:
                 if there is None or there.shape[1:] != tensor.shape[1:] or there.dtype != tensor.dtype:
                     raise InvalidBatch(f"concat: column {name!r} differs in kind, dtype or trailing shape")
         meta: dict[str, Any] = {}
+        if any("metrics" in part.meta_info for part in data):
+            meta["metrics"] = joined_metrics([part.meta_info.get("metrics") for part in data])
         for part in data:
             for key, value in part.meta_info.items():
-                if not same_value(meta.setdefault(key, value), value):
+                if key != "metrics" and not same_value(meta.setdefault(key, value), value):
                     raise InvalidBatch(f"concat: meta_info[{key!r}] is {meta[key]!r} here, {value!r} there")
         return DataProto(
             {name: torch.cat([part.tensors[name] for part in data]) for name in first.tensors},
-            {name: _joined([part.non_tensors[name] for part in data]) for name in first.non_tensors},
+            {
+                name: joined_column(name, [part.non_tensors[name] for part in data])
+                for name in first.non_tensors
+            },
             meta,
+            None if all(part.num_rows is None for part in data) else sum(map(len, data)),
         )
 
     # --------------------------------------------------------------- splitting
@@ -347,7 +378,7 @@ class DataProto:
 
     def to(self, device: torch.device | str) -> DataProto:
         """The batch with its tensors on a device."""
-        return self._map(lambda tensor: tensor.to(device), lambda column: column)
+        return self._map(lambda tensor: tensor.to(device), lambda column: column, len(self))
 
     # -------------------------------------------------------------------- disk
 
@@ -371,6 +402,39 @@ class DataProto:
 
         return load(Path(filepath).read_bytes())
 
+    # -------------------------------------------------------------- tensordict
+
+    def to_tensordict(self) -> TensorDict:
+        """The batch as a TensorDict: tensors, a NonTensorStack for each other column, NonTensorData for meta.
+
+        Raises:
+            InvalidBatch: a name is both a column and a meta_info key.
+            Unsupported: tensordict is not installed (`pip install 'rolemesh[tensordict]'`).
+        """
+        from rolemesh.tensordict import to_tensordict
+
+        return to_tensordict(self)
+
+    @staticmethod
+    def from_tensordict(data: TensorDict, meta_info: Mapping[str, Any] | None = None) -> DataProto:
+        """The batch of a TensorDict with one batch axis, with `meta_info` added to its own.
+
+        Raises:
+            InvalidBatch: another number of batch axes, or an entry that is no column (nested).
+            Unsupported: tensordict is not installed (`pip install 'rolemesh[tensordict]'`).
+        """
+        from rolemesh.tensordict import from_tensordict
+
+        return from_tensordict(data, meta_info)
+
+    # ----------------------------------------------------------------- looking
+
+    def print_size(self, prefix: str = "") -> None:
+        """Prints how much memory the columns take. Of cells that are objects only the references count."""
+        tensors = sum(tensor.nbytes for tensor in self.tensors.values()) / 2**30
+        columns = sum(column.nbytes for column in self.non_tensors.values()) / 2**30
+        print(f"{prefix}{prefix and ', '}tensors: {tensors:.6f} GiB, non-tensor columns: {columns:.6f} GiB")
+
     def __repr__(self) -> str:
         tensors = ", ".join(f"{n}: {list(t.shape)} {t.dtype}" for n, t in self.tensors.items())
         return f"DataProto({len(self)} rows; {tensors}; {', '.join(self.non_tensors)}; meta {self.meta_info})"
@@ -390,32 +454,9 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     return data[: len(data) - pad_size] if pad_size else data
 
 
-def as_column(values: Any) -> Column:
-    """A one-axis numpy array of these cells. Numbers keep their dtype; strings, lists, dicts and None become
-    objects."""
-    if isinstance(values, np.ndarray):
-        if values.ndim == 1 and values.dtype.kind in "biufO":
-            return values
-        if values.ndim == 0:
-            raise InvalidBatch(f"a column needs a cell for each row; got {values!r}")
-    cells = values.tolist() if isinstance(values, np.ndarray) else list(values)
-    kinds = set(map(type, cells))
-    for kind, dtype in ((bool, np.bool_), (int, np.int64), (float, np.float64)):
-        if kinds == {kind} and (kind is not int or all(-(2**63) <= cell < 2**63 for cell in cells)):
-            return np.array(cells, dtype=dtype)
-    return np.fromiter(cells, dtype=object, count=len(cells))
-
-
 def _pick(kind: str, source: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
     if names is None:
         return dict(source)
     if missing := [name for name in names if name not in source]:
         raise InvalidBatch(f"no {kind} {missing}; there are {sorted(source)}")
     return {name: source[name] for name in names}
-
-
-def _joined(columns: Sequence[Column]) -> Column:
-    """One column of all cells. Arrays of different types become cells: no number is rounded to fit."""
-    if len({column.dtype for column in columns}) > 1:
-        columns = [column.astype(object) for column in columns]
-    return np.concatenate(columns)

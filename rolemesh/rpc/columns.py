@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rolemesh.dataproto import Column
+from rolemesh.column import Column
 from rolemesh.errors import InvalidBatch
 
 MAX_DEPTH = 64  # of lists and dicts in one another; far from the interpreter's recursion limit

@@ -85,6 +85,70 @@ def test_a_column_keeps_its_cells_as_they_are(cells: object, dtype: type):
     assert column.tolist() == list(cells)
 
 
+@pytest.mark.parametrize("dtype", ["?", "i1", "u2", "i4", "f2", "f4", "f8"])
+def test_an_array_of_several_axes_keeps_dtype_and_shape_through_every_operation(dtype: str):
+    cells = np.arange(12).reshape(4, 3).astype(dtype)
+    batch = DataProto.from_dict(non_tensors={"c": cells})
+    for changed, rows in (
+        (batch, [0, 1, 2, 3]),
+        (batch[1:3], [1, 2]),
+        (batch[[3, 0]], [3, 0]),
+        (batch.repeat(2), [0, 0, 1, 1, 2, 2, 3, 3]),
+        (DataProto.concat(batch.chunk(2)), [0, 1, 2, 3]),
+        (batch.union(DataProto.from_dict(non_tensors={"c": cells.copy()})), [0, 1, 2, 3]),
+        (batch.select(deepcopy=True), [0, 1, 2, 3]),
+    ):
+        assert changed["c"].dtype == cells.dtype
+        assert np.array_equal(changed["c"], cells[rows])
+    other = DataProto.from_dict(non_tensors={"c": cells[:, :2]})
+    with pytest.raises(InvalidBatch, match="trailing shape"):
+        DataProto.concat([batch, other])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "hint"),
+    [
+        (torch.nested.as_nested_tensor([torch.zeros(2), torch.zeros(3)]), "to_padded_tensor"),
+        (
+            torch.nested.as_nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+            "to_padded_tensor",
+        ),
+        (torch.zeros(2, 2).to_sparse(), "sparse_coo"),
+    ],
+)
+def test_nested_and_sparse_tensors_are_refused_when_the_batch_is_made(tensor: torch.Tensor, hint: str):
+    with pytest.raises(InvalidBatch, match=f"column 'ragged'.*{hint}"):
+        DataProto.from_dict({"ragged": tensor})
+    batch = DataProto.from_dict({"a": torch.zeros(2)})
+    with pytest.raises(InvalidBatch, match=hint):
+        batch["ragged"] = tensor
+
+
+def test_a_batch_without_columns_keeps_its_number_of_rows():
+    assert len(DataProto()) == 0
+    empty = letters("abcd", step=1).select([], [])
+    assert (len(empty), empty.columns, empty.meta_info) == (4, [], {"step": 1})
+    popped = letters("abcd")
+    popped.pop(["number"], ["letter"])
+    for batch in (empty, popped, DataProto(num_rows=4)):
+        assert len(batch) == 4
+        assert [len(part) for part in batch.split(3)] == [3, 1]
+        assert [len(part) for part in batch.chunk(2)] == [2, 2]
+        assert len(batch.repeat(3)) == 12
+        assert len(batch[[True, False, True, False]]) == 2
+        assert len(batch[-1]) == 1
+        assert len(DataProto.concat([batch, DataProto(num_rows=2)])) == 6
+        assert text(batch.union(letters("abcd"))) == "abcd"
+        assert text(letters("abcd").union(batch)) == "abcd"
+        with pytest.raises(InvalidBatch, match="same number of rows"):
+            batch.union(letters("abc"))
+        with pytest.raises(InvalidBatch, match="same number of rows"):
+            batch["values"] = torch.zeros(3)
+    with pytest.raises(InvalidBatch, match="same number of rows"):
+        DataProto({"a": torch.zeros(2)}, num_rows=3)
+    assert text(DataProto().union(letters("ab"))) == "ab"  # nothing said how many rows it has
+
+
 def test_assignment_adds_or_replaces_a_column_of_the_right_length():
     batch = letters()
     batch["values"] = torch.ones(4, 2)
@@ -219,6 +283,16 @@ def test_union_of_unequal_duplicates_is_an_error(other: DataProto):
         letters("ab", step=1).union(other)
 
 
+def test_union_refuses_cells_that_contain_themselves():
+    def circle() -> DataProto:
+        cell: list[object] = []
+        cell.append(cell)
+        return DataProto.from_dict(non_tensors={"a": [cell]})
+
+    with pytest.raises(InvalidBatch, match="contains itself"):
+        circle().union(circle())
+
+
 def test_union_of_several_batches():
     others = [DataProto.from_dict({name: torch.zeros(2)}) for name in "xy"]
     assert letters("ab").union(*others).columns == ["number", "x", "y", "letter"]
@@ -228,6 +302,18 @@ def test_concat_joins_rows_and_meta():
     joined = DataProto.concat([letters("ab", step=1), letters("c", step=1, lr=2), letters("")])
     assert text(joined) == "abc"
     assert joined.meta_info == {"step": 1, "lr": 2}
+
+
+def test_concat_gathers_metrics_by_name_in_the_order_of_the_batches():
+    parts = [
+        letters("a", step=1, metrics={"loss": 1.0, "lr": 0.1}),
+        letters("b", step=1, metrics=[{"loss": 2.0}, {"loss": 3.0}]),
+        letters("c", step=1),
+        letters("d", step=1, metrics=None),
+    ]
+    assert DataProto.concat(parts).meta_info == {"step": 1, "metrics": {"loss": [1.0, 2.0, 3.0], "lr": [0.1]}}
+    with pytest.raises(InvalidBatch, match="metrics"):
+        DataProto.concat([letters("a", metrics=3.0)])
 
 
 def test_concat_refuses_what_does_not_fit():
@@ -363,3 +449,52 @@ def test_a_truncated_file_is_refused_and_a_failed_save_keeps_the_last(tmp_path: 
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(InvalidBatch):
         DataProto.load_from_disk(path)
+
+
+# -------------------------------------------------------------------------------- tensordict
+
+
+def assert_same(batch: DataProto, other: DataProto) -> None:
+    assert len(batch) == len(other)
+    assert batch.meta_info == other.meta_info
+    assert batch.columns == other.columns
+    batch.union(other)  # refuses columns that differ in a bit
+    assert [batch[name].dtype for name in batch.columns] == [other[name].dtype for name in other.columns]
+
+
+def test_a_tensordict_has_the_same_tensors_cells_and_meta_and_comes_back_equal():
+    batch = DataProto.from_dict(
+        {"obs": torch.arange(6).reshape(3, 2), "half": torch.ones(3, dtype=torch.bfloat16)},
+        {
+            "label": ["a", "b", "c"],
+            "info": [{"k": [1]}, None, {"k": []}],
+            "count": np.array([1, 2, 3], dtype=np.int32),
+            "box": np.arange(6, dtype=np.float32).reshape(3, 2),
+        },
+        {"name": "x", "nested": {"a": [1, 2]}},
+    )
+    made = batch.to_tensordict()
+    assert made.batch_size == torch.Size([3])
+    assert made["obs"].data_ptr() == batch["obs"].data_ptr()  # shared, not copied
+    assert made["label"] == ["a", "b", "c"]
+    assert made["name"] == "x"
+    assert_same(DataProto.from_tensordict(made), batch)
+    assert_same(DataProto.from_tensordict(made[1:]), batch[1:])
+
+
+def test_a_tensordict_of_several_batch_axes_or_with_another_within_is_refused():
+    tensordict = pytest.importorskip("tensordict")
+    with pytest.raises(InvalidBatch, match="one axis"):
+        DataProto.from_tensordict(tensordict.TensorDict({"a": torch.zeros(2, 3)}, batch_size=[2, 3]))
+    within = tensordict.TensorDict({"a": {"b": torch.zeros(2)}}, batch_size=[2])
+    with pytest.raises(InvalidBatch, match="flatten_keys"):
+        DataProto.from_tensordict(within)
+    assert len(DataProto.from_tensordict(tensordict.TensorDict({}, batch_size=[5]))) == 5
+    with pytest.raises(InvalidBatch, match="'number'"):
+        letters("ab", number=1).to_tensordict()
+
+
+def test_print_size_says_what_the_columns_take(capsys: pytest.CaptureFixture[str]):
+    batch = DataProto.from_dict({"a": torch.zeros(2**18, 2)}, {"b": np.zeros(2**18, dtype=np.int32)})
+    batch.print_size("rollout")
+    assert capsys.readouterr().out == "rollout, tensors: 0.001953 GiB, non-tensor columns: 0.000977 GiB\n"
