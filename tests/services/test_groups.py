@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,6 @@ from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed
-from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import (
     ActorClient,
@@ -32,6 +31,8 @@ from rolemesh.rpc.clients import (
     RoleClient,
     RolloutClient,
 )
+from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.parking import Parking
 from services.serve import ROLES, group_server, load_group
 
 PROMPT, RESPONSE = 6, 10
@@ -203,32 +204,57 @@ async def test_a_disk_that_takes_no_tensors_is_an_error_that_says_who_is_where(j
         await critic.compute_values(sequence_batch(4))
 
 
-def memory(pid: int, of: str) -> int:
-    """Bytes that a process has (VmRSS), or had at most (VmHWM)."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(of))
+async def test_a_process_of_two_roles_never_holds_more_than_one_of_them(
+    job: JobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each role's tensors hold, seen whenever one loads, leaves the device or comes back: never two."""
+    workers: dict[str, LocalWorker] = {}
+    seen: list[dict[str, int]] = []
 
+    def held() -> dict[str, int]:
+        parkings = {role: worker.parking for role, worker in workers.items()}
+        return {
+            role: sum(tensor.untyped_storage().nbytes() for tensor in parking._tensors())
+            for role, parking in parkings.items()
+            if parking is not None
+        }
 
-async def test_a_process_of_two_roles_never_holds_more_than_one_of_them(tmp_path: Path) -> None:
-    """Two models of more than 200 MB, against a process that has none: from its start and over two switches."""
-    model = make_tiny_model(tmp_path / "model", hidden_size=1024, num_layers=4)
-    num_bytes = (model / "model.safetensors").stat().st_size
-    assert num_bytes > 200e6
-    job, batch = small(model, tmp_path), sequence_batch(2)
-    (tmp_path / "none").mkdir()
-    async with (
-        serve_process("reward", job, tmp_path / "none") as other,
-        serve_process("critic,reference", job, tmp_path) as group,
-        RewardClient([other.address], methods(job)) as reward,
-        clients(group.address, job, CriticClient, ReferenceClient) as (critic, reference),
-    ):
-        await reward.wait_until_ready(120)
-        none = memory(other.process.pid, "VmRSS")
-        await critic.wait_until_ready(120)
-        await critic.compute_values(batch)
-        await reference.compute_log_probs(batch)
-        assert none + num_bytes < memory(group.process.pid, "VmRSS") < none + 1.5 * num_bytes
-        assert memory(group.process.pid, "VmHWM") < none + 1.6 * num_bytes
+    def watched(move: Callable[[Parking], int]) -> Callable[[Parking], int]:
+        def moving(parking: Parking) -> int:
+            seen.append(held())
+            moved = move(parking)
+            seen.append(held())
+            return moved
+
+        return moving
+
+    def loading(role: str) -> Callable[..., Any]:
+        load = ROLES[role].load
+
+        def loaded(*args: Any) -> Any:
+            seen.append(held())
+            workers[role], servicers = load(*args)
+            seen.append(held())
+            return workers[role], servicers
+
+        return loaded
+
+    monkeypatch.setattr(Parking, "park", watched(Parking.park))
+    monkeypatch.setattr(Parking, "unpark", watched(Parking.unpark))
+    for role in ("critic", "reference"):
+        monkeypatch.setitem(ROLES, role, replace(ROLES[role], load=loading(role)))
+    (critic, reference), _ = await load_group(["critic", "reference"], job)
+    try:
+        for _ in range(2):
+            await critic.compute_values(sequence_batch(2))  # type: ignore[attr-defined]
+            assert held()["critic"] > held()["reference"] == 0
+            await reference.compute_log_probs(sequence_batch(2))  # type: ignore[attr-defined]
+            assert held()["reference"] > held()["critic"] == 0
+    finally:
+        critic.close()
+        reference.close()
+    assert all(sum(num_bytes > 0 for num_bytes in at_once.values()) <= 1 for at_once in seen), seen
+    assert len(seen) >= 4 + 2 * 2 * 4  # two loads, then a role out and one in, four times
 
 
 @pytest.mark.parametrize("roles", [["actor", "judge"], ["actor", "actor"], [""], []])

@@ -57,19 +57,25 @@ async def scores(worker: RewardWorker, *responses: str) -> list[float]:
     return answered["token_level_scores"].sum(1).tolist()  # type: ignore[no-any-return]
 
 
-BY_LENGTH = "def compute_score(solution_str, **row):\n    return len(solution_str)\n"
-
-
 async def test_scores_are_in_the_order_of_the_rows_and_equal_those_of_one_process(
     tiny_model: Path, tmp_path: Path
 ) -> None:
+    """A row ends when as many processes as there should be have had one: with fewer, none would ever end."""
     responses = ["x" * (1 + i * 7 % 20) for i in range(60)]
-    function = custom(tmp_path, BY_LENGTH)
-    async with working(tiny_model, num_workers=3, **function) as parallel:
-        assert await scores(parallel, *responses) == [len(response) for response in responses]
-        assert len(children()) == 3
-    async with working(tiny_model, num_workers=1, **function) as serial:
-        assert await scores(serial, *responses) == [len(response) for response in responses]
+    for num_workers in (3, 1):
+        seen = tmp_path / f"seen-{num_workers}"
+        seen.mkdir()
+        source = (
+            f"import os, pathlib, time\nSEEN = pathlib.Path({str(seen)!r})\n"
+            "def compute_score(solution_str, **row):\n"
+            "    (SEEN / str(os.getpid())).touch()\n"
+            f"    while len(list(SEEN.iterdir())) < {num_workers}: time.sleep(0.01)\n"
+            "    return len(solution_str)\n"
+        )
+        function = custom(tmp_path, source)
+        async with working(tiny_model, num_workers=num_workers, timeout_s=200.0, **function) as worker:
+            assert await scores(worker, *responses) == [len(response) for response in responses]
+            assert {int(path.name) for path in seen.iterdir()} == children()
 
 
 async def test_rows_are_scored_at_the_same_time_and_the_event_loop_goes_on(

@@ -164,8 +164,9 @@ from rolemesh.models.optimizer import Optimizer
 from rolemesh.rpc.allocator import tune
 from rolemesh.workers.parking import Parking, model_tensors
 
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
+def resident():  # what is its own, and not pages of files, which come and go with the machine's memory
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 tune()  # as in a role's process, where freed memory is kept
 model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(6)))
