@@ -195,7 +195,7 @@ async def test_kill_9_of_the_launcher_leaves_no_process(tiny_model: Path, tmp_pa
             assert all(map(lives, pids(job).values()))
             launched.process.kill()
             await launched.process.wait()
-            await all_end(job, within_s=30)  # also the reward, whose function never returns
+            await all_end(job, within_s=DEADLINE_S)  # also the reward, whose function never returns
 
 
 @pytest.mark.parametrize(

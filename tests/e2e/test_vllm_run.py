@@ -91,5 +91,5 @@ async def test_what_a_killed_role_had_started_is_gone_when_its_end_is_told(tmp_p
             assert member.process.returncode is None
         role.kill()
         await member.gone
-        _, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(children, timeout=100)
         assert alive == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from pathlib import Path
 
 import grpc
@@ -32,8 +31,9 @@ async def check(channel: grpc.aio.Channel, name: str, timeout_s: float = 5.0) ->
     return int((await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)).status)
 
 
-async def test_a_probe_is_answered_within_a_second_while_a_model_is_trained(tmp_path: Path) -> None:
-    """Workers compute on threads, and torch lets go of the interpreter while it does."""
+async def test_probes_are_answered_while_a_model_is_trained(tmp_path: Path) -> None:
+    """Workers compute on threads, and torch releases the interpreter while it does. A role that computed on its
+    event loop would answer once, when the update has ended."""
     model = make_tiny_model(tmp_path / "model", "qwen2", hidden_size=256, num_layers=2)
     job = make_job(
         {
@@ -50,15 +50,12 @@ async def test_a_probe_is_answered_within_a_second_while_a_model_is_trained(tmp_
     ):
         await actor.wait_until_ready(120)
         training = asyncio.create_task(actor.update(batch))
-        waits = []
+        answered = 0
         while not training.done():
-            asked = time.monotonic()
             assert await check(channel, "live") == await check(channel, "actor") == SERVING
-            waits.append(time.monotonic() - asked)
-            await asyncio.wait({training}, timeout=0.05)
+            answered += not training.done()
         await training
-        assert len(waits) >= 10  # it was an update worth the name
-        assert max(waits) < 1
+        assert answered >= 10
 
 
 async def test_a_call_without_data_outlasts_its_pings() -> None:

@@ -20,6 +20,7 @@ from rolemesh.roles import methods
 from rolemesh.rpc.clients import RewardClient
 from rolemesh.rpc.contract import REWARD
 from rolemesh.rpc.server import RoleServer
+from services.serve import DRAIN_S
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -91,7 +92,7 @@ async def test_a_role_ends_with_its_launcher_though_it_computes(tiny_model: Path
             await started.passed(running)
             assert role.process.stdin is not None
             role.process.stdin.close()
-            assert await asyncio.wait_for(role.process.wait(), 15) == 0
+            assert await asyncio.wait_for(role.process.wait(), 100) == 0
             with pytest.raises(RoleUnavailable):
                 await running
 
@@ -110,7 +111,8 @@ async def test_a_second_signal_ends_the_process_at_once(tiny_model: Path, tmp_pa
             role.process.send_signal(signal.SIGTERM)
             await until_not_serving(channel)
             role.process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(role.process.wait(), 2) == 128 + signal.SIGTERM
+            async with asyncio.timeout(DRAIN_S):  # before it would have ended by itself
+                assert await role.process.wait() == 128 + signal.SIGTERM
             with pytest.raises(RoleUnavailable):
                 await running
 

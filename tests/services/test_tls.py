@@ -161,7 +161,7 @@ async def test_a_line_whose_keys_have_expired_goes_on_with_new_ones(
 ) -> None:
     """The server comes back under the same address, so the old connection has to be made anew."""
     servers = swap(tmp_path / "server", authority.keys(JOB, *ROLES))
-    callers = swap(tmp_path / "caller", authority.keys(JOB, *ROLES, lasts=timedelta(seconds=1)))
+    callers = swap(tmp_path / "caller", authority.keys(JOB, *ROLES, lasts=timedelta(seconds=5)))
     tls.use_keys(servers)
     first, second = RoleServer({"reward": [REWARD]}), RoleServer({"reward": [REWARD]})
     address = await first.start("127.0.0.1:0")
@@ -199,7 +199,7 @@ async def test_under_a_new_authority_calls_go_on_until_the_other_end_has_its_key
         assert await answer(line) == NOT_SERVING
     assert line.channel is old  # the next one is refused
     swap(servers, new.keys(JOB, *ROLES))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         while line.channel is old:
             assert await answer(line) == NOT_SERVING
     assert await answer(line) == NOT_SERVING

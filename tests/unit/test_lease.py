@@ -158,7 +158,7 @@ def test_one_role_at_a_time_and_everybody_in_the_end(calls: list[Call], num_tick
             assert lease.resident == role
             assert device.awake == {role}
 
-    within(20, run())
+    within(100, run())
 
 
 @given(
@@ -183,7 +183,7 @@ def test_a_move_that_fails_fails_the_calls_that_waited_for_it_and_no_others(
             else:
                 raise AssertionError(f"{role} never got its turn again")
 
-    within(20, run())
+    within(100, run())
 
 
 def test_an_error_says_who_failed_and_who_is_on_the_device() -> None:
@@ -199,7 +199,7 @@ def test_an_error_says_who_failed_and_who_is_on_the_device() -> None:
         assert device.awake == set()
         await computes(lease, device, "actor", 1)
 
-    within(20, run())
+    within(100, run())
 
 
 def test_what_comes_while_a_stream_runs_passes_with_one_switch_for_each_role() -> None:
@@ -213,7 +213,7 @@ def test_what_comes_while_a_stream_runs_passes_with_one_switch_for_each_role() -
         await stream
         assert device.turns == ["rollout", "actor", "critic"]
 
-    within(20, run())
+    within(100, run())
 
 
 @pytest.mark.parametrize("busy", ROLES)
@@ -239,7 +239,7 @@ def test_a_role_that_never_pauses_starves_nobody_once_its_turn_is_over(busy: str
         await ticks(num_ticks)
         await work
 
-    within(20, run())
+    within(100, run())
 
 
 # ------------------------------------------------------------------- workers that take turns
@@ -298,7 +298,7 @@ def test_threads_of_two_roles_never_compute_at_once_even_when_callers_go_away(
         for worker in workers.values():
             await worker.add(0)
 
-    within(60, run())
+    within(100, run())
     for worker in workers.values():
         worker.close()
     for (_, end, one), (begin, _, other) in zip(sorted(spans), sorted(spans)[1:], strict=False):
