@@ -140,12 +140,20 @@ class Dispatcher:
                     begun()
                 try:
                     async with self._call(rpc, lease.replica, batch, deadline) as call:
-                        return await (receive(call) if rpc.streams[1] else call)
+                        answer = await (receive(call) if rpc.streams[1] else call)
+                        self._check_rows(rpc, lease.replica, len(batch), answer)
+                        return answer
                 except RoleTimeout:
                     raise
                 except RoleUnavailable as error:
                     failures += 1
                     self._try_again(rpc, lease.replica, error, failures)
+
+    def _check_rows(self, rpc: Rpc, replica: Replica, asked: int, answer: Any) -> None:
+        """One row too many in one piece and one too few in another would shift every row between them."""
+        if isinstance(answer, DataProto) and answer.columns and len(answer) != asked:
+            where = self._where(rpc, replica)
+            raise RoleFailed(f"{where}: {asked} rows were asked for, {len(answer)} came")
 
     def _try_again(self, rpc: Rpc, replica: Replica, error: RoleUnavailable, failures: int) -> None:
         """Raises the error if another replica is not to be asked."""

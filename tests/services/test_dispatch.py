@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,24 @@ from serving import gate, reward_batch, reward_job, scored, serve_process, serve
 
 from rolemesh import context
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch, InvalidConfig, RewardFailed, RoleTimeout, RoleUnavailable
+from rolemesh.errors import (
+    InvalidBatch,
+    InvalidConfig,
+    RewardFailed,
+    RoleFailed,
+    RoleTimeout,
+    RoleUnavailable,
+)
 from rolemesh.logs import JsonFormatter
 from rolemesh.roles import methods
-from rolemesh.rpc.clients import ActorClient, RewardClient
+from rolemesh.rpc.clients import ActorClient, RewardClient, RolloutClient
+from rolemesh.rpc.contract import REWARD, ROLLOUT
 from rolemesh.rpc.dispatch import piece_rows
+from rolemesh.rpc.server import RoleServer
+from services.reward.servicer import RewardServicer
 from services.reward.worker import RewardWorker
+from services.rollout.servicer import RolloutServicer
+from services.rollout.worker import RolloutWorker
 
 
 def index_scores(answer: DataProto) -> list[float]:
@@ -228,3 +241,82 @@ async def test_a_cancelled_call_ends_at_the_server_too(tiny_model: Path, tmp_pat
             assert client.pool.replicas[0].outstanding_rows == 0
             doors.open()
             assert index_scores(await client.compute_scores(reward_batch(1))) == [0]
+
+
+# --------------------------------------------------------------- roles that answer other rows
+
+
+class Miscounting(RewardWorker):
+    """Scores as it should, and gives other rows than it was asked for."""
+
+    rows: Callable[[DataProto], DataProto]
+
+    async def compute_scores(self, batch: DataProto) -> DataProto:
+        return self.rows(await super().compute_scores(batch))
+
+
+@pytest.mark.parametrize(
+    ("rows", "came"),
+    [(lambda answer: DataProto.concat([answer, answer]), 8), (lambda answer: answer[1:], 3)],
+    ids=["doubled", "one lost"],
+)
+async def test_an_answer_of_other_rows_than_asked_is_refused(
+    rows: Callable[[DataProto], DataProto], came: int, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = reward_job(tiny_model, tmp_path)
+    worker = Miscounting(job)
+    worker.rows = rows
+    server = RoleServer({"reward": [REWARD]})
+    address = await server.start("127.0.0.1:0")
+    await server.ready({REWARD: RewardServicer(worker)})
+    async with RewardClient([address], methods(job)) as client:
+        with pytest.raises(
+            RoleFailed, match=rf"reward.ComputeScores at {address}.*4 rows .* asked for, {came} came"
+        ):
+            await client.compute_scores(reward_batch(4))
+    await server.drain(0)
+
+
+class Repeating(RolloutWorker):
+    """Generates as it should; of the finished rows it gives others."""
+
+    spoil: Callable[[DataProto], Sequence[DataProto]]
+
+    async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
+        async for rows in super().generate(prompts):
+            for given in self.spoil(rows):
+                yield given
+
+
+def renumbered(rows: DataProto) -> Sequence[DataProto]:
+    rows["row"] = rows["row"] + 4
+    return [rows]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda rows: [rows.repeat(2)], "came before"),
+        (lambda rows: [rows, rows], "came before"),
+        (renumbered, "not asked for"),
+        (lambda rows: [rows[rows["row"] != 2]], r"ended without rows \[2\]"),
+    ],
+    ids=["doubled", "given again", "not asked for", "lost"],
+)
+async def test_a_stream_of_other_rows_than_asked_is_refused(
+    spoil: Callable[[DataProto], Sequence[DataProto]], said: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = reward_job(tiny_model, tmp_path)
+    worker = Repeating(job)
+    worker.spoil = spoil
+    server = RoleServer({"rollout": [ROLLOUT]})
+    address = await server.start("127.0.0.1:0")
+    await server.ready({ROLLOUT: RolloutServicer(worker)})
+    prompts = reward_batch(4).select_columns(["prompts", "prompt_mask"])
+    prompts["seeds"] = torch.arange(4)
+    prompts.meta_info["sampling"] = "train"
+    async with RolloutClient([address], methods(job)) as client:
+        with pytest.raises(RoleFailed, match=rf"rollout.Generate at {address}.*{said}"):
+            async for _ in client.generate(prompts):
+                pass
+    await server.drain(0)

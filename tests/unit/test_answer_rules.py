@@ -150,6 +150,13 @@ def test_a_function_is_called_and_its_result_compared() -> None:
     assert score(program, with_blank_lines) == {"score": 1.0, "acc": 1.0}
 
 
+def test_a_program_has_the_memory_that_the_job_gives_it() -> None:
+    takes_400_mib = "x = bytearray(400 << 20)\nprint(5)"
+    truth = {"inputs": [""], "outputs": ["5"]}
+    assert score(takes_400_mib, truth, timeout_s=20, memory_limit_mb=1024)["score"] == 1.0
+    assert score(takes_400_mib, truth, timeout_s=20, memory_limit_mb=256)["score"] == 0.0
+
+
 @pytest.mark.parametrize(
     "program",
     ["print(", "raise SystemExit(3)", "import os; os._exit(1)", "while True: pass", "print(5); 1 / 0"],

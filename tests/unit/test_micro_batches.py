@@ -54,6 +54,16 @@ def test_padding_counts_where_it_goes_through_the_model() -> None:
     assert MicroBatches(3, None, True, True).cut(rows_of([])) == []
 
 
+def test_balance_batch_evens_out_the_tokens_of_micro_batches() -> None:
+    """Rows of 8, 8, 2 and 2 tokens by twos: 10 and 10 where they are balanced, 16 and 4 in their order."""
+    cuts = {}
+    for balanced in (True, False):
+        job = make_job({"trainer": {"balance_batch": balanced}, "actor": {"model": {"path": "m"}}})
+        micro_batches = MicroBatches.of(job, "actor", job.actor.model, 2)
+        cuts[balanced] = [part.tolist() for part in micro_batches.cut(rows_of([8, 8, 2, 2]))]
+    assert cuts == {True: [[0, 2], [1, 3]], False: [[0, 1], [2, 3]]}
+
+
 def test_answers_to_one_prompt_stay_together_where_they_fit() -> None:
     """Ten rows to the prompts a, b, a, b, a, b, b, b, c, c, of 4 tokens each."""
     rows = rows_of([4] * 10, prompts=[0, 1, 0, 1, 0, 1, 1, 1, 2, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 from float64 import in_float64
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
+from transformers import modeling_utils
 
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
@@ -285,6 +287,26 @@ def test_packed_is_padded_in_bfloat16_on_a_gpu() -> None:
             packed = token_stats(model, rows, temperature=0.7, dtype="bfloat16")
         assert_close(packed.log_probs, padded.log_probs, rtol=0.05, atol=0.1)
         assert not torch.equal(packed.log_probs, padded.log_probs)
+
+
+@pytest.mark.parametrize(("device", "offload"), [("meta", True), ("meta", False), ("cpu", True)])
+def test_activations_go_to_the_host_where_the_job_says_so_and_there_is_a_device(
+    device: str, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`meta` stands for a device. What moves activations wants pinned memory, and is only noted."""
+    asked: list[dict[str, Any]] = []
+
+    def noted(**how: Any) -> AbstractContextManager[None]:
+        asked.append(how)
+        return nullcontext()
+
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", noted)
+    model = causal_lm("Qwen2", torch.float32).to(device).train()
+    checkpoint_activations(model, ModelConfig(path="", enable_activation_offload=offload))
+    hidden, angles = torch.zeros(1, 5, 32, device=device), torch.zeros(1, 5, 8, device=device)
+    for layer in model.get_decoder().layers:
+        layer(hidden, position_embeddings=(angles, angles))
+    assert len(asked) == (model.config.num_hidden_layers if offload and device == "meta" else 0)
 
 
 @pytest.mark.gpu
