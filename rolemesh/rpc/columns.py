@@ -107,7 +107,7 @@ def to_arrow(columns: Mapping[str, Column]) -> memoryview:
 
 
 def _to_array(name: str, column: Column) -> tuple[Any, str]:
-    if column.dtype != object:
+    if column.dtype != object and column.ndim == 1:
         native = np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("="))
         if native.dtype not in _ARRAYS.values():
             raise InvalidBatch(f"column {name!r} of dtype {column.dtype} cannot be sent")
