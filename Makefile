@@ -10,7 +10,7 @@ IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyprojec
 TARGET ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help run test setup vllm lint chart proto bench bench-rollout bench-step bench-plan dashboards seeds curves \
+.PHONY: help run test stress setup vllm lint chart proto bench bench-rollout bench-step bench-plan dashboards seeds curves \
 	lock image test-cluster demo-cluster clean
 
 help: ## this list
@@ -24,6 +24,9 @@ test: vllm .venv/bin/helm .venv/bin/kube-score ## every test that needs no GPU a
 	@command -v prometheus >/dev/null || \
 		echo "DASHBOARDS AND ALERTS ARE NOT TESTED: there is no Prometheus; on Debian: apt-get install prometheus"
 	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" $(ARGS)
+
+stress: setup ## make test five times: in random orders, with every core busy, on one core; two hours
+	scripts/stress-tests $(ARGS)
 
 setup: .venv/.installed ## .venv with everything in requirements.lock
 
