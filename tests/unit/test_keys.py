@@ -258,6 +258,12 @@ def test_nothing_reads_a_key_that_is_said_to_have_no_effect(sources: Sources) ->
     assert [(s, n) for s, n in marked if n in TABLES.get(s, ()) or effective(sources.readers(s, n))] == []
 
 
+def test_the_decision_lists_every_key_without_effect() -> None:
+    (text,) = (path.read_text() for path in (ROOT / "docs" / "decisions").glob("0009-*.md"))
+    marked = {key for key, section, name in keys(JobConfig) if has_no_effect(section, name)}
+    assert {key for key in marked if f"`{key}`" not in text} == set()
+
+
 def test_readers_are_found_through_types_properties_and_names(sources: Sources) -> None:
     def readers(dotted: str) -> set[str]:
         (found,) = (sources.readers(section, name) for key, section, name in keys(JobConfig) if key == dotted)
