@@ -126,6 +126,16 @@ def _statistic(
     return STATISTICS[criterion.over](ESTIMATORS[criterion.estimator](d), response_mask)
 
 
+# What `spread` tells, to its metric: of the bounded weights, and of those before.
+SPREAD_NAMES = {
+    "mean": ("rollout_is_mean", "rollout_is_raw_mean"),
+    "min": ("rollout_is_min", "rollout_is_raw_min"),
+    "max": ("rollout_is_max", "rollout_is_raw_max"),
+    "std": ("rollout_is_std", "rollout_is_raw_std"),
+    "eff_sample_size": ("rollout_is_eff_sample_size", "rollout_is_raw_eff_sample_size"),
+}
+
+
 @dataclass(frozen=True)
 class Correction:
     """What algorithm.rollout_correction makes of a batch.
@@ -152,7 +162,7 @@ def correct(
     log_probs = (old_log_probs, rollout_log_probs, response_mask)
     raw = importance_weights(*log_probs, level=config.rollout_is or "token")
     metrics = mismatch_metrics(*log_probs)
-    metrics |= {f"rollout_is_raw_{name}": value for name, value in spread(raw, response_mask).items()}
+    metrics |= {SPREAD_NAMES[name][1]: value for name, value in spread(raw, response_mask).items()}
     weights = accepted = None
     if config.rollout_is:
         weights = bounded(raw, *config.bounds)
@@ -231,7 +241,7 @@ def weight_metrics(
     told = spread(weights, response_mask)
     if config.rollout_is == "sequence":
         told |= {name: value for name, value in spread(raw, response_mask).items() if name in ("max", "min")}
-    metrics = {f"rollout_is_{name}": value for name, value in told.items()}
+    metrics = {SPREAD_NAMES[name][0]: value for name, value in told.items()}
     low, high = config.bounds
     if low is not None:
         beyond = ((raw < low) | (raw > high)).float()
