@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -72,7 +73,7 @@ class Guard:
                     async for message in _messages(answer):
                         await context.write(count("out", message))
 
-        return stream if rpc.streams[1] else unary
+        return _forgetful(stream if rpc.streams[1] else unary)
 
     @asynccontextmanager
     async def _call(self, role: str, rpc: Rpc, context: Context) -> AsyncIterator[Callable[[str, Any], Any]]:
@@ -121,9 +122,25 @@ class Guard:
                 self.idle.set()
 
 
-async def _counted(frames: AsyncIterator[bytes], count: Callable[[str, Any], Any]) -> AsyncIterator[bytes]:
-    async for frame in frames:
-        yield count("in", frame)
+def _forgetful(behaviour: Behaviour) -> Behaviour:
+    """The behaviour, of whose failure gRPC keeps the status alone. It holds on to the error that ends a call
+    until the garbage collector comes by, and with it to all that the error's frames hold: messages, a batch."""
+
+    async def forgetful(request: Any, context: Context) -> Any:
+        try:
+            return await behaviour(request, context)
+        except grpc.aio.AbortError as error:
+            traceback.clear_frames(error.__traceback__)
+            error.__context__ = None
+            raise
+
+    return forgetful
+
+
+async def _counted(frames: Any, count: Callable[[str, Any], Any]) -> AsyncIterator[bytes]:
+    async with aclosing(aiter(frames)) as messages:  # left open it would hold the last frame
+        async for frame in messages:
+            yield count("in", frame)
 
 
 async def _messages(answer: Any) -> AsyncIterator[Any]:

@@ -23,6 +23,7 @@ from rolemesh.rpc.access import Permissions
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
 from rolemesh.rpc.contract import FRAME, Rpc, rpcs, serializer
 from rolemesh.rpc.guard import Behaviour, Context, Guard
+from rolemesh.rpc.small_requests import SmallRequests
 
 if TYPE_CHECKING:
     from rolemesh.door import Door
@@ -105,8 +106,8 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         server = self._new_server()
         return await self._begin(server, listen, server.add_insecure_port)
 
-    def _new_server(self, interceptors: Sequence[Permissions] = ()) -> grpc.aio.Server:
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+    def _new_server(self, permissions: Sequence[Permissions] = ()) -> grpc.aio.Server:
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*permissions, SmallRequests()])
         add_HealthServicer_to_server(self._health, server)
         return server
 

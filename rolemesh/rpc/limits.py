@@ -1,0 +1,32 @@
+"""What a batch on the wire may be at most. Sender and receiver keep to the same numbers; docs/wire.md says why.
+
+Each bounds what one message can cost the process that reads it, in time and in memory, and leaves a wide margin
+above what a step sends: some thousand rows of 30 columns, with kilobytes of JSON in a row.
+"""
+
+from __future__ import annotations
+
+# ------------------------------------------------------------------------------- frames and headers
+
+MAX_FOREIGN_BYTES = 64 << 10  # of a request to health or reflection: a name
+MAX_FRAME_FIELDS = 32  # a frame has two; the others may be a newer sender's
+MAX_HEADER_BYTES = 2 << 20  # a batch of 30 columns has 2 KiB and its meta
+MAX_META_BYTES = 1 << 20  # of JSON; it is read in one call, which nothing interrupts
+MAX_COLUMNS = 256  # of tensors, and as many others
+MAX_NAME_BYTES = 1024  # of a column
+MAX_SPEC_BYTES = 4096  # of one tensor's description: its name, a shape, an element
+MAX_AXES = 16
+MAX_REGION_BYTES = 64 << 30  # a batch above this is a mistake
+
+# A batch without its padding may be far smaller than with it, and a few bytes may claim a column of any size:
+# unpacked columns take no more than FREE_EXPANSION bytes plus MAX_EXPANSION times the region. A sender that
+# would exceed it sends some columns with their padding.
+FREE_EXPANSION = 64 << 20
+MAX_EXPANSION = 64
+
+# ------------------------------------------------------------------------- non-tensor columns, meta
+
+MAX_SCHEMA_BYTES = 512 << 10  # of an Arrow message's description: MAX_COLUMNS names, types and encodings
+MAX_CELL_BYTES = 16 << 20  # of one text or bytes object: it is read in one call
+MAX_VALUES = 1 << 21  # cells of a batch; also the values within its JSON cells. One takes some 100 bytes
+MAX_JSON_VALUES = 1 << 17  # in one JSON text: it is read in one call
