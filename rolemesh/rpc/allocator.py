@@ -9,9 +9,9 @@ import ctypes
 import numpy as np
 
 from rolemesh.errors import InvalidBatch
+from rolemesh.rpc.limits import MAX_REGION_BYTES
 
 ALIGNMENT = 64
-MAX_REGION_BYTES = 64 << 30  # a batch above this is a mistake
 FIRST_BYTES = 64 << 20  # memory for a region before any of it has arrived
 GROWTH = 4
 
@@ -64,23 +64,29 @@ class Region:
     def is_whole(self) -> bool:
         return self._arrived == self.num_bytes
 
+    def moves_for(self, part: memoryview) -> int:
+        """Bytes that `write` of this part copies: the part's, and all before it where memory must grow."""
+        grows = self._arrived + part.nbytes > self._memory.nbytes
+        return part.nbytes + (self._arrived if grows else 0)
+
     def write(self, part: memoryview) -> None:
         """Puts the next bytes in place. Raises InvalidBatch where they are more than was announced."""
         end = self._arrived + part.nbytes
         if end > self.num_bytes:
             raise InvalidBatch(f"a batch of {self.num_bytes} bytes, and {end} have arrived")
-        if end > self._view.nbytes:
-            before = self._view[: self._arrived]
+        if end > self._memory.nbytes:
+            before = self._memory[: self._arrived]
             self._take(min(self.num_bytes, max(end, GROWTH * before.nbytes)))
-            self._view[: before.nbytes] = before
-        self._view[self._arrived : end] = part
+            self._memory[: before.nbytes] = before
+        # By numpy, which lets other threads run meanwhile; a memoryview's own copy does not.
+        self._memory[self._arrived : end] = np.frombuffer(part, np.uint8)
         self._arrived = end
 
     def whole(self) -> memoryview:
         """The region, writable, starting on a 64-byte boundary. Raises InvalidBatch while bytes are missing."""
         if not self.is_whole:
             raise InvalidBatch(f"a batch of {self.num_bytes} bytes ended after {self._arrived}")
-        return self._view
+        return self._memory.data
 
     def _take(self, num_bytes: int) -> None:
         # Aligned by hand: glibc's memalign, which torch uses, asks for more than it keeps, so that a freed
@@ -90,4 +96,4 @@ class Region:
         except MemoryError:
             raise InvalidBatch(f"no memory for {num_bytes} bytes of a batch") from None
         start = -spare.ctypes.data % ALIGNMENT
-        self._view = spare[start : start + num_bytes].data
+        self._memory = spare[start : start + num_bytes]

@@ -7,15 +7,18 @@ fetched; header and region, and so codec, servicers and clients, stay as they ar
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol
 
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.allocator import Region
-from rolemesh.rpc.codec import Encoded, region_bytes_of
+from rolemesh.rpc.codec import Encoded
 from rolemesh.rpc.frame import join_frame, split_frame
+from rolemesh.rpc.header import Header, read_header
 
 FRAME_BYTES = 1 << 20  # the fastest size for gRPC in Python: docs/wire.md
+LARGE_MOVE = 4 << 20  # above this many bytes are copied in a thread, so that other calls of the process go on
 
 
 class Carrier(Protocol):
@@ -27,12 +30,12 @@ class Carrier(Protocol):
 
     def receive(
         self, messages: AsyncIterator[bytes], max_bytes: int
-    ) -> AsyncIterator[tuple[bytes, memoryview]]:
+    ) -> AsyncIterator[tuple[Header, memoryview]]:
         """Header and region of each batch. Memory for a region is taken as its bytes arrive.
 
         Raises:
-            InvalidBatch: the messages are not what `send` makes, end within a batch, or announce a region
-                of more than `max_bytes`.
+            InvalidBatch: the messages are not what `send` makes, end within a batch, go beyond a limit
+                (rolemesh/rpc/limits.py), or announce a region of more than `max_bytes`.
         """
         ...
 
@@ -50,22 +53,28 @@ class FrameCarrier:
 
     async def receive(
         self, messages: AsyncIterator[bytes], max_bytes: int
-    ) -> AsyncIterator[tuple[bytes, memoryview]]:
-        header: bytes = b""
+    ) -> AsyncIterator[tuple[Header, memoryview]]:
+        header: Header | None = None
         region: Region | None = None
         async for message in messages:
             first, payload = split_frame(message)
             if (first is None) != (region is not None):
                 raise InvalidBatch("a frame of no batch" if first is None else "a batch within a batch")
             if first is not None:
-                header, region = first, Region(region_bytes_of(first), max_bytes)
+                header = read_header(first)
+                region = Region(header.region_bytes, max_bytes)
             elif not payload.nbytes:
                 raise InvalidBatch("an empty frame")
+            assert header is not None
             assert region is not None
-            region.write(payload)
+            if region.moves_for(payload) > LARGE_MOVE:
+                await asyncio.to_thread(region.write, payload)
+            else:
+                region.write(payload)
             if region.is_whole:
-                yield header, region.whole()
-                region = None
+                whole, region = region.whole(), None
+                del message, first, payload  # a frame of 64 MiB is not to be held while its batch is decoded
+                yield header, whole
         if region is not None:
             region.whole()
 

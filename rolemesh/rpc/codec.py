@@ -7,35 +7,33 @@ what has arrived.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from google.protobuf.message import DecodeError, EncodeError
+from google.protobuf.message import EncodeError
 from torch import Tensor
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc import layouts
-from rolemesh.rpc.allocator import ALIGNMENT, MAX_REGION_BYTES, Region
-from rolemesh.rpc.columns import from_arrow, from_json, to_arrow, to_json
-from rolemesh.rpc.dtypes import FROM_WIRE, INTEGERS, TO_WIRE, Array
+from rolemesh.rpc.allocator import ALIGNMENT, Region
+from rolemesh.rpc.columns import from_arrow, to_arrow
+from rolemesh.rpc.dtypes import TO_WIRE, Array
 from rolemesh.rpc.frame import join_frame, split_frame
+from rolemesh.rpc.header import (
+    WITH_SPANS,
+    WITH_VALUES,
+    Header,
+    expansion_limit,
+    read_header,
+    unpacked_bytes,
+)
+from rolemesh.rpc.json_text import from_json, to_json
 from rolemesh.rpc.layouts import Packed, Spans
-from rolemesh.v1 import data_pb2, frame_pb2
-
-MAX_HEADER_BYTES = 32 << 20  # it travels in one frame; half of the largest message (channels.CHANNEL_OPTIONS)
-
-# A batch without its padding may be far smaller than with it, and a few bytes may claim a column of any size.
-# Sender and receiver keep to this: unpacked columns take no more than FREE_EXPANSION bytes plus
-# MAX_EXPANSION times the region. A sender that would exceed it sends the padding.
-FREE_EXPANSION = 64 << 20
-MAX_EXPANSION = 1024
-
-_WITH_VALUES = (data_pb2.LAYOUT_DENSE, data_pb2.LAYOUT_RAGGED)
-_WITH_SPANS = (data_pb2.LAYOUT_RAGGED, data_pb2.LAYOUT_MASK, data_pb2.LAYOUT_POSITIONS)
-_WITH_FILL = (data_pb2.LAYOUT_RAGGED, data_pb2.LAYOUT_CONSTANT)
+from rolemesh.rpc.limits import MAX_AXES, MAX_COLUMNS, MAX_META_BYTES, MAX_NAME_BYTES
+from rolemesh.v1 import frame_pb2
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,11 @@ def load(data: bytes | memoryview) -> DataProto:
     Raises:
         InvalidBatch: `data` is truncated, too long or anything else than a batch.
     """
-    header, payload = split_frame(data)
-    if header is None:
+    data_header, payload = split_frame(data)
+    if data_header is None:
         raise InvalidBatch("not a batch: no header")
-    region = Region(region_bytes_of(header))
+    header = read_header(data_header)
+    region = Region(header.region_bytes)
     region.write(payload)
     return decode(header, region.whole())
 
@@ -86,9 +85,8 @@ def encode(batch: DataProto) -> Encoded:
     batch = DataProto(
         batch.tensors, batch.non_tensors, batch.meta_info
     )  # its dicts may have been changed since
-    packed = layouts.pack(batch.tensors)
-    if _expanded_bytes(packed) > _expansion_limit(_sent_bytes(packed)):
-        packed = layouts.pack_plainly(batch.tensors)
+    _check_names(batch)
+    packed = _pack(batch.tensors)
     region = _Writer()
     header = frame_pb2.FrameHeader(num_rows=len(batch), meta_json=to_json(_meta(batch), "meta_info"))
     indexes: dict[int, int] = {}
@@ -107,12 +105,24 @@ def encode(batch: DataProto) -> Encoded:
         message = header.SerializeToString()
     except (EncodeError, ValueError) as error:
         raise InvalidBatch(f"the batch's header cannot be sent: {error}") from None
-    if len(message) > MAX_HEADER_BYTES:
+    if len(header.meta_json) > MAX_META_BYTES:
         raise InvalidBatch(
-            f"names and meta_info take {len(message)} bytes, at most {MAX_HEADER_BYTES} travel; "
+            f"meta_info takes {len(header.meta_json)} bytes, at most {MAX_META_BYTES} travel; "
             "make large meta_info a column"
         )
     return Encoded(message, region.buffers, region.num_bytes)
+
+
+def _check_names(batch: DataProto) -> None:
+    for what, columns in (("tensors", batch.tensors), ("non-tensor columns", batch.non_tensors)):
+        if len(columns) > MAX_COLUMNS:
+            raise InvalidBatch(f"a batch of {len(columns)} {what}; at most {MAX_COLUMNS} travel")
+    for name in batch.columns:
+        if (num_bytes := len(name.encode(errors="surrogatepass"))) > MAX_NAME_BYTES:
+            raise InvalidBatch(f"a name of {num_bytes} bytes, at most {MAX_NAME_BYTES} travel: {name[:40]!r}…")
+    for name, tensor in batch.tensors.items():
+        if tensor.dim() > MAX_AXES:
+            raise InvalidBatch(f"column {name!r} has {tensor.dim()} axes, at most {MAX_AXES} travel")
 
 
 def _meta(batch: DataProto) -> dict[str, object]:
@@ -161,64 +171,46 @@ def _sent_bytes(packed: Sequence[Packed]) -> int:
     return sum(column.values.nbytes for column in packed if column.values is not None)
 
 
-def _expanded_bytes(packed: Sequence[Packed]) -> int:
-    """Bytes of all columns that are not received in place."""
-    return sum(
-        math.prod(column.shape) * column.dtype.itemsize
-        for column in packed
-        if column.layout != data_pb2.LAYOUT_DENSE or column.dtype != column.wire_dtype
-    )
-
-
-def _expansion_limit(region_bytes: int) -> int:
-    return FREE_EXPANSION + MAX_EXPANSION * region_bytes
+def _pack(tensors: Mapping[str, Tensor]) -> list[Packed]:
+    """The tensors in the fewest bytes that a receiver takes. Where they would unpack to more than it allows,
+    some are sent with their padding, the smallest first: each byte of them allows many of the others."""
+    packed = layouts.pack(tensors)
+    for at in sorted(range(len(packed)), key=lambda at: tensors[packed[at].name].nbytes):
+        if unpacked_bytes(packed) <= expansion_limit(_sent_bytes(packed)):
+            break
+        packed[at] = layouts.pack_plainly(packed[at].name, tensors[packed[at].name])
+    return packed
 
 
 # ------------------------------------------------------------------------------------- receiving
 
 
-def region_bytes_of(header: bytes) -> int:
-    """What a header says of the region's size. Raises InvalidBatch where it is no header."""
-    return int(_parse(header).region_bytes)
-
-
-def decode(header: bytes, region: memoryview) -> DataProto:
+def decode(header: bytes | Header, region: memoryview) -> DataProto:
     """The batch. Dense tensors are writable views of the region; the others have their own memory.
 
     Args:
-        header: a FrameHeader message.
+        header: a FrameHeader message, or what `read_header` made of one.
         region: all of its bytes, writable, starting on a 64-byte boundary.
 
     Raises:
         InvalidBatch: header and region are not what `encode` makes of any batch.
     """
-    parsed = _parse(header)
-    if parsed.region_bytes != region.nbytes:
-        raise InvalidBatch(f"the header says {parsed.region_bytes} bytes, {region.nbytes} arrived")
-    if parsed.num_rows and not parsed.tensors and not parsed.columns.num_bytes:
-        raise InvalidBatch(f"{parsed.num_rows} rows of no columns")
+    if isinstance(header, bytes):
+        header = read_header(header)
+    message = header.message
+    if message.region_bytes != region.nbytes:
+        raise InvalidBatch(f"the header says {message.region_bytes} bytes, {region.nbytes} arrived")
     reader = _Reader(region)
-    spans = [reader.take(f"spans[{i}]", span) for i, span in enumerate(parsed.spans)]
-    packed = [_packed(spec, parsed.num_rows, reader, spans) for spec in parsed.tensors]
-    columns = reader.take("columns", parsed.columns) if parsed.HasField("columns") else memoryview(b"")
+    all_spans = _AllSpans([reader.take(f"spans[{i}]", span) for i, span in enumerate(message.spans)])
+    for column, spec in zip(header.tensors, message.tensors, strict=True):
+        _fill(column, spec, reader, all_spans)
+    columns = reader.take("columns", message.columns) if message.HasField("columns") else memoryview(b"")
     reader.check_overlap()
-    names = [column.name for column in packed]
-    if len(set(names)) < len(names):
-        raise InvalidBatch(f"two tensors have one name: {names}")
-    if (expanded := _expanded_bytes(packed)) > min(_expansion_limit(region.nbytes), MAX_REGION_BYTES):
-        raise InvalidBatch(f"{region.nbytes} bytes claim to be {expanded}")
-    meta = from_json(parsed.meta_json, "meta_info")
+    meta = from_json(message.meta_json, "meta_info")
     if not isinstance(meta, dict):
         raise InvalidBatch(f"meta_info is a {type(meta).__qualname__}, not an object")
-    tensors = {column.name: _tensor(column) for column in packed}
-    return DataProto(tensors, from_arrow(columns, parsed.num_rows), meta)
-
-
-def _parse(header: bytes) -> frame_pb2.FrameHeader:
-    try:
-        return frame_pb2.FrameHeader.FromString(header)
-    except DecodeError as error:
-        raise InvalidBatch(f"not a batch's header: {error}") from None
+    non_tensors = from_arrow(columns, message.num_rows)
+    return DataProto({column.name: _tensor(column) for column in header.tensors}, non_tensors, meta)
 
 
 class _Reader:
@@ -245,61 +237,41 @@ class _Reader:
                 raise InvalidBatch(f"{what} and {other} share bytes of the region")
 
 
-def _packed(spec: frame_pb2.TensorSpec, num_rows: int, reader: _Reader, spans: list[memoryview]) -> Packed:
-    what, shape = f"column {spec.name!r}", tuple(spec.shape)
-    dtype, wire_dtype = FROM_WIRE.get(spec.dtype), FROM_WIRE.get(spec.wire_dtype)
-    if dtype is None or wire_dtype is None:
-        raise InvalidBatch(f"{what} has an unknown element type, {spec.dtype} as {spec.wire_dtype}")
-    if dtype != wire_dtype and not _widens(wire_dtype, dtype):
-        raise InvalidBatch(f"{what}: {dtype} cannot travel as {wire_dtype}")
-    if not shape or shape[0] != num_rows or max(shape) >= 2**63:
-        raise InvalidBatch(f"{what} of shape {list(shape)} in a batch of {num_rows} rows")
-    if spec.layout not in data_pb2.Layout.values() or spec.layout == data_pb2.LAYOUT_UNSPECIFIED:
-        raise InvalidBatch(f"{what} has the unknown layout {spec.layout}")
-    if len(spec.fill) != (dtype.itemsize if spec.layout in _WITH_FILL else 0):
-        raise InvalidBatch(f"{what} is filled with {len(spec.fill)} bytes, an element has {dtype.itemsize}")
-    if dtype == torch.bool and spec.fill not in (b"", b"\0", b"\1"):
-        raise InvalidBatch(f"{what} is bool and filled with {spec.fill!r}")
-    if spec.HasField("data") != (spec.layout in _WITH_VALUES):
-        raise InvalidBatch(
-            f"{what}: layout {spec.layout} {'has no' if spec.HasField('data') else 'needs'} data"
-        )
-    packed = Packed(spec.name, dtype, wire_dtype, shape, spec.layout, fill=spec.fill)
-    if spec.layout in _WITH_SPANS:
-        packed.spans = _spans(what, spec, shape, spans)
-    if spec.layout == data_pb2.LAYOUT_POSITIONS and dtype not in INTEGERS:
-        raise InvalidBatch(f"{what}: positions of {dtype}")
-    if spec.layout in _WITH_VALUES:
+def _fill(column: Packed, spec: frame_pb2.TensorSpec, reader: _Reader, all_spans: _AllSpans) -> None:
+    """Gives the column what the region holds of it."""
+    what = f"column {column.name!r}"
+    if column.layout in WITH_SPANS:
+        column.spans = all_spans.of(what, spec.span_index, column.shape)
+    if column.layout in WITH_VALUES:
         data = reader.take(what, spec.data)
-        count = packed.spans.num_held if packed.spans is not None else math.prod(shape)
-        if data.nbytes != count * wire_dtype.itemsize:
-            raise InvalidBatch(f"{what}: {count} elements of {wire_dtype} in {data.nbytes} bytes")
-        packed.values = np.frombuffer(data, f"<u{wire_dtype.itemsize}")
-    return packed
+        num_values = math.prod(column.shape) if column.spans is None else column.spans.num_held
+        if data.nbytes != num_values * column.wire_dtype.itemsize:
+            raise InvalidBatch(f"{what}: {num_values} elements of {column.wire_dtype} in {data.nbytes} bytes")
+        column.values = np.frombuffer(data, f"<u{column.wire_dtype.itemsize}")
 
 
-def _widens(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    return narrow in layouts.NARROWER and wide in INTEGERS and narrow.itemsize < wide.itemsize
+class _AllSpans:
+    """The spans that a region holds. Columns that share some have them checked once."""
 
+    def __init__(self, parts: list[memoryview]) -> None:
+        self._parts = parts
+        self._checked: dict[tuple[int, int], Spans] = {}
 
-def _spans(what: str, spec: frame_pb2.TensorSpec, shape: tuple[int, ...], spans: list[memoryview]) -> Spans:
-    if len(shape) < 2 or spec.span_index >= len(spans):
-        raise InvalidBatch(f"{what} of shape {list(shape)} by spans {spec.span_index} of {len(spans)}")
-    rows, width = math.prod(shape[:-1]), shape[-1]
-    both = spans[spec.span_index]
-    if both.nbytes != rows * layouts.SPAN_ROW_BYTES:
-        raise InvalidBatch(f"{what}: spans of {rows} rows in {both.nbytes} bytes")
-    starts, lengths = np.frombuffer(both, "<i4").reshape(2, rows)
-    ends = starts.astype(np.int64) + lengths
-    if rows and (starts.min() < 0 or lengths.min() < 0 or ends.max() > width):
-        raise InvalidBatch(f"{what}: spans leave the row of {width} elements")
-    return Spans(starts, lengths, width)
+    def of(self, what: str, index: int, shape: tuple[int, ...]) -> Spans:
+        rows, width = math.prod(shape[:-1]), shape[-1]
+        if index >= len(self._parts) or self._parts[index].nbytes != rows * layouts.SPAN_ROW_BYTES:
+            there = f"{self._parts[index].nbytes} bytes" if index < len(self._parts) else "none"
+            raise InvalidBatch(f"{what} of shape {list(shape)} by spans {index} of {len(self._parts)}: {there}")
+        if (index, width) not in self._checked:
+            starts, lengths = np.frombuffer(self._parts[index], "<i4").reshape(2, rows)
+            most = min(width, 2**31 - 1)
+            if rows and (starts.min() < 0 or lengths.min() < 0 or (lengths > most - starts).any()):
+                raise InvalidBatch(f"{what}: spans leave the row of {width} elements")
+            self._checked[index, width] = Spans(starts, lengths, width)
+        return self._checked[index, width]
 
 
 def _tensor(column: Packed) -> Tensor:
     if math.prod(column.shape):
         return layouts.unpack(column)
-    try:
-        return torch.empty(column.shape, dtype=column.dtype)
-    except RuntimeError as error:  # [0, 2**62, 2**62]: no elements, but strides beyond int64
-        raise InvalidBatch(f"column {column.name!r} of shape {list(column.shape)}: {error}") from None
+    return torch.empty(column.shape, dtype=column.dtype)

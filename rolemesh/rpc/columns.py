@@ -1,4 +1,4 @@
-"""Non-tensor columns as one Arrow record batch, and JSON-like data as JSON.
+"""Non-tensor columns as one Arrow record batch.
 
 A column's field metadata `encoding` says what it was: `array` (a numpy array of numbers or bools), `object`
 (cells of one Python type, or None) or `json` (anything else that is JSON-like, one text a cell).
@@ -6,9 +6,9 @@ A column's field metadata `encoding` says what it was: `array` (a numpy array of
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ import pyarrow as pa
 
 from rolemesh.column import Column
 from rolemesh.errors import InvalidBatch
-
-MAX_DEPTH = 64  # of lists and dicts in one another; far from the interpreter's recursion limit
+from rolemesh.rpc import flatbuffer
+from rolemesh.rpc.json_text import from_json, num_values, num_values_at_most, to_json
+from rolemesh.rpc.limits import MAX_CELL_BYTES, MAX_VALUES
 
 _CELLS: dict[type, Any] = {
     str: pa.large_string(),
@@ -33,64 +34,25 @@ _ARRAYS = {
 # What a stranger's bytes can make Arrow, its flatbuffers and our reading of them raise.
 _UNREADABLE = (pa.ArrowException, ValueError, OSError, EOFError, StopIteration, struct.error, OverflowError)
 
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # what may follow the record batch
+SLICE = 4096  # cells that are made in one call, which lets no other thread run
+# Above so many values JSON texts are first read without keeping what they hold: where one of them is not JSON,
+# the others' values would have taken memory for nothing.
+CHECKED_FIRST = MAX_VALUES // 2
 
-# ------------------------------------------------------------------------------------------ JSON
-
-
-def to_json(value: Any, what: str) -> str:
-    """JSON text of a value made of dict, list, str, int, float, bool and None. Floats that are not finite are
-    written as Python does: NaN, Infinity, -Infinity.
-
-    Raises:
-        InvalidBatch: another type (its subclasses too, since they would not come back), a dict key that is
-            not a str, or a nesting deeper than MAX_DEPTH. `what` names the place.
-    """
-    _check_json(value, what, MAX_DEPTH)
-    try:
-        return json.dumps(value, separators=(",", ":"))
-    except ValueError as error:  # an integer of more digits than Python prints
-        raise InvalidBatch(f"{what} cannot be sent: {error}") from None
-
-
-def _check_json(value: Any, what: str, depth: int) -> None:
-    kind = type(value)
-    if kind is str or kind is int or kind is float or kind is bool or value is None:
-        return
-    if kind is not dict and kind is not list:
-        raise InvalidBatch(f"{what} holds a {kind.__module__}.{kind.__qualname__}, which JSON has no place for")
-    if not depth:
-        raise InvalidBatch(f"{what} nests deeper than {MAX_DEPTH} levels")
-    if kind is dict:
-        for key in value:
-            if type(key) is not str:
-                raise InvalidBatch(f"{what} has the key {key!r} ({type(key).__qualname__}); JSON's are str")
-    for inner in value.values() if kind is dict else value:
-        _check_json(inner, what, depth - 1)
-
-
-def from_json(text: str, what: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        InvalidBatch: not JSON, or nested too deep to read.
-    """
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidBatch(f"{what} is not JSON: {error}") from None
-
-
-# ----------------------------------------------------------------------------------------- Arrow
+# --------------------------------------------------------------------------------------- sending
 
 
 def to_arrow(columns: Mapping[str, Column]) -> memoryview:
     """An Arrow IPC stream of one record batch; empty where there are no columns.
 
     Raises:
-        InvalidBatch: a cell that has no place on the wire; names column, row and type.
+        InvalidBatch: a cell that has no place on the wire (names column, row and type), or more cells, or
+            larger ones, than a receiver takes.
     """
     if not columns:
         return memoryview(b"")
+    _check_cells(len(next(iter(columns.values()))), len(columns))
     arrays, fields = [], []
     for name, column in columns.items():
         array, encoding = _to_array(name, column)
@@ -100,6 +62,7 @@ def to_arrow(columns: Mapping[str, Column]) -> memoryview:
         except UnicodeEncodeError as error:
             raise InvalidBatch(f"column name {name!r} is not valid Unicode: {error}") from None
     batch = pa.record_batch(arrays, schema=pa.schema(fields))
+    _check_contents(batch)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -124,74 +87,99 @@ def _to_array(name: str, column: Column) -> tuple[Any, str]:
     return pa.array(texts, type=pa.large_string()), "json"
 
 
+# ---------------------------------------------------------------------------------------- limits
+
+
+def _check_cells(num_rows: int, num_columns: int) -> None:
+    if num_rows * num_columns > MAX_VALUES:
+        raise InvalidBatch(
+            f"{num_columns} non-tensor columns of {num_rows} rows; at most {MAX_VALUES} cells travel in one "
+            "batch: make numbers a tensor, or send fewer rows"
+        )
+
+
+def _check_contents(batch: Any) -> bool:
+    """Whether the JSON texts hold so many values that they are to be checked first.
+
+    Raises:
+        InvalidBatch: a cell is too large, or the JSON values together are too many.
+    """
+    json_arrays = []
+    for field, array in zip(batch.schema, batch.columns, strict=True):
+        if field.type not in (pa.large_string(), pa.large_binary()):
+            continue
+        if len(array) and (largest := int(np.diff(_offsets(array)).max())) > MAX_CELL_BYTES:
+            raise InvalidBatch(
+                f"column {field.name!r} has a cell of {largest} bytes, at most {MAX_CELL_BYTES} travel"
+            )
+        if _encoding(field) == "json":
+            json_arrays.append(array)
+    total = sum(num_values_at_most(np.frombuffer(_data(array), np.uint8), len(array)) for array in json_arrays)
+    if total > MAX_VALUES:
+        total = sum(num_values(text) for array in json_arrays for text in _texts(array))
+    if total > MAX_VALUES:
+        raise InvalidBatch(f"the cells hold {total} JSON values, at most {MAX_VALUES} travel in one batch")
+    return total > CHECKED_FIRST
+
+
+# ------------------------------------------------------------------------------------- receiving
+
+
 def from_arrow(data: memoryview, num_rows: int) -> dict[str, Column]:
     """The columns that `to_arrow` wrote.
 
     Raises:
         InvalidBatch: not an Arrow IPC stream of one record batch of `num_rows` rows, a column type that
-            to_arrow does not write, an invalid buffer, text that is not UTF-8 or not JSON.
+            to_arrow does not write, an invalid buffer, text that is not UTF-8 or not JSON, or more cells, or
+            larger ones, than to_arrow writes.
     """
     if not len(data):
         return {}
     try:
-        batch = _read_batch(data)
+        batch = _read_batch(data, num_rows)
         if batch.num_rows != num_rows:
             raise InvalidBatch(f"the Arrow columns have {batch.num_rows} rows, the header says {num_rows}")
         if len(set(batch.schema.names)) < batch.num_columns:
             raise InvalidBatch(f"two Arrow columns have one name: {batch.schema.names}")
+        buffers = [buffer for array in batch.columns for buffer in array.buffers() if buffer is not None]
+        if sum(buffer.size for buffer in buffers) > len(data):
+            raise InvalidBatch("the Arrow columns share bytes")
         batch.validate(full=True)
-        return {
-            field.name: _from_array(field, array)
-            for field, array in zip(batch.schema, batch.columns, strict=True)
-        }
+        fields = list(zip(batch.schema, batch.columns, strict=True))
+        if _check_contents(batch):
+            for field, array in fields:
+                if _encoding(field) == "json":
+                    for _ in _json_cells(field, array):
+                        pass
+        return {field.name: _from_array(field, array) for field, array in fields}
     except InvalidBatch:
         raise
     except _UNREADABLE as error:
         raise InvalidBatch(f"the Arrow columns cannot be read: {error}") from None
 
 
-def _read_batch(data: memoryview) -> Any:
+def _read_batch(data: memoryview, num_rows: int) -> Any:
+    after = flatbuffer.check_prefix(data, 0)
     messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(data))
     message = messages.read_next_message()
-    if message.type != "schema":  # Arrow verifies what it knows; an unknown message may point anywhere
+    if message.type != "schema" or (message.body is not None and message.body.size):
+        # Arrow verifies what it knows; an unknown message may point anywhere
         raise InvalidBatch(
             f"the Arrow columns begin with a message of type {message.type!r}, not with a schema"
         )
+    _check_cells(num_rows, flatbuffer.check_schema(memoryview(message.metadata)))
     schema = pa.ipc.read_schema(message)
     for field in schema:
-        _encoding(field)  # before the body is looked at: nested and dictionary types never are
+        _encoding(field)
+    after += flatbuffer.check_prefix(data, after)
     message = messages.read_next_message()
-    if message.type != "record batch" or _is_compressed(message.metadata):
+    if message.type != "record batch" or flatbuffer.is_compressed(memoryview(message.metadata)):
         # Compressed buffers state the size that they unpack to, and Arrow takes that memory unseen.
         raise InvalidBatch("the Arrow columns are not one uncompressed record batch")
-    batch = pa.ipc.read_record_batch(message, schema)
-    try:
-        messages.read_next_message()
-    except StopIteration:
-        return batch
-    raise InvalidBatch("the Arrow columns are more than one record batch")
-
-
-def _is_compressed(metadata: Any) -> bool:
-    """Reads RecordBatch.compression of an Arrow message (a flatbuffer), which pyarrow does not show.
-
-    Source: arrow/format/Message.fbs; flatbuffers internals (a table starts with the signed distance to its
-    vtable; the vtable is its size, the table's size, then each field's place in the table, 0 if absent).
-    """
-    flat = memoryview(metadata)
-
-    def place(table: int, field: int) -> int:
-        vtable = table - int(struct.unpack_from("<i", flat, table)[0])
-        slot = 4 + 2 * field
-        if slot >= struct.unpack_from("<H", flat, vtable)[0]:
-            return 0
-        offset = int(struct.unpack_from("<H", flat, vtable + slot)[0])
-        return table + offset if offset else 0
-
-    message = int(struct.unpack_from("<I", flat, 0)[0])
-    header = place(message, 2)
-    record_batch = header + int(struct.unpack_from("<I", flat, header)[0])
-    return place(record_batch, 3) != 0
+    after += message.body.size if message.body is not None else 0
+    if bytes(data[after : after + len(_END) + 1]) not in (_END, b""):
+        raise InvalidBatch("the Arrow columns are more than one record batch")
+    return pa.ipc.read_record_batch(message, schema)
 
 
 def _encoding(field: Any) -> str:
@@ -208,9 +196,52 @@ def _from_array(field: Any, array: Any) -> Column:
         if array.null_count:
             raise InvalidBatch(f"Arrow column {field.name!r} is an array with nulls")
         return np.array(array.to_numpy(zero_copy_only=False), dtype=_ARRAYS[field.type])
-    cells = array.to_pylist()
-    if encoding == "json":
-        if array.null_count:
-            raise InvalidBatch(f"Arrow column {field.name!r} lacks a JSON text")
-        cells = [from_json(cell, f"column {field.name!r}, row {row},") for row, cell in enumerate(cells)]
-    return np.fromiter(cells, dtype=object, count=len(cells))
+    cells = _json_cells(field, array) if encoding == "json" else _object_cells(array)
+    return np.fromiter(cells, dtype=object, count=len(array))
+
+
+def _json_cells(field: Any, array: Any) -> Iterator[Any]:
+    if array.null_count:
+        raise InvalidBatch(f"Arrow column {field.name!r} lacks a JSON text")
+    for row, text in enumerate(_texts(array)):
+        yield from_json(text, f"column {field.name!r}, row {row},")
+
+
+def _object_cells(array: Any) -> Iterator[Any]:
+    if array.type in (pa.large_string(), pa.large_binary()):
+        cells = _texts(array) if array.type == pa.large_string() else _octets(array)
+        if not array.null_count:
+            return cells
+        bits = np.unpackbits(np.frombuffer(array.buffers()[0], np.uint8), bitorder="little")
+        valid = bits[array.offset : array.offset + len(array)]
+        return (cell if there else None for cell, there in zip(cells, valid, strict=True))
+    slices = (array.slice(first, SLICE) for first in range(0, len(array), SLICE))
+    return chain.from_iterable(part.to_pylist() for part in slices)
+
+
+def _texts(array: Any) -> Iterator[str]:
+    return (str(piece, "utf-8") for piece in _pieces(array))
+
+
+def _octets(array: Any) -> Iterator[bytes]:
+    return (bytes(piece) for piece in _pieces(array))
+
+
+def _pieces(array: Any) -> Iterator[memoryview]:
+    """The bytes of each cell of a validated large_utf8 or large_binary array; of a null, whatever is there."""
+    offsets, data = _offsets(array), _data(array)
+    for first in range(0, len(array), SLICE):
+        ends = offsets[first : first + SLICE + 1].tolist()
+        for start, end in pairwise(ends):
+            yield data[start:end]
+
+
+def _data(array: Any) -> memoryview:
+    held = array.buffers()[2]
+    return memoryview(b"" if held is None else held)
+
+
+def _offsets(array: Any) -> Any:
+    held = array.buffers()[1]
+    count = len(array) + 1 if len(array) else 0
+    return np.frombuffer(b"" if held is None else held, "<i8", count, 8 * array.offset if count else 0)

@@ -6,9 +6,11 @@ search is a few vectorised passes over a column, and a glance at its edges where
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 import numpy as np
 import torch
@@ -39,18 +41,12 @@ class Spans:
     @cached_property
     def inside(self) -> Array:
         """[R, N] bool, True on held elements."""
-        at = np.arange(self.width, dtype=np.int32)
-        starts = self.starts[:, None]
-        inside: Array = (at >= starts) & (at < starts + self.lengths[:, None])
-        return inside
+        return _inside(self.starts, self.lengths, self.width)
 
     @cached_property
     def positions(self) -> Array:
         """[R, N] int32: 0 before the span, 0, 1, 2, … on it, the last count after it."""
-        at = np.arange(self.width, dtype=np.int32) - self.starts[:, None]
-        last = np.maximum(self.lengths - 1, 0)[:, None]
-        positions: Array = np.clip(at, 0, last, out=at)
-        return positions
+        return _positions(self.starts, self.lengths, self.width)
 
     def same_as(self, other: Spans) -> bool:
         return (
@@ -66,6 +62,18 @@ class Spans:
         ends, other_ends = self.starts + self.lengths, other.starts + other.lengths
         within = (self.starts <= other.starts) & (other_ends <= ends)
         return bool((within | (other.lengths == 0)).all())
+
+
+def _inside(starts: Array, lengths: Array, width: int) -> Array:
+    at = np.arange(width, dtype=np.int32)
+    inside: Array = (at >= starts[:, None]) & (at < (starts + lengths)[:, None])
+    return inside
+
+
+def _positions(starts: Array, lengths: Array, width: int) -> Array:
+    at = np.arange(width, dtype=np.int32) - starts[:, None]
+    positions: Array = np.clip(at, 0, np.maximum(lengths - 1, 0)[:, None], out=at)
+    return positions
 
 
 @dataclass
@@ -104,9 +112,9 @@ def pack(tensors: Mapping[str, Tensor]) -> list[Packed]:
     return [_pack(name, tensors[name], column, masks.get(name), known) for name, column in bits.items()]
 
 
-def pack_plainly(tensors: Mapping[str, Tensor]) -> list[Packed]:
-    """The tensors with every element sent; integers still as narrow as they allow."""
-    return [_dense(name, tensor, bits_of(name, tensor)) for name, tensor in tensors.items()]
+def pack_plainly(name: str, tensor: Tensor) -> Packed:
+    """The tensor with every element sent; integers still as narrow as they allow."""
+    return _dense(name, tensor, bits_of(name, tensor))
 
 
 def _pack(name: str, tensor: Tensor, bits: Array, mask: Spans | None, known: list[Spans]) -> Packed:
@@ -228,40 +236,88 @@ def _narrowed(dtype: torch.dtype, bits: Array) -> tuple[Array, torch.dtype]:
 
 def unpack(packed: Packed) -> Tensor:
     """The tensor as it was. A dense one that was not narrowed is a view of `values`, writable; every
-    other takes new memory.
+    other takes new memory: its own size, and no more than a mebibyte beside it.
 
     The caller has checked shape, spans and number of values against each other.
 
     Raises:
         InvalidBatch: a bool that is neither 0 nor 1, or positions beyond the element type.
     """
-    if packed.values is not None and packed.wire_dtype != packed.dtype:
-        values: Array | None = packed.values.view(INTEGERS[packed.wire_dtype]).astype(INTEGERS[packed.dtype])
-    else:
-        values = packed.values
+    values = packed.values
     if packed.dtype == torch.bool and values is not None and values.size and values.max() > 1:
         raise InvalidBatch(f"column {packed.name!r} is bool and holds {int(values.max())}")
     if packed.layout == data_pb2.LAYOUT_DENSE:
         assert values is not None
+        if packed.wire_dtype != packed.dtype:
+            values = values.view(INTEGERS[packed.wire_dtype]).astype(INTEGERS[packed.dtype])
         return tensor_of(values.reshape(packed.shape), packed.dtype)
     return tensor_of(_unpacked(packed, values).reshape(packed.shape), packed.dtype)
 
 
 def _unpacked(packed: Packed, values: Array | None) -> Array:
     unsigned = np.dtype(f"<u{packed.dtype.itemsize}")
+    shape = (math.prod(packed.shape[:-1]), packed.shape[-1])
     if packed.layout == data_pb2.LAYOUT_CONSTANT:
-        return np.full(packed.shape, np.frombuffer(packed.fill, unsigned)[0])
+        return np.full(shape, np.frombuffer(packed.fill, unsigned)[0])
     spans = packed.spans
     assert spans is not None
     if packed.layout == data_pb2.LAYOUT_RAGGED:
         assert values is not None
-        column: Array = np.full(spans.inside.shape, np.frombuffer(packed.fill, unsigned)[0])
-        column[spans.inside] = values.view(unsigned)
+        column = np.full(shape, np.frombuffer(packed.fill, unsigned)[0])
+        # Widened as they are put in place: all at once would take as much again.
+        signed = packed.dtype if packed.wire_dtype != packed.dtype else None
+        _put(_as_numbers(column, signed), spans, _as_numbers(values, packed.wire_dtype if signed else None))
         return column
+    column = np.zeros(shape, unsigned)
     if packed.layout == data_pb2.LAYOUT_MASK:
-        mask: Array = spans.inside * unsigned.type(element_bits(1, packed.dtype))
-        return mask
+        _put(column, spans, np.array(element_bits(1, packed.dtype), unsigned))
+        return column
     if int(spans.lengths.max(initial=0)) - 1 > np.iinfo(INTEGERS[packed.dtype]).max:
         raise InvalidBatch(f"column {packed.name!r}: {packed.dtype} cannot count to {spans.lengths.max()}")
-    positions: Array = spans.positions.astype(INTEGERS[packed.dtype]).view(unsigned)
-    return positions
+    _count(column.view(INTEGERS[packed.dtype]), spans)
+    return column
+
+
+def _as_numbers(bits: Array, dtype: torch.dtype | None) -> Array:
+    return bits if dtype is None else bits.view(INTEGERS[dtype])
+
+
+# A row of WIDE elements and more is written with a slice; narrower rows are written together, about BLOCK
+# elements at a time, so that what is needed in between is of the block's size and not of the column's.
+WIDE, BLOCK = 512, 1 << 16
+
+
+def _put(column: Array, spans: Spans, values: Array) -> None:
+    """Puts the values on the spans, row after row; one value (an array without axes) on all of them."""
+    at = 0
+    for first, starts, lengths in _blocks(spans):
+        if spans.width >= WIDE:
+            for row, start, length in zip(count(first), starts.tolist(), lengths.tolist(), strict=False):
+                column[row, start : start + length] = values[at : at + length] if values.ndim else values
+                at += length
+            continue
+        num_held = int(lengths.sum(dtype=np.int64))
+        inside = _inside(starts, lengths, spans.width)
+        column[first : first + len(starts)][inside] = values[at : at + num_held] if values.ndim else values
+        at += num_held
+
+
+def _count(column: Array, spans: Spans) -> None:
+    """Rows of zeros become 0 before the span, 0, 1, 2, … on it and the last count after it."""
+    counts = np.arange(min(BLOCK, int(spans.lengths.max(initial=0)))).astype(column.dtype)
+    for first, starts, lengths in _blocks(spans):
+        if spans.width < WIDE:
+            column[first : first + len(starts)] = _positions(starts, lengths, spans.width)
+            continue
+        for row, start, length in zip(count(first), starts.tolist(), lengths.tolist(), strict=False):
+            for done in range(0, length, BLOCK):
+                part = column[row, start + done : start + min(length, done + BLOCK)]
+                np.add(counts[: len(part)], done, out=part)
+            column[row, start + length :] = max(length - 1, 0)
+
+
+def _blocks(spans: Spans) -> Iterator[tuple[int, Array, Array]]:
+    """First row, starts and lengths of rows that are unpacked together."""
+    step = BLOCK // min(spans.width, WIDE)
+    for first in range(0, len(spans.starts), step):
+        yield first, spans.starts[first : first + step], spans.lengths[first : first + step]

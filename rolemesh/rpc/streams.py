@@ -7,15 +7,19 @@ read by hand (frame.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc.allocator import MAX_REGION_BYTES
 from rolemesh.rpc.carrier import Carrier, FrameCarrier
 from rolemesh.rpc.codec import decode, encode
+from rolemesh.rpc.header import Header
+from rolemesh.rpc.limits import MAX_REGION_BYTES
 
-LARGE_BYTES = 8 << 20  # from here on the codec works in a thread, so that other calls of the process go on
+# From here on the codec works in a thread, so that other calls of the process go on. All that the work grows
+# with is counted: header, region, and what the tensors unpack to.
+LARGE_BYTES = 1 << 20
+CELL_BYTES = 256  # that a cell is taken for before it is encoded
 CARRIER: Carrier = FrameCarrier()
 
 
@@ -25,40 +29,53 @@ async def send(batch: DataProto) -> AsyncIterator[bytes]:
     Raises:
         InvalidBatch: a column, cell or meta value has no place on the wire.
     """
-    large = sum(tensor.nbytes for tensor in batch.tensors.values()) >= LARGE_BYTES
-    encoded = await asyncio.to_thread(encode, batch) if large else encode(batch)
+    work = sum(tensor.nbytes for tensor in batch.tensors.values())
+    work += CELL_BYTES * len(batch) * len(batch.non_tensors)
+    encoded = await asyncio.to_thread(encode, batch) if work >= LARGE_BYTES else encode(batch)
     for message in CARRIER.send(encoded):
         yield message
 
 
 async def receive(frames: AsyncIterator[bytes], max_bytes: int = MAX_REGION_BYTES) -> DataProto:
-    """The one batch of a stream.
+    """The one batch of a stream, which is decoded when the stream has ended.
 
     Raises:
         InvalidBatch: the stream holds none, ends within it, goes on after it, or is no batch.
     """
-    batches = [batch async for batch in receive_batches(frames, max_bytes, limit=1)]
-    if not batches:
-        raise InvalidBatch("the stream ended before a batch began")
-    return batches[0]
+    messages = aiter(frames)
+    try:
+        return await _one_batch(messages, max_bytes)
+    finally:
+        if isinstance(messages, AsyncGenerator):  # it would hold the last message
+            await messages.aclose()
 
 
 async def receive_batches(
-    frames: AsyncIterator[bytes], max_bytes: int = MAX_REGION_BYTES, limit: int | None = None
+    frames: AsyncIterator[bytes], max_bytes: int = MAX_REGION_BYTES
 ) -> AsyncIterator[DataProto]:
     """The batches of a stream, each as soon as it is whole.
 
     Args:
         max_bytes: the largest region accepted.
-        limit: the most batches accepted.
 
     Raises:
-        InvalidBatch: the stream ends within a batch, holds more than `limit`, or is no batch.
+        InvalidBatch: the stream ends within a batch, or is no batch.
     """
-    count = 0
     async for header, region in CARRIER.receive(frames, max_bytes):
-        count += 1
-        if limit is not None and count > limit:
-            raise InvalidBatch(f"the stream goes on after {limit} batch")
-        large = region.nbytes >= LARGE_BYTES
-        yield await asyncio.to_thread(decode, header, region) if large else decode(header, region)
+        yield await _decoded(header, region)
+
+
+async def _one_batch(messages: AsyncIterator[bytes], max_bytes: int) -> DataProto:
+    whole: tuple[Header, memoryview] | None = None
+    async for arrived in CARRIER.receive(messages, max_bytes):
+        whole = arrived
+        async for _ in messages:
+            raise InvalidBatch("the stream goes on after its batch")
+    if whole is None:
+        raise InvalidBatch("the stream ended before a batch began")
+    return await _decoded(*whole)
+
+
+async def _decoded(header: Header, region: memoryview) -> DataProto:
+    large = header.work_bytes >= LARGE_BYTES
+    return await asyncio.to_thread(decode, header, region) if large else decode(header, region)

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import fuzz_wire
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.codec import dump, encode, load
@@ -376,11 +377,18 @@ def test_random_bytes_are_refused(data: bytes):
         load(data)
 
 
+def test_a_batch_that_is_changed_along_its_structure_keeps_to_a_budget_of_time_and_memory():
+    checked, accepted = fuzz_wire.run(seed=1, most=400, seconds=120)
+    assert checked == 400
+    assert 20 < accepted < 200
+
+
 # ------------------------------------------------------------------------------------ memory
 
 UNDER_A_LIMIT = """
 import asyncio, resource
 from tests.unit.test_wire_hostile import LIES, BAD_ARROW, changed, frames, stream, with_columns
+from benchmarks import fuzz_wire
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.codec import load
