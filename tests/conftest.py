@@ -48,6 +48,7 @@ TOGETHER = {
     "test_openai_engine.py": "vllm",
     "test_vllm_run.py": "vllm",
     "test_learning.py": "learning",
+    "test_hostile_messages.py": "hostile",
 }
 
 
