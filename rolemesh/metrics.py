@@ -90,6 +90,12 @@ TRAINING_STEPS_PLANNED = Gauge(
     "rolemesh_training_steps_planned", "Steps that the job will make", registry=CONTROLLER
 )
 RUN_STATE = Gauge("rolemesh_run_state", "1 for the state that the run is in", ["state"], registry=CONTROLLER)
+ROLE_LOAD_ROWS = Gauge(
+    "rolemesh_role_load_rows",
+    "Mean number of pending rows over the recent steps, weighted by time",
+    ["role"],
+    registry=CONTROLLER,
+)
 PHASE_RUNNING = Gauge(
     "rolemesh_phase_running", "1 while the phase of a step is under way", ["phase"], registry=CONTROLLER
 )

@@ -192,8 +192,10 @@ def control(
     given = {"actor": actor, "rollout": rollout, "reward": reward, "critic": critic, "reference": reference}
     setup_logging(log_format.value)
     job = load_job(config, overrides or ())
+    from rolemesh.metrics import CONTROLLER
     from rolemesh.rpc import tls
     from rolemesh.rpc.discovery import parse
+    from rolemesh.rpc.server import serve_metrics
     from services.controller.scale_down import workloads
     from services.controller.server import serving
     from services.controller.status import RunStatus
@@ -205,13 +207,14 @@ def control(
         tls.use_keys(tls_dir, "controller")
         status = RunStatus(job.trainer.experiment_name)
         async with serving(status, job.roles, listen, health_listen or None) as server:
+            scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
             # With the models' libraries, for seconds, in which the server answers.
             services_control = await asyncio.to_thread(import_module, "services.control")
             await services_control.control(
                 job,
                 addresses,
                 server,
-                metrics_listen=metrics_listen or None,
+                scraped=scraped,
                 scaled_down=scaled_down,
                 needed=needed,
             )

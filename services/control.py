@@ -14,7 +14,6 @@ from typing import Any
 from rolemesh.config import JobConfig
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, RoleUnavailable
 from rolemesh.kubernetes import Cluster
-from rolemesh.metrics import CONTROLLER
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.allocator import tune
@@ -27,7 +26,6 @@ from rolemesh.rpc.clients import (
     RolloutClient,
 )
 from rolemesh.rpc.discovery import Members
-from rolemesh.rpc.server import serve_metrics
 from services.controller.experience import gather
 from services.controller.loop import Run
 from services.controller.pages import check_step
@@ -56,7 +54,7 @@ async def control(
     addresses: Addresses,
     server: ControllerServer,
     *,
-    metrics_listen: str | None = None,
+    scraped: str | None = None,
     scaled_down: Sequence[Workload] = (),
     needed: Sequence[Workload] = (),
 ) -> None:
@@ -66,7 +64,7 @@ async def control(
         job: what to do.
         addresses: of the replicas of each role that the job has.
         server: it answers already.
-        metrics_listen: host:port of /metrics; None: no metrics.
+        scraped: where /metrics is; None: nowhere.
         scaled_down: what is scaled to zero once the run has come to its end, or was told to stop.
         needed: workloads of the roles; refused where one of them has been scaled to zero.
 
@@ -79,7 +77,6 @@ async def control(
     if needed:
         await refuse_scaled_down(needed, Cluster.in_pod())
     cluster = Cluster.in_pod() if scaled_down else None
-    scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
     try:
         await check_step(job)
         # In a thread, so that the server answers meanwhile: prompts may be many.

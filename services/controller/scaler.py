@@ -1,4 +1,4 @@
-"""KEDA's external scaler: a role's load, as the controller's clients count its rows."""
+"""A role's load, as the controller's clients count its rows: at /metrics, and as KEDA's external scaler."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.externalscaler import externalscaler_pb2 as pb
+from rolemesh.metrics import ROLE_LOAD_ROWS
 from rolemesh.rpc.pool import PendingRows
 from services.controller.load import Load
 
@@ -29,6 +30,8 @@ class ScalerServicer:
     def __init__(self, roles: Iterable[str]) -> None:
         self.pending = {role: PendingRows() for role in roles}
         self._loads = {role: Load(pending) for role, pending in self.pending.items()}
+        for role, load in self._loads.items():
+            ROLE_LOAD_ROWS.labels(role).set_function(load.mean)
 
     def step_began(self) -> None:
         """A step begins now."""

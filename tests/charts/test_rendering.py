@@ -176,8 +176,10 @@ def references(things: list[Object]) -> None:
     for thing in of_kind(things, "StatefulSet"):
         assert ("Service", thing["spec"]["serviceName"]) in names
     for thing in of_kind(things, "ScaledObject"):
-        formula = thing["spec"]["advanced"]["scalingModifiers"]["formula"]
-        assert [trigger["name"] for trigger in thing["spec"]["triggers"]] == [formula]
+        [trigger] = thing["spec"]["triggers"]
+        assert trigger["type"] == "metrics-api"  # known to KEDA before anybody answers
+        assert trigger["metadata"]["url"] == "http://demo-controller.jobs:9090/metrics"
+        assert ("Service", "demo-controller") in names
     for thing in of_kind(things, "HorizontalPodAutoscaler", "ScaledObject"):
         target = thing["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) in names

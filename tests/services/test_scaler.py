@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from in_process import small_job
 from membership import Told, until
 from serving import gate, reward_batch, reward_job, served
 
-from rolemesh.errors import RolemeshError
+from rolemesh.errors import CheckpointFailed
 from rolemesh.externalscaler import externalscaler_pb2 as pb
+from rolemesh.metrics import CONTROLLER as CONTROLLER_METRICS
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import RewardClient
 from rolemesh.rpc.contract import deserializer, rpcs, serializer
@@ -131,6 +133,8 @@ async def test_a_role_has_load_while_rows_wait_and_after_it(tiny_model: Path, tm
             assert (await anext(told)).result
             assert (await scaler.IsActive(reward)).result
             assert 0 < (first := await scaler.load(role="reward")) < (await scaler.load(role="reward")) < 100
+            sample = ("rolemesh_role_load_rows", {"role": "reward"})
+            assert first < (CONTROLLER_METRICS.get_sample_value(*sample) or 0) < 100
             doors.open()
             await call
             assert not (await anext(told)).result
@@ -155,24 +159,36 @@ def test_the_controllers_server_is_imported_without_the_models_libraries() -> No
     assert ran.stdout.strip() == "set()"
 
 
-async def test_the_scaler_answers_while_the_jobs_data_is_read(tiny_model: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "train.parquet"
-    os.mkfifo(prompts)  # reading it begins when somebody writes
-    job = small_job(tmp_path, tiny_model, "run", f"data.train_files={prompts}", "algorithm.adv_estimator=grpo")
+async def test_the_scaler_answers_while_the_run_is_made_ready(tiny_model: Path, tmp_path: Path) -> None:
+    """Prompts are read, and checkpoints looked for."""
+    job = small_job(tmp_path, tiny_model, "run", "algorithm.adv_estimator=grpo")
+    job.run_dir.mkdir()
+    pointer = job.run_dir / "latest"
+    os.mkfifo(pointer)  # whoever opens it waits for somebody who writes
     async with serving(RunStatus("run"), job.roles, "127.0.0.1:0") as server:
         run = asyncio.create_task(control(job, {}, server))
         async with grpc.aio.insecure_channel(server.address) as channel:
             scaler = Keda(channel)
-            writer = await asyncio.to_thread(prompts.open, "wb")  # returns when it is being read
-            [spec] = (await scaler.GetMetricSpec(scaled(role="reward"))).metricSpecs
-            assert spec.targetSize == 64
-            assert await scaler.load(role="reward") == 0
-            told = await scaler.GetStatus(controller_pb2.GetStatusRequest())
-            assert told.state == controller_pb2.RUN_STATE_STARTING
-            assert not run.done()
-            writer.close()
-        with pytest.raises(RolemeshError, match=r"train\.parquet"):
+            while not is_being_opened(pointer):
+                [spec] = (await scaler.GetMetricSpec(scaled(role="reward"))).metricSpecs
+                assert spec.targetSize == 64
+                assert await scaler.load(role="reward") == 0
+                told = await scaler.GetStatus(controller_pb2.GetStatusRequest())
+                assert told.state == controller_pb2.RUN_STATE_STARTING
+                assert not run.done()
+        with pytest.raises(CheckpointFailed, match=r"latest names"):
             await run
+
+
+def is_being_opened(pipe: Path) -> bool:
+    """Whether somebody waits for a writer; then there was one."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return False
+        raise
+    return True
 
 
 async def test_the_target_is_what_the_trigger_says(tiny_model: Path, tmp_path: Path) -> None:
