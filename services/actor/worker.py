@@ -64,12 +64,18 @@ class PolicyWorker(LocalWorker):
 
     @torch.no_grad()
     def _stats(
-        self, batch: DataProto, *, entropy: bool = False, sum_pi_squared: bool = False
+        self,
+        batch: DataProto,
+        *,
+        method: str = "compute_log_probs",
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
     ) -> dict[str, Tensor]:
-        """TokenStats by name, those asked for: [B, T] on the CPU, 0 where response_mask is False."""
-        method = methods(self.job)[f"{self.role}.compute_log_probs"]
-        batch = method.prune(batch)
-        check_sequences(batch, f"{self.role}.compute_log_probs")
+        """TokenStats by name, those asked for: [B, T] on the CPU, 0 where response_mask is False. `method` reads
+        the columns."""
+        name = f"{self.role}.{method}"
+        batch = methods(self.job)[name].prune(batch)
+        check_sequences(batch, name)
         columns: dict[str, Tensor] = {}
         for at in self._micro_batches.cut(batch):
             rows = batch.select_idxs(at).to(self.device)
@@ -157,7 +163,8 @@ class ActorWorker(PolicyWorker):
                 "actor.compute_ref_log_probs is of an actor with an adapter, and actor.model.lora_rank is 0"
             )
         with self.adapter.off():
-            return DataProto({"ref_log_probs": self._stats(batch)["log_probs"]})
+            columns = self._stats(batch, method="compute_ref_log_probs")
+        return DataProto({"ref_log_probs": columns["log_probs"]})
 
     @on_worker_thread
     def update(self, batch: DataProto) -> Metrics:

@@ -3,7 +3,7 @@ on as if nothing had come. Real servicers, real channels."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from batches import P, T, correct, of_shape, with_column, wrong_columns, wrong_wholes
+from batches import VOCABULARY, P, T, correct, of_shape, with_column, wrong_columns, wrong_wholes
 from serving import served
 
 from rolemesh.config.job import JobConfig, make_job
@@ -136,3 +136,61 @@ async def test_padding_may_hold_any_float(method: str, tiny_model: Path, tmp_pat
             strange = with_column(strange, name, tensor.where(batch["response_mask"], torch.nan))
     async with role_of(method, job) as one, role_of(method, job) as other:
         assert await one.ask(strange) == await other.ask(batch)
+
+
+# Columns that are each what they should be, and do not fit together: a column, how, and what it holds.
+MISFITS: list[tuple[str, str, Callable[[DataProto], Any]]] = [
+    ("prompt_mask", "padding on the right", lambda batch: batch["prompt_mask"].flip(1)),
+    ("prompt_mask", "no token", lambda batch: batch["prompt_mask"] & False),
+    ("attention_mask", "a hole", lambda batch: batch["attention_mask"] * (torch.arange(P + T) != P + 1)),
+    ("attention_mask", "no token", lambda batch: batch["attention_mask"] * 0),
+    ("response_mask", "True on padding", lambda batch: batch["response_mask"] | True),
+    ("kept_ids", "without the drawn token", lambda batch: (batch["kept_ids"] + 9) % VOCABULARY),
+    ("kept_ids", "no token", lambda batch: batch["kept_ids"] * 0 - 1),
+    ("loss_mask", "True on padding", lambda batch: ~batch["response_mask"]),
+]
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "reward.compute_scores"])
+async def test_columns_that_do_not_fit_together_are_refused_too(
+    method: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = job_for(method, tiny_model, tmp_path)
+    batch = correct(methods(job)[method], ROWS)
+    unlike_expected = {}
+    async with role_of(method, job) as role:
+        for column, how, change in MISFITS:
+            if column in batch:
+                status, error, words = await role.refusal(with_column(batch, column, change(batch)))
+                named = method in words and column in words
+                if (status, error) != ("INVALID_ARGUMENT", "InvalidBatch") or not named:
+                    unlike_expected[f"{column} {how}"] = (status, error, words)
+        if method.endswith(".update"):
+            status, _, words = await role.refusal(batch[: ROWS - 1])
+            assert (status, method in words) == ("INVALID_ARGUMENT", True)
+    assert unlike_expected == {}
+
+
+@pytest.mark.parametrize(("method", "column"), [("actor.update", "advantages"), ("critic.update", "returns")])
+async def test_finite_numbers_that_are_too_large_to_train_on_have_a_status_of_their_own(
+    method: str, column: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """And the weights stay what they were."""
+    job = job_for(method, tiny_model, tmp_path)
+    batch = correct(methods(job)[method], ROWS)
+    large = with_column(batch, column, torch.full_like(batch[column], 3e38))
+    async with role_of(method, job) as untouched, role_of(method, job) as role:
+        assert (await role.refusal(large))[:2] == ("FAILED_PRECONDITION", "UpdateFailed")
+        assert await role.ask(batch) == await untouched.ask(batch)
+
+
+async def test_text_that_is_no_unicode_is_told_all_the_same(tiny_model: Path, tmp_path: Path) -> None:
+    """A lone surrogate, which JSON has and UTF-8 has not, in what an error's text names."""
+    job = job_for("reward.compute_scores", tiny_model, tmp_path)
+    batch = correct(methods(job)["reward.compute_scores"], ROWS)
+    wrong = with_column(with_column(batch, "uid", ["\ud800"] * ROWS), "data_source", ["\udfff"] * ROWS)
+    async with role_of("reward.compute_scores", job) as role:
+        status, error, words = await role.refusal(wrong)
+        assert (status, error) == ("FAILED_PRECONDITION", "RewardFailed")
+        assert words.startswith("row \\ud800: no rule for data_source '\\udfff'")
+        await role.ask(batch)
