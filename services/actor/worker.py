@@ -71,8 +71,8 @@ class PolicyWorker(LocalWorker):
         entropy: bool = False,
         sum_pi_squared: bool = False,
     ) -> dict[str, Tensor]:
-        """TokenStats by name, those asked for: [B, T] on the CPU, 0 where response_mask is False. `method` reads
-        the columns."""
+        """TokenStats by name, those asked for: [B, T] on the CPU, 0 where response_mask is False. The columns
+        are those that `method` reads."""
         name = f"{self.role}.{method}"
         batch = methods(self.job)[name].prune(batch)
         check_sequences(batch, name)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForSequenceClassification
 
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
@@ -266,6 +266,24 @@ async def test_a_model_with_another_tokenizer_reads_the_text(tiny_model: Path, t
         ids = tokenizer("ask 2answer !!", return_tensors="pt")["input_ids"]
         torch.testing.assert_close(together[2], model(input_ids=ids).logits[0, 0], atol=1e-5, rtol=1e-5)
     assert torch.equal((await worker.compute_scores(rows[2:]))["acc"], together[2:])
+
+
+async def test_a_reward_model_that_knows_fewer_ids_than_the_policy_never_gets_one_that_it_lacks(
+    tiny_model: Path, reward_model: Path, tmp_path: Path
+) -> None:
+    """A policy's table of tokens is often larger than its tokenizer, and it may answer with any id of it."""
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model)
+    policy.resize_token_embeddings(300)
+    policy.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    worker = RewardWorker(job(tmp_path, **with_model(reward_model)))
+    rows = batch(*texts(2), style="model")
+    rows["responses"][1, 0] = 299
+    assert len(worker.door.admit("ComputeScores", rows)) == 2
+    assert (await worker.compute_scores(rows))["acc"].isfinite().all()
+    rows["responses"][1, 0] = 300
+    with pytest.raises(InvalidBatch, match=r"'responses', row 1, position 0, is 300; .* the vocabulary of 300"):
+        worker.door.admit("ComputeScores", rows)
 
 
 async def test_a_row_of_style_model_without_a_model_fails(tiny_model: Path) -> None:

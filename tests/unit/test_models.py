@@ -18,7 +18,14 @@ from transformers import (
 
 from rolemesh.config.model import ModelConfig
 from rolemesh.errors import InvalidConfig, ModelNotFound
-from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device
+from rolemesh.models.loading import (
+    load_causal_lm,
+    load_tokenizer,
+    named_weights,
+    resolve_device,
+    vocabulary_in,
+    vocabulary_of,
+)
 from rolemesh.models.reward_model import RewardModel
 
 CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -35,6 +42,16 @@ def test_weights_are_float32_and_those_of_the_directory(any_model: Path) -> None
         assert torch.equal(mine.state_dict()[name], tensor)
     assert {weight.dtype for weight in mine.parameters()} == {torch.float32}
     assert not mine.training
+
+
+def test_a_vocabulary_is_what_table_and_head_both_have(any_model: Path) -> None:
+    model = load_causal_lm(at(any_model), "actor")
+    assert vocabulary_of(model) == vocabulary_in(at(any_model), "actor") == 259
+    model.set_input_embeddings(torch.nn.Embedding(300, 64))
+    model.set_output_embeddings(torch.nn.Linear(64, 280, bias=False))
+    assert (vocabulary_of(model), vocabulary_of(model.get_decoder())) == (280, 300)
+    model.set_output_embeddings(torch.nn.Linear(64, 310, bias=False))
+    assert vocabulary_of(model) == 300
 
 
 def test_loading_draws_nothing_from_the_random_state(tiny_model: Path) -> None:
