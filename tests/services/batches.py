@@ -18,7 +18,15 @@ from services.rollout.engines.sampling import draw_uniforms
 
 P, T, K = 6, 10, 4
 VOCABULARY = 259  # of the tiny models
-SIZES = {"P": P, "T": T, "S": P + T, "K": K, "V": VOCABULARY}
+# Of each column of integers that something is looked up by: the least value, and the first that is too high.
+LIMITS = {
+    "prompts": (0, VOCABULARY),
+    "responses": (0, VOCABULARY),
+    "input_ids": (0, VOCABULARY),
+    "kept_ids": (-1, VOCABULARY),
+    "attention_mask": (0, 2),
+    "position_ids": (0, P + T),
+}
 
 
 def correct(method: Method, rows: int, *, prompt: int = P, response: int = T) -> DataProto:
@@ -84,9 +92,8 @@ def _wrong_tensors(name: str, batch: DataProto) -> Iterator[tuple[str, Any]]:
         yield "wider", torch.cat([tensor, tensor[..., -1:]], -1)
         yield "flat", tensor.flatten(1)[:, 0]
         yield "without a token", tensor[:, :0]
-    if column.values is not None:
-        low, limit = column.values
-        end = limit if isinstance(limit, int) else SIZES[limit]
+    if name in LIMITS:
+        low, end = LIMITS[name]
         largest = torch.iinfo(column.dtype).max
         for value in (low - 1, end, largest, -largest):
             yield f"{value} in it", _with(tensor, value)

@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from batches import VOCABULARY, P, T, correct, of_shape, with_column, wrong_columns, wrong_wholes
+from batches import LIMITS, VOCABULARY, P, T, correct, of_shape, with_column, wrong_columns, wrong_wholes
 from serving import served
 
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.roles import methods
+from rolemesh.roles import COLUMNS, methods
 from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
 from rolemesh.rpc.errors import ERROR_KEY
 from rolemesh.rpc.streams import receive_batches, send
@@ -96,6 +96,13 @@ def job_for(method: str, tiny_model: Path, tmp_path: Path) -> JobConfig:
 
 def test_every_method_that_takes_a_batch_is_asked_here(tiny_model: Path, tmp_path: Path) -> None:
     assert sorted(METHODS) == sorted(methods(job_of(tiny_model, tmp_path)))
+
+
+def test_integers_have_limits_that_were_thought_of(tiny_model: Path, tmp_path: Path) -> None:
+    """All but seeds, of which any will do. Whoever declares another column says in LIMITS what it may hold."""
+    read = {name for method in methods(job_of(tiny_model, tmp_path)).values() for name in method.reads}
+    integers = {name for name in read if COLUMNS[name].dtype in (torch.int32, torch.int64)}
+    assert integers == {*LIMITS, "seeds"}
 
 
 @pytest.mark.parametrize("method", METHODS)
