@@ -96,19 +96,20 @@ def _wrong_tensors(name: str, batch: DataProto) -> Iterator[tuple[str, Any]]:
         low, end = LIMITS[name]
         largest = torch.iinfo(column.dtype).max
         for value in (low - 1, end, largest, -largest):
-            yield f"{value} in it", _with(tensor, value)
+            yield f"{value} in padding", _with(tensor, value, -1, -1)
+            yield f"{value} in a token", _with(tensor, value, 0, P - 1)
         if largest > 2**40:
-            yield "2**40 in it", _with(tensor, 2**40)
+            yield "2**40 in it", _with(tensor, 2**40, -1, -1)
     if column.dtype and column.dtype.is_floating_point:
         where = batch["response_mask"]
         for number in (torch.nan, torch.inf, -torch.inf):
             yield f"{number} in it", tensor.masked_fill(where, number)
 
 
-def _with(tensor: Tensor, value: int) -> Tensor:
-    """The value in the last row's last cell, which is padding where a row has any."""
+def _with(tensor: Tensor, value: int, row: int, column: int) -> Tensor:
+    """The value in a cell: the last of the last row is padding where there is any."""
     changed = tensor.clone()
-    changed[(-1,) * tensor.dim()] = value
+    changed[row, column] = value
     return changed
 
 
