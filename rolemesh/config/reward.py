@@ -46,7 +46,9 @@ class SandboxConfig(Config):
     """Programs of prime_code."""
 
     continuous: bool = Field(True, description="score the share of the first ten tests; false: all or nothing")
-    timeout_s: int = Field(10, gt=0, description="CPU seconds of a test; asleep it may take twice as long")
+    timeout_s: int = Field(
+        10, gt=0, description="CPU seconds of a test, and seconds that a row's tests may sleep together"
+    )
     memory_limit_mb: int = Field(1024, ge=64, description="MiB of a test, the interpreter's own included")
 
 
@@ -64,6 +66,11 @@ class RewardConfig(Config):
     )
     timeout_s: float = Field(300.0, gt=0, description="for a row (batch: a call); then the run ends, naming it")
     format_score: float = Field(0.0, description="gsm8k: of a well-formed wrong answer")
+    answer_chars: int | None = Field(
+        300,
+        gt=0,
+        description="gsm8k, dapo: read so many characters at the end of a response, as verl does; null: all",
+    )
     math: Literal["hendrycks", "math_verify"] = Field(
         "hendrycks", description="MATH's answers are equal as normalised text, or as mathematics"
     )

@@ -44,6 +44,21 @@ def test_each_name_has_one_row_and_no_row_is_of_another(section: str, known: dic
     assert sorted(names(section)) == sorted(known)
 
 
+def test_each_estimator_of_verl_has_a_row_or_is_named_as_absent() -> None:
+    """verl 0.9.1's enumeration AdvantageEstimator; one that is absent leads to one that is there."""
+    of_verl = {
+        "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "gpg",
+        "gdpo", "grpo_passk", "rloo_vectorized", "grpo_vectorized", "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    }  # fmt: skip
+    cells = [
+        line.split(" | ") for line in SECTIONS["Other names in verl"].splitlines() if line.startswith("| `")
+    ]
+    absent = {re.findall(r"`([^`]+)`", cell[0])[0]: cell[1] for cell in cells if cell[1].startswith("absent; ")}
+    assert of_verl - set(ESTIMATORS) == set(absent)
+    assert {re.findall(r"`([^`]+)`", instead)[0] for instead in absent.values()} <= set(ESTIMATORS)
+
+
 def test_a_row_with_two_names_is_of_an_estimator_and_its_alias() -> None:
     together = [re.findall(r"`([^`]+)`", cell) for cell in rows("KL")]
     assert {pair[1]: pair[0] for pair in together if len(pair) == 2} == kl.ALIASES

@@ -27,6 +27,7 @@ from services.reward.functions.prime_code import (
     same_text,
 )
 from services.reward.overlong import overlong_penalty
+from services.reward.sandbox.inside import idle_time
 
 # ------------------------------------------------------------------------------------ which rule
 
@@ -171,6 +172,20 @@ def test_tests_for_which_there_is_no_time_left_are_not_passed() -> None:
     config = RewardConfig(timeout_s=3.0)
     said = compute_score(answer("import time; time.sleep(2); print(1)"), truth, config=config)
     assert said == {"score": pytest.approx(1 / 3), "acc": 0.0}
+
+
+def test_a_test_that_sleeps_takes_the_time_that_its_row_may_sleep() -> None:
+    """A second here: the first test takes all of it, so the others, which would pass at once, do not begin."""
+    truth = {"inputs": [f"{k}\n" for k in range(10)], "outputs": ["1"] * 10}
+    sleeps = "import time\nif input() == '0': time.sleep(600)\nprint(1)"
+    assert score(sleeps, truth, timeout_s=1) == {"score": 0.0, "acc": 0.0}
+    assert score(sleeps.replace("600", "0"), truth, timeout_s=10) == {"score": 1.0, "acc": 1.0}
+
+
+def test_time_in_which_a_program_computes_or_waits_for_a_cpu_is_not_time_asleep() -> None:
+    assert idle_time(lived_s=10.0, cpu_s=0.0) == 10.0
+    assert idle_time(lived_s=10.0, cpu_s=1.0) == 2.0
+    assert idle_time(lived_s=1.1, cpu_s=1.0) == 0.0
 
 
 @pytest.mark.parametrize(

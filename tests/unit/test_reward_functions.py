@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolemesh.config.reward import CustomRewardConfig
+from rolemesh.config.reward import CustomRewardConfig, RewardConfig
 from rolemesh.data.gsm8k import gsm8k_rows
 from rolemesh.errors import InvalidConfig
 from services.reward.functions import UnknownDataSource, default_compute_score, gsm8k, math
@@ -47,9 +46,7 @@ def test_gsm8k_compares_the_last_marked_number(response: str, truth: Any, right:
     assert gsm8k.compute_score(response, truth) == {"score": float(right), "acc": float(right)}
 
 
-@pytest.mark.parametrize(
-    "response", ["", "The answer is 72", "# 72", "#### seventy-two", "####", "#### ,.", "#### ."]
-)
+@pytest.mark.parametrize("response", ["", "The answer is 72", "# 72", "#### seventy-two", "####", "#### -"])
 def test_gsm8k_without_a_marked_number_is_no_answer(response: str) -> None:
     assert gsm8k.compute_score(response, "72", format_score=0.1) == {"score": 0.0, "acc": 0.0}
 
@@ -59,25 +56,29 @@ def test_format_score_is_for_a_well_formed_wrong_answer_and_never_makes_it_right
     assert gsm8k.compute_score("#### 72", "72", format_score=0.1) == {"score": 1.0, "acc": 1.0}
 
 
-REPEATED = (" ", "\n", "1", "{", "}", "$", "-", "#", ".", ",", "\\", "\\frac", "\\frac{", "\\sqrt", "####",
-            "####,", "\\boxed", "\\boxed{", "Answer:", "\\text{")  # fmt: skip
+def test_gsm8k_takes_what_stands_at_the_last_mark_though_it_is_no_number() -> None:
+    """As verl does: a right answer that is taken back is none."""
+    for taken_back in ("#### ,", "#### 1.2.3", "####,.", "#### ."):
+        scored = gsm8k.compute_score(f"#### 5\n{taken_back}", "5", format_score=0.1)
+        assert scored == {"score": 0.1, "acc": 0.0}
+    assert gsm8k.compute_score("#### 5\n#### done", "5")["acc"] == 1.0
+    assert gsm8k.compute_score("#### " + "1" * 200 + "x", "1" * 200)["acc"] == 1.0
 
 
-@pytest.mark.parametrize("again", REPEATED)
-@pytest.mark.parametrize("data_source", ["openai/gsm8k", "math", "math_dapo"])
-def test_rules_of_the_roles_own_thread_take_no_time_over_a_long_answer(data_source: str, again: str) -> None:
-    """A policy repeats itself. Twenty thousand times is 4e8 steps where they grow with the square: seconds."""
-    for begins in ("#### ", r"\boxed{", r"\boxed ", "Answer: ", r"\boxed{\sqrt"):
-        for ends in ("x", "}", ""):
-            text = begins + again * 20_000 + ends
-            began = time.process_time()
-            default_compute_score(data_source, text, "5")
-            assert time.process_time() - began < 1, text[:20]
-
-
-def test_gsm8k_takes_the_last_mark_with_a_number_whatever_repeats() -> None:
-    assert gsm8k.compute_score("#### 5" + "\n#### 1.2.3" + "\n####,." * 3, "5")["acc"] == 1.0
-    assert gsm8k.compute_score("#### " + "1" * 5000 + "x", "1" * 5000)["acc"] == 1.0
+@pytest.mark.parametrize(
+    ("data_source", "answer"),
+    [("openai/gsm8k", "#### 5"), ("math_dapo", "Answer: 5"), ("aime24", r"\boxed{5}")],
+)
+def test_an_answer_counts_within_the_last_300_characters_or_as_many_as_the_job_says(
+    data_source: str, answer: str
+) -> None:
+    """As in verl, whose tail is of 300: rambling after an early answer is not rewarded."""
+    for answer_chars, most in ((None, 10_000), (300, 300), (20, 20)):
+        config = RewardConfig() if answer_chars == 300 else RewardConfig(answer_chars=answer_chars)
+        for num_after in (most - len(answer), most - len(answer) + 1):
+            scored = default_compute_score(data_source, answer + "\n" * num_after, "5", config=config)
+            assert isinstance(scored, dict)
+            assert scored["acc"] == float(answer_chars is None or num_after + len(answer) <= most)
 
 
 def test_gsm8k_needs_a_number_to_compare_with() -> None:
@@ -104,6 +105,9 @@ def test_every_solution_of_the_data_set_is_right_by_its_own_rule() -> None:
         (r"\boxed{\frac{1}{\sqrt{2}}} is it", r"\frac{1}{\sqrt{2}}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\fbox{7}", "7"),
+        (r"\boxed{5} \fbox{4}", "5"),
+        (r"\fbox{4} \boxed{5}", "5"),
+        (r"\fbox{4} \boxed{5", None),
         (r"$\boxed 5$ is", "5"),
         (r"\boxed{never closed", None),
         ("42", None),

@@ -51,7 +51,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "prime_code": ("codecontests", "apps", "codeforces", "taco"),
 }
 # In the service's own process: they run nothing, and take less than sending a row to another. Their time grows
-# no faster than the response (dapo reads its last 300 characters): nothing ends them.
+# no faster than response and ground truth, whatever is in them: nothing ends them.
 QUICK = ("gsm8k", "math", "dapo")
 
 
@@ -87,7 +87,7 @@ def default_compute_score(
         solution_str: the response's text, without special tokens.
         ground_truth: text, a number, a list of right answers, or {"target": one of these}; prime_code: tests.
         extra_info: the row's; no rule here reads it.
-        config: the reward section: format_score, math, sandbox; None: the defaults.
+        config: the reward section: format_score, answer_chars, math, sandbox; None: the defaults.
 
     Raises:
         UnknownDataSource: no rule is known.
@@ -95,11 +95,16 @@ def default_compute_score(
     config = config or RewardConfig()
     match rule_of(data_source, config):
         case "gsm8k":
-            return gsm8k.compute_score(solution_str, ground_truth, format_score=config.format_score)
+            return gsm8k.compute_score(
+                solution_str,
+                ground_truth,
+                format_score=config.format_score,
+                answer_chars=config.answer_chars,
+            )
         case "math":
             return math.compute_score(solution_str, ground_truth)
         case "dapo":
-            return dapo.compute_score(solution_str, ground_truth)
+            return dapo.compute_score(solution_str, ground_truth, answer_chars=config.answer_chars)
         case "math_verify":
             return math_verify.compute_score(solution_str, ground_truth)
         case _:

@@ -5,12 +5,13 @@ arXiv:2206.14858, appendix D.1)."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from services.reward.functions.ground_truth import right_answers
 from services.reward.functions.math import last_boxed
 
-TAIL = 300  # characters in which the answer has to be
 ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
 REPLACED = (
@@ -34,16 +35,19 @@ UNITS = (
 )
 
 
-def compute_score(solution_str: str, ground_truth: Any) -> dict[str, float | str]:
+def compute_score(
+    solution_str: str, ground_truth: Any, *, answer_chars: int | None = 300
+) -> dict[str, float | str]:
     r"""1.0 where the answer is right, else -1.0; acc says 1 or 0; pred is the answer as it was compared, "" for
     none.
 
-    The answer is what follows the last "Answer:" on its line, or, where none is, the last \boxed{}.
+    The answer is what follows the last "Answer:" on its line, or, where none is, the last \boxed{}; both within
+    the last `answer_chars` characters (None: anywhere).
 
     Raises:
         ValueError: the ground truth is of no known form.
     """
-    tail = solution_str[-TAIL:]
+    tail = solution_str if answer_chars is None else solution_str[-answer_chars:]
     found = ANSWER.findall(tail)
     given = found[-1] if found else last_boxed(tail)
     answers = [normalise(answer) for answer in right_answers(ground_truth)]
@@ -58,13 +62,42 @@ def normalise(answer: str) -> str:
     answer = answer.split("=")[-1]
     for before, after in (*REPLACED, *((unit, "") for unit in UNITS)):
         answer = answer.replace(before, after)
-    answer = re.sub(r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$", answer)  # what stands between dollars
+    answer = _by_line(_between_dollars, answer)
     for command in ("text", "textbf", "overline"):
-        answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
-    answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
+        answer = _by_line(partial(_unwrapped, command), answer)
+    answer = _by_line(_unboxed, answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)
     answer = answer.replace("$", "")
     if answer.replace(",", "").isdigit():
         answer = answer.replace(",", "")
     return answer.strip()
+
+
+# An expression like \\text\{(.*?)\} would say in a line what these three do. But where a command is opened many
+# times and never closed, it looks for the end from each opening anew: its time grows with the square.
+
+
+def _by_line(change: Callable[[str], str], text: str) -> str:
+    return "\n".join(map(change, text.split("\n")))
+
+
+def _between_dollars(line: str) -> str:
+    """What stands between the first two dollar signs, with them; a line with fewer as it is."""
+    parts = line.split("$", 2)
+    return f"${parts[1]}$" if len(parts) == 3 else line
+
+
+def _unwrapped(command: str, line: str) -> str:
+    r"""Without each \command{ and the first } after it."""
+    if rf"\{command}{{" not in line:
+        return line
+    closed, brace, rest = line.rpartition("}")  # behind the last } nothing is closed
+    return re.sub(rf"\\{command}\{{([^}}]*)\}}", r"\1", closed + brace) + rest
+
+
+def _unboxed(line: str) -> str:
+    r"""Without the first \boxed{ and the last }."""
+    before, box, after = line.partition(r"\boxed{")
+    content, brace, rest = after.rpartition("}")
+    return before + content + rest if box and brace else line

@@ -1,4 +1,4 @@
-"""GSM8K's rule: the number after the last "####" equals the ground truth."""
+"""GSM8K's rule: the number after the last "####", near the end of the response, equals the ground truth."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from services.reward.functions.ground_truth import right_answers
 ANSWER = re.compile(r"####([-+$\s]*[0-9.,]+)")
 
 
-def compute_score(solution_str: str, ground_truth: Any, *, format_score: float = 0.0) -> dict[str, float]:
-    """1.0 where the number is right, format_score where there is one and it is wrong, else 0.0.
+def compute_score(
+    solution_str: str, ground_truth: Any, *, format_score: float = 0.0, answer_chars: int | None = 300
+) -> dict[str, float]:
+    """1.0 where the answer is right, format_score where there is one and it is wrong, else 0.0.
 
-    "#### 1,234", "#### $1234" and "#### 1234.00" are the same number.
+    The answer is what digits, commas and periods follow the last "####" that has some, within the last
+    `answer_chars` characters (None: anywhere). "#### 1,234", "#### $1234" and "#### 1234.00" are the same;
+    "#### ," is an answer, and a wrong one.
 
     Raises:
         ValueError: the ground truth holds no number.
@@ -23,15 +27,10 @@ def compute_score(solution_str: str, ground_truth: Any, *, format_score: float =
     answers = [number(answer) for answer in right_answers(ground_truth)]
     if None in answers:
         raise ValueError(f"ground_truth {ground_truth!r:.200} is not a number, which gsm8k's rule compares")
-    given = last_number(solution_str)
+    found = ANSWER.findall(solution_str if answer_chars is None else solution_str[-answer_chars:])
+    given = number(found[-1]) if found else None
     right = given is not None and given in answers
-    return {"score": 1.0 if right else format_score if given is not None else 0.0, "acc": float(right)}
-
-
-def last_number(solution_str: str) -> Decimal | None:
-    """The number after the last "####" that has one."""
-    values = (number(text) for text in reversed(ANSWER.findall(solution_str)))
-    return next((value for value in values if value is not None), None)
+    return {"score": 1.0 if right else format_score if found else 0.0, "acc": float(right)}
 
 
 def number(text: str) -> Decimal | None:

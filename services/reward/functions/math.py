@@ -38,9 +38,10 @@ def compute_score(solution_str: str, ground_truth: Any) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{…} or \fbox{…}, braces within it balanced, or of "\boxed 5"; None
-    where there is none or its brace is never closed."""
-    start, command = max((text.rfind(command), command) for command in (r"\boxed", r"\fbox"))
+    r"""The content of the last \boxed{…}, braces within it balanced, or of "\boxed 5"; without any, of the last
+    \fbox{…}. None where there is neither or its brace is never closed."""
+    command = r"\boxed" if r"\boxed" in text else r"\fbox"
+    start = text.rfind(command)
     if start < 0:
         return None
     rest = text[start + len(command) :]

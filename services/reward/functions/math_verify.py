@@ -7,6 +7,7 @@ thread of a process that scores, and nowhere else.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from services.reward.functions.ground_truth import right_answers
@@ -29,6 +30,7 @@ def compute_score(solution_str: str, ground_truth: Any) -> float:
         verify,
     )
 
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would log the whole response
     given = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=TIMEOUT_S)
     answers = [
         parse(rf"\boxed{{{answer}}}", (LatexExtractionConfig(),), parsing_timeout=TIMEOUT_S)

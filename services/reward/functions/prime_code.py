@@ -42,19 +42,18 @@ def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig)
         solution_str: the response.
         ground_truth: {"inputs", "outputs"} as a mapping or as JSON, one test for each pair of texts; with
             "fn_name", pairs of that function's arguments (a list, or JSON values line by line) and its result.
-        config: `sandbox` and `timeout_s`: tests for which there is no time left are not passed.
+        config: `sandbox` and `timeout_s`: tests for which the row has no time left are not passed.
 
     Raises:
         ValueError: the ground truth holds no tests.
         SandboxUnavailable: programs cannot be run safely on this machine. None was.
     """
-    cases, program = cases_of(ground_truth), program_of(solution_str)
-    deadline = time.monotonic() + 0.9 * config.timeout_s
+    cases, attempt = cases_of(ground_truth), Attempt(program_of(solution_str), config)
     if not config.sandbox.continuous:
-        right = all(_passes(program, case, config, deadline) for case in cases)
+        right = all(attempt.passes(case) for case in cases)
         return {"score": float(right), "acc": float(right)}
     cases = cases[:CONTINUOUS_TESTS]
-    share = sum(_passes(program, case, config, deadline) for case in cases) / len(cases)
+    share = sum(attempt.passes(case) for case in cases) / len(cases)
     return {"score": share, "acc": float(share == 1)}
 
 
@@ -91,20 +90,30 @@ def _call(arguments: Any, result: Any) -> tuple[str, str]:
     return json.dumps(arguments), json.dumps(result)
 
 
-def _passes(program: str, case: Case, config: RewardConfig, deadline: float) -> bool:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        return False
-    cpu_s = config.sandbox.timeout_s
-    limits = Limits(
-        cpu_s=cpu_s,
-        wall_s=min(2 * cpu_s, left),
-        memory_bytes=config.sandbox.memory_limit_mb << 20,
-        output_bytes=2 * len(case.expected.encode()) + SPARE_OUTPUT,
-    )
-    outcome = _sandbox.run(program, case.given, limits, function=case.function)
-    same = same_text if case.function is None else same_result
-    return outcome.status == 0 and same(outcome.output, case.expected)
+class Attempt:
+    """A program, and the time that its row's tests have together."""
+
+    def __init__(self, program: str, config: RewardConfig) -> None:
+        self._program, self._sandbox = program, config.sandbox
+        self._ends = time.monotonic() + 0.9 * config.timeout_s
+        self._idle_s = float(config.sandbox.timeout_s)
+
+    def passes(self, case: Case) -> bool:
+        """Whether the program passes a test. It does not where there is no time left for it."""
+        left = self._ends - time.monotonic()
+        if min(left, self._idle_s) <= 0:
+            return False
+        limits = Limits(
+            cpu_s=self._sandbox.timeout_s,
+            wall_s=min(2 * self._sandbox.timeout_s, left),
+            idle_s=self._idle_s,
+            memory_bytes=self._sandbox.memory_limit_mb << 20,
+            output_bytes=2 * len(case.expected.encode()) + SPARE_OUTPUT,
+        )
+        outcome = _sandbox.run(self._program, case.given, limits, function=case.function)
+        self._idle_s -= outcome.idle_s
+        same = same_text if case.function is None else same_result
+        return outcome.status == 0 and same(outcome.output, case.expected)
 
 
 def same_text(output: str, expected: str) -> bool:

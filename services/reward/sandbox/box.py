@@ -8,7 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +48,26 @@ class Limits:
     Args:
         cpu_s: seconds of CPU.
         wall_s: seconds, asleep or not.
+        idle_s: seconds asleep.
         memory_bytes: of address space, the interpreter's included.
         output_bytes: that it may write.
     """
 
     cpu_s: int = 10
     wall_s: float = 20.0
+    idle_s: float = 20.0
     memory_bytes: int = 1 << 30
     output_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended: `status` is 0, its exit code, or minus the signal that ended it."""
+    """How a program ended: `status` is 0, its exit code, or minus the signal that ended it. It slept `idle_s`
+    seconds."""
 
     status: int
     output: str
+    idle_s: float = field(default=0.0, compare=False)
 
 
 class Sandbox:
@@ -134,6 +138,7 @@ class Sandbox:
         asked = {
             "cpu_s": limits.cpu_s,
             "wall_s": limits.wall_s,
+            "idle_s": limits.idle_s,
             "memory_bytes": limits.memory_bytes,
             "output_bytes": limits.output_bytes,
             "function": function,
@@ -151,7 +156,8 @@ class Sandbox:
         finally:
             for file in files:
                 os.close(file)
-        return Outcome(os.waitstatus_to_exitcode(answer["status"]), output.decode(errors="replace"))
+        status = os.waitstatus_to_exitcode(answer["status"])
+        return Outcome(status, output.decode(errors="replace"), answer["idle_s"])
 
     def _answer(self) -> bytes:
         assert self._control is not None

@@ -19,6 +19,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import types
 from typing import Any
 
@@ -34,6 +35,7 @@ THREADS = 512  # that programs may have beside what else the user runs; memory e
 STACK_BYTES = 64 << 20  # of a thread, unless it says another size: deep recursion needs it
 OPEN_FILES = 64
 RECURSION = 600_000
+BUSY = 8
 READY = b"ready"
 
 # What is there without being imported, as data sets of this kind expect (APPS, TACO, PRIME). builtins come
@@ -74,7 +76,7 @@ def main() -> None:
             break
         for file in (*files, tell):
             os.close(file)
-        control.send(json.dumps(outcome(pid, told, asked["wall_s"])).encode())
+        control.send(json.dumps(outcome(pid, told, asked["wall_s"], asked["idle_s"])).encode())
     run(program, names, asked["function"])
 
 
@@ -159,22 +161,45 @@ def confine(asked: dict[str, Any], files: list[int], kept: tuple[int, int], pare
     return program
 
 
-def outcome(pid: int, told: int, wall_s: float) -> dict[str, Any]:
+def outcome(pid: int, told: int, wall_s: float, idle_s: float) -> dict[str, Any]:
     """Waits for a program, and kills it when its time is over. It has no children that could outlive it.
 
+    Args:
+        pid: the program's process.
+        told: where it tells why it was never run.
+        wall_s, idle_s: as Limits has them.
+
     Returns:
-        "status", as waitpid has it; or "failed", why it was never run.
+        "status", as waitpid has it, and "idle_s", the seconds it slept; or "failed", why it was never run.
     """
-    process = os.pidfd_open(pid)
+    began, process = time.monotonic(), os.pidfd_open(pid)
     with open(told, "rb") as file:
         failed = file.read().decode()
     waiting = select.poll()
     waiting.register(process, select.POLLIN)
-    if not waiting.poll(wall_s * 1000):
+    idle, left = 0.0, min(wall_s, idle_s)
+    while left > 0 and not waiting.poll(left * 1000):
+        lived = time.monotonic() - began
+        idle = idle_time(lived, time.clock_gettime(cpu_clock(pid)))
+        left = min(wall_s - lived, idle_s - idle)
+    if left <= 0:
         signal.pidfd_send_signal(process, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
+    _, status, usage = os.wait4(pid, 0)
+    if left > 0:
+        idle = idle_time(time.monotonic() - began, usage.ru_utime + usage.ru_stime)
     os.close(process)
-    return {"failed": failed} if failed else {"status": status}
+    return {"failed": failed} if failed else {"status": status, "idle_s": idle}
+
+
+def idle_time(lived_s: float, cpu_s: float) -> float:
+    """Seconds of its life that a program slept. Up to BUSY times its CPU time it may have computed, or waited
+    for a CPU of a busy machine, which the kernel tells nobody in here."""
+    return max(0.0, lived_s - BUSY * cpu_s)
+
+
+def cpu_clock(pid: int) -> int:
+    """The clock of a process's CPU time, as clock_getcpuclockid(3) makes it of the number."""
+    return ~pid << 3 | 2
 
 
 def run(program: str, names: dict[str, Any], function: str | None) -> None:
