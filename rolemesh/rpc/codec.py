@@ -26,6 +26,7 @@ from rolemesh.rpc.header import (
     WITH_SPANS,
     WITH_VALUES,
     Header,
+    check_num_rows,
     expansion_limit,
     read_header,
     unpacked_bytes,
@@ -82,10 +83,10 @@ def encode(batch: DataProto) -> Encoded:
     Raises:
         InvalidBatch: a column, cell or meta value has no place on the wire. Names which, and its type.
     """
-    batch = DataProto(
-        batch.tensors, batch.non_tensors, batch.meta_info
-    )  # its dicts may have been changed since
+    num_rows = None if batch.columns else batch.num_rows
+    batch = DataProto(batch.tensors, batch.non_tensors, batch.meta_info, num_rows)  # the dicts may have changed
     _check_names(batch)
+    check_num_rows(len(batch), len(batch.columns))
     packed = _pack(batch.tensors)
     region = _Writer()
     header = frame_pb2.FrameHeader(num_rows=len(batch), meta_json=to_json(_meta(batch), "meta_info"))
@@ -210,7 +211,8 @@ def decode(header: bytes | Header, region: memoryview) -> DataProto:
     if not isinstance(meta, dict):
         raise InvalidBatch(f"meta_info is a {type(meta).__qualname__}, not an object")
     non_tensors = from_arrow(columns, message.num_rows)
-    return DataProto({column.name: _tensor(column) for column in header.tensors}, non_tensors, meta)
+    tensors = {column.name: _tensor(column) for column in header.tensors}
+    return DataProto(tensors, non_tensors, meta, None if tensors or non_tensors else message.num_rows or None)
 
 
 class _Reader:

@@ -1,7 +1,8 @@
 """Non-tensor columns as one Arrow record batch.
 
-A column's field metadata `encoding` says what it was: `array` (a numpy array of numbers or bools), `object`
-(cells of one Python type, or None) or `json` (anything else that is JSON-like, one text a cell).
+A column's field metadata `encoding` says what it was: `array` (a numpy array of numbers or bools; with a dtype and
+a shape where it has several axes: ndarrays.py), `object` (cells of one Python type, or None) or `json` (anything
+else that is JSON-like, one text a cell).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pyarrow as pa
 
 from rolemesh.column import Column
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc import flatbuffer
+from rolemesh.rpc import flatbuffer, ndarrays
 from rolemesh.rpc.json_text import from_json, num_values, num_values_at_most, to_json
 from rolemesh.rpc.limits import MAX_CELL_BYTES, MAX_VALUES
 
@@ -27,10 +28,7 @@ _CELLS: dict[type, Any] = {
     float: pa.float64(),
     bool: pa.bool_(),
 }
-_ARRAYS = {
-    pa.from_numpy_dtype(dtype): np.dtype(dtype)
-    for dtype in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
-}
+_ARRAYS = {pa.from_numpy_dtype(dtype): dtype for dtype in ndarrays.DTYPES.values()}
 # What a stranger's bytes can make Arrow, its flatbuffers and our reading of them raise.
 _UNREADABLE = (pa.ArrowException, ValueError, OSError, EOFError, StopIteration, struct.error, OverflowError)
 
@@ -70,7 +68,9 @@ def to_arrow(columns: Mapping[str, Column]) -> memoryview:
 
 
 def _to_array(name: str, column: Column) -> tuple[Any, str]:
-    if column.dtype != object and column.ndim == 1:
+    if column.dtype != object and column.ndim > 1:
+        return ndarrays.to_cells(name, column)
+    if column.dtype != object:
         native = np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("="))
         if native.dtype not in _ARRAYS.values():
             raise InvalidBatch(f"column {name!r} of dtype {column.dtype} cannot be sent")
@@ -184,6 +184,8 @@ def _read_batch(data: memoryview, num_rows: int) -> Any:
 
 def _encoding(field: Any) -> str:
     encoding: str = (field.metadata or {}).get(b"encoding", b"").decode("ascii", "replace")
+    if ndarrays.is_encoding(encoding) and field.type == pa.large_binary():
+        return encoding
     allowed = {"array": _ARRAYS, "object": _CELLS.values(), "json": (pa.large_string(),)}.get(encoding, ())
     if field.type not in allowed:
         raise InvalidBatch(f"Arrow column {field.name!r}: no {field.type} with encoding {encoding!r}")
@@ -196,6 +198,8 @@ def _from_array(field: Any, array: Any) -> Column:
         if array.null_count:
             raise InvalidBatch(f"Arrow column {field.name!r} is an array with nulls")
         return np.array(array.to_numpy(zero_copy_only=False), dtype=_ARRAYS[field.type])
+    if ndarrays.is_encoding(encoding):
+        return ndarrays.from_cells(field.name, encoding, array)
     cells = _json_cells(field, array) if encoding == "json" else _object_cells(array)
     return np.fromiter(cells, dtype=object, count=len(array))
 

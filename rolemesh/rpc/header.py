@@ -50,6 +50,12 @@ class Header:
         return int(self.message.region_bytes)
 
 
+def check_num_rows(num_rows: int, num_columns: int) -> None:
+    """Rows of columns are bounded by their bytes, and rows of no columns here. Raises InvalidBatch."""
+    if not num_columns and num_rows > limits.MAX_VALUES:
+        raise InvalidBatch(f"{num_rows} rows of no columns; at most {limits.MAX_VALUES} travel")
+
+
 def read_header(data: bytes) -> Header:
     """The header of a batch.
 
@@ -61,8 +67,7 @@ def read_header(data: bytes) -> Header:
         message = frame_pb2.FrameHeader.FromString(data)
     except DecodeError as error:
         raise InvalidBatch(f"not a batch's header: {error}") from None
-    if message.num_rows and not message.tensors and not message.columns.num_bytes:
-        raise InvalidBatch(f"{message.num_rows} rows of no columns")
+    check_num_rows(message.num_rows, len(message.tensors) + message.columns.num_bytes)
     tensors = [_packed(spec, message.num_rows) for spec in message.tensors]
     if len({column.name for column in tensors}) < len(tensors):
         raise InvalidBatch(f"two tensors have one name: {[column.name for column in tensors]}")

@@ -149,6 +149,23 @@ def test_a_batch_without_columns_or_rows_survives():
         assert_same(load(dump(batch)), batch)
 
 
+@pytest.mark.parametrize("dtype", ["?", "i1", "u2", ">i4", "i8", "f2", "f4", "f8"])
+@pytest.mark.parametrize("shape", [(4, 3), (2, 3, 2), (3, 0), (0, 5), (1, 1, 1, 1)])
+def test_a_numpy_column_of_several_axes_keeps_dtype_shape_and_bits(dtype: str, shape: tuple[int, ...]):
+    cells = np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+    batch = DataProto.from_dict({}, {"c": cells, "text": ["x"] * shape[0]})
+    back = load(dump(batch))["c"]
+    assert (back.dtype, back.shape) == (cells.dtype.newbyteorder("="), shape)
+    assert np.array_equal(back, cells)
+    assert back.flags.writeable
+
+
+def test_a_batch_of_rows_without_columns_keeps_their_number():
+    assert len(load(dump(DataProto(num_rows=7, meta_info={"step": 1})))) == 7
+    with pytest.raises(InvalidBatch, match="rows of no columns"):
+        dump(DataProto(num_rows=1 << 40))
+
+
 # -------------------------------------------------------------------------------- few bytes
 
 

@@ -88,7 +88,11 @@ LIES: dict[str, Callable[[FrameHeader], None]] = {
     "more rows": lambda h: setattr(h, "num_rows", 5),
     "2**60 rows": lambda h: setattr(h, "num_rows", 1 << 60),
     "no rows": lambda h: setattr(h, "num_rows", 0),
-    "rows of no columns": lambda h: (h.ClearField("tensors"), h.ClearField("columns")),
+    "2**60 rows of no columns": lambda h: (
+        h.ClearField("tensors"),
+        h.ClearField("columns"),
+        setattr(h, "num_rows", 1 << 60),
+    ),
     "offset beyond the region": lambda h: setattr(column(h, "dense").data, "offset", 1 << 20),
     "offset that wraps": lambda h: setattr(column(h, "dense").data, "offset", 2**64 - 64),
     "offset off the boundary": lambda h: setattr(column(h, "dense").data, "offset", 8),
@@ -254,6 +258,21 @@ BAD_ARROW: dict[str, bytes] = {
     "text cut within a character": strings([0, 1, 2], "ü".encode()),
     "offsets that fall": strings([0, 2, 1], b"ab"),
     "offsets beyond the data": strings([0, 1, 1 << 40], b"ab"),
+    "several axes, a row too short": arrow(
+        [record(pa.array([b"1234", b"123"], pa.large_binary()), "array:int32:1")]
+    ),
+    "several axes, other bytes than the shape": arrow(
+        [record(pa.array([b"1234", b"1234"], pa.large_binary()), "array:int32:2")]
+    ),
+    "several axes with nulls": arrow([record(pa.array([b"1234", None], pa.large_binary()), "array:int32:1")]),
+    "several axes of text": arrow([record(TEXTS, "array:uint8:1")]),
+    "several axes of objects": arrow([record(pa.array([b"12", b"34"], pa.large_binary()), "array:object:2")]),
+    "several axes of a bool that is 2": arrow(
+        [record(pa.array([b"\0\1", b"\2\0"], pa.large_binary()), "array:bool:2")]
+    ),
+    "several axes, a shape of 10^60": arrow(
+        [record(pa.array([b"", b""], pa.large_binary()), "array:int64:0" + ",9999999999" * 6)]
+    ),
     "negative offsets": strings([-5, 1, 2], b"ab"),
     "two columns of one name": arrow([pa.record_batch([TEXTS, TEXTS], schema=pa.schema([*SCHEMA, *SCHEMA]))]),
     "random": np.random.default_rng(0).bytes(500),
