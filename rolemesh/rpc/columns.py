@@ -1,8 +1,8 @@
 """Non-tensor columns as one Arrow record batch.
 
-A column's field metadata `encoding` says what it was: `array` (a numpy array of numbers or bools; with a dtype and
-a shape where it has several axes: ndarrays.py), `object` (cells of one Python type, or None) or `json` (anything
-else that is JSON-like, one text a cell).
+A column's field metadata `encoding` says what it was: `array` (a numpy array of numbers or bools; ndarrays.py
+where it has several axes), `object` (cells of one Python type, or None) or `json` (anything else that is
+JSON-like, one text a cell).
 """
 
 from __future__ import annotations
