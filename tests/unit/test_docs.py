@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 
+from benchmarks.demo import SEEDS
 from rolemesh.config import JobConfig
 from rolemesh.config.base import leaves
 from rolemesh.config.rollout import NOT_HERE
@@ -326,3 +327,8 @@ def test_the_planners_page_has_the_range_of_its_results() -> None:
     assert f"estimates are {min(memory):.2f} to {max(memory):.2f} times the measured peak" in text
     steps = [1 / found["ratio"] for found in plan["steps"]]
     assert f"too low by a factor of {min(steps):.1f} to {max(steps):.1f}" in text
+
+
+def test_the_demos_results_have_every_seed_that_its_benchmark_runs() -> None:
+    results = json.loads((ROOT / "benchmarks/results/demo.json").read_text())
+    assert [result["seed"] for result in results] == SEEDS
