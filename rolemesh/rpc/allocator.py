@@ -14,6 +14,9 @@ from rolemesh.rpc.limits import MAX_REGION_BYTES
 ALIGNMENT = 64
 FIRST_BYTES = 64 << 20  # memory for a region before any of it has arrived
 GROWTH = 4
+# Above this many bytes are copied by numpy, which lets other threads run meanwhile. Below it, to wait for them
+# afterwards costs more than the copy.
+LARGE_COPY = 4 << 20
 
 
 def tune() -> bool:
@@ -78,8 +81,10 @@ class Region:
             before = self._memory[: self._arrived]
             self._take(min(self.num_bytes, max(end, GROWTH * before.nbytes)))
             self._memory[: before.nbytes] = before
-        # By numpy, which lets other threads run meanwhile; a memoryview's own copy does not.
-        self._memory[self._arrived : end] = np.frombuffer(part, np.uint8)
+        if part.nbytes > LARGE_COPY:
+            self._memory[self._arrived : end] = np.frombuffer(part, np.uint8)
+        else:
+            self._memory.data[self._arrived : end] = part
         self._arrived = end
 
     def whole(self) -> memoryview:

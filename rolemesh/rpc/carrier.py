@@ -12,13 +12,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol
 
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc.allocator import Region
+from rolemesh.rpc.allocator import LARGE_COPY, Region
 from rolemesh.rpc.codec import Encoded
 from rolemesh.rpc.frame import join_frame, split_frame
 from rolemesh.rpc.header import Header, read_header
 
 FRAME_BYTES = 1 << 20  # the fastest size for gRPC in Python: docs/wire.md
-LARGE_MOVE = 4 << 20  # above this many bytes are copied in a thread, so that other calls of the process go on
 
 
 class Carrier(Protocol):
@@ -67,7 +66,8 @@ class FrameCarrier:
                 raise InvalidBatch("an empty frame")
             assert header is not None
             assert region is not None
-            if region.moves_for(payload) > LARGE_MOVE:
+            # In a thread where it takes long, so that other calls of the process go on.
+            if region.moves_for(payload) > LARGE_COPY:
                 await asyncio.to_thread(region.write, payload)
             else:
                 region.write(payload)
