@@ -1,8 +1,11 @@
-"""A limit for the requests of services that are not ours, health and reflection."""
+"""What no call may cost a server, whatever it calls: its own services, health, reflection."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from inspect import isasyncgen
 from typing import Any
 
 import grpc
@@ -10,50 +13,64 @@ from google.protobuf.message import DecodeError
 
 from rolemesh.rpc.limits import MAX_FOREIGN_BYTES
 
-Handler = Any  # grpc.RpcMethodHandler, of which the stubs know less than there is
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class SmallRequests(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Refuses larger messages before they are parsed, which would hold up the event loop. Methods without a
-    deserializer read, and so bound, their requests themselves."""
+class Bounded(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """Refuses large requests of services that gRPC reads them for, and keeps nothing of a call that fails.
+
+    gRPC holds on to the error that ends a call until the garbage collector comes by, and with it to all that
+    its frames hold: messages, a batch. Those frames are emptied.
+    """
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_deserializer is None:
-            return handler
-        return _bounded(handler)
+    ) -> Any:
+        """The method's handler, bounded; None: there is no such method."""
+        found = await continuation(handler_call_details)
+        if found is None:
+            return None
+        arity = "_".join(
+            "stream" if way else "unary" for way in (found.request_streaming, found.response_streaming)
+        )
+        behaviour, read = getattr(found, arity), found.request_deserializer
 
-
-def _bounded(handler: Handler) -> Handler:
-    read = handler.request_deserializer
-
-    async def message(request: bytes, context: Any) -> Any:
-        problem = f"a request of {len(request)} bytes; at most {MAX_FOREIGN_BYTES} are read"
-        if len(request) <= MAX_FOREIGN_BYTES:
+        async def bounded(request: Any, context: Context) -> Any:
             try:
-                return read(request)
-            except DecodeError as error:
-                problem = f"not a request: {error}"
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+                if read is not None and found.request_streaming:
+                    request = _read_all(read, request, context)
+                elif read is not None:
+                    request = await _read(read, request, context)
+                answer = behaviour(request, context)
+                if not isasyncgen(answer):
+                    return await answer
+                async with aclosing(answer):
+                    async for part in answer:
+                        await context.write(part)
+            except grpc.aio.AbortError as error:
+                traceback.clear_frames(error.__traceback__)
+                error.__context__ = None
+                raise
+            finally:
+                del request
 
-    async def messages(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        async for request in requests:
-            yield await message(request, context)
+        make = getattr(grpc, f"{arity}_rpc_method_handler")
+        return make(bounded, response_serializer=found.response_serializer)
 
-    async def unary_unary(request: bytes, context: Any) -> Any:
-        return await handler.unary_unary(await message(request, context), context)
 
-    async def unary_stream(request: bytes, context: Any) -> None:
-        await handler.unary_stream(await message(request, context), context)
+async def _read(read: Callable[[bytes], Any], request: bytes, context: Context) -> Any:
+    problem = f"a request of {len(request)} bytes; at most {MAX_FOREIGN_BYTES} are read"
+    if len(request) <= MAX_FOREIGN_BYTES:
+        try:
+            return read(request)
+        except DecodeError as error:
+            problem = f"not a request of this method: {error}"
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
 
-    async def stream_stream(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        async for answer in handler.stream_stream(messages(requests, context), context):
-            yield answer
 
-    behaviours = {"unary_unary": unary_unary, "unary_stream": unary_stream, "stream_stream": stream_stream}
-    bounded = {kind: behaviour for kind, behaviour in behaviours.items() if getattr(handler, kind) is not None}
-    return handler._replace(request_deserializer=None, **bounded)
+async def _read_all(read: Callable[[bytes], Any], requests: Any, context: Context) -> AsyncIterator[Any]:
+    async with aclosing(aiter(requests)) as messages:
+        async for request in messages:
+            yield await _read(read, request, context)

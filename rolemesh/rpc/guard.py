@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -73,7 +72,7 @@ class Guard:
                     async for message in _messages(answer):
                         await context.write(count("out", message))
 
-        return _forgetful(stream if rpc.streams[1] else unary)
+        return stream if rpc.streams[1] else unary
 
     @asynccontextmanager
     async def _call(self, role: str, rpc: Rpc, context: Context) -> AsyncIterator[Callable[[str, Any], Any]]:
@@ -120,21 +119,6 @@ class Guard:
             self._running -= 1
             if not self._running:
                 self.idle.set()
-
-
-def _forgetful(behaviour: Behaviour) -> Behaviour:
-    """The behaviour, of whose failure gRPC keeps the status alone. It holds on to the error that ends a call
-    until the garbage collector comes by, and with it to all that the error's frames hold: messages, a batch."""
-
-    async def forgetful(request: Any, context: Context) -> Any:
-        try:
-            return await behaviour(request, context)
-        except grpc.aio.AbortError as error:
-            traceback.clear_frames(error.__traceback__)
-            error.__context__ = None
-            raise
-
-    return forgetful
 
 
 async def _counted(frames: Any, count: Callable[[str, Any], Any]) -> AsyncIterator[bytes]:

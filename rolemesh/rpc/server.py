@@ -20,10 +20,10 @@ from rolemesh import metrics
 from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.rpc import tls
 from rolemesh.rpc.access import Permissions
+from rolemesh.rpc.bounded import Bounded
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
 from rolemesh.rpc.contract import FRAME, Rpc, rpcs, serializer
 from rolemesh.rpc.guard import Behaviour, Context, Guard
-from rolemesh.rpc.small_requests import SmallRequests
 
 if TYPE_CHECKING:
     from rolemesh.door import Door
@@ -107,7 +107,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         return await self._begin(server, listen, server.add_insecure_port)
 
     def _new_server(self, permissions: Sequence[Permissions] = ()) -> grpc.aio.Server:
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*permissions, SmallRequests()])
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Bounded(), *permissions])
         add_HealthServicer_to_server(self._health, server)
         return server
 
