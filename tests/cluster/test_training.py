@@ -146,6 +146,10 @@ def test_it_is_tested_then_begins_and_ends_with_the_bits_of_a_local_run(
     rolemesh("resume", job)
     job.end()
     equal(job.outcome(), expected, 10)
+    with pytest.raises(Failed):  # the roles are gone, and the pod that stays says so
+        namespace.helm("test", job.name, "--timeout=5m")
+    [check] = namespace.one("pod", f"{job.name}-check")["status"]["containerStatuses"]
+    assert "the roles have been scaled down" in check["state"]["terminated"]["message"]
 
 
 def rolemesh(command: str, job: Job, *args: str) -> str:
