@@ -111,12 +111,14 @@ def test_no_link_is_followed_and_nobody_learns_where_it_leads(
     assert state(foreign) == before
 
 
-@pytest.mark.parametrize("below", ["key", "sub/key", "sub"])
-@pytest.mark.parametrize("there", [True, False])
-def test_a_link_among_the_files_is_not_read(root: Path, foreign: Path, below: str, there: bool) -> None:
+@pytest.mark.parametrize("below", ["key", "sub/key"])
+@pytest.mark.parametrize("to", ["key", "below", "nothing"])
+def test_a_link_among_the_files_is_not_read_and_nobody_learns_where_it_leads(
+    root: Path, foreign: Path, below: str, to: str
+) -> None:
     (root / below).parent.mkdir(exist_ok=True)
-    (root / below).symlink_to(foreign / ("key" if there else "nothing"))
-    with pytest.raises(OSError, match="is neither a file nor a directory"):
+    (root / below).symlink_to(foreign / to)
+    with pytest.raises(OSError, match=r"^'key' is neither a file nor a directory"):
         read(Home(root), root)
 
 
