@@ -201,7 +201,10 @@ class IssuerRef(Config):
 
 class TlsValues(Config):
     mode: Literal["none", "certManager", "secret"] = "none"
-    secret: Name = Field("", description="mode secret: with tls.crt, tls.key and ca.crt")
+    secret: Name = Field("", description="mode secret: with tls.crt, tls.key and ca.crt, for all processes")
+    secrets: dict[str, Name] = Field(
+        {}, description="mode secret: each group and controller to a Secret of its own, in place of `secret`"
+    )
     issuerRef: IssuerRef = Field(IssuerRef(), description="mode certManager")
     duration: str = Field("2160h", description="mode certManager: of the key; it is renewed in time")
 

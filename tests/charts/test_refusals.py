@@ -115,10 +115,6 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
         {"rewardFunction": {"code": "x = 1"}},
         "/etc/rolemesh-reward/reward.py, where it will",
     ),
-    "TLS without a Secret": (
-        {"tls": {"mode": "secret"}},
-        "tls.secret is empty: set it to the name of a Secret",
-    ),
     "Kueue without a queue": ({"gang": {"scheduler": "kueue"}}, "gang.queue is empty: set it to a LocalQueue"),
 }
 
@@ -231,7 +227,7 @@ def test_no_depth_has_room_for_an_unknown_key() -> None:
     rest |= {f"DashboardsValues.{key}" for key in ("labels", "annotations")}
     rest |= {f"NetworkPolicyValues.{key}" for key in ("metricsFrom", "scalerFrom", "dnsTo")}
     rest |= {"NetworkPolicyValues.prepareEgress", "NetworkPolicyValues.controllerEgress"}
-    rest |= {"RewardFunctionValues.egress"}
+    rest |= {"RewardFunctionValues.egress", "TlsValues.secrets"}
     assert open_ones == own | labels | rest
 
 

@@ -55,7 +55,7 @@ def test_every_combination_is_accepted_and_means_what_it_says(values: Object) ->
     secure = values["tls"]["mode"] != "none"
     for pod in pods(things):
         (container,) = pod["spec"]["containers"]
-        assert ("--tls-dir=/etc/rolemesh/tls" in container["args"]) == secure
+        assert ("--tls-dir=/etc/rolemesh-tls" in container["args"]) == secure
     scalers = of_kind(things, "HorizontalPodAutoscaler", "ScaledObject")
     assert {thing["metadata"]["name"] for thing in scalers} == {
         f"demo-{role}" for role in values["autoscaling"]

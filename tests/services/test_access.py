@@ -36,6 +36,7 @@ from rolemesh.rpc.access import Permissions
 from rolemesh.rpc.channels import open_channel
 from rolemesh.rpc.clients import ActorClient
 from rolemesh.rpc.contract import ACTOR, CALLERS, WEIGHTS, rpcs
+from rolemesh.rpc.errors import ENDED_WHILE_WRITING
 from rolemesh.rpc.server import RoleServer
 from rolemesh.v1 import data_pb2
 from rolemesh.weights.remote import RemoteWeights
@@ -97,7 +98,7 @@ async def server_of(*services: ServiceDescriptor) -> AsyncIterator[str]:
 
 async def ask(channel: grpc.aio.Channel, path: str, arity: str) -> grpc.aio.AioRpcError:
     """How a call ends that carries nothing."""
-    call = getattr(channel, arity)(path)(iter(()) if arity.startswith("stream") else b"", timeout=10)
+    call = getattr(channel, arity)(path)(iter(()) if arity.startswith("stream") else b"", timeout=60)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         async for _ in call if arity.endswith("stream") else as_stream(call):
             pass
@@ -206,7 +207,7 @@ async def test_a_certificate_of_another_job_has_no_right_not_even_to_health(
 
 async def health(channel: grpc.aio.Channel) -> int:
     request = health_pb2.HealthCheckRequest(service="live")
-    return int((await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status)
+    return int((await health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)).status)
 
 
 def without_callers() -> ServiceDescriptor:
@@ -293,10 +294,11 @@ async def reflected(channel: grpc.aio.Channel) -> Any:
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     try:
-        async for answer in stub.ServerReflectionInfo(iter([request]), timeout=10):
+        async for answer in stub.ServerReflectionInfo(iter([request]), timeout=60):
             return [service.name for service in answer.list_services_response.service]
     except grpc.aio.AioRpcError as error:
-        return error.code()
+        # grpc.aio says so where the call ended while its request was written, before it has read the status.
+        return await reflected(channel) if error.details() == ENDED_WHILE_WRITING else error.code()
 
 
 # ------------------------------------------------------------------------ who a caller wants to see

@@ -44,7 +44,7 @@ def controllers(*pods: tuple[str, str], end: str = "", suspended: bool = False) 
             "kind": "Pod",
             "metadata": {"name": name, "creationTimestamp": f"2030-01-01T00:00:0{age}Z"},
             "spec": {
-                "containers": [{"name": "controller", "args": ["control", "--tls-dir=/etc/rolemesh/tls"]}]
+                "containers": [{"name": "controller", "args": ["control", "--tls-dir=/etc/rolemesh-tls"]}]
             },
             "status": {
                 "phase": phase,
@@ -68,7 +68,7 @@ def test_the_command_runs_in_the_pod_that_runs_with_the_pods_own_keys(cluster: P
     (cluster / "code").write_text("3")
     assert Job("my-job", "research", "prod").once("status", as_json=True) == 3
     where = "--namespace=research --context=prod"
-    command = "rolemesh status 127.0.0.1:50051 --tls-dir=/etc/rolemesh/tls --json"
+    command = "rolemesh status 127.0.0.1:50051 --tls-dir=/etc/rolemesh-tls --json"
     assert asked(cluster) == [
         f"get {where} jobs,pods --selector {SELECTOR} --output=json",
         f"exec {where} new --container=controller -- {command}",

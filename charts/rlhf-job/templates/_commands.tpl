@@ -10,7 +10,7 @@
 {{- define "rlhf-job.common" -}}
 - --log-format=json
 {{- if ne .Values.tls.mode "none" }}
-- --tls-dir=/etc/rolemesh/tls
+- --tls-dir=/etc/rolemesh-tls
 {{- end }}
 {{- end }}
 
@@ -20,11 +20,6 @@
 {{- range include "rlhf-job.roles" . | fromJsonArray }}
 - --{{ . }}={{ $.Values.controller.rbac | ternary "kubernetes" "dns" }}:{{ include "rlhf-job.name" (list $ .) }}:50051
 {{- end }}
-{{- end }}
-
-{{/* The Secret with the keys of all processes. */}}
-{{- define "rlhf-job.tlsSecret" -}}
-{{- eq .Values.tls.mode "secret" | ternary .Values.tls.secret (include "rlhf-job.name" (list . "tls")) }}
 {{- end }}
 
 {{/* Not empty: PodMonitor and PrometheusRule are made. */}}

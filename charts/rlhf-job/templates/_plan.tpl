@@ -94,6 +94,7 @@ the fewest), gpus, models (its roles with a model of their own; an engine of oth
 {{- end }}
 {{- include "rlhf-job.refuse.groups" (list . $groups) }}
 {{- include "rlhf-job.refuse.job" (list . $groups) }}
+{{- include "rlhf-job.refuse.tls" (list . $groups) }}
 {{- dict "groups" $groups "roles" $roles | toJson }}
 {{- end }}
 

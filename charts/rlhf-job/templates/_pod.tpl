@@ -79,7 +79,7 @@ spec:
     fsGroup: {{ . }}
     fsGroupChangePolicy: OnRootMismatch
     {{- end }}
-  {{- $common := include "rlhf-job.container" (dict "root" $ "settings" $settings "resources" .resources "claims" $claims "rewards" $rewards) }}
+  {{- $shared := dict "root" $ "settings" $settings "resources" .resources "claims" $claims "rewards" $rewards }}
   {{- with $values.prepare }}
   initContainers:
     {{- range $index, $step := . }}
@@ -92,7 +92,7 @@ spec:
       command: [flock, .prepare.lock, sh, -c, 'test -e "$0" || exec "$@"']
       {{- end }}
       args: {{ prepend $step.command $step.creates | toJson }}
-      {{- $common | nindent 6 }}
+      {{- include "rlhf-job.container" $shared | nindent 6 }}
     {{- end }}
   {{- end }}
   containers:
@@ -100,7 +100,7 @@ spec:
       command: {{ toJson .command }}
       args:
         {{- toYaml .args | nindent 8 }}
-      {{- $common | nindent 6 }}
+      {{- include "rlhf-job.container" (merge (dict "keys" (ne $values.tls.mode "none")) $shared) | nindent 6 }}
       {{- with .probes }}
       ports:
         - {name: grpc, containerPort: 50051}
@@ -110,18 +110,15 @@ spec:
       {{- end }}
   volumes:
     - name: job
-      projected:
-        sources:
-          - configMap:
-              name: {{ include "rlhf-job.name" (list $ "job") }}
-          {{- if ne $values.tls.mode "none" }}
-          - secret:
-              name: {{ include "rlhf-job.tlsSecret" $ }}
-              items:
-                - {key: tls.crt, path: tls/tls.crt}
-                - {key: tls.key, path: tls/tls.key}
-                - {key: ca.crt, path: tls/ca.crt}
-          {{- end }}
+      configMap:
+        name: {{ include "rlhf-job.name" (list $ "job") }}
+    {{- if ne $values.tls.mode "none" }}
+    - name: tls
+      secret:
+        secretName: {{ include "rlhf-job.tlsSecret" (list $ .component) }}
+        defaultMode: 0400 # with an fsGroup the kubelet makes it 0440, of root and that group
+        items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}, {key: ca.crt, path: ca.crt}]
+    {{- end }}
     {{- if $rewards }}
     - name: reward
       configMap:
@@ -183,6 +180,9 @@ envFrom:
 {{- end }}
 volumeMounts:
   - {name: job, mountPath: /etc/rolemesh, readOnly: true}
+  {{- if .keys }}
+  - {name: tls, mountPath: /etc/rolemesh-tls, readOnly: true}
+  {{- end }}
   {{- if .rewards }}
   - {name: reward, mountPath: /etc/rolemesh-reward, readOnly: true}
   {{- end }}

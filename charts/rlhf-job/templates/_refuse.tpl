@@ -169,9 +169,6 @@
 {{- else if and (eq .Values.gang.scheduler "kueue") (not .Values.gang.queue) }}
 {{- fail "gang.scheduler is kueue and gang.queue is empty: set it to a LocalQueue of the namespace" }}
 {{- end }}
-{{- if and (eq .Values.tls.mode "secret") (not .Values.tls.secret) }}
-{{- fail "tls.mode is secret and tls.secret is empty: set it to the name of a Secret with tls.crt, tls.key and ca.crt" }}
-{{- end }}
 {{- if not (or .Values.storage.workspace.existingClaim .Values.storage.workspace.size) }}
 {{- fail "storage.workspace has neither a size nor an existingClaim: set one, since the run directory lies there" }}
 {{- end }}
@@ -185,7 +182,6 @@
 {{- include "rlhf-job.refuse.absent" (list $ "PersistentVolumeClaim" $claim.existingClaim (printf "storage.%s.existingClaim" $key)) }}
 {{- end }}
 {{- include "rlhf-job.refuse.absent" (list . "Secret" .Values.huggingFace.secret "huggingFace.secret") }}
-{{- include "rlhf-job.refuse.absent" (list . "Secret" (eq .Values.tls.mode "secret" | ternary .Values.tls.secret "") "tls.secret") }}
 {{- include "rlhf-job.refuse.absent" (list . "ConfigMap" .Values.rewardFunction.configMap "rewardFunction.configMap") }}
 {{- end }}
 

@@ -1,0 +1,51 @@
+{{/* The Secret with a process's keys, of (list $ COMPONENT): a group, controller, or check, which is one. */}}
+{{- define "rlhf-job.tlsSecret" -}}
+{{- $ := first . }}{{ $component := eq (last .) "check" | ternary "controller" (last .) }}
+{{- if eq $.Values.tls.mode "secret" }}
+{{- get $.Values.tls.secrets $component | default $.Values.tls.secret }}
+{{- else }}
+{{- include "rlhf-job.name" (list $ (printf "%s-tls" $component)) }}
+{{- end }}
+{{- end }}
+
+{{/* Component to the roles that its certificate names, of GROUPS, as JSON. `rolemesh status` and its like run in the
+controller's pod, with its keys. */}}
+{{- define "rlhf-job.certificates" -}}
+{{- $roles := dict "controller" (list "controller" "operator") }}
+{{- range . }}{{ $_ := set $roles .name .roles }}{{ end }}
+{{- toJson $roles }}
+{{- end }}
+
+{{/* The DNS names of a component's certificate, of (list $ COMPONENT ROLES), as JSON. The first is the job's. */}}
+{{- define "rlhf-job.dnsNames" -}}
+{{- $ := first . }}
+{{- $names := list $.Release.Name }}
+{{- range last . }}{{ $names = append $names (printf "%s.%s" . $.Release.Name) }}{{ end }}
+{{- if eq (index . 1) "controller" }}
+{{- $names = append $names (printf "%s.%s" (include "rlhf-job.name" (list $ "controller")) $.Release.Namespace) }} {{- /* of its Service */}}
+{{- end }}
+{{- toJson $names }}
+{{- end }}
+
+{{/* Of (list $ GROUPS): what of tls cannot be. */}}
+{{- define "rlhf-job.refuse.tls" -}}
+{{- $ := first . }}{{ $tls := $.Values.tls }}
+{{- $components := include "rlhf-job.certificates" (last .) | fromJson | keys | sortAlpha }}
+{{- if and (ne $tls.mode "secret") (or $tls.secret $tls.secrets) }}
+{{- fail (printf "tls.mode is %s, and tls.secret or tls.secrets is set: set the mode to secret, or leave them out" $tls.mode) }}
+{{- end }}
+{{- range $name, $_ := $tls.secrets }}
+{{- if not (has $name $components) }}
+{{- fail (printf "tls.secrets.%s is set, and there are %s: name one of these" $name (join ", " $components)) }}
+{{- end }}
+{{- end }}
+{{- if eq $tls.mode "secret" }}
+{{- range $components }}
+{{- $secret := include "rlhf-job.tlsSecret" (list $ .) }}
+{{- if not $secret }}
+{{- fail (printf "tls.mode is secret, and no Secret is named for %s: set tls.secrets.%s, or tls.secret for all, to one with tls.crt, tls.key and ca.crt" . .) }}
+{{- end }}
+{{- include "rlhf-job.refuse.absent" (list $ "Secret" $secret (empty (get $tls.secrets .) | ternary "tls.secret" (printf "tls.secrets.%s" .))) }}
+{{- end }}
+{{- end }}
+{{- end }}
