@@ -43,24 +43,24 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "gsm8k" / "train.jsonl"
     ],
 )
 def test_gsm8k_compares_the_last_marked_number(response: str, truth: Any, right: bool) -> None:
-    assert gsm8k.compute_score(response, truth) == {"score": float(right), "acc": float(right)}
+    assert gsm8k.compute_score(response, truth).items() >= {"score": float(right), "acc": float(right)}.items()
 
 
 @pytest.mark.parametrize("response", ["", "The answer is 72", "# 72", "#### seventy-two", "####", "#### -"])
 def test_gsm8k_without_a_marked_number_is_no_answer(response: str) -> None:
-    assert gsm8k.compute_score(response, "72", format_score=0.1) == {"score": 0.0, "acc": 0.0}
+    assert gsm8k.compute_score(response, "72", format_score=0.1).items() >= {"score": 0.0, "acc": 0.0}.items()
 
 
 def test_format_score_is_for_a_well_formed_wrong_answer_and_never_makes_it_right() -> None:
-    assert gsm8k.compute_score("#### 73", "72", format_score=0.1) == {"score": 0.1, "acc": 0.0}
-    assert gsm8k.compute_score("#### 72", "72", format_score=0.1) == {"score": 1.0, "acc": 1.0}
+    assert gsm8k.compute_score("#### 73", "72", format_score=0.1).items() >= {"score": 0.1, "acc": 0.0}.items()
+    assert gsm8k.compute_score("#### 72", "72", format_score=0.1).items() >= {"score": 1.0, "acc": 1.0}.items()
 
 
 def test_gsm8k_takes_what_stands_at_the_last_mark_though_it_is_no_number() -> None:
     """As verl does: a right answer that is taken back is none."""
     for taken_back in ("#### ,", "#### 1.2.3", "####,.", "#### ."):
         scored = gsm8k.compute_score(f"#### 5\n{taken_back}", "5", format_score=0.1)
-        assert scored == {"score": 0.1, "acc": 0.0}
+        assert scored.items() >= {"score": 0.1, "acc": 0.0}.items()
     assert gsm8k.compute_score("#### 5\n#### done", "5")["acc"] == 1.0
     assert gsm8k.compute_score("#### " + "1" * 200 + "x", "1" * 200)["acc"] == 1.0
 
@@ -91,7 +91,7 @@ def test_every_solution_of_the_data_set_is_right_by_its_own_rule() -> None:
         result = default_compute_score(
             row["data_source"], row["extra_info"]["answer"], row["reward_model"]["ground_truth"]
         )
-        assert result == {"score": 1.0, "acc": 1.0}
+        assert result.items() >= {"score": 1.0, "acc": 1.0}.items()
 
 
 # --------------------------------------------------------------------------------------- math
@@ -199,7 +199,7 @@ def test_math_scores_the_box_and_nothing_else() -> None:
 
 def test_data_source_picks_the_rule() -> None:
     for source in ("openai/gsm8k", "rolemesh/arithmetic"):
-        assert default_compute_score(source, "#### 85", "85", {}) == {"score": 1.0, "acc": 1.0}
+        assert default_compute_score(source, "#### 85", "85", {}).items() >= {"score": 1.0, "acc": 1.0}.items()
     for source in ("lighteval/MATH", "HuggingFaceH4/MATH-500", "DigitalLearningGmbH/MATH-lighteval", "math"):
         assert default_compute_score(source, r"\boxed{85}", "85", {}) == 1.0
 
@@ -250,3 +250,11 @@ def test_a_file_that_cannot_be_used_is_an_error_at_start(
     with pytest.raises(InvalidConfig, match=message) as raised:
         load_function(CustomRewardConfig(path=str(file)))
     assert str(file) in str(raised.value)
+
+
+def test_gsm8ks_numbers_have_one_spelling_each_for_votes() -> None:
+    told = [
+        gsm8k.compute_score(f"#### {text}", "5")["pred"] for text in ("1,234", "$1234.00", "1234.", "0.50", ",")
+    ]
+    assert told == ["1234", "1234", "1234", "0.5", ""]
+    assert gsm8k.compute_score("no", "5")["pred"] == ""
