@@ -132,8 +132,8 @@ def _place(path: Path, roots: Mapping[Path, Path]) -> tuple[Path, tuple[str, ...
     shown = repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")
     known = " or ".join(str(root) for root in roots)
     raise OutsideHome(
-        f"{shown} is not one of the directories in {known}; a role opens no other for a caller (its "
-        "trainer.default_local_dir is to be the controller's)"
+        f"{shown} is not one of the directories in {known}; a role opens no other for a caller (they are "
+        "trainer.default_local_dir and, to read, trainer.resume_from_path of its own configuration)"
     )
 
 

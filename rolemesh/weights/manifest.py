@@ -24,6 +24,7 @@ MAX_REGION_BYTES = 1 << 42  # 4 TiB: a trillion parameters in float32
 # A relay gives on a piece once it is whole: small beside a model, large beside a call's overhead.
 PIECE_BYTES = 4 << 20
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 16, 1 << 26
+MAX_MANIFEST_BYTES = 16 << 20  # a trillion parameters in 50,000 tensors take 12 MiB
 MAX_AXES = 64  # of a tensor, as in torch
 MAX_VERSION = (1 << 63) - 1  # `weight_versions` of a response is int64
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -90,9 +91,13 @@ def read_manifest(data: bytes, version: int, digest: str) -> WeightManifest:
     """A manifest as it came, checked before any memory is taken for what it describes.
 
     Raises:
-        WeightsUnavailable: another digest or version; a dtype unknown; a name twice; sizes, offsets, pieces
-            and region that do not agree.
+        WeightsUnavailable: too large; another digest or version; a dtype unknown; a name twice; sizes, offsets,
+            pieces and region that do not agree.
     """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise WeightsUnavailable(
+            f"weights version {version}: a manifest of {len(data)} bytes; {MAX_MANIFEST_BYTES} are accepted"
+        )
     if (found := digest_of(data)) != digest:
         raise WeightsUnavailable(
             f"weights version {version} of another digest: {found[:12]}, not {digest[:12]}"

@@ -17,7 +17,7 @@ from rolemesh.rpc import tls
 from rolemesh.rpc.channels import check_address, open_channel
 from rolemesh.rpc.contract import WEIGHTS, deserializer, rpcs, serializer
 from rolemesh.rpc.frame import split_frame
-from rolemesh.v1.weights_pb2 import FetchRangeRequest, GetManifestRequest, WatchRegionRequest
+from rolemesh.v1.weights_pb2 import FetchRangeRequest, GetManifestRequest, WatchRegionRequest, WeightManifest
 from rolemesh.weights.held import Holding
 from rolemesh.weights.manifest import check_digest, check_version, name_of, read_manifest
 from rolemesh.weights.region import Region
@@ -100,6 +100,10 @@ class RemoteWeights:
         self.is_fetched = True
         return tensors
 
+    async def _read(self, serialized: bytes) -> WeightManifest:
+        """On a thread: it takes as long as its sender likes it to."""
+        return await asyncio.to_thread(read_manifest, serialized, self._version, self.digest)
+
     def _held(self) -> Holding | None:
         return self._store.find(self._version, self.digest)
 
@@ -115,7 +119,7 @@ class RemoteWeights:
             source = _Source(channel, self._version, self.digest)
             try:
                 serialized, shared = await source.manifest(0.0)
-                manifest = read_manifest(serialized, self._version, self.digest)
+                manifest = await self._read(serialized)
                 region = Region.open(shared, manifest.region_bytes) if shared else None
                 if region is None or not region.is_sealed:
                     return None
@@ -189,7 +193,7 @@ class RemoteWeights:
             await asyncio.to_thread(held.own)  # another's memory may never be finished
             held.advance(held.num_verified)
             return held
-        manifest = read_manifest(serialized, self._version, self.digest)
+        manifest = await self._read(serialized)
         region = Region.open(shared, manifest.region_bytes) if shared else None
         holding = Holding(serialized, manifest, region or Region(manifest.region_bytes), "rollout")
         self._store.put(holding)

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from rolemesh.algos.aggregation import TokenMean
 from rolemesh.config import JobConfig
 from rolemesh.config.critic import CriticConfig
 from rolemesh.config.job import make_job
@@ -171,6 +172,23 @@ def test_a_critics_loss_is_aggregated_as_the_actors_unless_set() -> None:
         config = make_job({"actor": actor, "critic": own}).critic
         loss, _ = value_objective(torch.zeros(2, 2), rows, rows["response_mask"], config)
         assert loss.item() == pytest.approx(expected)
+
+
+def test_what_is_rejected_is_in_no_mean_that_a_critic_reports() -> None:
+    """Values 1, 1 and 9, of which 9 is rejected. The second was 2: held at 1.5 it is further off."""
+    rows = DataProto(
+        {
+            "response_mask": torch.tensor([[True, True], [True, False]]),
+            "loss_mask": torch.tensor([[True, True], [False, False]]),
+            "values": torch.tensor([[1.0, 2.0], [0.0, 0.0]]),
+            "returns": torch.tensor([[1.0, 0.0], [20.0, 0.0]]),
+        }
+    )
+    values = torch.tensor([[1.0, 1.0], [9.0, 0.0]])
+    _, shares = value_objective(values, rows, rows["response_mask"], make_job({}).critic)
+    told = {name: share for name, share in shares.items() if isinstance(share, TokenMean)}
+    means = {name: (share.total / share.num_tokens).item() for name, share in told.items()}
+    assert means == {"vf_clipfrac": 1 / 2, "vpred_mean": 1.0}
 
 
 async def test_the_first_mini_batch_reports_half_the_squared_error(tiny_model: Path) -> None:

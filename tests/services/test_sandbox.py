@@ -82,6 +82,14 @@ def test_sleep_beyond_the_wall_time_ends_though_signals_are_ignored(sandbox: San
     assert outcome == Outcome(-signal.SIGKILL, "asleep\n")
 
 
+def test_a_program_that_sleeps_longer_than_it_may_is_ended_long_before_the_clock_ends_it(
+    sandbox: Sandbox,
+) -> None:
+    outcome = attempt(sandbox, "import time; time.sleep(600)", limits=replace(LIMITS, wall_s=600.0, idle_s=0.5))
+    assert outcome.status == -signal.SIGKILL
+    assert outcome.idle_s >= 0.5
+
+
 def test_ten_gigabytes_are_not_to_be_had(sandbox: Sandbox) -> None:
     assert attempt(sandbox, "x = bytearray(10 << 30)") == Outcome(1, "")
     assert attempt(sandbox, "x = []\nwhile True: x.append(bytearray(1 << 20))").status != 0

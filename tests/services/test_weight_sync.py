@@ -32,7 +32,7 @@ from rolemesh.rpc.clients import ActorClient, RolloutClient
 from rolemesh.rpc.contract import ACTOR, ROLLOUT, WEIGHTS
 from rolemesh.rpc.server import RoleServer
 from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest
-from rolemesh.weights import region
+from rolemesh.weights import region, remote
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.manifest import name_of
 from rolemesh.weights.remote import RemoteWeights
@@ -428,6 +428,7 @@ async def test_a_caller_that_goes_while_a_version_is_pulled_leaves_the_one_befor
     job: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(region, "CAN_SHARE", False)
+    monkeypatch.setattr(remote, "STALL_S", 600.0)  # a pull that nobody ends goes on
     worker = RolloutWorker(job)
     own = named_weights(worker._engine.model)  # type: ignore[attr-defined]
     held = [HeldWeights(version, own) for version in (1, 2)]
@@ -445,6 +446,9 @@ async def test_a_caller_that_goes_while_a_version_is_pulled_leaves_the_one_befor
         async with client(job, node) as rollout:
             assert await versions(rollout, name_of(1, held[0].holding.digest)) == {1}
             assert await health(node.address) == [True, True, True]
+            # The pull has ended with its caller, and not with its own 18 s: nobody waits for it.
+            rollout._sync_timeout_s = 10.0
+            await rollout.update_weights(RemoteWeights([first], 1, held[0].holding.digest))
             gated.open.set()
             await rollout.update_weights(RemoteWeights([second], 2, held[1].holding.digest))
             assert await versions(rollout, name_of(2, held[1].holding.digest)) == {2}
@@ -479,7 +483,7 @@ async def test_a_swap_that_has_begun_ends_whether_its_caller_is_there_or_not(job
             update.cancel()
             await asyncio.gather(update, return_exceptions=True)
             for replica in rollout.pool.replicas:  # on the same connection: the server knows by now
-                assert await replica.health("rollout") == ""
+                assert await replica.health() == ""
         worker.open.set()
         async with client(job, node) as rollout:
             assert await versions(rollout, name_of(1, held.holding.digest)) == {1}

@@ -107,6 +107,8 @@ def test_the_majority_is_told_where_the_reward_says_what_it_found_in_every_answe
     assert {name for name in validation_metrics(batch, 3) if "maj@" in name} == {
         name for name in metrics if "maj@" in name and "/x/" in name
     }
+    batch["data_source"][:] = ["z"] * 6  # of one source, of which one prompt is not told
+    assert not [name for name in validation_metrics(batch, 3) if "maj@" in name]
 
 
 def test_sizes_are_powers_of_two_and_n_itself() -> None:

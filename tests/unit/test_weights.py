@@ -123,6 +123,9 @@ def test_a_manifest_of_another_digest_or_none_at_all_is_refused():
     data = HeldWeights(4, three_tensors()).holding.serialized
     with pytest.raises(WeightsUnavailable, match="another digest"):
         read_manifest(data, 4, digest_of(data + b" "))
+    huge = bytes((16 << 20) + 1)
+    with pytest.raises(WeightsUnavailable, match="a manifest of 16777217 bytes"):
+        read_manifest(huge, 4, digest_of(huge))
     with pytest.raises(WeightsUnavailable, match="not a manifest"):
         read_manifest(b"\xff", 4, digest_of(b"\xff"))
 

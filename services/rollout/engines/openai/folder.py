@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import tempfile
 import weakref
@@ -66,9 +67,14 @@ def _directory(prefix: str, parent: Path) -> Path:
 
 def _remove_abandoned(parent: Path) -> None:
     for file in parent.glob(f"{PREFIX}*/lock"):
-        with file.open("wb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
+        try:
+            lock = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # gone meanwhile, another user's, or a link
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(file.parent, ignore_errors=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(lock)

@@ -1,0 +1,54 @@
+"""What an update reports of its micro-batches and mini-batches, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn, tensor
+
+from rolemesh.algos.aggregation import TokenMean
+from rolemesh.config.model import OptimConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.models.micro_batches import MicroBatches
+from rolemesh.models.optimizer import Optimizer
+from rolemesh.models.training import Schedule, train
+
+
+def test_shares_add_up_means_are_over_all_tokens_and_extremes_stay_extremes() -> None:
+    """Two mini-batches of two rows, a micro-batch each. Rows 1 and 3 have 0 and 1 tokens, rows 2 and 6 have 1
+    and 3: their means are 3/1 and (2 + 3·6)/4."""
+    batch = DataProto(
+        {
+            "x": tensor([[1.0], [3.0], [2.0], [6.0]]),
+            "num_tokens": tensor([0, 1, 1, 3]),
+            "attention_mask": torch.ones(4, 1, dtype=torch.int64),
+            "response_mask": torch.ones(4, 1, dtype=torch.bool),
+        }
+    )
+    model = nn.Linear(1, 1)
+
+    def loss_of(rows: DataProto, mask: Tensor) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
+        x, num_tokens = rows["x"].sum(), rows["num_tokens"].sum()
+        rows["seen"] = rows["x"] * 10
+        return model(rows["x"]).sum(), {"loss": x, "kl": TokenMean(x * num_tokens, num_tokens)}
+
+    def report(rows: DataProto) -> dict[str, float]:
+        least, greatest = rows["seen"].aminmax()
+        told = {"w_min": least.item(), "w_max": greatest.item(), "w": rows["seen"].mean().item()}
+        return told if least < 20 else told | {"late": 5.0}
+
+    optimizer = Optimizer(model, OptimConfig(lr=0.5), grad_clip=1.0, role="actor")
+    schedule = Schedule(2, MicroBatches(1, None, False, balanced=False), epochs=1, shuffle=False, seed=0)
+    metrics = train(batch, optimizer, schedule, loss_of, report=report)
+    assert metrics.pop("grad_norm") > 0
+    assert metrics == pytest.approx(
+        {
+            "loss": (4 + 8) / 2,
+            "kl": (3 + 20 / 4) / 2,
+            "w": (20 + 40) / 2,
+            "w_min": 10,
+            "w_max": 60,
+            "late": 5,
+            "lr": 0.5,
+        }
+    )
