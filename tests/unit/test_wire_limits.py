@@ -233,7 +233,8 @@ def sharing() -> bytes:
     [
         (sharing(), "share bytes"),
         (described(LONG, encoding="object", note="y"), "metadata beside its encoding"),
-        (described(LONG, encoding="x" * 17), "metadata beside its encoding"),
+        (described(LONG, encoding="x" * 96), "no large_string with encoding 'xxx"),
+        (described(LONG, encoding="x" * 97), "metadata beside its encoding"),
         (arrow(record([LONG], "object").replace_schema_metadata({"k": "v"})), "metadata as a whole"),
         (described(pa.array([[1], [2]]), encoding="object"), "nested or of type 12"),
         (described(pa.array(["x", "y"]).dictionary_encode(), encoding="object"), "nested or of type"),
