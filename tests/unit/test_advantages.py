@@ -60,6 +60,13 @@ def test_gae_of_rows_without_sampled_tokens_is_zero() -> None:
     assert torch.equal(advantages, torch.zeros(1, 2))
 
 
-def test_gae_refuses_unequal_shapes() -> None:
+def test_gae_of_a_response_of_one_token() -> None:
+    advantages, returns = compute_gae(tensor([[2.0]]), tensor([[0.5]]), tensor([[True]]), gamma=0.9, lam=0.9)
+    assert (advantages.item(), returns.item()) == (1.5, 2.0)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_gae_refuses_unequal_shapes(odd: int) -> None:
+    rewards, values, mask = (torch.ones(2, 4 if odd == i else 3) for i in range(3))
     with pytest.raises(ValueError, match="one shape"):
-        compute_gae(torch.ones(2, 3), torch.ones(2, 4), torch.ones(2, 3).bool(), gamma=1.0, lam=1.0)
+        compute_gae(rewards, values, mask.bool(), gamma=1.0, lam=1.0)

@@ -62,6 +62,12 @@ def test_masked_cells_do_not_matter(mode: str) -> None:
     assert torch.equal(losses.grad != 0, MASK)
 
 
+@pytest.mark.parametrize("mode", EXPECTED)
+def test_the_loss_of_one_token_is_the_loss(mode: str) -> None:
+    one = tensor([[True]])
+    assert Aggregation.of(one, mode)(tensor([[3.0]]), one).item() == 3.0
+
+
 def test_an_unknown_mode_is_named() -> None:
     with pytest.raises(InvalidConfig, match="token-mode"):
         Aggregation.of(MASK, "token-mode")
@@ -78,6 +84,11 @@ def test_whitening_by_hand() -> None:
     values = tensor([[1.0, 2.0], [3.0, 10.0]])
     mask = tensor([[True, True], [True, False]])
     assert_close(masked_whiten(values, mask), tensor([[-1.0, 0.0], [1.0, 8.0]]))
+
+
+def test_whitening_two_cells_by_hand() -> None:
+    """1 and 3: variance (1 + 1)/1."""
+    assert_close(masked_whiten(tensor([[1.0, 3.0]]), tensor([[True, True]])), tensor([[-1.0, 1.0]]) / 2**0.5)
 
 
 def test_whitening_a_single_cell_gives_zero() -> None:

@@ -29,6 +29,11 @@ def test_covariances_by_hand() -> None:
     assert_close(token_covariances(LOG_PROBS, ADVANTAGES, MASK), expected)
 
 
+def test_a_token_alone_has_no_covariance() -> None:
+    alone = tensor([[True, False, False]])
+    assert token_covariances(LOG_PROBS[:1], ADVANTAGES[:1], alone)[0, 0] == 0
+
+
 def chosen_by(choose: Any, keys: Tensor = KEYS, old: Tensor = LOG_PROBS, **settings: Any) -> list[Any]:
     found: list[Any] = choose(LOG_PROBS, old, ADVANTAGES, MASK, config(**settings), keys).nonzero().tolist()
     return found
@@ -55,6 +60,7 @@ def test_clip_cov_draws_among_those_between_its_bounds() -> None:
 def test_clip_cov_leaves_tokens_that_the_clip_holds_already() -> None:
     """The first has A > 0 and ρ = e^0.5 > 1.2, the third A < 0 and ρ = e^0.5, which is not held."""
     assert chosen_by(choose_clip_cov, old=LOG_PROBS - 0.5, clip_cov_ratio=1.0) == [[0, 2]]
+    assert chosen_by(choose_clip_cov, old=LOG_PROBS + 0.5, clip_cov_ratio=1.0) == [[0, 0]]  # ρ = e^-0.5 < 0.8
 
 
 @pytest.mark.parametrize("choose", [choose_clip_cov, choose_kl_cov])
@@ -95,5 +101,7 @@ def test_keys_follow_from_the_seed_and_the_rows_own_tokens() -> None:
     assert torch.equal(token_keys(ids[[2, 0]], mask[[2, 0]], 2, [42, 7]), keys[[2, 0]])
     for seed in ([43, 7], [42, 8]):
         assert not torch.equal(token_keys(ids, mask, 2, seed), keys)
+    longer = token_keys(tensor([[1, 2, 1]]), tensor([[1, 1, 1]]), 2, [42, 7])
+    assert not torch.equal(longer, keys[2:])  # padding is no token, not even that of id 1
     padded = torch.where(mask.bool(), ids, 77)
     assert torch.equal(token_keys(padded, mask, 2, [42, 7]), keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,15 @@ def test_grpo_compares_the_responses_to_one_prompt() -> None:
     score = 1 / (2**0.5 + 1e-6)
     assert_close(advantages, tensor([-score, 0.0, score, 0.0])[:, None] * mask)
     assert torch.equal(advantages, returns)
+
+
+def test_a_millionth_is_added_to_the_deviation() -> None:
+    """0 and 2e-6: μ = 1e-6 and σ = √2·1e-6."""
+    rewards, mask = outcomes(0, 2e-6)
+    grpo, _ = compute_grpo(rewards, mask, ["a", "a"], norm_adv_by_std_in_grpo=True)
+    assert_close(grpo[:, 0], tensor([-1.0, 1.0]) / (math.sqrt(2) + 1))
+    best, _ = compute_grpo_passk(rewards, mask, ["a", "a"], norm_adv_by_std_in_grpo=True)
+    assert_close(best[:, 0], tensor([0.0, 2.0]) / (math.sqrt(2) + 1))
 
 
 def test_dr_grpo_does_not_divide_by_the_deviation() -> None:
@@ -94,6 +104,19 @@ def test_gdpo_without_weights_weighs_alike() -> None:
         gdpo_reward_keys=KEYS, gdpo_reward_weights=None, norm_adv_by_std_in_grpo=True,
     )  # fmt: skip
     assert_close(advantages[:, 0], tensor([0.0, 0.0, -1.0, 1.0]) * math.sqrt(1.5), rtol=1e-5, atol=1e-5)
+
+
+def test_gdpo_without_weights_has_weights_of_1() -> None:
+    """So small are the rewards that the 1e-8 of the whitening tells the scale."""
+    found = [
+        compute_gdpo(
+            COMPONENTS * 1e-5, torch.ones(4, 1, dtype=torch.bool), ["a", "a", "b", "b"],
+            gdpo_reward_keys=KEYS, gdpo_reward_weights=weights, norm_adv_by_std_in_grpo=False,
+        )[0]
+        for weights in (None, (1.0, 1.0), (2.0, 2.0))
+    ]  # fmt: skip
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize(("keys", "weights"), [(KEYS, (1.0,)), (("right",), None)])
@@ -152,6 +175,19 @@ def test_opo_weighs_the_baseline_by_length() -> None:
     assert_close(advantages[2:], tensor([3.0, -2.0])[:, None] * MASK[2:])
 
 
+def test_opo_counts_a_response_without_a_token_as_nothing() -> None:
+    """Lengths 1 and 0: the baseline is the first's reward, 4."""
+    mask = tensor([[True], [False]])
+    advantages, _ = compute_opo(tensor([[4.0], [0.0]]), mask, ["a", "a"])
+    assert torch.equal(advantages, torch.zeros(2, 1))
+
+
+def test_gpg_makes_up_for_all_but_one() -> None:
+    """Three groups of one: a single response says something, so α = 3."""
+    advantages, _ = compute_gpg(*outcomes(2, 0, 0), ["a", "b", "c"])
+    assert_close(advantages[:, 0], tensor([6.0, 0.0, 0.0]))
+
+
 def test_gpg_makes_up_for_responses_that_say_nothing() -> None:
     """r − μ is ½, −½, 0, 0: two of four say something, so α = 2. In the second step all but one pair does."""
     advantages, _ = compute_gpg(*outcomes(1, 0, 1, 1), ["a", "a", "b", "b"])
@@ -172,6 +208,12 @@ def test_reinforce_plus_plus_baseline_is_whitened_over_tokens() -> None:
         tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 3.0]]), mask, ["a", "a"]
     )
     assert_close(advantages, tensor([[-1.5, 0.0, 0.0], [0.5, 0.5, 0.5]]))
+
+
+def test_reinforce_plus_plus_baseline_takes_off_the_mean_of_the_own_group() -> None:
+    """r − μ is −1, 1, −5, 5: mean 0, variance (1 + 1 + 25 + 25)/3."""
+    advantages, _ = compute_reinforce_plus_plus_baseline(*outcomes(1, 3, 10, 20), ["a", "a", "b", "b"])
+    assert_close(advantages[:, 0], tensor([-1.0, 1.0, -5.0, 5.0]) * math.sqrt(3 / 52))
 
 
 def test_reinforce_plus_plus_is_the_discounted_return_to_go_whitened_over_tokens() -> None:
@@ -201,6 +243,12 @@ def test_remax_subtracts_the_reward_of_the_greedy_answer() -> None:
     )
     assert_close(returns, tensor([[1.5, 1.0, 1.0], [1.0, 1.0, 0.0]]))
     assert_close(advantages, tensor([[0.8, 0.3, 0.3], [2.0, 2.0, 0.0]]))
+
+
+def test_remax_of_a_response_of_one_token() -> None:
+    advantages, returns = compute_remax(*outcomes(1.5, 1.0), tensor([0.5, 2.0]))
+    assert returns.tolist() == [[1.5], [1.0]]
+    assert advantages.tolist() == [[1.0], [-1.0]]
 
 
 def test_whitened_gae_has_returns_that_are_not() -> None:
@@ -288,3 +336,10 @@ def test_reinforce_plus_plus_baseline_of_groups_of_one_compares_with_the_batch()
 def test_a_uid_for_each_row_is_needed() -> None:
     with pytest.raises(ValueError, match="3 uids for 4 rows"):
         compute_rloo(REWARDS, MASK, np.array(["a"] * 3, dtype=object).tolist())
+
+
+def test_uids_of_several_types_are_told_apart_by_their_text() -> None:
+    uid: list[Any] = [7, "a", 7, "a"]
+    assert torch.equal(
+        compute_rloo(REWARDS, MASK, uid)[0], compute_rloo(REWARDS, MASK, ["7", "a", "7", "a"])[0]
+    )

@@ -72,6 +72,14 @@ def test_the_clipped_surrogate_by_hand() -> None:
     assert_close(result.shares["ppo_kl"], -of(*ratio).log())
 
 
+def test_a_small_advantage_above_0_has_no_dual_clip() -> None:
+    """ρ = 4 is held at 1.3; the dual clip's bound would be 3·½."""
+    case = Case([[0.4]], [[0.1]], [[0.5]])
+    result = case(vanilla_policy_loss)
+    assert_close(result.losses, of(-0.65))
+    assert_close(result.shares["pg_clipfrac_lower"], of(0.0))
+
+
 def test_gpg_is_the_log_probability_times_the_advantage() -> None:
     case = Case([[0.5, 0.25]], [[0.9, 0.1]], [[2.0, -3.0]])
     result = case(gpg_policy_loss)
@@ -91,6 +99,7 @@ def test_gspo_has_the_value_of_the_rows_ratio_and_the_gradient_of_the_tokens() -
     assert_close(result.losses[:, :2], expected)
     assert_close(case.gradient[:, :2], tensor([[0.0, 0.0], [2.0, 2.0], [-2.2, -2.2]], dtype=torch.float64))
     assert_close(result.shares["pg_clipfrac"][:, 0], tensor([1.0, 0.0, 0.0], dtype=torch.float64))
+    assert_close(result.shares["ppo_kl"][:, 0], -tensor([4.0, 4.0, 1.21], dtype=torch.float64).log())
     far = Case([[1.0]], [[math.exp(-15)]], [[-1.0]])
     assert far(gspo_policy_loss).losses.item() == pytest.approx(math.exp(10))
 
@@ -167,6 +176,14 @@ def test_geo_mean_by_hand() -> None:
     )
 
 
+def test_a_geo_mean_token_that_is_held_counts_by_the_sign_of_its_advantage() -> None:
+    """log ρ = 0.5 on each; where A = 0 it counts on neither side."""
+    case = Case([[0.1 * math.exp(0.5)] * 3], [[0.1] * 3], [[0.5, 0.0, -0.5]])
+    shares = case(geo_mean_policy_loss).shares
+    assert_close(shares["pg_clipfrac"], of(1.0, 0.0, 0.0))
+    assert_close(shares["pg_clipfrac_lower"], of(0.0, 0.0, 1.0))
+
+
 def case_losses(case: Case, loss: Callable[..., TokenLosses]) -> Tensor:
     return loss(case.log_probs, case.old_log_probs, case.advantages, case.mask, CONFIG).losses
 
@@ -175,6 +192,8 @@ def test_the_weight_of_a_geo_mean_row_is_the_geometric_mean_of_its_tokens() -> N
     weights, mask = tensor([[4.0, 1.0, 9.0], [2.0, 0.5, 9.0]]), tensor([[True, True, False]] * 2)
     assert_close(POLICY_LOSSES["geo_mean"].weights(weights, mask), tensor([[2.0], [1.0]]))
     assert torch.equal(POLICY_LOSSES["vanilla"].weights(weights, mask), weights)
+    nothing = tensor([[1.0, 0.0, 9.0]])  # 1e-10 stands in for 0
+    assert POLICY_LOSSES["geo_mean"].weights(nothing, mask[:1]).item() == pytest.approx(1e-5, rel=1e-4)
 
 
 DIVERGENCE = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.2)
@@ -188,6 +207,29 @@ def test_dppo_tv_masks_what_has_moved_too_far_the_advantages_way() -> None:
     assert_close(case.gradient, of(-1.25, 0.0, 1.75, 0.0, -6.0))
     assert_close(result.shares["pg_clipfrac"], of(0.0, 1.0, 0.0, 1.0, 0.0))
     assert_close(result.shares["pg_clipfrac_lower"], of(0.0, 0.0, 0.0, 0.0, 1.0))
+
+
+def test_dppo_tv_allows_the_bound_itself_and_a_small_move_either_way() -> None:
+    """Moves of +½ and −½ where ½ is allowed; then −0.05 with A < 0 where 0.1 is; then +0.3 with A = 0, to which
+    the lower bound alone applies."""
+    edge = Case([[1.0, 0.5]], [[0.5, 1.0]], [[1.0, -1.0]])
+    assert_close(edge(dppo_tv_policy_loss, ActorConfig(clip_ratio=0.5)).shares["pg_clipfrac"], of(0.0, 0.0))
+    near = Case([[0.35, 0.7]], [[0.4, 0.4]], [[-1.0, 0.0]])
+    assert_close(near(dppo_tv_policy_loss, DIVERGENCE).shares["pg_clipfrac"], of(0.0, 0.0))
+    assert_close(near.gradient, of(0.875, 0.0))
+
+
+def test_dppo_kl_of_a_token_that_was_or_is_certain_is_a_number() -> None:
+    """From 1 to 0.9 it is ln(1/0.9) = 0.105. From 0.9 to 1 it is 0.9·ln 0.9 + 0.1·ln(0.1/1e-8) = 1.517."""
+    certain = Case([[0.9, 1.0]], [[1.0, 0.9]], [[-1.0, 1.0]])
+    for allowed, clipped in ((0.10, (1.0, 1.0)), (0.11, (0.0, 1.0)), (1.51, (0.0, 1.0)), (1.52, (0.0, 0.0))):
+        config = ActorConfig(clip_ratio=allowed, policy_loss=PolicyLossConfig(loss_mode="dppo_kl"))
+        assert_close(certain(dppo_kl_policy_loss, config).shares["pg_clipfrac"], of(*clipped))
+
+
+def test_dppo_kl_masks_no_move_up_without_an_advantage() -> None:
+    still = Case([[0.6]], [[0.5]], [[0.0]])
+    assert_close(still(dppo_kl_policy_loss, ActorConfig(clip_ratio=0.01)).shares["pg_clipfrac"], of(0.0))
 
 
 def test_dppo_kl_masks_by_the_divergence_of_this_token_or_another() -> None:
@@ -344,14 +386,15 @@ def test_ratios_beyond_all_bounds_stay_finite(name: str, sign: float) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"gpg", "gspo", "kl_cov"}))
 def test_log_ratios_are_held_at_20(name: str) -> None:
-    """π_old is lower by 90; what is reported is 20."""
-    old, one = torch.full((1, 1), -90.0), torch.ones(1, 1)
+    """π_old is lower by 90, then higher; what is reported is 20."""
+    far, one = torch.full((1, 1), -90.0), torch.ones(1, 1)
     besides = {
         key: value[:1, :1] if isinstance(value, Tensor) else value
         for key, value in BESIDES.get(name, {}).items()
     }
-    result = POLICY_LOSSES[name].of_tokens(torch.zeros(1, 1), old, -1e-9 * one, one.bool(), CONFIG, **besides)
-    assert_close(result.shares["ppo_kl"], tensor([[-20.0]]))
+    for new, old, told in ((torch.zeros(1, 1), far, -20.0), (far, torch.zeros(1, 1), 20.0)):
+        result = POLICY_LOSSES[name].of_tokens(new, old, -1e-9 * one, one.bool(), CONFIG, **besides)
+        assert_close(result.shares["ppo_kl"], tensor([[told]]))
 
 
 # ------------------------------------------------------------------------------- the value loss
@@ -371,6 +414,16 @@ def test_the_value_loss_by_hand() -> None:
     )
     assert loss.item() == pytest.approx(0.5 * (0.81 + 0.64 + 9) / 3)
     assert torch.equal(clipped[mask], tensor([0.0, 1.0, 0.0]))
+
+
+def test_a_value_that_falls_too_far_is_held_too() -> None:
+    """Return −1: −0.5 has the error² 0.25; held at −0.2 it has 0.64."""
+    one = torch.ones(1, 1)
+    loss, clipped = clipped_value_loss(
+        -0.5 * one, 0 * one, -one, one.bool(), cliprange_value=0.2, aggregate=Aggregation.of(one.bool())
+    )
+    assert loss.item() == pytest.approx(0.32)
+    assert clipped.item() == 1
 
 
 def test_no_value_within_its_range_counts_as_clipped() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -59,8 +60,20 @@ def test_what_is_drawn_is_a_function_of_seed_and_step() -> None:
     others = [draw_rows(weights, *where) for where in ((7, 3), (7, 4), (8, 3), (-7, 3))]
     assert len({tuple(rows.tolist()) for rows in others}) == 4
     prompts = DataProto({"prompts": torch.zeros(64, 1, dtype=torch.int64)})
+    assert torch.equal(draw_rows(weights, -7, 3), draw_rows(weights, 2**64 - 7, 3))
     streams = fan_out(prompts, 1, 7, 3)["seeds"] / 2**63  # the rows' own streams come from (7, 3), too
     assert not torch.equal((streams * 64).long(), draw_rows(weights, 7, 3))
+
+
+def test_the_draw_has_a_stream_of_its_own() -> None:
+    """Of 64 rows alike, a 64-bit word's upper six bits are the row."""
+    words = np.random.SeedSequence((7, 3)).generate_state(64, np.uint64)  # of the step's rows
+    assert draw_rows(torch.ones(64).double(), 7, 3).tolist() != (words >> np.uint64(58)).tolist()
+
+
+def test_the_last_row_is_drawn_as_the_first_is() -> None:
+    drawn = torch.cat([draw_rows(torch.ones(2).double(), 7, step) for step in range(50)])
+    assert 30 < int(drawn.sum()) < 70  # of 100, with a standard deviation of 5
 
 
 def batch() -> DataProto:

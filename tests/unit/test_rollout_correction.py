@@ -56,7 +56,8 @@ def test_log_weights_are_held_at_20(level: str) -> None:
     far, mask = tensor([[90.0]]), tensor([[True]])
     zero = torch.zeros(1, 1)
     assert_close(importance_weights(far, zero, mask, level=level), tensor([[math.exp(20)]]))  # type: ignore[arg-type]
-    assert_close(importance_weights(-far, zero, mask, level=level), tensor([[math.exp(-20)]]))  # type: ignore[arg-type]
+    least = importance_weights(-far, zero, mask, level=level)  # type: ignore[arg-type]
+    assert least.item() == pytest.approx(math.exp(-20))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -87,6 +88,16 @@ def test_the_mismatch_by_hand() -> None:
         "chi2_seq": (36 + 0.04) / 2 - 1,
     }
     assert metrics == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("d", "k3", "chi2"),
+    [(90.0, math.expm1(20) - 20, math.expm1(40)), (-90.0, math.expm1(-20) + 20, -1.0)],
+)
+def test_what_is_exponential_in_the_mismatch_holds_it_at_20(d: float, k3: float, chi2: float) -> None:
+    metrics = mismatch_metrics(tensor([[d]]), torch.zeros(1, 1), tensor([[True]]))
+    told_of = [metrics[name] for name in ("kl", "k3_kl", "chi2_token", "chi2_seq")]
+    assert told_of == pytest.approx([-d, k3, chi2, chi2], rel=1e-5)
 
 
 def test_between_equal_policies_there_is_no_mismatch() -> None:
@@ -240,6 +251,30 @@ def test_k1_bounds_the_ratio_of_engine_to_trainer(criterion: str, inverse_ratios
     for high in (1.9, 3.5, 4.5, 7):  # one number: and its inverse
         kept = [1 / high <= ratio <= high for ratio in inverse_ratios]
         assert accepted(criterion, high) == [kept[:3], kept[3:]], high
+
+
+@pytest.mark.parametrize("d", [90.0, -90.0])
+def test_a_criterion_holds_the_mismatch_at_20(d: float) -> None:
+    """k2 is then 20²/2."""
+    for threshold, kept in ((199.5, False), (200.5, True)):
+        config = RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold=threshold)
+        one = tensor([[True]])
+        assert accepted_tokens(tensor([[d]]), torch.zeros(1, 1), one, config.criteria).item() is kept
+
+
+@pytest.mark.parametrize(
+    ("criterion", "threshold", "d"), [("token_k2", 0.5, 1.0), ("token_k1", "1.0_2.0", 0.0)]
+)
+def test_a_criterions_bounds_are_accepted_themselves(criterion: str, threshold: Any, d: float) -> None:
+    """½·1² = 0.5; and ln 1 = 0."""
+    config = RolloutCorrectionConfig(rollout_rs=criterion, rollout_rs_threshold=threshold)
+    assert accepted_tokens(tensor([[d]]), torch.zeros(1, 1), tensor([[True]]), config.criteria).item()
+
+
+def test_a_response_that_loses_nothing_is_not_counted_as_masked() -> None:
+    """Of 1/2, 3, 4 and 1/5 alone 1/5 is beyond 4.5."""
+    lost = told("rollout_rs", rollout_rs="token_k1", rollout_rs_threshold=4.5)
+    assert (lost["masked_fraction"], lost["seq_masked_fraction"]) == (0.25, 0.5)
 
 
 def test_every_criterion_must_hold() -> None:
