@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 from typing import Any
 
@@ -16,6 +17,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.codec import decode, dump, encode, load
 from rolemesh.rpc.dtypes import TO_WIRE
+from rolemesh.rpc.ndarrays import to_cells
 from rolemesh.v1 import data_pb2
 from rolemesh.v1.frame_pb2 import Frame, FrameHeader, TensorSpec
 
@@ -158,6 +160,12 @@ def test_a_numpy_column_of_several_axes_keeps_dtype_shape_and_bits(dtype: str, s
     assert (back.dtype, back.shape) == (cells.dtype.newbyteorder("="), shape)
     assert np.array_equal(back, cells)
     assert back.flags.writeable
+
+
+@pytest.mark.parametrize("cells", [np.array([[b"ab"]]), np.zeros((1,) * 9)])
+def test_a_numpy_column_of_text_or_of_nine_axes_cannot_be_sent(cells: np.ndarray):
+    with pytest.raises(InvalidBatch, match=f"column 'c' of dtype .* and shape {re.escape(str(cells.shape))}"):
+        to_cells("c", cells)
 
 
 def test_a_batch_of_rows_without_columns_keeps_their_number():

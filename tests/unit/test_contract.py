@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from grpc_health.v1 import health_pb2
 
-from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, WEIGHTS, Rpc, rpcs
+from rolemesh.externalscaler import externalscaler_pb2
+from rolemesh.rpc.contract import (
+    ACTOR,
+    CRITIC,
+    FRAME,
+    REFERENCE,
+    REWARD,
+    ROLLOUT,
+    WEIGHTS,
+    Rpc,
+    deserializer,
+    rpcs,
+    serializer,
+)
 from rolemesh.rpc.dispatch import Dispatcher
 from rolemesh.rpc.pool import ReplicaPool
 from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS, DISPATCH_UNSPECIFIED, Dispatch
@@ -17,6 +31,36 @@ ROLE_RPCS = [rpc for service in (ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT) for 
 def test_batches_are_cut_by_rows_and_messages_go_to_every_replica(rpc: Rpc) -> None:
     takes_batch, _ = rpc.streams
     assert rpc.dispatch == (DISPATCH_SHARD_ROWS if takes_batch else DISPATCH_BROADCAST)
+
+
+def test_a_method_is_what_its_proto_says() -> None:
+    """Update changes weights, so it is not tried again; publishing the same weights twice is."""
+    (scores,) = rpcs(REWARD)
+    assert scores.path == "/rolemesh.v1.RewardService/ComputeScores"
+    assert scores.takes_batch
+    assert {rpc.name: rpc.pure for rpc in rpcs(ACTOR) if rpc.name in ("Update", "PublishWeights")} == {
+        "Update": False,
+        "PublishWeights": True,
+    }
+    assert {rpc.callers for rpc in rpcs(WEIGHTS)} == {frozenset({"rollout"})}
+    assert {rpc.callers for rpc in rpcs(REWARD)} == {frozenset({"controller"})}
+
+
+def test_who_may_call_a_service_of_another_projects_proto_is_written_here() -> None:
+    scaler = externalscaler_pb2.DESCRIPTOR.services_by_name["ExternalScaler"]
+    assert {rpc.callers for rpc in rpcs(scaler)} == {frozenset({"scaler"})}
+    health = health_pb2.DESCRIPTOR.services_by_name["Health"]
+    assert {rpc.callers for rpc in rpcs(health)} == {frozenset()}
+
+
+def test_a_frame_is_left_to_the_codec_and_other_messages_are_protobufs_own() -> None:
+    message = GetManifestRequest.DESCRIPTOR
+    for of in (serializer, deserializer):
+        assert of(FRAME) is None
+    written, read = serializer(message), deserializer(message)
+    assert written is not None
+    assert read is not None
+    assert read(written(GetManifestRequest())) == GetManifestRequest()
 
 
 async def test_a_method_without_a_dispatch_is_refused_by_the_client_that_spreads_calls() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rolemesh import errors
 from rolemesh.errors import RolemeshError, RoleUnavailable
-from rolemesh.rpc.errors import BARE, ENDED_WHILE_WRITING, STATUS, from_status, to_status
+from rolemesh.rpc.errors import BARE, ENDED_WHILE_WRITING, MAX_DETAIL_BYTES, STATUS, from_status, to_status
 
 DOMAIN = [
     cls
@@ -56,11 +56,20 @@ def test_a_status_of_grpc_itself_has_a_class(code: grpc.StatusCode) -> None:
     assert str(back) == f"here: {code.name}"
 
 
+def test_a_status_that_the_table_lacks_is_a_failed_role() -> None:
+    odd = grpc.aio.AioRpcError(grpc.StatusCode.DATA_LOSS, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
+    back = from_status(odd, "here")
+    assert type(back) is errors.RoleFailed
+    assert str(back) == "here: gone"
+
+
 def test_a_call_that_ended_while_its_request_was_written_counts_as_a_lost_replica() -> None:
     error = grpc.aio.AioRpcError(
         grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), ENDED_WHILE_WRITING
     )
-    assert type(from_status(error, "here")) is RoleUnavailable
+    back = from_status(error, "here")
+    assert type(back) is RoleUnavailable
+    assert str(back) == "here: the call ended while its request was being sent"
 
 
 def test_a_long_message_is_cut_to_fit_a_header() -> None:
@@ -68,6 +77,14 @@ def test_a_long_message_is_cut_to_fit_a_header() -> None:
     _, details, _ = to_status(errors.InvalidBatch("ü" * 10_000))
     assert len(details.encode()) < 2100
     assert details.endswith("the role's log has the rest)")
+
+
+def test_a_message_is_cut_above_its_limit_and_between_characters() -> None:
+    """A ü is two bytes, so one that begins at the last allowed byte is left out."""
+    for whole in ("x" * MAX_DETAIL_BYTES, "ü" * (MAX_DETAIL_BYTES // 2)):
+        assert to_status(errors.InvalidBatch(whole))[1] == whole
+    for long, kept in (("x" * 2001, "x" * 2000), ("x" + "ü" * 1000, "x" + "ü" * 999)):
+        assert to_status(errors.InvalidBatch(long))[1] == f"{kept} … (the role's log has the rest)"
 
 
 def test_a_message_with_a_lone_surrogate_is_told_escaped() -> None:

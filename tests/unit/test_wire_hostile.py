@@ -264,6 +264,12 @@ BAD_ARROW: dict[str, bytes] = {
     "several axes, other bytes than the shape": arrow(
         [record(pa.array([b"1234", b"1234"], pa.large_binary()), "array:int32:2")]
     ),
+    "several axes with cells that add up": arrow(
+        [record(pa.array([b"12345", b"123"], pa.large_binary()), "array:int32:1")]
+    ),
+    "several axes of nothing with nulls": arrow(
+        [record(pa.array([b"", None], pa.large_binary()), "array:int32:0")]
+    ),
     "several axes with nulls": arrow([record(pa.array([b"1234", None], pa.large_binary()), "array:int32:1")]),
     "several axes of text": arrow([record(TEXTS, "array:uint8:1")]),
     "several axes of objects": arrow([record(pa.array([b"12", b"34"], pa.large_binary()), "array:object:2")]),
