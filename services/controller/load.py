@@ -35,6 +35,11 @@ class Load:
         """The step before this one has ended; the oldest one of the window is forgotten."""
         self._began.append((self._clock(), self._pending.row_seconds))
 
+    def forget(self) -> None:
+        """The window begins now: no step runs, or none ran for a while."""
+        self._began.clear()
+        self.step_began()
+
     def mean(self) -> float:
         """Rows; 0 while the window has no length."""
         began, row_seconds = self._began[0]

@@ -38,6 +38,11 @@ class ScalerServicer:
         for load in self._loads.values():
             load.step_began()
 
+    def paused(self) -> None:
+        """No step runs, or the next one begins after a pause."""
+        for load in self._loads.values():
+            load.forget()
+
     async def IsActive(self, request: pb.ScaledObjectRef, context: Any) -> pb.IsActiveResponse:
         return pb.IsActiveResponse(result=self.pending[self._role(request)].rows > 0)
 

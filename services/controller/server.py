@@ -36,7 +36,7 @@ class ControllerServer:
         self._clients: dict[str, RoleClient] = {}
         self._scaler = ScalerServicer(roles)
         self._server = RoleServer({"controller": [SERVICE, SCALER]})
-        status.on_step = self._scaler.step_began
+        status.on_step, status.on_pause = self._scaler.step_began, self._scaler.paused
 
     async def start(self, listen: str, health_listen: str | None = None) -> None:
         """Begins to answer. The run is starting, and nothing waits for a role.

@@ -31,12 +31,14 @@ class RunStatus:
     Attributes:
         on_change: told after every change of state, phase or records.
         on_step: told when the run begins, and when a step has ended.
+        on_pause: told when the run begins to wait, and when it goes on.
     """
 
     def __init__(self, job: str) -> None:
         self.job = job
         self.on_change: Callable[[RunStatus], None] = lambda status: None
         self.on_step: Callable[[], None] = lambda: None
+        self.on_pause: Callable[[], None] = lambda: None
         self.total_steps = 0
         self.step = 0
         self.phase = ""
@@ -99,7 +101,10 @@ class RunStatus:
 
     async def may_begin(self) -> bool:
         """Waits while paused; False when the run is to end."""
-        await self._until(lambda: self.stop_requested or not self._paused)
+        if self._paused and not self.stop_requested:
+            self.on_pause()
+            await self._until(lambda: self.stop_requested or not self._paused)
+            self.on_pause()
         return not self.stop_requested
 
     async def watch(self, after_step: int = 0) -> AsyncIterator[Record]:

@@ -29,9 +29,9 @@ from rolemesh.v1 import controller_pb2
 from services.control import control
 from services.controller.load import Load
 from services.controller.scaler import SERVICE
-from services.controller.server import serving
+from services.controller.server import ControllerServer, serving
 from services.controller.servicer import SERVICE as CONTROLLER
-from services.controller.status import RunStatus
+from services.controller.status import RunStatus, State
 
 RPCS = {rpc.name: rpc for rpc in (*rpcs(SERVICE), *rpcs(CONTROLLER))}
 
@@ -112,6 +112,28 @@ def test_load_is_that_of_the_last_three_steps_and_the_running_one() -> None:
     for _ in range(4):
         load.step_began()
         clock.now += 1
+    assert load.mean() == 0
+
+
+async def test_a_paused_run_has_no_load_and_begins_its_window_anew(tiny_model: Path) -> None:
+    status = RunStatus("job")
+    server = ControllerServer(status, ["reward"])
+    pending, load = server._scaler.pending["reward"], server._scaler._loads["reward"]
+    status.set(state=State.RUNNING, step=0)
+    pending.add(100)
+    assert await status.may_begin()
+    assert load.mean() > 0
+    pending.add(-100)
+    status.set(step=1)
+    status.pause()
+    begins = asyncio.create_task(status.may_begin())
+    await asyncio.sleep(0)
+    assert load.mean() == 0
+    pending.add(100)  # before the next step begins: a validation's, say
+    assert load.mean() > 0
+    pending.add(-100)
+    status.resume()
+    assert await begins
     assert load.mean() == 0
 
 
