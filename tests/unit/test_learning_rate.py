@@ -41,6 +41,10 @@ def test_linear_falls_to_its_least_at_the_last_step_and_stays_there() -> None:
     assert falling == pytest.approx([0.0, 1.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0])
 
 
+def test_a_job_of_one_step_ends_after_it() -> None:
+    assert rates(1, 3, lr_scheduler_type="linear") == [2.0, 0.0, 0.0]
+
+
 def test_cosine_falls_by_half_a_wave_and_does_not_rise_again() -> None:
     """Over four steps the wave is at cos 0, 45, 90, 135 and 180 degrees."""
     wave = [1, (1 + math.sqrt(0.5)) / 2, 1 / 2, (1 - math.sqrt(0.5)) / 2, 0, 0]

@@ -167,6 +167,10 @@ def test_icepop_tells_the_share_of_the_tokens_beyond_its_bounds() -> None:
     assert (within["mean"], within["min"], within["max"]) == pytest.approx((3.5 / 4, 0.0, 3.0))
     row = told("rollout_is", rollout_is="sequence", rollout_is_threshold="0.4_7")
     assert row["oob_ratio"] == 0.25  # 1/5
+    assert (row["min"], row["max"]) == pytest.approx((0.2, 6.0))
+    for at_a_bound in ("1_2", "0.5_1"):
+        config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=at_a_bound)
+        assert correct(OLD, OLD, MASK, config).metrics["rollout_corr/rollout_is_oob_ratio"] == 0
 
 
 @pytest.mark.parametrize(("level", "mean"), [("token", (0.5 + 2 + 2 + 0.2) / 4), ("sequence", (2 + 0.2) / 2)])
@@ -179,6 +183,21 @@ def test_normalised_weights_are_over_the_mean_of_what_has_one_and_told_before(le
     assert_close(over_mean.weights, as_it_is.weights / mean)
     assert over_mean.metrics.pop("rollout_corr/rollout_is_batch_norm_factor") == pytest.approx(mean)
     assert over_mean.metrics == as_it_is.metrics
+
+
+def test_a_mean_below_1_is_divided_by_too() -> None:
+    weights, factor = normalised(torch.full((2, 3), 0.25), MASK, level="token")
+    assert factor == 0.25
+    assert torch.equal(weights, torch.ones(2, 3))
+
+
+def test_what_rejection_tells_is_told_beside_the_rest() -> None:
+    both = correct(
+        OLD, ROLLOUT, MASK,
+        RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold=2.0),
+    ).metrics  # fmt: skip
+    apart = correct(OLD, ROLLOUT, MASK, RolloutCorrectionConfig(rollout_is="token")).metrics
+    assert both.items() > apart.items()
 
 
 def test_weights_that_are_all_0_are_not_divided() -> None:
