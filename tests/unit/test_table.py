@@ -100,4 +100,24 @@ def test_a_number_that_rounds_to_zero_has_no_sign() -> None:
     assert number(-10, ".0f") == "-10"
     assert number(-1e6, ".4f", 8) == "-1e+06"
     assert number(123456.0, ".3f", 7) == "1.2e+05"
+
+
+def test_a_number_keeps_as_many_digits_as_its_width_holds() -> None:
+    assert number(12345.6, ".1f", 7) == "12345.6"
+    kept = {8: "1.23e+06", 9: "1.235e+06", 10: "1.235e+06", 12: "1234567.0000"}
+    assert {width: number(1234567.0, ".4f", width) for width in kept} == kept
+    assert number(1e300, ".0f", 3) == f"{1e300:.0f}"  # nothing fits; better wide than wrong
+
+
+def test_a_number_that_a_step_lacks_leaves_its_place_empty() -> None:
+    _, whole = printed(130)
+    _, lacking = printed(
+        130, numbers={name: value for name, value in STEP.items() if name != "critic/score/mean"}
+    )
+    assert lacking[:5] == whole[:5]
+    assert lacking[5:14].isspace()
+    assert lacking[14:] == whole[14:]
+
+
+def test_a_number_that_is_none_is_told_as_that() -> None:
     assert number(float("nan"), ".3f", 7) == "nan"

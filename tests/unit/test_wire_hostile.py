@@ -174,6 +174,39 @@ def test_a_bool_that_is_neither_zero_nor_one_is_refused():
         load(changed(lambda header: None, region=bytes(region)))
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        ("dense", "dtype", 99, "'dense' has an unknown element type, 99 as"),
+        ("dense", "layout", 77, "'dense' has the unknown layout 77"),
+        ("dense", "wire_dtype", data_pb2.DTYPE_UINT8, r"'dense': torch\.float64 cannot travel as torch\.uint8"),
+        ("constant", "fill", b"12345", "'constant' is filled with 5 bytes, an element has 4"),
+        ("ragged", "layout", data_pb2.LAYOUT_POSITIONS, "'ragged'"),
+        ("ragged", "layout", data_pb2.LAYOUT_CONSTANT, "'ragged': layout .* has no data"),
+    ],
+)
+def test_what_a_column_lacks_is_said_by_its_name(name: str, field: str, value: Any, message: str):
+    with pytest.raises(InvalidBatch, match=message):
+        load(changed(lambda header: setattr(column(header, name), field, value)))
+
+
+def test_a_shape_beyond_any_batch_is_counted_in_bytes():
+    """4 rows of 2^32 + 1 float32 are 16 bytes more than 64 GiB, though a quarter of that in elements."""
+    for extent, message in ((2**32 + 1, "larger than any batch"), (2**32, "claim to be")):
+        with pytest.raises(InvalidBatch, match=message):
+            load(changed(lambda header, extent=extent: column(header, "constant").shape.__setitem__(1, extent)))
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_a_bool_may_be_filled_with_either(padding: bool):
+    mask = torch.arange(300) < torch.tensor([[50], [90], [0], [200]])
+    drawn = torch.rand(4, 300, generator=torch.Generator().manual_seed(0)) < 0.5
+    batch = DataProto({"mask": mask, "done": torch.where(mask, drawn, padding)})
+    sent = column(FrameHeader.FromString(encode(batch).header), "done")
+    assert (sent.layout, sent.fill) == (data_pb2.LAYOUT_RAGGED, bytes([padding]))
+    assert torch.equal(load(dump(batch))["done"], batch["done"])
+
+
 def test_names_that_are_not_utf8_are_refused():
     blob = dump(step_batch())
     with pytest.raises(InvalidBatch):
@@ -283,6 +316,28 @@ BAD_ARROW: dict[str, bytes] = {
     "two columns of one name": arrow([pa.record_batch([TEXTS, TEXTS], schema=pa.schema([*SCHEMA, *SCHEMA]))]),
     "random": np.random.default_rng(0).bytes(500),
 }  # fmt: skip
+
+
+def test_cells_of_several_axes_are_read_from_where_the_first_begins():
+    """Offsets 4, 8 and 12: the first four bytes are no cell's."""
+    valid = arrow([record(pa.array([b"1234", b"5678xxxx"], pa.large_binary()), "array:int32:1")])
+    true, moved = np.array([0, 4, 12], "<i8").tobytes(), np.array([4, 8, 12], "<i8").tobytes()
+    assert valid.count(true) == 1
+    cells = load(with_columns(valid.replace(true, moved)))["c"]
+    assert cells.tobytes() == b"5678xxxx"
+    assert cells.shape == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("several axes with cells that add up", "'c': not every cell has the 4 bytes of 'array:int32:1'"),
+        ("several axes of a bool that is 2", "'c' is bool and holds 2"),
+    ],
+)
+def test_what_cells_of_several_axes_hold_is_said(case: str, message: str):
+    with pytest.raises(InvalidBatch, match=message):
+        load(with_columns(BAD_ARROW[case]))
 
 
 def test_valid_arrow_is_read():
