@@ -10,8 +10,8 @@ IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyprojec
 TARGET ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help run test stress setup vllm lint chart proto bench bench-rollout bench-step bench-plan dashboards seeds curves \
-	lock image test-cluster demo-cluster clean
+.PHONY: help run test stress mutation setup vllm lint chart proto bench bench-rollout bench-step bench-plan dashboards seeds \
+	curves lock image test-cluster demo-cluster clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 15
@@ -27,6 +27,11 @@ test: vllm .venv/bin/helm .venv/bin/kube-score ## every test that needs no GPU a
 
 stress: setup ## make test five times: in random orders, with every core busy, on one core; two hours
 	scripts/stress-tests $(ARGS)
+
+# OMP_NUM_THREADS: each mutant is a fork, and a pool of threads does not live through one.
+mutation: setup ## change the algorithms, the wire and the loop in one place at a time: does a test fail? an hour or more
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-build-isolation -e '.[mutation]'
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children 1 $(ARGS)
 
 setup: .venv/.installed ## .venv with everything in requirements.lock
 
@@ -106,4 +111,4 @@ demo-cluster: .venv/bin/helm ## the demo on that cluster, step by step: install,
 	IMAGE=$(IMAGE) scripts/demo-cluster
 
 clean: ## remove .venv and caches; outputs/ stays
-	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf .venv mutants .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
