@@ -158,6 +158,14 @@ def cells_of_brackets_within_the_limit(num_bytes: int) -> bytes:
     return texts([*[cell] * 32, *[b'"' + b"x" * (rest // 8) + b'"'] * 8, b"["], "json")
 
 
+def short_cells_under_a_long_name(num_bytes: int) -> bytes:
+    """A megabyte: what it costs are its cells, and an error's text that were made for each of them."""
+    cells = pa.array([b"0"] * (num_bytes // 570), pa.large_binary()).view(pa.large_string())
+    name = "\x01" * 1000
+    field = pa.field(name, cells.type, metadata={"encoding": "json"})
+    return with_columns(pa.record_batch([cells], schema=pa.schema([field])))
+
+
 def escapes(num_bytes: int) -> bytes:
     cell = b'"' + b"\\n" * (2 * MIB) + b'"'
     return texts([*[cell] * (num_bytes // len(cell)), b"["], "json")
@@ -217,7 +225,8 @@ ONE_MESSAGE: dict[str, Callable[[int], bytes]] = {
     for made in (
         unknown_fields, one_unknown_field, tensor_specs, spans, fields_of_a_header, one_shape, long_name,
         many_axes, rows_without_end, half_a_region, meta_of_brackets, meta_of_text, many_columns, booleans,
-        empty_texts, one_cell_of_brackets, cells_of_brackets, cells_of_brackets_within_the_limit, escapes,
+        empty_texts, one_cell_of_brackets, cells_of_brackets, cells_of_brackets_within_the_limit,
+        short_cells_under_a_long_name, escapes,
         long_numbers, large_cell, other_columns, masks_that_overlap, padding,
     )
 }  # fmt: skip

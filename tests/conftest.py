@@ -65,6 +65,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Together(config, log)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Any:
+    """What a test logged goes to the process that prints it, which takes no half of a surrogate pair."""
+    report = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Two test processes share two cores; spinning threads would ruin both."""

@@ -208,7 +208,10 @@ def _json_cells(field: Any, array: Any) -> Iterator[Any]:
     if array.null_count:
         raise InvalidBatch(f"Arrow column {field.name!r} lacks a JSON text")
     for row, text in enumerate(_texts(array)):
-        yield from_json(text, f"column {field.name!r}, row {row},")
+        try:
+            yield from_json(text, "")
+        except InvalidBatch as error:  # a name of a kilobyte is written once, not for each cell
+            raise InvalidBatch(f"column {field.name!r}, row {row},{error}") from None
 
 
 def _object_cells(array: Any) -> Iterator[Any]:

@@ -29,6 +29,10 @@ WITH_VALUES = (data_pb2.LAYOUT_DENSE, data_pb2.LAYOUT_RAGGED)
 WITH_SPANS = (data_pb2.LAYOUT_RAGGED, data_pb2.LAYOUT_MASK, data_pb2.LAYOUT_POSITIONS)
 _WITH_FILL = (data_pb2.LAYOUT_RAGGED, data_pb2.LAYOUT_CONSTANT)
 
+# A cell of a non-tensor column is a Python object: making it takes as long as copying some hundred bytes, and
+# reading the JSON of nine bytes as long as copying kilobytes.
+ROW_BYTES, COLUMN_BYTES = 256, 64
+
 
 @dataclass(frozen=True)
 class Header:
@@ -37,8 +41,8 @@ class Header:
     Args:
         message: as it came.
         tensors: its tensors, as yet without values and spans: those are in the region.
-        work_bytes: bytes of header and region, and of what the tensors are to be unpacked to: what decoding
-            the batch grows with.
+        work_bytes: bytes of header and region, of what the tensors are to be unpacked to, and of what other
+            columns are taken for (ROW_BYTES, COLUMN_BYTES): what decoding the batch grows with.
     """
 
     message: frame_pb2.FrameHeader
@@ -74,7 +78,13 @@ def read_header(data: bytes) -> Header:
     unpacked = unpacked_bytes(tensors)
     if unpacked > min(expansion_limit(message.region_bytes), limits.MAX_REGION_BYTES):
         raise InvalidBatch(f"{message.region_bytes} bytes claim to be {unpacked}")
-    return Header(message, tensors, len(data) + message.region_bytes + unpacked)
+    return Header(message, tensors, len(data) + message.region_bytes + unpacked + _cells_work(message))
+
+
+def _cells_work(message: frame_pb2.FrameHeader) -> int:
+    if not message.HasField("columns"):
+        return 0
+    return ROW_BYTES * int(message.num_rows) + COLUMN_BYTES * int(message.columns.num_bytes)
 
 
 def unpacked_bytes(tensors: Sequence[Packed]) -> int:

@@ -186,6 +186,8 @@ async def test_without_keys_anybody_may_call_anything(tmp_path: Path) -> None:
         [OTHER, f"controller.{OTHER}"],
         [OTHER, f"controller.{JOB}"],
         [f"controller.{JOB}"],
+        [OTHER, JOB, f"controller.{JOB}"],
+        [f"controller.{JOB}", JOB],
         [f"controller.{JOB}.{OTHER}", f"controller.controller.{JOB}.{OTHER}"],
     ],
 )
