@@ -158,7 +158,8 @@ async def test_stale_tokens_are_weighed_by_how_the_policy_has_changed(tiny_model
         ratio = (batch["old_log_probs"] - batch["rollout_log_probs"]).exp()
         assert_close(batch["rollout_is_weights"], ratio.clamp(max=1.01) * mask)
         assert ratio[mask].max() > 1.01
-        assert record["rollout_corr/rollout_is_max"] == pytest.approx(ratio[mask].max().item())
+        assert record["rollout_corr/rollout_is_raw_max"] == pytest.approx(ratio[mask].max().item())
+        assert record["rollout_corr/rollout_is_max"] == pytest.approx(1.01)
         assert record["rollout/stale_tokens"] == mask.sum()
 
 

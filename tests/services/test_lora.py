@@ -36,7 +36,7 @@ def _in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def lora_job(model: Path, seed: int = 42, **keys: Any) -> JobConfig:
     return make_job(
         {
-            "data": {"train_batch_size": 16},
+            "data": {"train_batch_size": 16, "max_prompt_length": 6, "max_response_length": 10},
             "trainer": {"device": "cpu", "default_local_dir": "."},
             "actor": {
                 "ppo_mini_batch_size": 8,

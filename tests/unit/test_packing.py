@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 from transformers import modeling_utils
 
-from rolemesh.config.model import ModelConfig
+from rolemesh.config.model import TrainedModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
 from rolemesh.models import chunks, distribution
@@ -302,7 +302,7 @@ def test_activations_go_to_the_host_where_the_job_says_so_and_there_is_a_device(
 
     monkeypatch.setattr(modeling_utils, "save_on_cpu", noted)
     model = causal_lm("Qwen2", torch.float32).to(device).train()
-    checkpoint_activations(model, ModelConfig(path="", enable_activation_offload=offload))
+    checkpoint_activations(model, TrainedModelConfig(path="", enable_activation_offload=offload))
     hidden, angles = torch.zeros(1, 5, 32, device=device), torch.zeros(1, 5, 8, device=device)
     for layer in model.get_decoder().layers:
         layer(hidden, position_embeddings=(angles, angles))
@@ -317,7 +317,7 @@ def test_activations_on_the_host_leave_the_gradients_and_free_the_gpu() -> None:
             causal_lm("Qwen2", torch.float32, num_hidden_layers=16).cuda().train(),
             uneven(64).to("cuda"),
         )
-        config = ModelConfig(path="", enable_activation_offload=offload)
+        config = TrainedModelConfig(path="", enable_activation_offload=offload)
         checkpoint_activations(model, config)
         remove_padding(model.get_decoder(), "actor")
         torch.cuda.reset_peak_memory_stats()
