@@ -59,12 +59,23 @@ CUSTOM = """\
   replicas: {reference: 2, reward: 2} # a pod has all roles of its group"""
 
 
-ONE_LINE = r"^[^\r\n]*$"
-# Text that may have several lines: code, scripts, and what ends a response.
+# Without control characters, and without what else ends a line of YAML 1.1, which Helm reads: Unicode's
+# separators of lines and paragraphs, which stand for themselves: Go's escape of them is not ECMA's.
+ONE_LINE = "^[^\\x00-\\x1f\\x7f-\\x9f\u2028\u2029]*$"
+LINES = "^[^\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\u2028\u2029]*$"  # tabs, LF and CR
+# Text that may have several lines: scripts, and what ends a response.
 SEVERAL_LINES = {
-    ("RewardFunctionValues", "code"),
     ("Step", "command"),
     ("RolloutConfig", "stop"),
+}
+# Any text. The template quotes it.
+ANY_TEXT = {("RewardFunctionValues", "code")}
+# Objects of the Kubernetes API, at any depth.
+KUBERNETES = {
+    "pattern": LINES,
+    "items": {"$ref": "#/$defs/Kubernetes"},
+    "additionalProperties": {"$ref": "#/$defs/Kubernetes"},
+    "propertyNames": {"pattern": ONE_LINE},
 }
 
 
@@ -75,28 +86,32 @@ def schema() -> str:
     for name, section in (*schema["$defs"].items(), ("Values", schema)):
         properties = section.get("properties", {})
         for key, field in properties.items():
-            if (name, key) not in SEVERAL_LINES:
-                _one_line(field)
+            if (name, key) not in ANY_TEXT:
+                _restrict(field, LINES if (name, key) in SEVERAL_LINES else ONE_LINE)
         if "n" in properties:
             properties["false"] = properties["n"]
-    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    schema["$defs"]["Kubernetes"] = KUBERNETES
+    text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    return text.replace("\u2028", r"\u2028").replace("\u2029", r"\u2029")
 
 
-def _one_line(node: Any) -> None:
-    """Every text of a field, and every key of the user's own, without a line break."""
+def _restrict(node: Any, pattern: str) -> None:
+    """Holds every text of a field against a pattern, and every key of the user's own against ONE_LINE."""
     if isinstance(node, list):
         for item in node:
-            _one_line(item)
+            _restrict(item, pattern)
     elif isinstance(node, dict):
         if node.get("type") == "string" and not node.keys() & {"enum", "const"}:
             if "pattern" in node:
-                node["allOf"] = [{"pattern": ONE_LINE}]
+                node["allOf"] = [{"pattern": pattern}]
             else:
-                node["pattern"] = ONE_LINE
+                node["pattern"] = pattern
         if node.get("type") == "object":
             node.setdefault("propertyNames", {})["pattern"] = ONE_LINE
+            if node.get("additionalProperties") is True:
+                node["additionalProperties"] = {"$ref": "#/$defs/Kubernetes"}
         for key in ("anyOf", "items", "additionalProperties", "prefixItems"):
-            _one_line(node.get(key))
+            _restrict(node.get(key), pattern)
 
 
 def defaults() -> str:

@@ -20,7 +20,9 @@ Quantity = (
     Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
     | Annotated[float, Field(ge=0)]
 )
-
+Tag = Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+_PATH = "[a-z0-9]+([._-]+[a-z0-9]+)*"  # one part of an image's path
 
 AccessMode = Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]
 
@@ -34,8 +36,14 @@ class Toleration(Config):
 
 
 class ImageValues(Config):
-    repository: str = Field("localhost/rolemesh", min_length=1, description="without the tag")
-    tag: str | int = Field("", description="empty: the chart's appVersion; a number is text here")
+    repository: str = Field(
+        "localhost/rolemesh",
+        pattern=rf"^((\[[0-9a-fA-F:]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(:[0-9]+)?/)?{_PATH}(/{_PATH})*$",
+        description="without the tag",
+    )
+    tag: Tag | Annotated[int, Field(ge=0)] = Field(
+        "", description="empty: the chart's appVersion; a number is text here"
+    )
     digest: str = Field(
         "", pattern=r"^(sha256:[0-9a-f]{64})?$", description="of the image, as sha256:…; it wins over the tag"
     )
@@ -248,7 +256,9 @@ class MonitoringValues(Config):
     annotations: bool = Field(True, description="prometheus.io/scrape on pods")
     interval: str = Field("15s", description="between scrapes by PodMonitor")
     runbooks: str = Field(
-        "docs/runbooks/", description="the folder that alerts say their pages are in: an address with its /"
+        "docs/runbooks/",
+        pattern=r"^([\w./]\S*)?/$",
+        description="the folder that alerts say their pages are in: an address with its /",
     )
     dashboards: DashboardsValues = DashboardsValues()
 

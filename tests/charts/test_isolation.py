@@ -195,7 +195,7 @@ def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:
 @pytest.mark.parametrize("where", ["pods", "groups"])
 def test_a_label_of_the_charts_own_is_refused(kind: str, name: str, where: str) -> None:
     given = {kind: {name: "mine"}}
-    said = refusal({"pods": given} if where == "pods" else {"groups": {"reward": given}})
+    said = refusal({"groups": {"reward": given}} if where == "groups" else {where: given})
     assert f"pods.{kind} has {name}, which is the chart's own: leave it out" in said
 
 
@@ -216,6 +216,10 @@ DIGEST = "sha256:" + "0a" * 32
         ({"tag": 1}, "localhost/rolemesh:1"),
         ({"tag": 20251122123456}, "localhost/rolemesh:20251122123456"),
         ({"tag": "1.10"}, "localhost/rolemesh:1.10"),
+        ({"tag": "a" * 128}, f"localhost/rolemesh:{'a' * 128}"),
+        ({"repository": "r.example:5000/a/b__c-d.e", "tag": "_1.x-Y"}, "r.example:5000/a/b__c-d.e:_1.x-Y"),
+        ({"repository": "[::1]:5000/a", "tag": 0}, "[::1]:5000/a:0"),
+        ({"repository": "rolemesh", "tag": "v1"}, "rolemesh:v1"),
         ({"digest": DIGEST}, f"localhost/rolemesh@{DIGEST}"),
         ({"digest": DIGEST, "tag": "v1"}, f"localhost/rolemesh@{DIGEST}"),
     ],
@@ -227,6 +231,29 @@ def test_an_image_is_named_by_its_tag_or_its_digest(image: dict[str, Any], expec
         for container in thing["spec"]["template"]["spec"]["containers"]
     }
     assert used == {expected}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tag", "a b"),
+        ("tag", ".a"),
+        ("tag", "a:b"),
+        ("tag", "a" * 129),
+        ("tag", -1),
+        ("repository", ""),
+        ("repository", "a b"),
+        ("repository", "r.example/a:v1"),
+        ("repository", "rolemesh:1"),
+        ("repository", f"rolemesh@{DIGEST}"),
+        ("repository", "https://r.example/a"),
+        ("repository", "r.example/A"),
+        ("digest", "sha256:0a"),
+        ("digest", DIGEST.upper()),
+    ],
+)
+def test_what_names_no_image_is_refused(key: str, value: str | int) -> None:
+    assert f"at '/image/{key}'" in refusal({"image": {key: value}})
 
 
 # ------------------------------------------------------------------------------------------------ GPUs

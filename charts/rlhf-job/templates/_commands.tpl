@@ -54,7 +54,7 @@ annotations: {scheduling.k8s.io/group-name: {{ $name }}}
 labels: {scheduling.x-k8s.io/pod-group: {{ $name }}}
 {{- else if eq $gang.scheduler "kueue" -}}
 labels:
-  kueue.x-k8s.io/queue-name: {{ $gang.queue }}
+  kueue.x-k8s.io/queue-name: {{ quote $gang.queue }}
   kueue.x-k8s.io/pod-group-name: {{ $name }}
 annotations:
   kueue.x-k8s.io/pod-group-total-count: {{ include "rlhf-job.pods" (last .) | quote }}

@@ -10,13 +10,13 @@
 {{/* What all pods of a release have and those of no other one. */}}
 {{- define "rlhf-job.release" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/* What the pods of one component have, of (list $ COMPONENT): a group, controller or check. */}}
 {{- define "rlhf-job.selector" -}}
 {{ include "rlhf-job.release" (first .) }}
-app.kubernetes.io/component: {{ last . }}
+app.kubernetes.io/component: {{ last . | quote }}
 {{- end }}
 
 {{/* Labels of an object, of (list $ COMPONENT). */}}
@@ -32,7 +32,7 @@ helm.sh/chart: {{ $.Chart.Name }}-{{ $.Chart.Version | replace "+" "_" }}
 {{- define "rlhf-job.metadata" -}}
 metadata:
   name: {{ last . }}
-  namespace: {{ (first .).Release.Namespace }}
+  namespace: {{ (first .).Release.Namespace | quote }}
   labels:
     {{- include "rlhf-job.labels" (initial .) | nindent 4 }}
 {{- end }}

@@ -37,7 +37,7 @@ spec:
   {{- with $values.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
-    - name: {{ . }}
+    - name: {{ quote . }}
     {{- end }}
   {{- end }}
   {{- if eq .component "controller" }}
@@ -63,7 +63,7 @@ spec:
   {{- if and .always $settings.topologyKey }}
   topologySpreadConstraints:
     - maxSkew: 1
-      topologyKey: {{ $settings.topologyKey }}
+      topologyKey: {{ $settings.topologyKey | quote }}
       whenUnsatisfiable: ScheduleAnyway
       labelSelector:
         matchLabels:
@@ -74,9 +74,9 @@ spec:
     seccompProfile:
       type: RuntimeDefault
     {{- with $values.user }}
-    runAsUser: {{ . }}
-    runAsGroup: {{ . }}
-    fsGroup: {{ . }}
+    runAsUser: {{ int64 . }}
+    runAsGroup: {{ int64 . }}
+    fsGroup: {{ int64 . }}
     fsGroupChangePolicy: OnRootMismatch
     {{- end }}
   {{- $shared := dict "root" $ "settings" $settings "resources" .resources "claims" $claims "rewards" $rewards }}
@@ -115,26 +115,26 @@ spec:
     {{- if ne $values.tls.mode "none" }}
     - name: tls
       secret:
-        secretName: {{ include "rlhf-job.tlsSecret" (list $ .component) }}
+        secretName: {{ include "rlhf-job.tlsSecret" (list $ .component) | quote }}
         defaultMode: 0400 # with an fsGroup the kubelet makes it 0440, of root and that group
         items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}, {key: ca.crt, path: ca.crt}]
     {{- end }}
     {{- if $rewards }}
     - name: reward
       configMap:
-        name: {{ $values.rewardFunction.configMap | default (include "rlhf-job.name" (list $ "reward-function")) }}
+        name: {{ $values.rewardFunction.configMap | default (include "rlhf-job.name" (list $ "reward-function")) | quote }}
     {{- end }}
     - name: tmp
       emptyDir:
-        sizeLimit: {{ $settings.scratch }}
+        sizeLimit: {{ toJson $settings.scratch }}
     - name: shm
       emptyDir:
         medium: Memory
-        sizeLimit: {{ $settings.sharedMemory }}
+        sizeLimit: {{ toJson $settings.sharedMemory }}
     {{- range $claims }}
     - name: {{ .name }}
       persistentVolumeClaim:
-        claimName: {{ .existingClaim | default (include "rlhf-job.name" (list $ .name)) }}
+        claimName: {{ .existingClaim | default (include "rlhf-job.name" (list $ .name)) | quote }}
     {{- end }}
     {{- with $settings.volumes }}
     {{- toYaml . | nindent 4 }}
@@ -144,9 +144,9 @@ spec:
 {{/* What all containers of a pod share. */}}
 {{- define "rlhf-job.container" -}}
 {{- $ := .root }}{{ $values := $.Values -}}
-image: {{ include "rlhf-job.image" $ }}
+image: {{ include "rlhf-job.image" $ | quote }}
 imagePullPolicy: {{ $values.image.pullPolicy }}
-workingDir: {{ $values.storage.workspace.mountPath }}
+workingDir: {{ $values.storage.workspace.mountPath | quote }}
 terminationMessagePolicy: FallbackToLogsOnError # kubectl describe pod says why it ended
 securityContext:
   allowPrivilegeEscalation: false
@@ -169,7 +169,7 @@ env:
   {{- if $values.huggingFace.secret }}
   - name: HF_TOKEN
     valueFrom:
-      secretKeyRef: {name: {{ $values.huggingFace.secret }}, key: {{ $values.huggingFace.key }}}
+      secretKeyRef: {name: {{ quote $values.huggingFace.secret }}, key: {{ quote $values.huggingFace.key }}}
   {{- end }}
   {{- with .settings.env }}
   {{- toYaml . | nindent 2 }}
@@ -189,7 +189,7 @@ volumeMounts:
   - {name: tmp, mountPath: /tmp}
   - {name: shm, mountPath: /dev/shm}
   {{- range .claims }}
-  - {name: {{ .name }}, mountPath: {{ .mountPath }}, readOnly: {{ .readOnly }}}
+  - {name: {{ .name }}, mountPath: {{ quote .mountPath }}, readOnly: {{ .readOnly }}}
   {{- end }}
   {{- with .settings.volumeMounts }}
   {{- toYaml . | nindent 2 }}
