@@ -192,7 +192,7 @@ def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:
         ("annotations", "prometheus.io/port"),
     ],
 )
-@pytest.mark.parametrize("where", ["pods", "groups"])
+@pytest.mark.parametrize("where", ["pods", "groups", "controller"])
 def test_a_label_of_the_charts_own_is_refused(kind: str, name: str, where: str) -> None:
     given = {kind: {name: "mine"}}
     said = refusal({"groups": {"reward": given}} if where == "groups" else {where: given})
@@ -204,6 +204,8 @@ def test_labels_of_yours_are_beside_the_charts() -> None:
     teams = {
         t["metadata"]["name"]: t["spec"]["template"]["metadata"]["labels"]["team"] for t in workloads(things)
     }
+        ("labels", "rolemesh.dev/role-actor"),  # which the reward's pods do not have
+        ("labels", "rolemesh.dev/anything"),
     assert teams == {"demo-actor": "a", "demo-critic": "a", "demo-rollout": "a", "demo-reward": "b"}
 
 
@@ -215,6 +217,14 @@ DIGEST = "sha256:" + "0a" * 32
     [
         ({"tag": 1}, "localhost/rolemesh:1"),
         ({"tag": 20251122123456}, "localhost/rolemesh:20251122123456"),
+@pytest.mark.parametrize("where", ["labels", "dashboards.labels"])
+@pytest.mark.parametrize("name", ["app.kubernetes.io/name", "helm.sh/chart", "rolemesh.dev/role-actor"])
+def test_a_label_of_the_charts_own_is_refused_on_what_monitors_it(where: str, name: str) -> None:
+    labels = {"labels": {name: "mine"}}
+    said = refusal({"monitoring": {"dashboards": labels} if "dashboards" in where else labels})
+    assert f"monitoring.{where} has {name}, which is the chart's own: leave it out" in said
+
+
         ({"tag": "1.10"}, "localhost/rolemesh:1.10"),
         ({"tag": "a" * 128}, f"localhost/rolemesh:{'a' * 128}"),
         ({"repository": "r.example:5000/a/b__c-d.e", "tag": "_1.x-Y"}, "r.example:5000/a/b__c-d.e:_1.x-Y"),

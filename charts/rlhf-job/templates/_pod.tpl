@@ -205,13 +205,8 @@ volumeMounts:
 
 {{/* Labels or annotations of the chart's own with the user's, of (list OWN GIVEN KEY): no key is in both. */}}
 {{- define "rlhf-job.beside" -}}
-{{- $own := index . 0 }}{{ $key := index . 2 }}
-{{- range $name, $_ := index . 1 }}
-{{- if hasKey $own $name }}
-{{- fail (printf "%s has %s, which is the chart's own: leave it out, or give yours another name" $key $name) }}
-{{- end }}
-{{- end }}
-{{- toYaml (merge dict $own (index . 1)) }}
+{{- include "rlhf-job.refuse.own" . }}
+{{- toYaml (merge dict (index . 0) (index . 1)) }}
 {{- end }}
 
 {{/* Not empty: a pod of these roles writes nothing to the workspace, of (list $ ROLES). Roles that share a device park

@@ -151,6 +151,17 @@
 {{- end }}
 {{- end }}
 
+{{/* Of (list OWN GIVEN KEY): labels or annotations that are the chart's own. Those under rolemesh.dev/ are, though this
+object may not have them: policies and Services know pods by them. */}}
+{{- define "rlhf-job.refuse.own" -}}
+{{- $own := index . 0 }}{{ $key := index . 2 }}
+{{- range $name, $_ := index . 1 }}
+{{- if or (hasKey $own $name) (hasPrefix "rolemesh.dev/" $name) }}
+{{- fail (printf "%s has %s, which is the chart's own: leave it out, or give yours another name" $key $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* What else the cluster must have, and values that belong together. */}}
 {{- define "rlhf-job.refuse.rest" -}}
 {{- if not (regexMatch "^[a-z][-a-z0-9]*$" .Release.Name) }}
