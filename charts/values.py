@@ -234,6 +234,7 @@ class NetworkPolicyValues(Config):
         ],
         description="where every pod finds DNS",
     )
+    dnsPorts: list[Port] = Field([53], min_length=1, description="of the DNS servers' pods, UDP and TCP")
     prepareEgress: list[Kubernetes] = Field(
         [], description="what steps of prepare reach, as rules of a NetworkPolicy; not of the reward's pods"
     )

@@ -9,6 +9,7 @@ from rendering import Object, notes, objects, of_kind, refusal, selects, workloa
 
 ANYWHERE: Object = {}
 DNS_PORTS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
+OPENSHIFT = [{"port": 5353, "protocol": "UDP"}, {"port": 5353, "protocol": "TCP"}]
 HUB = {"ports": [{"port": 443}]}
 JUDGE = {"to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}], "ports": [{"port": 8443}]}
 OPENAI = {
@@ -72,6 +73,21 @@ def test_a_rollout_by_other_servers_reaches_them_on_their_ports() -> None:
     servers = [to_one, {"ports": [{"port": 443}]}, {"ports": [{"port": 8001}]}]
     assert leaving("rollout", {"job": {"rollout": OPENAI}}) == servers
     assert leaving("actor", {"job": {"rollout": OPENAI}}) == []
+
+
+@pytest.mark.parametrize(
+    ("ports", "expected"), [([53], DNS_PORTS), ([5353], OPENSHIFT), ([53, 5353], DNS_PORTS + OPENSHIFT)]
+)
+def test_dns_is_reached_on_the_ports_that_values_say(ports: list[int], expected: list[Object]) -> None:
+    for component in ("actor", "reward", "controller"):
+        dns = policy_of(component, {"networkPolicy": {"dnsPorts": ports}})["egress"][0]
+        assert dns["ports"] == expected
+
+
+@pytest.mark.parametrize("ports", [[], [0], [65536], ["dns"]])
+def test_dns_has_ports(ports: list[Any]) -> None:
+    """No port in a rule of Kubernetes is every port."""
+    assert "at '/networkPolicy/dnsPorts" in refusal({"networkPolicy": {"dnsPorts": ports}})
 
 
 def test_the_controller_reaches_what_values_say() -> None:
@@ -188,6 +204,8 @@ def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:
         ("labels", "app.kubernetes.io/component"),
         ("labels", "rolemesh.dev/role-reward"),
         ("labels", "rolemesh.dev/group"),
+        ("labels", "rolemesh.dev/role-actor"),  # which the reward's pods do not have
+        ("labels", "rolemesh.dev/anything"),
         ("annotations", "checksum/job"),
         ("annotations", "prometheus.io/port"),
     ],
@@ -199,13 +217,19 @@ def test_a_label_of_the_charts_own_is_refused(kind: str, name: str, where: str) 
     assert f"pods.{kind} has {name}, which is the chart's own: leave it out" in said
 
 
+@pytest.mark.parametrize("where", ["labels", "dashboards.labels"])
+@pytest.mark.parametrize("name", ["app.kubernetes.io/name", "helm.sh/chart", "rolemesh.dev/role-actor"])
+def test_a_label_of_the_charts_own_is_refused_on_what_monitors_it(where: str, name: str) -> None:
+    labels = {"labels": {name: "mine"}}
+    said = refusal({"monitoring": {"dashboards": labels} if "dashboards" in where else labels})
+    assert f"monitoring.{where} has {name}, which is the chart's own: leave it out" in said
+
+
 def test_labels_of_yours_are_beside_the_charts() -> None:
     things = objects({"pods": {"labels": {"team": "a"}}, "groups": {"reward": {"labels": {"team": "b"}}}})
     teams = {
         t["metadata"]["name"]: t["spec"]["template"]["metadata"]["labels"]["team"] for t in workloads(things)
     }
-        ("labels", "rolemesh.dev/role-actor"),  # which the reward's pods do not have
-        ("labels", "rolemesh.dev/anything"),
     assert teams == {"demo-actor": "a", "demo-critic": "a", "demo-rollout": "a", "demo-reward": "b"}
 
 
@@ -217,14 +241,6 @@ DIGEST = "sha256:" + "0a" * 32
     [
         ({"tag": 1}, "localhost/rolemesh:1"),
         ({"tag": 20251122123456}, "localhost/rolemesh:20251122123456"),
-@pytest.mark.parametrize("where", ["labels", "dashboards.labels"])
-@pytest.mark.parametrize("name", ["app.kubernetes.io/name", "helm.sh/chart", "rolemesh.dev/role-actor"])
-def test_a_label_of_the_charts_own_is_refused_on_what_monitors_it(where: str, name: str) -> None:
-    labels = {"labels": {name: "mine"}}
-    said = refusal({"monitoring": {"dashboards": labels} if "dashboards" in where else labels})
-    assert f"monitoring.{where} has {name}, which is the chart's own: leave it out" in said
-
-
         ({"tag": "1.10"}, "localhost/rolemesh:1.10"),
         ({"tag": "a" * 128}, f"localhost/rolemesh:{'a' * 128}"),
         ({"repository": "r.example:5000/a/b__c-d.e", "tag": "_1.x-Y"}, "r.example:5000/a/b__c-d.e:_1.x-Y"),
