@@ -68,10 +68,8 @@ lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-proto: setup ## generate rolemesh/v1 and rolemesh/externalscaler from proto/
+proto: setup ## generate rolemesh/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
-	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=rolemesh --pyi_out=rolemesh \
-		proto/externalscaler/externalscaler.proto
 
 dashboards: setup ## generate charts/rlhf-job/dashboards from monitoring/
 	$(BIN)/python -m monitoring.dashboards

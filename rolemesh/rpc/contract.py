@@ -36,8 +36,6 @@ CALLERS = {
     for name, number in data_pb2.Caller.items()
     if number != data_pb2.CALLER_UNSPECIFIED
 }
-# Services whose .proto is not ours, so it cannot say who may call them.
-FOREIGN = {"externalscaler.ExternalScaler": frozenset({CALLERS[data_pb2.CALLER_SCALER]})}
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,7 @@ def _rpc(service: ServiceDescriptor, method: MethodDescriptor) -> Rpc:
 
 def _callers(method: MethodDescriptor) -> frozenset[str]:
     options: Any = method.GetOptions()
-    declared = frozenset(CALLERS[caller] for caller in options.Extensions[data_pb2.callers])
-    return declared or FOREIGN.get(method.containing_service.full_name, frozenset())
+    return frozenset(CALLERS[caller] for caller in options.Extensions[data_pb2.callers])
 
 
 def serializer(message: Descriptor) -> Callable[[Any], bytes] | None:

@@ -39,7 +39,6 @@ class PendingRows:
         self.rows = 0
         self._clock = clock
         self._counted_at, self._row_seconds = clock(), 0.0
-        self._changed = asyncio.Event()
 
     @property
     def row_seconds(self) -> float:
@@ -50,13 +49,6 @@ class PendingRows:
         """So many more from now on; below 0: fewer."""
         self._row_seconds, self._counted_at = self.row_seconds, self._clock()
         self.rows += rows
-        before, self._changed = self._changed, asyncio.Event()
-        before.set()
-
-    async def until(self, any_rows: bool) -> None:
-        """Returns when rows are pending, or none is."""
-        while bool(self.rows) != any_rows:
-            await self._changed.wait()
 
 
 class Replica:

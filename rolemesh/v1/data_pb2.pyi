@@ -16,7 +16,6 @@ class Caller(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CALLER_UNSPECIFIED: _ClassVar[Caller]
     CALLER_CONTROLLER: _ClassVar[Caller]
     CALLER_OPERATOR: _ClassVar[Caller]
-    CALLER_SCALER: _ClassVar[Caller]
     CALLER_ACTOR: _ClassVar[Caller]
     CALLER_ROLLOUT: _ClassVar[Caller]
     CALLER_REFERENCE: _ClassVar[Caller]
@@ -56,7 +55,6 @@ DISPATCH_BROADCAST: Dispatch
 CALLER_UNSPECIFIED: Caller
 CALLER_CONTROLLER: Caller
 CALLER_OPERATOR: Caller
-CALLER_SCALER: Caller
 CALLER_ACTOR: Caller
 CALLER_ROLLOUT: Caller
 CALLER_REFERENCE: Caller

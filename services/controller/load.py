@@ -1,12 +1,13 @@
-"""How much work there is for a role: its pending rows over the recent steps, not those of an instant, which are
-none or a whole batch."""
+"""How much work there is for a role, which KEDA reads at /metrics: its pending rows over the recent steps, not
+those of an instant, which are none or a whole batch."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from rolemesh.metrics import ROLE_LOAD_ROWS
 from rolemesh.rpc.pool import PendingRows
 
 RECENT_STEPS = 3
@@ -45,3 +46,30 @@ class Load:
         began, row_seconds = self._began[0]
         seconds = self._clock() - began
         return (self._pending.row_seconds - row_seconds) / seconds if seconds > 0 else 0.0
+
+
+class RoleLoads:
+    """Every role's load, at /metrics from now on. There may be no client of a role yet: then nothing waits.
+
+    Args:
+        roles: those that the job has.
+
+    Attributes:
+        pending: each role's rows; its client is to count them here.
+    """
+
+    def __init__(self, roles: Iterable[str]) -> None:
+        self.pending = {role: PendingRows() for role in roles}
+        self._loads = {role: Load(pending) for role, pending in self.pending.items()}
+        for role, load in self._loads.items():
+            ROLE_LOAD_ROWS.labels(role).set_function(load.mean)
+
+    def step_began(self) -> None:
+        """A step begins now."""
+        for load in self._loads.values():
+            load.step_began()
+
+    def paused(self) -> None:
+        """No step runs, or the next one begins after a pause."""
+        for load in self._loads.values():
+            load.forget()

@@ -1,4 +1,4 @@
-"""The controller's own server: the run's status, the brakes, and KEDA's scaler.
+"""The controller's own server: the run's status and the brakes; and each role's load, at /metrics.
 
 It answers from the process's first second, while the models' libraries are imported and the data is read:
 nothing here imports them.
@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from rolemesh.rpc.server import RoleServer
-from services.controller.scaler import SERVICE as SCALER
-from services.controller.scaler import ScalerServicer
+from services.controller.load import RoleLoads
 from services.controller.servicer import SERVICE, ControllerServicer
 from services.controller.status import RunStatus
 
@@ -23,7 +22,7 @@ GRACE_S = 1.0
 
 
 class ControllerServer:
-    """ControllerService and ExternalScaler of one run.
+    """ControllerService of one run.
 
     Args:
         status: the run's.
@@ -34,9 +33,9 @@ class ControllerServer:
         self.status = status
         self.address = ""
         self._clients: dict[str, RoleClient] = {}
-        self._scaler = ScalerServicer(roles)
-        self._server = RoleServer({"controller": [SERVICE, SCALER]})
-        status.on_step, status.on_pause = self._scaler.step_began, self._scaler.paused
+        self._loads = RoleLoads(roles)
+        self._server = RoleServer({"controller": [SERVICE]})
+        status.on_step, status.on_pause = self._loads.step_began, self._loads.paused
 
     async def start(self, listen: str, health_listen: str | None = None) -> None:
         """Begins to answer. The run is starting, and nothing waits for a role.
@@ -51,15 +50,13 @@ class ControllerServer:
         if health_listen:
             await self._server.start_health(health_listen)
         self.address = await self._server.start(listen)
-        await self._server.ready(
-            {SERVICE: ControllerServicer(self.status, self._clients), SCALER: self._scaler}
-        )
+        await self._server.ready({SERVICE: ControllerServicer(self.status, self._clients)})
 
     def show(self, clients: Mapping[str, RoleClient]) -> None:
         """Tells of these clients' replicas and pending rows from now on; they are not yet entered."""
         self._clients |= clients
         for role, client in clients.items():
-            client.pool.waiting = self._scaler.pending[role]
+            client.pool.waiting = self._loads.pending[role]
 
     async def stop(self) -> None:
         """Refuses new calls, and lets running ones end for GRACE_S."""

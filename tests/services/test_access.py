@@ -29,7 +29,6 @@ import rolemesh.v1
 from rolemesh import metrics
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, NotPermitted, RoleUnavailable, WeightsUnavailable
-from rolemesh.externalscaler import externalscaler_pb2
 from rolemesh.roles import methods
 from rolemesh.rpc import tls
 from rolemesh.rpc.access import Permissions
@@ -57,12 +56,11 @@ OURS = [
     if found.name.endswith("_pb2")
     for service in services_of(importlib.import_module(f"rolemesh.v1.{found.name}"))
 ]
-[KEDAS] = services_of(externalscaler_pb2)
 
 
 def stated() -> dict[str, set[str]]:
-    """Path of each rpc to the roles that the .proto lets call it; KEDA's says nothing, and is the scaler's."""
-    found = {
+    """Path of each rpc to the roles that the .proto lets call it."""
+    return {
         f"/{service.full_name}/{method.name}": {
             data_pb2.Caller.Name(number).removeprefix("CALLER_").lower()
             for number in method.GetOptions().Extensions[data_pb2.callers]
@@ -70,7 +68,6 @@ def stated() -> dict[str, set[str]]:
         for service in OURS
         for method in service.methods
     }
-    return found | {f"/{KEDAS.full_name}/{method.name}": {"scaler"} for method in KEDAS.methods}
 
 
 needs_openssl = pytest.mark.skipif(
@@ -110,7 +107,7 @@ async def as_stream(call: Any) -> AsyncIterator[Any]:
 
 
 def arity_of(path: str) -> str:
-    [rpc] = (rpc for service in (*OURS, KEDAS) for rpc in rpcs(service) if rpc.path == path)
+    [rpc] = (rpc for service in OURS for rpc in rpcs(service) if rpc.path == path)
     return "_".join("stream" if way else "unary" for way in rpc.streams)
 
 
@@ -132,15 +129,15 @@ async def passed(channel: grpc.aio.Channel) -> set[str]:
 
 def test_every_rpc_of_every_service_says_who_may_call_it() -> None:
     assert {path for path, callers in stated().items() if not callers} == set()
-    assert len(stated()) == sum(len(service.methods) for service in (*OURS, KEDAS)) > 20
+    assert len(stated()) == sum(len(service.methods) for service in OURS) > 20
 
 
 def test_every_role_that_is_served_is_a_role_that_a_certificate_may_name() -> None:
-    assert set(CALLERS.values()) == {*ROLES, "controller", "operator", "scaler"}
+    assert set(CALLERS.values()) == {*ROLES, "controller", "operator"}
 
 
 def test_the_page_says_who_may_call_what() -> None:
-    page, full_names = SECURITY.read_text(), {s.name: s.full_name for s in (*OURS, KEDAS)}
+    page, full_names = SECURITY.read_text(), {s.name: s.full_name for s in OURS}
     said = {}
     for service, names, callers in re.findall(r"^\| `(\w+)` \| (.+?) \| ([a-z, ]+) \|$", page, re.MULTILINE):
         for name in re.findall(r"`(\w+)`", names):
@@ -157,7 +154,7 @@ async def test_each_role_may_call_what_the_proto_lets_it_and_nothing_else(
 ) -> None:
     """A certificate without a role may call nothing. The server's own roles give a caller no right."""
     tls.use_keys(swap(tmp_path / "server", authority.keys(JOB, *CALLERS.values())))
-    async with server_of(*OURS, KEDAS) as address:
+    async with server_of(*OURS) as address:
         tls.use_keys(swap(tmp_path / "caller", authority.keys(JOB, *filter(None, [caller]))))
         async with open_channel(address, "actor") as channel:
             assert await passed(channel) == {path for path, callers in stated().items() if caller in callers}
@@ -165,7 +162,7 @@ async def test_each_role_may_call_what_the_proto_lets_it_and_nothing_else(
 
 async def test_a_process_of_two_roles_may_do_what_either_may(tmp_path: Path, authority: Authority) -> None:
     tls.use_keys(swap(tmp_path / "server", authority.keys(JOB, "actor")))
-    async with server_of(*OURS, KEDAS) as address:
+    async with server_of(*OURS) as address:
         tls.use_keys(swap(tmp_path / "caller", authority.keys(JOB, "rollout", "operator")))
         async with open_channel(address, "actor") as channel:
             both = {path for path, callers in stated().items() if callers & {"rollout", "operator"}}
@@ -174,7 +171,7 @@ async def test_a_process_of_two_roles_may_do_what_either_may(tmp_path: Path, aut
 
 async def test_without_keys_anybody_may_call_anything(tmp_path: Path) -> None:
     tls.use_keys(None)
-    async with server_of(*OURS, KEDAS, without_callers()) as address, open_channel(address, "actor") as channel:
+    async with server_of(*OURS, without_callers()) as address, open_channel(address, "actor") as channel:
         assert await passed(channel) == set(stated())
         error = await ask(channel, "/test.Forgotten/Ask", "unary_unary")
         assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -195,7 +192,7 @@ async def test_a_certificate_of_another_job_has_no_right_not_even_to_health(
     names: list[str], tmp_path: Path, authority: Authority
 ) -> None:
     tls.use_keys(swap(tmp_path / "server", authority.keys(JOB, "actor")))
-    async with server_of(*OURS, KEDAS) as address:
+    async with server_of(*OURS) as address:
         other = tls.read_keys(swap(tmp_path / "caller", authority.files(*names)))
         pretends = [("grpc.ssl_target_name_override", f"actor.{JOB}")]
         credentials = other.channel_credentials()
@@ -369,12 +366,12 @@ async def test_the_pages_commands_make_certificates_that_the_pages_table_lets_in
     [commands] = re.findall(r"^```sh\n(.*?)^```", SECURITY.read_text(), re.MULTILINE | re.DOTALL)
     keys = await asyncio.to_thread(made_by, commands, tmp_path)
     tls.use_keys(keys["policy"], "actor", "rollout")
-    async with server_of(*OURS, KEDAS) as address:
+    async with server_of(*OURS) as address:
         for name in keys.keys() - {"policy"}:
             tls.use_keys(keys[name], name)
             async with open_channel(address, "actor") as channel:
                 assert await passed(channel) == {path for path, callers in stated().items() if name in callers}
-    assert keys.keys() == {"policy", *CALLERS.values()} - {"actor", "rollout", "scaler"}
+    assert keys.keys() == {"policy", *CALLERS.values()} - {"actor", "rollout"}
 
 
 @needs_openssl

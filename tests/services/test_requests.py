@@ -22,7 +22,6 @@ import rolemesh.v1
 from rolemesh.config.job import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed
-from rolemesh.externalscaler import externalscaler_pb2
 from rolemesh.roles import methods
 from rolemesh.rpc.contract import Rpc, rpcs
 from rolemesh.rpc.errors import ERROR_KEY
@@ -30,8 +29,6 @@ from rolemesh.rpc.requests import MAX_REQUEST_BYTES, STEP_KEY
 from rolemesh.rpc.server import RoleServer
 from rolemesh.rpc.streams import send
 from rolemesh.v1 import frame_pb2
-from services.controller.scaler import SERVICE as SCALER
-from services.controller.scaler import ScalerServicer
 from services.controller.servicer import SERVICE as CONTROLLER
 from services.controller.servicer import ControllerServicer
 from services.controller.status import RunStatus
@@ -45,11 +42,7 @@ def every_service() -> set[str]:
     """Of all .proto files, also those that nobody has written yet."""
     names = [name for _, name, _ in pkgutil.iter_modules(rolemesh.v1.__path__) if name.endswith("_pb2")]
     files = [importlib.import_module(f"rolemesh.v1.{name}") for name in names]
-    return {
-        service.full_name
-        for file in (*files, externalscaler_pb2)
-        for service in file.DESCRIPTOR.services_by_name.values()
-    }
+    return {service.full_name for file in files for service in file.DESCRIPTOR.services_by_name.values()}
 
 
 @asynccontextmanager
@@ -60,11 +53,11 @@ async def everything_served(job: JobConfig) -> AsyncIterator[list[tuple[str, Rpc
         for role in ROLES:
             [address] = await stack.enter_async_context(served(role, job))
             places += [(role, service, address) for service in ROLES[role].services]
-        server = RoleServer({"controller": [CONTROLLER, SCALER]})
+        server = RoleServer({"controller": [CONTROLLER]})
         address = await server.start("127.0.0.1:0")
         stack.push_async_callback(server.drain, 0)
-        await server.ready({CONTROLLER: ControllerServicer(RunStatus("run")), SCALER: ScalerServicer({})})
-        places += [("controller", service, address) for service in (CONTROLLER, SCALER)]
+        await server.ready({CONTROLLER: ControllerServicer(RunStatus("run"))})
+        places.append(("controller", CONTROLLER, address))
         calls = []
         for role, service, address in places:
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))

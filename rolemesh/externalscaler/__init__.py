@@ -1,1 +1,0 @@
-"""Generated from proto/externalscaler/: what KEDA asks a controller."""

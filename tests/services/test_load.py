@@ -1,0 +1,173 @@
+"""How much work there is for a role, as /metrics says it to KEDA."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from in_process import small_job
+from membership import Told, until
+from serving import gate, reward_batch, reward_job, served
+
+from rolemesh.errors import CheckpointFailed
+from rolemesh.metrics import CONTROLLER as METRICS
+from rolemesh.roles import methods
+from rolemesh.rpc.clients import RewardClient
+from rolemesh.rpc.pool import PendingRows
+from rolemesh.v1 import controller_pb2, controller_pb2_grpc
+from services.control import control
+from services.controller.load import Load
+from services.controller.server import ControllerServer, serving
+from services.controller.status import RunStatus, State
+
+
+def load() -> float:
+    """The reward's, at /metrics."""
+    value = METRICS.get_sample_value("rolemesh_role_load_rows", {"role": "reward"})
+    assert value is not None
+    return value
+
+
+class Clock:
+    """Seconds, as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_load_is_the_mean_of_pending_rows_weighted_by_time() -> None:
+    """256 rows that wait for 15 of 60 seconds are 64, whenever one looks."""
+    clock = Clock()
+    pending = PendingRows(clock)
+    load = Load(pending, clock)
+    assert load.mean() == 0
+    clock.now = 45
+    pending.add(256)
+    assert load.mean() == 0
+    clock.now = 50
+    pending.add(-128)
+    clock.now = 55
+    assert load.mean() == (5 * 256 + 5 * 128) / 55
+    pending.add(128)
+    clock.now = 57.5
+    pending.add(-256)
+    clock.now = 60
+    assert load.mean() == (5 * 256 + 5 * 128 + 2.5 * 256) / 60
+
+
+def test_load_is_that_of_the_last_three_steps_and_the_running_one() -> None:
+    clock = Clock()
+    pending = PendingRows(clock)
+    load = Load(pending, clock)
+    for rows in (1000, 10, 20, 30):  # the first step is forgotten
+        pending.add(rows)
+        clock.now += 10
+        pending.add(-rows)
+        load.step_began()
+    assert load.mean() == 20
+    clock.now += 10
+    assert load.mean() == 15
+    for _ in range(4):
+        load.step_began()
+        clock.now += 1
+    assert load.mean() == 0
+
+
+async def test_a_paused_run_has_no_load_and_begins_its_window_anew(tiny_model: Path) -> None:
+    status = RunStatus("job")
+    server = ControllerServer(status, ["reward"])
+    pending = server._loads.pending["reward"]
+    status.set(state=State.RUNNING, step=0)
+    pending.add(100)
+    assert await status.may_begin()
+    assert load() > 0
+    pending.add(-100)
+    status.set(step=1)
+    status.pause()
+    begins = asyncio.create_task(status.may_begin())
+    await asyncio.sleep(0)
+    assert load() == 0
+    pending.add(100)  # before the next step begins: a validation's, say
+    assert load() > 0
+    pending.add(-100)
+    status.resume()
+    assert await begins
+    assert load() == 0
+
+
+async def test_a_role_has_load_while_rows_wait_and_after_it(tiny_model: Path, tmp_path: Path) -> None:
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
+        job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(doors.path))
+        async with (
+            served("reward", job) as addresses,
+            RewardClient(Told(*addresses), methods(job), may_grow=True) as client,
+            serving(RunStatus("run"), ["reward"], "127.0.0.1:0") as server,
+        ):
+            server.show({"reward": client})
+            assert load() == 0
+            call = asyncio.create_task(client.compute_scores(reward_batch(100)))
+            await started.passed(call)
+            assert 0 < load() < load() < 100
+            doors.open()
+            await call
+            assert load() > load() > 0
+
+
+async def test_a_role_that_a_run_waits_for_has_load(tiny_model: Path, tmp_path: Path) -> None:
+    """Though it has no row yet: it may have been scaled to zero."""
+    job = reward_job(tiny_model, tmp_path)
+    async with (
+        RewardClient(Told(), methods(job), may_grow=True) as client,
+        serving(RunStatus("run"), ["reward"], "127.0.0.1:0") as server,
+    ):
+        server.show({"reward": client})
+        waiting = asyncio.create_task(client.wait_until_ready(30))
+        await until(client.pool, lambda: client.pool.pending_rows)
+        assert load() > 0
+        waiting.cancel()
+
+
+def test_the_controllers_server_is_imported_without_the_models_libraries() -> None:
+    """They take seconds, in which it is to answer."""
+    program = "import sys, services.controller.server; print(sys.modules.keys() & {'torch', 'transformers'})"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"
+
+
+async def test_load_and_status_are_told_while_the_run_is_made_ready(tiny_model: Path, tmp_path: Path) -> None:
+    """Prompts are read, and checkpoints looked for."""
+    job = small_job(tmp_path, tiny_model, "run", "algorithm.adv_estimator=grpo")
+    job.run_dir.mkdir()
+    pointer = job.run_dir / "latest"
+    os.mkfifo(pointer)  # whoever opens it waits for somebody who writes
+    async with serving(RunStatus("run"), job.roles, "127.0.0.1:0") as server:
+        run = asyncio.create_task(control(job, {}, server))
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            controller = controller_pb2_grpc.ControllerServiceStub(channel)
+            while not is_being_opened(pointer):
+                told = await controller.GetStatus(controller_pb2.GetStatusRequest())
+                assert load() == 0
+                assert told.state == controller_pb2.RUN_STATE_STARTING
+                assert not run.done()
+        with pytest.raises(CheckpointFailed, match=r"latest names"):
+            await run
+
+
+def is_being_opened(pipe: Path) -> bool:
+    """Whether somebody waits for a writer; then there was one."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return False
+        raise
+    return True
