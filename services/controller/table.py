@@ -11,7 +11,7 @@ from rich.console import Console
 from rolemesh.config import JobConfig
 
 GAP = 2
-STEP_WIDTH = 5
+STEP_WIDTH = 5  # at least
 ROWS_PER_HEADER = 30
 LOG_WIDTH = 80  # where nobody says how wide the reader's terminal is: a pipe, a file, a pod's log
 
@@ -77,19 +77,20 @@ class StepTable:
         Args:
             numbers: the step's metrics, and ACCURACY where it was validated.
         """
-        columns = that_fit(self._columns, self._console.width)
-        header = "step".rjust(STEP_WIDTH) + _cells(column.heading.rjust(column.width) for column in columns)
+        step_width = max(STEP_WIDTH, len(str(step)))
+        columns = that_fit(self._columns, self._console.width, step_width)
+        header = "step".rjust(step_width) + _cells(column.heading.rjust(column.width) for column in columns)
         if header != self._header or self._rows_since_header == ROWS_PER_HEADER:
             self._console.print(header, style="bold", highlight=False, soft_wrap=True)
             self._header, self._rows_since_header = header, 0
         cells = _cells(_cell(column, numbers) for column in columns)
-        self._console.print((str(step).rjust(STEP_WIDTH) + cells).rstrip(), highlight=False, soft_wrap=True)
+        self._console.print((str(step).rjust(step_width) + cells).rstrip(), highlight=False, soft_wrap=True)
         self._rows_since_header += 1
 
 
-def that_fit(columns: list[Column], width: int) -> list[Column]:
-    """The most important columns that `width` characters hold, in their order."""
-    room, kept = width - STEP_WIDTH, set[str]()
+def that_fit(columns: list[Column], width: int, step_width: int = STEP_WIDTH) -> list[Column]:
+    """The most important columns that `width` characters hold beside the step's, in their order."""
+    room, kept = width - step_width, set[str]()
     for column in sorted(columns, key=lambda column: column.rank):
         room -= GAP + column.width
         if room < 0:

@@ -41,6 +41,19 @@ def test_a_wide_terminal_has_every_column_under_its_heading() -> None:
     ]
 
 
+def test_a_step_of_six_digits_is_under_its_heading_and_no_line_wraps() -> None:
+    out = io.StringIO()
+    table = StepTable(PPO, Console(file=out, width=len(" step    score")))
+    for step in (99_999, 100_000, 100_001):
+        table.add(step, STEP)
+    assert out.getvalue().splitlines() == [" step    score", "99999    0.250", "  step", "100000", "100001"]
+    wide = StepTable(PPO, Console(file=(out := io.StringIO()), width=130))
+    wide.add(1_000_000, STEP)
+    header, row = out.getvalue().splitlines()
+    assert len(header) == len(row)
+    assert row.startswith("1000000    0.250")
+
+
 def test_a_narrow_terminal_keeps_what_matters_most() -> None:
     assert printed(60)[0].split() == [
         "step",
