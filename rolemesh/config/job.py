@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -361,9 +361,14 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
 
     Raises:
         InvalidConfig: with every wrong key, where it is, and the nearest right one; or the files are in the
-            wrong order.
+            wrong order; or it is the values of the chart.
     """
     job, over = read_yaml(Path(path)), parse_overrides(overrides)
+    if isinstance(job.get("job"), Mapping):
+        raise InvalidConfig(
+            f"{path} has the section job, as values of the chart rlhf-job do: a job file has what stands in "
+            "that section at its top level, and placement beside it; make a file of these two"
+        )
     files = [str(path), *(override for override in overrides if "=" not in override)]
     whole = next((file for file in files[1:] if "data" in read_yaml(Path(file))), None)
     if whole and not {"data", "trainer"} & job.keys():

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from rolemesh.config.model import ModelConfig
 from rolemesh.errors import InvalidConfig, ModelNotFound
+from rolemesh.models.directory import described_directory, existing_directory
 
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()  # what it warns of, missing weights, is an error here
@@ -48,26 +49,12 @@ def model_directory(config: ModelConfig, role: str) -> Path:
     Raises:
         ModelNotFound: what is missing, and where.
     """
-    if not config.path:
-        raise ModelNotFound(f"{role}: no model directory is given; set {role}.model.path")
-    directory = Path(config.path)
-    if not directory.is_dir():
-        raise _no_such_directory(directory, role)
-    if not (directory / "config.json").is_file():
-        raise ModelNotFound(f"{role}: {directory} is not a Hugging Face model directory: it has no config.json")
+    directory = described_directory(config, role)
     if not any(directory.glob("*.safetensors")):
         others = [path.name for path in directory.glob("*.bin")]
         pickles = f" ({others[0]} is a pickle, which is never read: convert it)" if others else ""
         raise ModelNotFound(f"{role}: {directory} has no weights: no *.safetensors file{pickles}")
     return directory
-
-
-def _no_such_directory(directory: Path, role: str) -> ModelNotFound:
-    return ModelNotFound(
-        f"{role}: no such model directory: {directory}. `rolemesh model {directory}` makes a small random one, "
-        f"`hf download ORGANISATION/MODEL --local-dir {directory}` fetches a real one, and `rolemesh demo` "
-        "makes that of configs/tiny.yaml"
-    )
 
 
 def load_causal_lm(config: ModelConfig, role: str) -> Any:
@@ -137,11 +124,7 @@ def load_tokenizer(config: ModelConfig, role: str = "actor") -> Any:
     Raises:
         ModelNotFound: the directory has none, or it cannot be read.
     """
-    directory = Path(config.path)
-    if not config.path:
-        raise ModelNotFound(f"{role}: no model directory is given; set {role}.model.path")
-    if not directory.is_dir():
-        raise _no_such_directory(directory, role)
+    directory = existing_directory(config, role)
     if not any(directory.glob("tokenizer*")) and not (directory / "vocab.json").is_file():
         raise ModelNotFound(f"{role}: {directory} has no tokenizer: no tokenizer.json")
     try:

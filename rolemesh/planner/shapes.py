@@ -11,6 +11,7 @@ from typing import Any
 
 from rolemesh.config.model import ModelConfig, PolicyModelConfig, is_target
 from rolemesh.errors import InvalidConfig, ModelNotFound
+from rolemesh.models.directory import described_directory
 
 # The heads of causal LMs and of reward models: whatever a role does not use of them it does not load.
 HEADS = ("lm_head.", "score.", "classifier.", "v_head.")
@@ -92,9 +93,7 @@ def read_shape(config: ModelConfig, role: str) -> ModelShape:
     Raises:
         ModelNotFound: no directory, no config.json, or none that describes a transformer.
     """
-    if not config.path:
-        raise ModelNotFound(f"{role}: no model directory is given; set {role}.model.path")
-    directory = Path(config.path)
+    directory = described_directory(config, role)
     settings = _settings(directory, role)
     hidden, layers, heads, vocabulary = (_number(settings, key, directory, role) for key in NAMES)
     tensors = _stored(directory, settings) or _built(directory, config, role)
@@ -136,7 +135,7 @@ def _settings(directory: Path, role: str) -> dict[str, Any]:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         return {**settings, **settings.get("text_config", {})}
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ModelNotFound(f"{role}: {directory} has no config.json that can be read: {error}") from error
+        raise ModelNotFound(f"{role}: config.json of {directory} cannot be read: {error}") from error
 
 
 def _number(settings: Mapping[str, Any], key: str, directory: Path, role: str) -> int:

@@ -10,6 +10,7 @@ from rolemesh.config.base import leaves
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.errors import InvalidConfig
 
+CHART = Path(__file__).parents[2] / "charts" / "rlhf-job"
 SMALL = {"data": {"train_batch_size": 8}, "actor": {"ppo_mini_batch_size": 8}}
 
 
@@ -254,3 +255,11 @@ def test_one_train_file_may_be_written_without_a_list() -> None:
     assert make_job(
         {**SMALL, "data": {"train_batch_size": 8, "train_files": "a.parquet"}}
     ).data.train_files == ["a.parquet"]
+
+
+@pytest.mark.parametrize("example", sorted(CHART.glob("examples/*.yaml")), ids=lambda path: path.stem)
+def test_values_of_the_chart_are_no_job_file_and_the_error_says_where_the_job_is(example: Path) -> None:
+    with pytest.raises(InvalidConfig, match=r"has the section job, as values of the chart .* make a file of"):
+        load_job(example)
+    values = yaml.safe_load(example.read_text(encoding="utf-8"))
+    make_job(values["job"] | {"placement": values["placement"]})

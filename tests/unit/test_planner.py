@@ -19,6 +19,7 @@ from rolemesh.config.job import make_job
 from rolemesh.config.model import ModelConfig
 from rolemesh.errors import InvalidConfig, ModelNotFound
 from rolemesh.models.heads import ScoreModel
+from rolemesh.models.loading import model_directory
 from rolemesh.planner.cost import Pass, role_seconds
 from rolemesh.planner.devices import GIB, GPUS, Device, available_memory, cpu, human_size, parse_size
 from rolemesh.planner.memory import kv_bytes_per_token, logits_bytes, role_memory
@@ -114,8 +115,18 @@ def test_a_directory_that_describes_no_model_is_an_error(tmp_path: Path, text: s
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelNotFound, match="critic"):
         read_shape(ModelConfig(path=str(tmp_path)), "critic")
-    with pytest.raises(ModelNotFound, match="actor"):
-        read_shape(ModelConfig(path=str(tmp_path / "elsewhere")), "actor")
+
+
+def test_a_model_that_is_not_there_is_named_with_what_makes_it_as_by_those_who_load_it(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name in ("", "absent", "empty"):
+        config = ModelConfig(path=name and str(tmp_path / name))
+        with pytest.raises(ModelNotFound) as planned:
+            read_shape(config, "actor")
+        with pytest.raises(ModelNotFound) as loaded:
+            model_directory(config, "actor")
+        assert str(planned.value) == str(loaded.value)
+        assert ("`rolemesh model" in str(planned.value)) == (name == "absent")
 
 
 # ---------------------------------------------------------------------------------------- sizes
