@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,6 +179,7 @@ def references(things: list[Object]) -> None:
         assert ("Service", thing["spec"]["serviceName"]) in names
     for thing in of_kind(things, "ScaledObject"):
         [trigger] = thing["spec"]["triggers"]
+        assert "authenticationRef" not in trigger  # /metrics is plain, under TLS too
         assert trigger["type"] == "metrics-api"  # known to KEDA before anybody answers
         assert trigger["metadata"]["url"] == "http://demo-controller.jobs:9090/metrics"
         assert ("Service", "demo-controller") in names
@@ -225,3 +228,32 @@ def test_a_misspelt_field_is_noticed(kind: str) -> None:
     values = {"tls": {"mode": "certManager"}, "autoscaling": SCALERS["keda"]}
     for thing in of_kind(objects(values), kind):
         assert "misspelt" in schema_errors(json.dumps(thing | {"spec": thing["spec"] | {"misspelt": 1}}))
+
+
+@pytest.mark.parametrize(("answers", "exits"), [(0, 0), (8, 0), (9, 1)])
+def test_helm_test_waits_until_dns_has_forgotten_the_controller(
+    answers: int, exits: int, tmp_path: Path
+) -> None:
+    """DNS answers with a controller for a while after it has ended: it is active if it is there for 40 s."""
+    for name, does in {
+        "getent": 'echo "$@" >>$0.log; [ $(wc -l <$0.log) -le ' + str(answers) + " ]",
+        "sleep": "echo $1 >>$0.log",
+        "rolemesh": 'echo "$@" >>$0.log',
+    }.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{does}\n")
+        program.chmod(0o755)
+    [pod] = of_kind(objects({}), "Pod")
+    [container] = pod["spec"]["containers"]
+    command = [*container["command"], *container["args"]]
+    ran = subprocess.run(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True)
+    assert ran.returncode == exits
+    asked = (tmp_path / "getent.log").read_text().splitlines()
+    assert asked == ["hosts demo-controller"] * min(answers + 1, 9)
+    waits = (tmp_path / "sleep.log").read_text().split() if answers else []
+    assert waits == ["5"] * min(answers, 8)
+    if exits:
+        assert "the job is active, and a test would spoil its run" in ran.stderr
+    else:
+        assert "control --config=/etc/rolemesh/job.yaml" in (tmp_path / "rolemesh.log").read_text()
+    assert (tmp_path / "rolemesh.log").exists() == (not exits)
