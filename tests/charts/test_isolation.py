@@ -95,6 +95,22 @@ def test_the_controller_reaches_what_values_say() -> None:
     assert leaving("controller", {"networkPolicy": {"controllerEgress": [HUB]}}) == [HUB]
 
 
+@pytest.mark.parametrize("mode", ["none", "certManager"])
+@pytest.mark.parametrize("scaler", ["hpa", "keda"])
+def test_only_keda_reads_the_load_where_a_scaler_is_keda(scaler: str, mode: str) -> None:
+    """On the port of the URL that it is given, which the controller listens on."""
+    mine: Object = {"namespaceSelector": {"matchLabels": {"team": "scaling"}}}
+    values = {
+        "tls": {"mode": mode},
+        "networkPolicy": {"scalerFrom": [mine], "metricsFrom": []},
+        "autoscaling": {"reward": {"scaler": scaler, "maxReplicas": 4}},
+    }
+    may = [{"from": [mine], "ports": [{"port": 9090}]}]
+    assert policy_of("controller", values)["ingress"] == (may if scaler == "keda" else [])
+    [job] = of_kind(objects(values), "Job")
+    assert "--metrics-listen=0.0.0.0:9090" in job["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
 def test_an_empty_list_of_peers_means_nobody() -> None:
     """In a rule of Kubernetes it means everybody."""
     keda = {"reward": {"scaler": "keda", "maxReplicas": 4}}

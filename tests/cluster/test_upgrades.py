@@ -88,7 +88,6 @@ def test_kinds_of_other_projects_are_accepted_where_the_cluster_knows_them(names
         "podmonitors",
         "prometheusrules",
         "scaledobjects",
-        "triggerauthentications",
         "certificates",
         "issuers",
     }

@@ -7,10 +7,12 @@ import errno
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import grpc
 import pytest
+from certificates import Authority, swap
 from in_process import small_job
 from membership import Told, until
 from serving import gate, reward_batch, reward_job, served
@@ -18,8 +20,10 @@ from serving import gate, reward_batch, reward_job, served
 from rolemesh.errors import CheckpointFailed
 from rolemesh.metrics import CONTROLLER as METRICS
 from rolemesh.roles import methods
+from rolemesh.rpc import tls
 from rolemesh.rpc.clients import RewardClient
 from rolemesh.rpc.pool import PendingRows
+from rolemesh.rpc.server import serve_metrics
 from rolemesh.v1 import controller_pb2, controller_pb2_grpc
 from services.control import control
 from services.controller.load import Load
@@ -134,6 +138,21 @@ async def test_a_role_that_a_run_waits_for_has_load(tiny_model: Path, tmp_path: 
         await until(client.pool, lambda: client.pool.pending_rows)
         assert load() > 0
         waiting.cancel()
+
+
+async def test_the_load_is_read_over_plain_http_though_calls_are_encrypted(tmp_path: Path) -> None:
+    """As KEDA reads it, which has no keys of the job."""
+    tls.use_keys(swap(tmp_path / "keys", Authority().keys("job", "controller", "operator")), "controller")
+    async with serving(RunStatus("job"), ["reward"], "127.0.0.1:0") as server:
+        server._loads.pending["reward"].add(100)
+        metrics = serve_metrics("127.0.0.1:0", METRICS)
+        with urllib.request.urlopen(f"http://{metrics}/metrics") as shown:  # noqa: ASYNC210
+            [line] = [line for line in shown if line.startswith(b'rolemesh_role_load_rows{role="reward"} ')]
+        assert 0 < float(line.split()[1]) <= 100
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            controller = controller_pb2_grpc.ControllerServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await controller.GetStatus(controller_pb2.GetStatusRequest())
 
 
 def test_the_controllers_server_is_imported_without_the_models_libraries() -> None:
