@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import aclosing
-from inspect import isasyncgen
 from typing import Any
 
 import grpc
@@ -20,6 +18,7 @@ from rolemesh.errors import NotPermitted
 from rolemesh.rpc import tls
 from rolemesh.rpc.contract import CALLERS, Rpc
 from rolemesh.rpc.errors import to_status
+from rolemesh.rpc.handlers import Context, Method, surrounded
 
 log = logging.getLogger(__name__)
 
@@ -47,29 +46,22 @@ class Permissions(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gene
         found = await continuation(handler_call_details)
         if found is None:
             return None
-        arity = "_".join(
-            "stream" if way else "unary" for way in (found.request_streaming, found.response_streaming)
-        )
-        behaviour = getattr(found, arity)
         path = str(handler_call_details.method)
 
-        async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            try:
-                self._check(path, context)
-            except NotPermitted as error:
-                self._tell(path, error)
-                await context.abort(*to_status(error))
-            answer = behaviour(request, context)
-            if not isasyncgen(answer):
-                return await answer
-            async with aclosing(answer):
-                async for part in answer:
-                    await context.write(part)
+        def around(method: Method) -> Method:
+            async def checked(request: Any, context: Context) -> Any:
+                try:
+                    self._check(path, context)
+                except NotPermitted as error:
+                    self._tell(path, error)
+                    await context.abort(*to_status(error))
+                return await method(request, context)
 
-        make = getattr(grpc, f"{arity}_rpc_method_handler")
-        return make(checked, found.request_deserializer, found.response_serializer)
+            return checked
 
-    def _check(self, path: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        return surrounded(found, around)
+
+    def _check(self, path: str, context: Context) -> None:
         keys = tls.current_keys()
         assert keys is not None, "a server with permissions has keys"
         names = tls.names_of_caller(context)

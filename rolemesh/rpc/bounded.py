@@ -5,15 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from inspect import isasyncgen
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from rolemesh.rpc.handlers import Context, Method, surrounded
 from rolemesh.rpc.limits import MAX_FOREIGN_BYTES
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Bounded(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
@@ -32,32 +30,26 @@ class Bounded(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic 
         found = await continuation(handler_call_details)
         if found is None:
             return None
-        arity = "_".join(
-            "stream" if way else "unary" for way in (found.request_streaming, found.response_streaming)
-        )
-        behaviour, read = getattr(found, arity), found.request_deserializer
+        read = found.request_deserializer
 
-        async def bounded(request: Any, context: Context) -> Any:
-            try:
-                if read is not None and found.request_streaming:
-                    request = _read_all(read, request, context)
-                elif read is not None:
-                    request = await _read(read, request, context)
-                answer = behaviour(request, context)
-                if not isasyncgen(answer):
-                    return await answer
-                async with aclosing(answer):
-                    async for part in answer:
-                        await context.write(part)
-            except grpc.aio.AbortError as error:
-                traceback.clear_frames(error.__traceback__)
-                error.__context__ = None
-                raise
-            finally:
-                del request
+        def around(method: Method) -> Method:
+            async def bounded(request: Any, context: Context) -> Any:
+                try:
+                    if read is not None and found.request_streaming:
+                        request = _read_all(read, request, context)
+                    elif read is not None:
+                        request = await _read(read, request, context)
+                    return await method(request, context)
+                except grpc.aio.AbortError as error:
+                    traceback.clear_frames(error.__traceback__)
+                    error.__context__ = None
+                    raise
+                finally:
+                    del request
 
-        make = getattr(grpc, f"{arity}_rpc_method_handler")
-        return make(bounded, response_serializer=found.response_serializer)
+            return bounded
+
+        return surrounded(found, around, reads=False)
 
 
 async def _read(read: Callable[[bytes], Any], request: bytes, context: Context) -> Any:
