@@ -24,6 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from rolemesh.errors import InvalidConfig
+from rolemesh.rpc.contract import CALLERS
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ class KeyFolder:
 
     def _read(self) -> Keys:
         keys = read_keys(self.directory)
+        _check_names(self.directory / CERTIFICATE, keys)
         if absent := set(self._roles) - roles_in(keys.names, keys.job):
             raise InvalidConfig(_names_lacking(self.directory, keys.job, self._roles, absent))
         if keys.expires <= datetime.now(UTC):
@@ -151,6 +153,23 @@ def roles_in(names: Collection[str], job: str) -> set[str]:
     """The roles of a process of the job whose certificate has these DNS names."""
     end = dns_name("", job)
     return {name.removesuffix(end) for name in names if name.endswith(end)}
+
+
+def _check_names(certificate: Path, keys: Keys) -> None:
+    """A process shows no name that its peers would take for more than it says: gRPC lets `*` stand for a label
+    of a server's name, and `actor.my-job` is the actor of my-job, whatever job it was meant to be.
+
+    Raises:
+        InvalidConfig: which name.
+    """
+    if wild := [name for name in keys.names if "*" in name]:
+        raise InvalidConfig(f"{certificate} has the DNS name {wild[0]!r}; name each role, as ROLE.{keys.job}")
+    role, _, job = keys.job.partition(".")
+    if job and role.lower() in CALLERS.values():
+        raise InvalidConfig(
+            f"{certificate}: the job {keys.job!r}, its first DNS name, has the name of another job's {role}; a "
+            f"job's name does not begin with a role, and in a certificate it comes before ROLE.JOB"
+        )
 
 
 def _names_lacking(directory: Path, job: str, roles: Collection[str], absent: Collection[str]) -> str:

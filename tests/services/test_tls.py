@@ -235,6 +235,9 @@ def test_what_is_half_written_is_not_taken(
         ({"ca.crt": b""}, "are to be PEM"),
         (Authority().files(), "is to have a DNS name"),
         (Authority().files("*.svc"), "is to have a DNS name"),
+        (Authority().keys(JOB, "actor", "*"), r"has the DNS name '\*.my-job'; name each role, as ROLE.my-job"),
+        (Authority().files(f"actor.{JOB}", JOB), "the job 'actor.my-job', its first DNS name, has the name of"),
+        (Authority().files(f"Actor.{JOB}"), "a job's name does not begin with a role"),
     ],
 )
 def test_keys_that_cannot_be_used_are_named(
@@ -265,3 +268,39 @@ async def test_with_keys_only_health_is_plain(keys: Path) -> None:
     async with open_channel(secure, "reward") as channel:
         await health_pb2_grpc.HealthStub(channel).Check(request)
     await server.drain(0)
+
+
+@pytest.mark.parametrize(
+    ("names", "taken"),
+    [
+        (["my-job", "reward.my-job"], True),
+        (["my-job", "REWARD.My-Job"], True),  # DNS knows no letter case
+        (["other", "*.my-job"], True),
+        (["reward.my-job"], True),  # of a job with that name, or of the role: nobody can tell
+        (["my-job"], False),
+        (["my-job", "actor.my-job"], False),
+        (["my-job", "*"], False),
+        (["my-job", "*.*"], False),
+        (["my-job", "r*.my-job"], False),
+        (["my-job", "reward.my-job.svc"], False),
+        (["my-job", "x.reward.my-job"], False),
+        (["*.my-job.svc", "*.reward.my-job"], False),
+    ],
+)
+async def test_which_server_a_caller_takes_for_the_role_is_what_the_page_says(
+    names: list[str], taken: bool, tmp_path: Path, authority: Authority
+) -> None:
+    """Whatever the authority signed, also for a server that is not ours and checks none of its own names."""
+    shown = tls.read_keys(swap(tmp_path / "server", authority.files("first", *names)))
+    server = grpc.aio.server()
+    credentials = grpc.ssl_server_credentials([(shown.key, shown.certificate)], authority.certificate, True)
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    tls.use_keys(swap(tmp_path / "caller", authority.keys(JOB, "controller")))
+    async with open_channel(f"127.0.0.1:{port}", "reward") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+    code, words = error.value.code(), tls.explain(error.value.details() or "")
+    assert (code is grpc.StatusCode.UNIMPLEMENTED) is taken, (code, words)
+    assert ("its certificate is not for this role of 'my-job'" in words) is not taken
+    await server.stop(0)
