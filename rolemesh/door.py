@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -59,6 +60,29 @@ class Door:
         sizes |= {"K": job.rollout.num_kept, "C": len(job.algorithm.gdpo_reward_keys)}
         return cls({method.rpc: method for method in methods(job).values() if method.role == role}, sizes)
 
+    def check_claim(
+        self, rpc: str, num_rows: int, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> None:
+        """Holds the header of a batch that is about to arrive against the declaration: its rows, and of its
+        tensors those that the method reads.
+
+        Args:
+            tensors: dtype and shape, by name.
+
+        Raises:
+            InvalidBatch: whatever comes after this header, `admit` would refuse it.
+        """
+        method = self.methods[rpc]
+        where = f"{method.role}.{method.name}"
+        read = [name for name in (*method.reads, *method.optional) if COLUMNS[name].dtype or name in tensors]
+        if missing := [name for name in read if name not in tensors]:
+            raise InvalidBatch(f"{where} needs tensors {missing}; got {sorted(tensors)}")
+        if not num_rows:
+            raise InvalidBatch(f"{where} needs a row or more; columns {sorted(tensors)} have none")
+        sizes = {**self.sizes, "B": num_rows}
+        for name in read:
+            _check_tensor(f"{where}: column {name!r}", COLUMNS[name], *tensors[name], sizes)
+
     def admit(self, rpc: str, batch: DataProto) -> DataProto:
         """The columns and the meta_info that the method reads, and no others.
 
@@ -83,20 +107,30 @@ class Door:
 
 def _check_kind(what: str, column: Column, value: Tensor | NDArray[Any], sizes: Mapping[str, int]) -> None:
     """Dtype and shape of a tensor, cells of another column."""
-    if column.dtype is None:
+    if isinstance(value, Tensor):
+        _check_tensor(what, column, value.dtype, tuple(value.shape), sizes)
+    elif column.dtype is None:
         kind = column.cells.__name__
-        if isinstance(value, Tensor):
-            raise InvalidBatch(f"{what} is a tensor; a {kind} for each row expected")
         for row, cell in enumerate(value):
             if type(cell) is not column.cells:
                 got = f"{reprlib.repr(cell)} ({type(cell).__name__})"
                 raise InvalidBatch(f"{what}, row {row}, is {got}; a {kind} expected")
-        return
-    shape = [sizes[axis] for axis in column.axes]
-    dtype, came = (value.dtype, list(value.shape)) if isinstance(value, Tensor) else ("no tensor", [len(value)])
-    if (dtype, came) != (column.dtype, shape):
-        axes = ", ".join(f"{axis} = {AXES[axis]}" for axis in column.axes)
-        raise InvalidBatch(f"{what} is {dtype} {came}; {column.dtype} {shape} expected ({axes})")
+    else:
+        raise InvalidBatch(f"{what} is no tensor [{len(value)}]; {_expected(column, sizes)}")
+
+
+def _check_tensor(
+    what: str, column: Column, dtype: torch.dtype, shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> None:
+    if column.dtype is None:
+        raise InvalidBatch(f"{what} is a tensor; a {column.cells.__name__} for each row expected")
+    if (dtype, shape) != (column.dtype, tuple(sizes[axis] for axis in column.axes)):
+        raise InvalidBatch(f"{what} is {dtype} {list(shape)}; {_expected(column, sizes)}")
+
+
+def _expected(column: Column, sizes: Mapping[str, int]) -> str:
+    axes = ", ".join(f"{axis} = {AXES[axis]}" for axis in column.axes)
+    return f"{column.dtype} {[sizes[axis] for axis in column.axes]} expected ({axes})"
 
 
 def _check_values(

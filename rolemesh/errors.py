@@ -54,6 +54,10 @@ class RoleUnavailable(RolemeshError, ConnectionError):
     """No replica of a role answered. The message names role, addresses, method and step."""
 
 
+class RoleBusy(RoleUnavailable):
+    """A role has no memory left for the batch: other calls hold it. The message says how much."""
+
+
 class RoleTimeout(RoleUnavailable, TimeoutError):
     """A role did not answer within its deadline."""
 

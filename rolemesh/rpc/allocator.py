@@ -12,8 +12,7 @@ from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.limits import MAX_REGION_BYTES
 
 ALIGNMENT = 64
-FIRST_BYTES = 64 << 20  # memory for a region before any of it has arrived
-GROWTH = 4
+GROWTH = 8  # memory of a region, in terms of what has arrived
 # Above this many bytes are copied by numpy, which lets other threads run meanwhile. Below it, to wait for them
 # afterwards costs more than the copy.
 LARGE_COPY = 4 << 20
@@ -46,7 +45,7 @@ def give_back_free_memory() -> None:
 
 class Region:
     """Memory for a batch's region, taken as its bytes arrive: a sender that only claims to send much costs
-    no more than FIRST_BYTES of address space, and of pages only what it has sent.
+    nothing, one that has sent some GROWTH times that of address space, and of pages only what it has sent.
 
     Args:
         num_bytes: what the header says.
@@ -61,7 +60,7 @@ class Region:
             raise InvalidBatch(f"a batch of {num_bytes} bytes; at most {max_bytes} are accepted")
         self.num_bytes = num_bytes
         self._arrived = 0
-        self._take(min(num_bytes, FIRST_BYTES))
+        self._take(0)
 
     @property
     def is_whole(self) -> bool:
@@ -69,8 +68,13 @@ class Region:
 
     def moves_for(self, part: memoryview) -> int:
         """Bytes that `write` of this part copies: the part's, and all before it where memory must grow."""
-        grows = self._arrived + part.nbytes > self._memory.nbytes
+        grows = self.memory_for(part) > self._memory.nbytes
         return part.nbytes + (self._arrived if grows else 0)
+
+    def memory_for(self, part: memoryview) -> int:
+        """Bytes of memory that the region has after `write` of this part."""
+        end = self._arrived + part.nbytes
+        return self._memory.nbytes if end <= self._memory.nbytes else min(self.num_bytes, GROWTH * end)
 
     def write(self, part: memoryview) -> None:
         """Puts the next bytes in place. Raises InvalidBatch where they are more than was announced."""
@@ -79,7 +83,7 @@ class Region:
             raise InvalidBatch(f"a batch of {self.num_bytes} bytes, and {end} have arrived")
         if end > self._memory.nbytes:
             before = self._memory[: self._arrived]
-            self._take(min(self.num_bytes, max(end, GROWTH * before.nbytes)))
+            self._take(self.memory_for(part))
             self._memory[: before.nbytes] = before
         if part.nbytes > LARGE_COPY:
             self._memory[self._arrived : end] = np.frombuffer(part, np.uint8)

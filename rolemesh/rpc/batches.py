@@ -9,20 +9,34 @@ from collections.abc import AsyncIterator
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch
+from rolemesh.rpc.carrier import Terms
 from rolemesh.rpc.contract import Rpc
+from rolemesh.rpc.header import Header
+from rolemesh.rpc.limits import MAX_REGION_BYTES
+from rolemesh.rpc.room import Stay
 from rolemesh.rpc.streams import LARGE_BYTES, receive
 
 LARGE_ROWS = 10_000  # from here on, as from LARGE_BYTES, a batch is looked through in a thread
 
 
-async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], door: Door) -> DataProto:
+async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], door: Door, stay: Stay) -> DataProto:
     """The one batch of a request, as its method declares it.
+
+    Args:
+        stay: the call's memory.
 
     Raises:
         InvalidBatch: the frames are no batch, or not one that the method takes.
+        RoleBusy: there is no memory for it.
     """
+
+    def check(header: Header) -> None:
+        tensors = {column.name: (column.dtype, column.shape) for column in header.tensors}
+        door.check_claim(rpc.name, header.message.num_rows, tensors)
+
+    terms = Terms(min(MAX_REGION_BYTES, stay.room.total_bytes), check, stay)
     try:
-        batch = await receive(frames)
+        batch = await receive(frames, terms)
     except InvalidBatch as error:
         method = door.methods[rpc.name]
         raise InvalidBatch(f"{method.role}.{method.name}: {error}") from error

@@ -8,7 +8,8 @@ fetched; header and region, and so codec, servicers and clients, stay as they ar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from rolemesh.errors import InvalidBatch
@@ -16,8 +17,25 @@ from rolemesh.rpc.allocator import LARGE_COPY, Region
 from rolemesh.rpc.codec import Encoded
 from rolemesh.rpc.frame import join_frame, split_frame
 from rolemesh.rpc.header import Header, read_header
+from rolemesh.rpc.limits import MAX_REGION_BYTES
+from rolemesh.rpc.room import Stay
 
 FRAME_BYTES = 1 << 20  # the fastest size for gRPC in Python: docs/wire.md
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which a receiver takes batches.
+
+    Args:
+        max_bytes: the largest region accepted.
+        check: raises InvalidBatch where a header is not of a batch that is wanted; no more of it is taken then.
+        stay: counts the memory; None: nobody does.
+    """
+
+    max_bytes: int = MAX_REGION_BYTES
+    check: Callable[[Header], None] = lambda header: None
+    stay: Stay | None = None
 
 
 class Carrier(Protocol):
@@ -27,14 +45,13 @@ class Carrier(Protocol):
         """The messages to write, in order."""
         ...
 
-    def receive(
-        self, messages: AsyncIterator[bytes], max_bytes: int
-    ) -> AsyncIterator[tuple[Header, memoryview]]:
+    def receive(self, messages: AsyncIterator[bytes], terms: Terms) -> AsyncIterator[tuple[Header, memoryview]]:
         """Header and region of each batch. Memory for a region is taken as its bytes arrive.
 
         Raises:
             InvalidBatch: the messages are not what `send` makes, end within a batch, go beyond a limit
-                (rolemesh/rpc/limits.py), or announce a region of more than `max_bytes`.
+                (rolemesh/rpc/limits.py), or do not meet the terms.
+            RoleBusy: the receiver has no memory for them.
         """
         ...
 
@@ -51,7 +68,7 @@ class FrameCarrier:
             yield join_frame(header, (), 0)
 
     async def receive(
-        self, messages: AsyncIterator[bytes], max_bytes: int
+        self, messages: AsyncIterator[bytes], terms: Terms
     ) -> AsyncIterator[tuple[Header, memoryview]]:
         header: Header | None = None
         region: Region | None = None
@@ -61,19 +78,25 @@ class FrameCarrier:
                 raise InvalidBatch("a frame of no batch" if first is None else "a batch within a batch")
             if first is not None:
                 header = read_header(first)
-                region = Region(header.region_bytes, max_bytes)
+                terms.check(header)
+                region = Region(header.region_bytes, terms.max_bytes)
             elif not payload.nbytes:
                 raise InvalidBatch("an empty frame")
             assert header is not None
             assert region is not None
+            if terms.stay is not None:
+                terms.stay.resize(region.memory_for(payload))
             # In a thread where it takes long, so that other calls of the process go on.
             if region.moves_for(payload) > LARGE_COPY:
                 await asyncio.to_thread(region.write, payload)
             else:
                 region.write(payload)
+            # A frame of 64 MiB is not to be held while the next is waited for, or its batch is decoded.
+            del message, first, payload
             if region.is_whole:
                 whole, region = region.whole(), None
-                del message, first, payload  # a frame of 64 MiB is not to be held while its batch is decoded
+                if terms.stay is not None:
+                    terms.stay.resize(header.region_bytes + header.unpacked_bytes)
                 yield header, whole
         if region is not None:
             region.whole()

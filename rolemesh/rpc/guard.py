@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -15,10 +16,11 @@ import grpc
 from google.protobuf.message import Message
 
 from rolemesh import metrics, timeline
-from rolemesh.errors import RolemeshError
+from rolemesh.errors import InvalidBatch, RolemeshError
 from rolemesh.rpc.contract import Rpc
 from rolemesh.rpc.errors import to_status
 from rolemesh.rpc.requests import TIMELINE_KEY, enter_context, message_of
+from rolemesh.rpc.room import Room, Stay
 
 if TYPE_CHECKING:
     from rolemesh.door import Door
@@ -33,9 +35,14 @@ Behaviour = Callable[[Any, Context], Any]
 
 
 class Guard:
-    """Wraps the methods of one process's services, and knows how many calls are running."""
+    """Wraps the methods of one process's services, and knows how many calls are running.
 
-    def __init__(self) -> None:
+    Args:
+        room: the process's memory for batches.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
         self.idle = asyncio.Event()
         self.idle.set()
         self._running = 0
@@ -50,23 +57,28 @@ class Guard:
             door: of the role; None: the rpc takes no batch.
         """
 
-        async def taken(request: Any, count: Callable[[str, Any], Any]) -> Any:
+        async def taken(request: Any, context: Context, count: Callable[[str, Any], Any], stay: Stay) -> Any:
             if door is None:
                 return message_of(role, rpc, count("in", request))
             from rolemesh.rpc.batches import batch_of
 
-            return await batch_of(rpc, _counted(request, count), door)
+            try:
+                return await batch_of(rpc, _counted(stay.frames(request), count), door, stay)
+            except InvalidBatch as error:
+                traceback.clear_frames(error.__traceback__)  # they hold what has come of the batch
+                await stay.drop_rest(context.read)
+                raise
 
         async def unary(request: Any, context: Context) -> Any:
-            async with self._call(role, rpc, context) as count:
-                return count("out", await behaviour(await taken(request, count), context))
+            async with self._call(role, rpc, context) as (count, stay):
+                return count("out", await behaviour(await taken(request, context, count, stay), context))
 
         # Written from here and not yielded, so that a cancelled call is counted out at once and not when its
         # generator happens to be collected.
         async def stream(request: Any, context: Context) -> None:
             async with (
-                self._call(role, rpc, context) as count,
-                aclosing(behaviour(await taken(request, count), context)) as answers,
+                self._call(role, rpc, context) as (count, stay),
+                aclosing(behaviour(await taken(request, context, count, stay), context)) as answers,
             ):
                 async for answer in answers:
                     async for message in _messages(answer):
@@ -75,7 +87,9 @@ class Guard:
         return stream if rpc.streams[1] else unary
 
     @asynccontextmanager
-    async def _call(self, role: str, rpc: Rpc, context: Context) -> AsyncIterator[Callable[[str, Any], Any]]:
+    async def _call(
+        self, role: str, rpc: Rpc, context: Context
+    ) -> AsyncIterator[tuple[Callable[[str, Any], Any], Stay]]:
         call = "-"
         context.set_trailing_metadata(((LIFE_KEY, self._life),))
         labels = (role, rpc.name)
@@ -94,7 +108,8 @@ class Guard:
         metrics.SERVER_IN_FLIGHT.labels(*labels).inc()
         try:
             call = enter_context(role, rpc, context.invocation_metadata())
-            yield count
+            with self._room.stay() as stay:  # to the end of the call: until then its batch is worked on
+                yield count, stay
             if (written := timeline.calls.get()) is not None:
                 told = (TIMELINE_KEY, timeline.told(written, started))
                 context.set_trailing_metadata(((LIFE_KEY, self._life), told))
@@ -125,6 +140,7 @@ async def _counted(frames: Any, count: Callable[[str, Any], Any]) -> AsyncIterat
     async with aclosing(aiter(frames)) as messages:  # left open it would hold the last frame
         async for frame in messages:
             yield count("in", frame)
+            del frame
 
 
 async def _messages(answer: Any) -> AsyncIterator[Any]:

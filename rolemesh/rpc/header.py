@@ -41,12 +41,14 @@ class Header:
     Args:
         message: as it came.
         tensors: its tensors, as yet without values and spans: those are in the region.
+        unpacked_bytes: of the tensors that are not received in place.
         work_bytes: bytes of header and region, of what the tensors are to be unpacked to, and of what other
             columns are taken for (ROW_BYTES, COLUMN_BYTES): what decoding the batch grows with.
     """
 
     message: frame_pb2.FrameHeader
     tensors: list[Packed]
+    unpacked_bytes: int
     work_bytes: int
 
     @property
@@ -78,7 +80,8 @@ def read_header(data: bytes) -> Header:
     unpacked = unpacked_bytes(tensors)
     if unpacked > min(expansion_limit(message.region_bytes), limits.MAX_REGION_BYTES):
         raise InvalidBatch(f"{message.region_bytes} bytes claim to be {unpacked}")
-    return Header(message, tensors, len(data) + message.region_bytes + unpacked + _cells_work(message))
+    work = len(data) + message.region_bytes + unpacked + _cells_work(message)
+    return Header(message, tensors, unpacked, work)
 
 
 def _cells_work(message: frame_pb2.FrameHeader) -> int:

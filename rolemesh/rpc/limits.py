@@ -18,6 +18,15 @@ MAX_SPEC_BYTES = 4096  # of one tensor's description: its name, a shape, an elem
 MAX_AXES = 16
 MAX_REGION_BYTES = 64 << 30  # a batch above this is a mistake
 
+# ------------------------------------------------------------------------- all streams of one process
+
+MAX_STREAMS = 128  # calls at once on one connection; a client sends some ten, and gRPC lets the others wait
+# Regions that arrive or are worked on, and what they unpack to, have one part in MEMORY_SHARE of the machine's
+# memory, or the container's. A large step's batch is 1 GiB and unpacks to 10; the rest is the model's.
+MEMORY_SHARE = 2
+STALL_S = 60.0  # without a frame, after which a request is ended: far more than it takes to encode the largest
+IDLE_S = 1.0  # without a frame, after which a request gives way where another has no room, or one is refused
+
 # A batch without its padding may be far smaller than with it, and a few bytes may claim a column of any size:
 # unpacked columns take no more than FREE_EXPANSION bytes plus MAX_EXPANSION times the region. A sender that
 # would exceed it sends some columns with their padding.

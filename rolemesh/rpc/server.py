@@ -24,6 +24,8 @@ from rolemesh.rpc.bounded import Bounded
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
 from rolemesh.rpc.contract import FRAME, Rpc, rpcs, serializer
 from rolemesh.rpc.guard import Behaviour, Context, Guard
+from rolemesh.rpc.limits import MAX_STREAMS
+from rolemesh.rpc.room import Room
 
 if TYPE_CHECKING:
     from rolemesh.door import Door
@@ -36,6 +38,7 @@ SERVER_OPTIONS = [
     # Clients ping while a model computes and no data flows; the default allows one ping in five minutes.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),  # of each connection
 ]
 
 # The name whose health says that the event loop answers, whatever the roles do: what a liveness probe asks for.
@@ -57,12 +60,13 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
 
     Args:
         roles: each role's services. One that two roles have is the first one's.
+        room: for the batches that callers send; None: a share of this machine's memory.
 
     Raises:
         RoleFailed: an rpc's request is neither one message nor one batch.
     """
 
-    def __init__(self, roles: Mapping[str, Sequence[ServiceDescriptor]]) -> None:
+    def __init__(self, roles: Mapping[str, Sequence[ServiceDescriptor]], room: Room | None = None) -> None:
         self._role_of: dict[str, str] = {}  # by service
         for role, its_services in roles.items():
             for service in its_services:
@@ -76,7 +80,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
                 raise RoleFailed(f"{rpc.path} takes {wrong}; a request is one message or one batch's Frames")
         self._behaviours: dict[str, Behaviour] = {}  # by path; guarded
         self._refusal = "is still loading"
-        self._guard = Guard()
+        self._guard = Guard(room or Room())
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
         self._servers: list[grpc.aio.Server] = []
 

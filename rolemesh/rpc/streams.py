@@ -11,16 +11,16 @@ from collections.abc import AsyncGenerator, AsyncIterator
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc.carrier import Carrier, FrameCarrier
+from rolemesh.rpc.carrier import Carrier, FrameCarrier, Terms
 from rolemesh.rpc.codec import decode, encode
 from rolemesh.rpc.header import Header
-from rolemesh.rpc.limits import MAX_REGION_BYTES
 
 # From here on the codec works in a thread, so that other calls of the process go on. All that the work grows
 # with is counted: header, region, and what the tensors unpack to.
 LARGE_BYTES = 1 << 20
 CELL_BYTES = 256  # that a cell is taken for before it is encoded
 CARRIER: Carrier = FrameCarrier()
+ANY = Terms()
 
 
 async def send(batch: DataProto) -> AsyncIterator[bytes]:
@@ -36,38 +36,35 @@ async def send(batch: DataProto) -> AsyncIterator[bytes]:
         yield message
 
 
-async def receive(frames: AsyncIterator[bytes], max_bytes: int = MAX_REGION_BYTES) -> DataProto:
+async def receive(frames: AsyncIterator[bytes], terms: Terms = ANY) -> DataProto:
     """The one batch of a stream, which is decoded when the stream has ended.
 
     Raises:
-        InvalidBatch: the stream holds none, ends within it, goes on after it, or is no batch.
+        InvalidBatch: the stream holds none, ends within it, goes on after it, or is no batch that the terms
+            allow.
+        RoleBusy: there is no memory for it.
     """
     messages = aiter(frames)
     try:
-        return await _one_batch(messages, max_bytes)
+        return await _one_batch(messages, terms)
     finally:
         if isinstance(messages, AsyncGenerator):  # it would hold the last message
             await messages.aclose()
 
 
-async def receive_batches(
-    frames: AsyncIterator[bytes], max_bytes: int = MAX_REGION_BYTES
-) -> AsyncIterator[DataProto]:
+async def receive_batches(frames: AsyncIterator[bytes]) -> AsyncIterator[DataProto]:
     """The batches of a stream, each as soon as it is whole.
-
-    Args:
-        max_bytes: the largest region accepted.
 
     Raises:
         InvalidBatch: the stream ends within a batch, or is no batch.
     """
-    async for header, region in CARRIER.receive(frames, max_bytes):
+    async for header, region in CARRIER.receive(frames, ANY):
         yield await _decoded(header, region)
 
 
-async def _one_batch(messages: AsyncIterator[bytes], max_bytes: int) -> DataProto:
+async def _one_batch(messages: AsyncIterator[bytes], terms: Terms) -> DataProto:
     whole: tuple[Header, memoryview] | None = None
-    async for arrived in CARRIER.receive(messages, max_bytes):
+    async for arrived in CARRIER.receive(messages, terms):
         whole = arrived
         async for _ in messages:
             raise InvalidBatch("the stream goes on after its batch")

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from benchmarks import fuzz_wire
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
+from rolemesh.rpc.carrier import Terms
 from rolemesh.rpc.codec import dump, encode, load
 from rolemesh.rpc.frame import join_frame
 from rolemesh.rpc.streams import receive, receive_batches, send
@@ -394,9 +395,9 @@ async def test_batches_that_follow_one_another_are_taken_apart():
 
 async def test_a_batch_above_the_receivers_limit_is_refused_at_its_header():
     batch = DataProto({"x": torch.randn(1 << 16)})
-    assert len(await receive(stream(*await frames(batch)), max_bytes=1 << 18)) == 1 << 16
+    assert len(await receive(stream(*await frames(batch)), Terms(max_bytes=1 << 18))) == 1 << 16
     with pytest.raises(InvalidBatch, match="at most 262143 are accepted"):
-        await receive(stream(*await frames(batch)), max_bytes=(1 << 18) - 1)
+        await receive(stream(*await frames(batch)), Terms(max_bytes=(1 << 18) - 1))
 
 
 # -------------------------------------------------------------------------------------- fuzz

@@ -1,0 +1,300 @@
+"""What all streams of a process hold together is bounded, and a stream that stands still keeps nothing from the
+others. Real servicers, real channels; bytes as the server and the interpreter's allocator count them."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from serving import reward_batch, reward_job
+
+from rolemesh.dataproto import DataProto
+from rolemesh.rpc import room as rooms
+from rolemesh.rpc.channels import CHANNEL_OPTIONS
+from rolemesh.rpc.codec import Encoded, encode
+from rolemesh.rpc.contract import REWARD
+from rolemesh.rpc.errors import ERROR_KEY
+from rolemesh.rpc.frame import join_frame
+from rolemesh.rpc.limits import MAX_STREAMS
+from rolemesh.rpc.room import Room
+from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.streams import receive, send
+from rolemesh.v1 import data_pb2, frame_pb2
+from services.serve import load_group
+
+METHOD = "/rolemesh.v1.RewardService/ComputeScores"
+ROWS = 2000
+NEVER_S = 3600.0
+
+
+@pytest.fixture(scope="module")
+def batch() -> DataProto:
+    return reward_batch(ROWS)
+
+
+@pytest.fixture(scope="module")
+def encoded(batch: DataProto) -> Encoded:
+    return encode(batch)
+
+
+@pytest.fixture
+async def reward(tiny_model: Path, tmp_path: Path) -> Callable[[Room], Any]:
+    job = reward_job(tiny_model, tmp_path / "job")
+
+    @asynccontextmanager
+    async def with_room(room: Room) -> AsyncIterator[grpc.aio.Channel]:
+        server = RoleServer({"reward": [REWARD]}, room)
+        address = await server.start("127.0.0.1:0")
+        try:
+            await server.ready((await load_group(["reward"], job))[1])
+            async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+                yield channel
+        finally:
+            await server.drain(0)
+
+    return with_room
+
+
+async def score(channel: grpc.aio.Channel, batch: DataProto) -> None:
+    """An honest call."""
+    answer = await receive(channel.stream_stream(METHOD)(send(batch), timeout=120))
+    assert len(answer) == len(batch)
+
+
+class Held:
+    """A call that sends some frames and then nothing, without an end."""
+
+    def __init__(self, channel: grpc.aio.Channel, *frames: bytes) -> None:
+        self._call = channel.stream_stream(METHOD)(self._send(frames), timeout=120)
+        self.refused = asyncio.create_task(self._refusal())
+
+    async def _send(self, frames: tuple[bytes, ...]) -> AsyncIterator[bytes]:
+        for frame in frames:
+            yield frame
+        await asyncio.Event().wait()
+
+    async def _refusal(self) -> tuple[str, str]:
+        await self._call.wait_for_connection()
+        status = (await self._call.code()).name
+        return status, dict(await self._call.trailing_metadata() or ()).get(ERROR_KEY, "")
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+def all_but_the_end(encoded: Encoded) -> list[bytes]:
+    region = b"".join(encoded.buffers)
+    return [join_frame(encoded.header, [region[:-1]], len(region) - 1)]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Lets the event loop, on which the server lives too, go on until something is so."""
+    async with asyncio.timeout(120):
+        while not is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def ended(held: list[Held], count: int) -> list[tuple[str, str]]:
+    """How so many of the calls end, those that end first."""
+    waiting = {call.refused for call in held}
+    while len(waiting) > len(held) - count:
+        _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    return [call.refused.result() for call in held if call.refused.done()]
+
+
+async def test_held_streams_have_so_much_together_and_an_honest_call_goes_through(
+    reward: Callable[[Room], Any], batch: DataProto, encoded: Encoded
+) -> None:
+    """Each of twelve holds all of a batch but its last byte; there is room for four batches. A stream that is
+    held gives way to whatever moves."""
+    size = encoded.region_bytes
+    room = Room(4 * size + size // 2, stall_s=NEVER_S, idle_s=0.0)
+    async with reward(room) as channel:
+        held = [Held(channel, *all_but_the_end(encoded)) for _ in range(12)]
+        assert await ended(held, 8) == [("RESOURCE_EXHAUSTED", "RoleBusy")] * 8
+        await until(lambda: room.held_bytes == 4 * size)
+        await score(channel, batch)
+        assert len([call for call in held if call.refused.done()]) > 8
+        assert room.held_bytes <= 3 * size
+        for call in held:
+            call.cancel()
+        await until(lambda: room.held_bytes == 0)
+
+
+async def test_where_no_stream_is_silent_the_one_that_has_no_room_is_refused(
+    reward: Callable[[Room], Any], batch: DataProto, encoded: Encoded
+) -> None:
+    size = encoded.region_bytes
+    room = Room(3 * size - 1, stall_s=NEVER_S, idle_s=NEVER_S)
+    async with reward(room) as channel:
+        held = [Held(channel, *all_but_the_end(encoded)) for _ in range(2)]
+        await until(lambda: room.held_bytes == 2 * size)
+        assert await Held(channel, *all_but_the_end(encoded)).refused == ("RESOURCE_EXHAUSTED", "RoleBusy")
+        assert (room.held_bytes, any(call.refused.done() for call in held)) == (2 * size, False)
+        for call in held:
+            call.cancel()
+        await until(lambda: room.held_bytes == 0)
+        await score(channel, batch)
+        assert room.held_bytes == 0
+
+
+async def test_a_batch_is_counted_as_long_as_it_is_worked_on_with_what_it_unpacks_to(
+    reward: Callable[[Room], Any], batch: DataProto, encoded: Encoded
+) -> None:
+    """prompts and responses travel in one byte an id, and take eight; the masks take nothing and one."""
+    seen: list[int] = []
+
+    class Watched(Room):
+        def make(self, num_bytes: int) -> None:
+            super().make(num_bytes)
+            seen.append(self.held_bytes + num_bytes)
+
+    async with reward(Watched(1 << 30)) as channel:
+        await score(channel, batch)
+    tensors = sum(tensor.nbytes for tensor in batch.tensors.values())
+    assert seen[-1] == encoded.region_bytes + tensors
+
+
+async def test_a_stream_that_stands_still_is_ended_and_its_bytes_are_given_back(
+    reward: Callable[[Room], Any], batch: DataProto, encoded: Encoded
+) -> None:
+    room = Room(1 << 30, stall_s=3.0)
+    async with reward(room) as channel:
+        await score(channel, batch)  # whatever is made on first use
+        frames = all_but_the_end(encoded)
+        tracemalloc.start()
+        try:
+            held = [Held(channel, *frames) for _ in range(16)]
+            assert await ended(held, 16) == [("DEADLINE_EXCEEDED", "RoleTimeout")] * 16
+            await until(lambda: room.held_bytes == 0)
+            left, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most > 4 * encoded.region_bytes  # they were held
+        assert left < encoded.region_bytes
+        await score(channel, batch)
+
+
+def claiming(encoded: Encoded, change: Callable[[frame_pb2.FrameHeader], object]) -> bytes:
+    """The first frame of a batch of 32 GiB, without a byte of its region."""
+    header = frame_pb2.FrameHeader.FromString(encoded.header)
+    header.region_bytes = 32 << 30
+    change(header)
+    return join_frame(header.SerializeToString(), (), 0)
+
+
+def spec_of(header: frame_pb2.FrameHeader, name: str) -> frame_pb2.TensorSpec:
+    return next(spec for spec in header.tensors if spec.name == name)
+
+
+def wide(header: frame_pb2.FrameHeader) -> None:
+    spec = spec_of(header, "responses")
+    spec.shape[1], spec.layout, spec.data.num_bytes = 1 << 20, data_pb2.LAYOUT_DENSE, ROWS << 20
+
+
+def floats(header: frame_pb2.FrameHeader) -> None:
+    spec = spec_of(header, "responses")
+    spec.dtype = spec.wire_dtype = data_pb2.DTYPE_FLOAT32
+
+
+def no_rows(header: frame_pb2.FrameHeader) -> None:
+    header.num_rows = 0
+    for spec in header.tensors:
+        spec.shape[0] = 0
+
+
+def cells(header: frame_pb2.FrameHeader) -> None:
+    spec = header.tensors.add()
+    spec.CopyFrom(spec_of(header, "responses"))
+    spec.name = "uid"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (wide, r"column 'responses' is torch.int64 \[2000, 1048576\]; torch.int64 \[2000, 8\] expected"),
+        (floats, r"column 'responses' is torch.float32 \[2000, 8\]; torch.int64"),
+        (no_rows, "needs a row or more"),
+        (cells, "column 'uid' is a tensor; a str for each row expected"),
+        (lambda header: header.ClearField("tensors"), r"needs tensors \['prompts', 'prompt_mask', 'responses'"),
+    ],
+)
+async def test_a_foreign_header_is_refused_before_its_region_is_sent(
+    change: Callable[[frame_pb2.FrameHeader], object],
+    words: str,
+    reward: Callable[[Room], Any],
+    encoded: Encoded,
+) -> None:
+    room = Room(64 << 30, stall_s=NEVER_S, idle_s=0.01)
+    async with reward(room) as channel:
+        held = Held(channel, claiming(encoded, change))
+        assert await held.refused == ("INVALID_ARGUMENT", "InvalidBatch")
+        with pytest.raises(grpc.aio.AioRpcError, match="reward.compute_scores.*" + words):
+            await anext(aiter(held._call))
+        assert room.held_bytes == 0
+
+
+async def test_a_caller_whose_header_is_refused_while_it_sends_is_told_why(
+    reward: Callable[[Room], Any], batch: DataProto
+) -> None:
+    """A configuration may differ at the two ends. Every attempt is told."""
+    batch = DataProto(batch.tensors, batch.non_tensors)
+    batch["responses"] = torch.randint(0, 1 << 40, (ROWS, 1500))  # 24 MB
+    async with reward(Room(64 << 30)) as channel:
+        for _ in range(8):
+            with pytest.raises(grpc.aio.AioRpcError, match=r"\[2000, 8\] expected") as error:
+                await score(channel, batch)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_claim_without_bytes_costs_nothing(reward: Callable[[Room], Any], encoded: Encoded) -> None:
+    """A hundred streams that each claim 32 GiB."""
+    room = Room(64 << 30, stall_s=NEVER_S)
+    async with reward(room) as channel:
+        tracemalloc.start()
+        try:
+            held = [Held(channel, claiming(encoded, lambda header: None)) for _ in range(100)]
+            await until(lambda: len(room._stays) == 100)
+            other = Held(channel, claiming(encoded, no_rows))
+            await other.refused  # it came after them
+            assert (room.held_bytes, tracemalloc.get_traced_memory()[1] < 64 << 20) == (0, True)
+        finally:
+            tracemalloc.stop()
+        for call in held:
+            call.cancel()
+
+
+async def test_a_connection_has_a_bounded_number_of_calls_at_once(
+    reward: Callable[[Room], Any], batch: DataProto, encoded: Encoded
+) -> None:
+    """One call more waits until another ends."""
+    room = Room(64 << 30, stall_s=NEVER_S)
+    async with reward(room) as channel:
+        held = [Held(channel, claiming(encoded, lambda header: None)) for _ in range(MAX_STREAMS)]
+        await until(lambda: len(room._stays) == MAX_STREAMS)
+        more = [asyncio.create_task(score(channel, batch)) for _ in range(4)]
+        for _ in range(1000):
+            await asyncio.sleep(0)
+            assert len(room._stays) == MAX_STREAMS
+        held[0].cancel()
+        await asyncio.gather(*more)
+        for call in held:
+            call.cancel()
+
+
+def test_a_containers_limit_counts_where_it_is_lower_than_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rooms, "CGROUP_LIMIT", tmp_path / "memory.max")
+    machine = rooms.memory_bytes()
+    for text, expected in (("max\n", machine), ("1073741824\n", 1 << 30), (f"{2**62}\n", machine)):
+        (tmp_path / "memory.max").write_text(text)
+        assert rooms.memory_bytes() == expected
+    assert Room().total_bytes == machine // 2
