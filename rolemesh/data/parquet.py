@@ -16,11 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rolemesh.errors import InvalidData
 
 MAX_DEPTH = 64  # of lists and dicts in one another, as on the wire
+# For each column of a file: a file of kilobytes may hold any size, since equal cells pack well.
+MAX_COLUMN_BYTES = 4 << 30  # of cells, unpacked; all prompts of a run are held in memory
+MAX_COLUMN_VALUES = 1 << 26  # texts, numbers and booleans
+LIST_BYTES = 8  # where a list begins
+AT_ONCE = 1 << 20  # texts that are measured
 
 
 class ParquetRows:
@@ -71,18 +77,23 @@ class ParquetRows:
 
 
 def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
-    """One file's table, of these columns. Raises InvalidData as ParquetRows does."""
+    """One file's table, of these columns, with texts as dictionaries: each different one is held once.
+
+    Raises:
+        InvalidData: as ParquetRows does, or a column is larger than MAX_COLUMN_BYTES or MAX_COLUMN_VALUES.
+    """
     if not file.is_file():
         raise InvalidData(f"no such file: {file}")
     try:
-        with pq.ParquetFile(file) as opened:
+        with pq.ParquetFile(file, read_dictionary=_texts(file)) as opened:
             names = opened.schema_arrow.names
             if missing := [column for column in required if column not in names]:
                 raise InvalidData(f"{file} has no column {missing}; it has {names}")
             wanted = [column for column in (*required, *optional) if column in names]
             if twice := [column for column in wanted if names.count(column) > 1]:
                 raise InvalidData(f"{file} has two columns {twice[0]!r}")
-            table = opened.read(columns=wanted).select(wanted)
+            _check_claim(opened.metadata, wanted, file)
+            table = _read(opened, wanted, file)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if getattr(error, "errno", None):  # the disk's, and not the file's fault: it may be there again later
             raise
@@ -92,6 +103,72 @@ def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()
     for column in wanted:
         check_cells(table.column(column), f"column {column!r}", file)
     return table
+
+
+def _texts(file: Path) -> list[str]:
+    """Paths of the columns, and of the parts of columns, that are text or bytes."""
+    schema = pq.read_metadata(file).schema
+    leaves = (schema.column(at) for at in range(len(schema)))
+    return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+
+
+def _check_claim(metadata: Any, wanted: Sequence[str], file: Path) -> None:
+    """Refuses a file that says of itself that it is too large, before a page of it is unpacked."""
+    claims: dict[str, tuple[int, int]] = {}  # bytes and values, by path
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            path = chunk.path_in_schema
+            num_bytes, num_values = claims.get(path, (0, 0))
+            claims[path] = (num_bytes + chunk.total_uncompressed_size, num_values + chunk.num_values)
+    for path, claim in claims.items():
+        for column in wanted:
+            if path == column or path.startswith(f"{column}."):
+                _check_size(*claim, column, file)
+
+
+def _check_size(num_bytes: int, num_values: int, column: str, file: Path) -> None:
+    if num_bytes > MAX_COLUMN_BYTES or num_values > MAX_COLUMN_VALUES:
+        raise InvalidData(
+            f"{file}: column {column!r} unpacks to {num_bytes:,} bytes in {num_values:,} values; at most "
+            f"{MAX_COLUMN_BYTES:,} bytes and {MAX_COLUMN_VALUES:,} values are read of a file: split it"
+        )
+
+
+def _read(opened: Any, wanted: Sequence[str], file: Path) -> pa.Table:
+    """The table, a row group at a time, as long as no column is too large."""
+    groups, sizes = [opened.schema_arrow.empty_table().select(wanted)], dict.fromkeys(wanted, 0)
+    for at in range(opened.num_row_groups):
+        groups.append(opened.read_row_group(at, columns=wanted).select(wanted))
+        for column in wanted:
+            sizes[column] += sum(map(unpacked_bytes, groups[-1].column(column).chunks))
+            _check_size(sizes[column], 0, column, file)
+    return pa.concat_tables(groups)
+
+
+def unpacked_bytes(array: Any) -> int:
+    """What an array's cells take, each with a text of its own."""
+    kind = array.type
+    if isinstance(array, pa.ExtensionArray):
+        return unpacked_bytes(array.storage)
+    if pa.types.is_struct(kind):
+        return sum(map(unpacked_bytes, array.flatten()))
+    if pa.types.is_map(kind):  # it has no flatten
+        return unpacked_bytes(array.keys) + unpacked_bytes(array.items)
+    if pa.types.is_nested(kind):
+        return LIST_BYTES * len(array) + unpacked_bytes(array.flatten())
+    if not pa.types.is_dictionary(kind) or not _has_lengths(kind.value_type):
+        return int(array.nbytes)
+    lengths, total = pc.binary_length(array.dictionary), array.indices.nbytes
+    for first in range(0, len(array), AT_ONCE):
+        total += pc.sum(lengths.take(array.indices.slice(first, AT_ONCE))).as_py() or 0
+    return int(total)
+
+
+def _has_lengths(kind: pa.DataType) -> bool:
+    types = pa.types
+    return any(
+        (types.is_string(kind), types.is_large_string(kind), types.is_binary(kind), types.is_large_binary(kind))
+    )
 
 
 def check_cells(column: pa.ChunkedArray, named: str, file: Path) -> None:

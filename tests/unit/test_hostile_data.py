@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rolemesh.config.data import DataConfig
-from rolemesh.data import PromptDataset
+from rolemesh.data import PromptDataset, parquet
 from rolemesh.data.dataset import longest_token
 from rolemesh.data.gsm8k import gsm8k_rows
-from rolemesh.data.parquet import write_rows
+from rolemesh.data.parquet import read_table, write_rows
 from rolemesh.errors import InvalidData
 from rolemesh.models.tiny import CHAT_TEMPLATE, byte_tokenizer
 
@@ -165,6 +166,80 @@ def test_a_hostile_jsonl_line_is_named(line: str, tmp_path: Path) -> None:
     file.write_text('{"question": "\\ud800", "answer": "#### 1"}')
     with pytest.raises(InvalidData, match=r"train\.jsonl, line 1: .*half a surrogate pair"):
         gsm8k_rows(file)
+
+
+# ------------------------------------------------------------------------------------------- bombs
+
+
+POOLS: list[pa.MemoryPool] = []  # buffers outlive the reading, and a pool has to outlive them
+
+
+def peak_of(read: Callable[[], object]) -> int:
+    """The most bytes that Arrow held meanwhile."""
+    before, watched = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    POOLS.append(watched)
+    pa.set_memory_pool(watched)
+    try:
+        read()
+    finally:
+        pa.set_memory_pool(before)
+    return int(watched.max_memory())
+
+
+def equal_texts(number: int, size: int) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array([0] * number, pa.int32()), pa.array(["z" * size]))
+
+
+BOMBS = {
+    "text": equal_texts(100_000, 1_000_000),
+    "a dict's text": pa.StructArray.from_arrays([equal_texts(100_000, 1_000_000)], names=["style"]),
+    "one list": pa.ListArray.from_arrays(pa.array([0, 100_000], pa.int32()), equal_texts(100_000, 1_000_000)),
+    "one map": pa.MapArray.from_arrays(
+        pa.array([0, 100_000], pa.int32()),
+        pa.array(list(map(str, range(100_000)))),
+        equal_texts(100_000, 1_000_000),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BOMBS)
+def test_kilobytes_that_unpack_to_100_gigabytes_are_refused_by_name_and_never_unpacked(
+    case: str, tmp_path: Path
+) -> None:
+    file, column = tmp_path / "a.parquet", BOMBS[case]
+    pq.write_table(pa.table({"reward_model": column}), file)
+    assert file.stat().st_size < 2 << 20
+
+    def read() -> None:
+        words = r"a\.parquet: column 'reward_model' unpacks to 100,\d{3},\d{3},\d{3} bytes .*: split it"
+        with pytest.raises(InvalidData, match=words):
+            read_table(file, ["reward_model"])
+
+    assert peak_of(read) < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("limit", "cells"),
+    [
+        ("MAX_COLUMN_BYTES", ["z" * 1_000_000 + str(k) for k in range(32)]),
+        ("MAX_COLUMN_VALUES", [None] * 2_000_000),
+    ],
+)
+def test_a_file_that_says_that_it_is_too_large_is_refused_before_it_is_unpacked(
+    limit: str, cells: list[str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here of a lower limit. A column that is not read may be of any size."""
+    monkeypatch.setattr(parquet, limit, 1 << 20)
+    file = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"large": pa.array(cells, pa.string()), "small": [1] * len(cells)}), file)
+
+    def read() -> None:
+        with pytest.raises(InvalidData, match=r"a\.parquet: column 'large' unpacks to [\d,]+ bytes in"):
+            read_table(file, ["small"], ["large"])
+
+    assert peak_of(read) < 1 << 20
+    if limit == "MAX_COLUMN_BYTES":
+        assert len(read_table(file, ["small"])) == len(cells)
 
 
 # ------------------------------------------------------------------------------------------- length
