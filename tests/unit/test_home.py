@@ -4,14 +4,17 @@ what was written."""
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rolemesh.config.job import make_job
-from rolemesh.home import Home, OutsideHome
+from rolemesh.home import MAX_ENTRIES, Home, OutsideHome
 from services.controller.checkpoints import write_durably
 from services.controller.profile import profiled
 from services.controller.run_dir import dump
@@ -255,3 +258,94 @@ def test_a_lock_that_is_a_link_is_no_abandoned_folders(tmp_path: Path, foreign: 
     WeightsFolder(tmp_path / "weights").close()
     assert state(foreign) == before
     assert os.listdir(tmp_path / "weights") == ["rolemesh-planted"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from rolemesh.home import Home
+
+with Home(Path(sys.argv[1])).writing(Path(sys.argv[1])) as into:
+    (into / "sub").mkdir()
+    (into / "sub" / "key").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_and_what_a_living_one_has_stays(root: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(root)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    [left] = root.iterdir()
+    (root / ".new-mine").mkdir()  # no name of ours
+    with Home(root).writing(root) as first:
+        (first / "one").write_text("1")
+        assert not left.exists()
+        write(Home(root), root)
+        (first / "two").write_text("2")
+    assert read(Home(root), root) == {"one": "1", "two": "2", "key": "new"}
+    assert (root / ".new-mine").is_dir()
+
+
+def test_what_a_link_with_a_writers_name_leads_to_is_not_swept(root: Path, foreign: Path) -> None:
+    before = state(foreign)
+    (root / ".new-0123456789abcdef").symlink_to(foreign)
+    write(Home(root), root)
+    assert state(foreign) == before
+
+
+def test_what_is_made_may_be_read_by_everybody_whatever_the_umask(tmp_path: Path) -> None:
+    """All but the run directory, and what lies above it: that is the user's."""
+    root = tmp_path / "outputs" / "run"
+    before = os.umask(0o077)
+    try:
+        with Home(root).writing(root / "step" / "actor") as into:
+            (into / "templates").mkdir()
+            (into / "templates" / "one").write_text("new")
+        with Home(root).file(root / "profile" / "one"):
+            pass
+    finally:
+        os.umask(before)
+    modes = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert modes == {
+        "outputs": 0o700,
+        "outputs/run": 0o700,
+        "outputs/run/step": 0o755,
+        "outputs/run/step/actor": 0o755,
+        "outputs/run/step/actor/templates": 0o755,
+        "outputs/run/step/actor/templates/one": 0o644,
+        "outputs/run/profile": 0o755,
+        "outputs/run/profile/one": 0o644,
+    }
+
+
+def test_a_directory_of_very_many_files_is_refused_before_descriptors_run_out(root: Path) -> None:
+    (root / "sub").mkdir()
+    for number in range(MAX_ENTRIES - 1):
+        (root / "sub" / str(number)).touch()
+    assert len(read(Home(root), root)) == MAX_ENTRIES - 1
+    (root / "one").touch()
+    descriptors = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="more than 512 files and directories, which is no checkpoint"):
+        read(Home(root), root)
+
+    def too_many() -> None:
+        with Home(root).writing(root / "other") as into:
+            for number in range(MAX_ENTRIES + 1):
+                (into / str(number)).touch()
+
+    with pytest.raises(OSError, match="more than 512 files and directories"):
+        too_many()
+    assert list((root / "other").iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("name", ["a\nb", "step\n", ".new-0123456789abcdef", ".new-", "a\x1b[2J", "a\u202eb"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_name_that_no_run_gives_is_refused(
+    way: Callable[[Home, Path], object], name: str, root: Path
+) -> None:
+    for path in (root / name, root / name / "below"):
+        with pytest.raises(OutsideHome, match="is no name for a directory or a file of a run") as error:
+            way(Home(root), path)
+        assert str(error.value).isprintable()
+    assert list(root.iterdir()) == []
