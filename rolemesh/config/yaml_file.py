@@ -81,6 +81,14 @@ class _Loader(yaml.SafeLoader):
         self._deepest = max(others, self._deepest)
         return node
 
+    def compose_scalar_node(self, anchor: Any) -> ScalarNode:
+        """A key or a value. JSON writes a character beyond U+FFFF as two escapes, a surrogate pair."""
+        node = super().compose_scalar_node(anchor)
+        node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+        if found := NO_TEXT.search(node.value):
+            raise _Error(f"character {ord(found[0]):#x} cannot be in a text", node)
+        return node
+
     def compose_mapping_node(self, anchor: Any) -> MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
@@ -88,19 +96,14 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, ScalarNode):
                 raise _Error("a key should be a name", key)
             if key.value in lines:
-                raise _Error(f"{key.value!r:.80} is there already, in line {lines[key.value]}", key)
+                several = "; write <<: [*a, *b]" if key.value == "<<" else ""
+                raise _Error(f"{key.value!r:.80} is there already, in line {lines[key.value]}{several}", key)
             lines[key.value] = key.start_mark.line + 1
         return node
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         self.flatten_mapping(node)
         return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
-
-    def construct_scalar(self, node: Any) -> Any:
-        text = super().construct_scalar(node)
-        if found := NO_TEXT.search(text):
-            raise _Error(f"character {ord(found[0]):#x} cannot be in a text", node)
-        return text
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import generate
 import pytest
 import yaml
 from generate import generated, schema
-from rendering import CHART, Refused, refusal, template
+from rendering import CHART, KUBERNETES, Refused, helm, refusal, template
 from values import Values
 
 SCALER = {"scaler": "hpa", "maxReplicas": 3}
@@ -249,3 +250,15 @@ def _keys(tree: Any, path: str = "") -> set[str]:
     if not isinstance(tree, dict):
         return {path}
     return {path}.union(*(_keys(value, f"{path}.{key}") for key, value in tree.items()))
+
+
+def test_helm_takes_a_number_with_a_point_from_set_json_and_makes_text_of_it_with_set() -> None:
+    program = helm()
+    assert program
+    command = [program, "template", "demo", str(CHART), "--kube-version", KUBERNETES]
+    for value in ("1e-6", "0.000001"):
+        number = f"job.actor.optim.lr={value}"
+        rendered = subprocess.run([*command, "--set-json", number], capture_output=True, text=True, timeout=60)
+        assert "lr: 1e-06" in rendered.stdout
+        refused = subprocess.run([*command, "--set", number], capture_output=True, text=True, timeout=60)
+        assert "'/job/actor/optim/lr': got string, want number" in refused.stderr

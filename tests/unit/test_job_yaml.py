@@ -15,7 +15,8 @@ from rolemesh.config.job import JobConfig, make_job
 from rolemesh.config.yaml_file import MAX_BYTES, MAX_DEPTH, MAX_VALUES, parse_yaml, read_yaml
 from rolemesh.errors import InvalidConfig
 
-SCHEMA = Path(__file__).parents[2] / "charts" / "rlhf-job" / "values.schema.json"
+SCHEMA = json.loads((Path(__file__).parents[2] / "charts/rlhf-job/values.schema.json").read_text())
+CHARTS_JOB = Draft202012Validator({"$defs": SCHEMA["$defs"], "$ref": "#/$defs/JobConfig"})
 
 
 def chain(links: int, width: int) -> str:
@@ -62,6 +63,17 @@ HOSTILE = {
     "a control character": ("a: 1\nb: \x01", "line 2: character 0x1 in it"),
     "an escaped NUL": ('a: "b\\0"', "line 1: character 0x0 cannot be in a text"),
     "half a surrogate pair": ('a: "\\ud800"', "line 1: character 0xd800 cannot be in a text"),
+    "the other half": ('a: "\\ude00"', "line 1: character 0xde00 cannot be in a text"),
+    "both halves the wrong way": ('a: "\\ude00\\ud83d"', "line 1: character 0xde00 cannot be in a text"),
+    "half a surrogate pair in a key": (
+        '{"a": 1,\n "\\ud83d": 1}',
+        "line 2: character 0xd83d cannot be in a text",
+    ),
+    "a NUL in a key": ('{"a\\0": 1}', "line 1: character 0x0 cannot be in a text"),
+    "two merges": (
+        "a: &a {x: 1}\nb: &b {x: 2}\nc:\n  <<: *a\n  <<: *b",
+        "line 5: '<<' is there already, in line 4; write <<: [*a, *b]",
+    ),
 }
 
 
@@ -108,6 +120,24 @@ def test_anchors_and_merges_are_read() -> None:
         "base": base, "actor": {"lr": 3, "eps": 2}, "critic": base, "both": [base, base]
     }  # fmt: skip
     assert parse_yaml("[" * MAX_DEPTH + "]" * MAX_DEPTH, "job")
+
+
+def test_of_several_merged_sections_the_first_comes_first() -> None:
+    text = "a: &a {x: 1}\nb: &b {x: 2, y: 2}\nc: {<<: [*a, *b], z: 3}"
+    assert parse_yaml(text, "job")["c"] == {"x": 1, "y": 2, "z": 3}
+
+
+@pytest.mark.parametrize("text", ["\U0001f600", "a\U0001f600b\U00010000", "\U0010ffff", "é\ud7ff\ue000"])
+def test_json_that_escapes_a_character_beyond_u_ffff_is_read_as_that_character(
+    text: str, tmp_path: Path
+) -> None:
+    """json.dumps writes it as two escapes, of a pair of surrogates."""
+    wanted = {"trainer": {"experiment_name": text}}
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(wanted), encoding="ascii")
+    assert load_job(path).trainer.experiment_name == text
+    assert parse_overrides([f"trainer.experiment_name={json.dumps(text)}"]) == wanted
+    assert parse_yaml(json.dumps({text: 1}), "job") == {text: 1}
 
 
 def test_keys_are_text_numbers_have_exponents_and_dates_are_text() -> None:
@@ -173,7 +203,7 @@ KEYS = {key: kinds_of(field(key)) for key in leaves(JobConfig)}
 
 def test_booleans_numbers_and_texts_are_not_taken_for_one_another_under_any_key() -> None:
     """Nor by the chart, whose schema is held against the same values."""
-    of_chart = Draft202012Validator({**json.loads(SCHEMA.read_text()), "$ref": "#/$defs/JobConfig"})
+    assert CHARTS_JOB.is_valid({"actor": {"optim": {"lr": 1}, "use_kl_loss": True}, "data": {"seed": 8}})
     num_tried = 0
     for key, kinds in KEYS.items():
         for kind, texts in WRONG.items():
@@ -184,7 +214,7 @@ def test_booleans_numbers_and_texts_are_not_taken_for_one_another_under_any_key(
                     make_job(job)
                 assert f"'{key}' is " in str(error.value)
                 if not key.startswith("placement."):
-                    assert not of_chart.is_valid(job), (key, text)
+                    assert not CHARTS_JOB.is_valid(job), (key, text)
     assert num_tried > 300
 
 
@@ -195,6 +225,40 @@ def test_whole_numbers_are_numbers_and_so_are_fractions_that_are_whole() -> None
         make_job({"data": {"seed": 8.5}})
     with pytest.raises(InvalidConfig, match=r"'actor.optim.betas' is \[0.9, True\]"):
         make_job({"actor": {"optim": {"betas": [0.9, True]}}})
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "read", "chart_takes"),
+    [
+        ("data.seed", "8.0", 8, True),
+        ("data.seed", "1e6", 1_000_000, True),
+        ("data.seed", "8.5", None, False),
+        ("data.seed", '"8"', None, False),
+        ("data.seed", '"8.0"', None, False),
+        ("data.seed", '"1e6"', None, False),
+        ("actor.optim.lr", "1e-6", 1e-6, True),
+        ("actor.optim.lr", '"1e-6"', 1e-6, False),
+        ("actor.optim.lr", '"1E-6"', 1e-6, False),
+        ("actor.optim.lr", '"1.0e-06"', 1e-6, False),
+        ("actor.optim.lr", '"0.1"', None, False),
+        ("actor.optim.lr", '"1"', None, False),
+        ("actor.use_kl_loss", "1", None, False),
+    ],
+)
+def test_which_spellings_of_a_number_the_job_and_the_chart_take(
+    key: str, text: str, read: float | None, chart_takes: bool
+) -> None:
+    """What docs/input.md says."""
+    job = parse_overrides([f"{key}={text}"])
+    assert CHARTS_JOB.is_valid(job) is chart_takes
+    if read is None:
+        with pytest.raises(InvalidConfig, match=f"'{key}' is "):
+            make_job(job)
+        return
+    value = make_job(job)
+    for part in key.split("."):
+        value = getattr(value, part)
+    assert value == read
 
 
 def test_what_takes_several_kinds_keeps_each() -> None:
