@@ -41,8 +41,8 @@ class DataProto:
         num_rows: B of a batch without columns; None where the columns tell it, or nothing does.
 
     Raises:
-        InvalidBatch: a tensor is nested or sparse, the columns differ in length, or a name is both a tensor and
-            a non-tensor column.
+        InvalidBatch: a tensor is nested or sparse, the columns differ in length, a name is both a tensor and
+            a non-tensor column, or num_rows is no count.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -58,6 +58,8 @@ class DataProto:
         lengths = {name: len(tensor) for name, tensor in self.tensors.items()}
         lengths |= {name: len(column) for name, column in self.non_tensors.items()}
         if self.num_rows is not None:
+            if type(self.num_rows) is not int or self.num_rows < 0:
+                raise InvalidBatch(f"num_rows is {self.num_rows!r:.80}; an int of 0 or more expected")
             lengths["num_rows"] = self.num_rows
         if len(set(lengths.values())) > 1:
             raise InvalidBatch(f"columns of one batch have the same number of rows; got {lengths}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,6 +148,14 @@ def test_a_batch_without_columns_keeps_its_number_of_rows():
     with pytest.raises(InvalidBatch, match="same number of rows"):
         DataProto({"a": torch.zeros(2)}, num_rows=3)
     assert text(DataProto().union(letters("ab"))) == "ab"  # nothing said how many rows it has
+
+
+@pytest.mark.parametrize("num_rows", [-1, True, False, 4.0, "4", np.int64(4)])
+def test_a_number_of_rows_is_a_count(num_rows: Any):
+    for columns in ({}, {"a": torch.zeros(4)}, {"a": torch.zeros(1)}):
+        with pytest.raises(InvalidBatch, match="num_rows is .*; an int of 0 or more expected"):
+            DataProto(columns, num_rows=num_rows)
+    assert len(DataProto(num_rows=0)) == 0
 
 
 def test_assignment_adds_or_replaces_a_column_of_the_right_length():
