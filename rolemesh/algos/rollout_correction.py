@@ -143,7 +143,7 @@ class Correction:
     Args:
         weights: [B, T], what the policy loss is multiplied by; None without rollout_is.
         accepted: [B, T] bool, the tokens of the loss; None without rollout_rs.
-        metrics: under their names, each explained in docs/algorithms.md.
+        metrics: under their names, each explained in docs/metrics.md.
     """
 
     weights: Tensor | None

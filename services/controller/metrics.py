@@ -17,7 +17,7 @@ from rolemesh.roles import Metrics
 
 def batch_metrics(batch: DataProto, actor: ActorConfig) -> Metrics:
     """Scores, rewards, advantages, returns, values where there are some, lengths, and the policy's entropy,
-    aggregated as the actor's loss. docs/monitoring.md explains each name."""
+    aggregated as the actor's loss. docs/metrics.md explains each name."""
     mask = batch["response_mask"]  # [B, T]
     lengths = mask.sum(dim=1).float()  # [B]
     metrics = {

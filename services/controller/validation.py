@@ -41,7 +41,7 @@ def validation_metrics(batch: DataProto, n: int) -> Metrics:
 
     <of> is mean@n; for k = 2, 4, … and n best@k/mean, and maj@k/mean where the reward tells the answer that it
     found (`pred`); of acc also pass@k. Those of acc with k < n are val-aux, too. The names are verl's, and
-    pass@k is beside them; docs/monitoring.md explains each.
+    pass@k is beside them; docs/metrics.md explains each.
 
     Args:
         batch: n rows for each prompt, one after the other.

@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -268,6 +268,31 @@ def test_every_metric_is_one_that_the_code_writes(path: Path) -> None:
     prometheus = [name for text in quoted(path) for name in re.findall(r"rolemesh_[a-z_]+", text)]
     known = (*exported, "rolemesh_job")  # a label
     assert [name for name in prometheus if not any(each.startswith(name) for each in known)] == []
+
+
+def words_of(names: Iterable[str]) -> set[str]:
+    """The words in names of metrics, without placeholders: of `rollout_corr/kl`, rollout_corr and kl."""
+    return {word for name in names for word in re.findall(r"[\w@-]{2,}", re.sub(r"<\w+>", "", name))}
+
+
+def test_a_page_of_which_the_code_says_that_it_explains_metrics_has_those_that_the_module_writes() -> None:
+    metrics = words_of(
+        name for name in quoted(ROOT / "docs/metrics.md") if name.startswith(tuple(f"{g}/" for g in GROUPS))
+    )
+    said = re.compile(r"docs/(\w+\.md) explains each|explained in docs/(\w+\.md)")
+    missing, num_said = {}, 0
+    for path, text in texts().items():
+        for pair in said.findall(" ".join(text.split())) if path.parts[0] in ("rolemesh", "services") else ():
+            page = "".join(pair)
+            num_said += 1
+            nodes = ast.walk(ast.parse(text))
+            strings = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            written = words_of(string for string in strings if " " not in string) & metrics
+            assert len(written) > 5, path
+            if absent := written - words_of(quoted(ROOT / "docs" / page)):
+                missing[f"{path}: docs/{page}"] = sorted(absent)
+    assert num_said >= 3
+    assert missing == {}
 
 
 # ------------------------------------------------------------------------------------ names
