@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Rollout
 from rolemesh.weights.source import WeightSource
 from services.controller.experience import collect, fan_out, gather
+from services.controller.loop import Run
 from services.controller.pages import page_of
 from services.controller.run_dir import read_metrics
 from services.controller.step import Step
@@ -263,6 +264,43 @@ async def test_validation_does_not_depend_on_its_batch_size(tiny_model: Path, tm
         answers.append((await train(job)).answers)
     assert len(answers[0]) == 6
     assert answers[0] == answers[1]
+
+
+@dataclass
+class Noting:
+    """A rollout that notes what it is asked."""
+
+    rollout: Rollout
+    asked: list[DataProto] = field(default_factory=list)
+
+    async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
+        self.asked.append(prompts)
+        async for rows in self.rollout.generate(prompts):
+            yield rows
+
+    async def update_weights(self, source: WeightSource) -> None:
+        await self.rollout.update_weights(source)
+
+
+async def test_validations_draw_the_same_numbers_each_time_and_no_step_of_training_draws_them(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """So two of them differ by the model alone, and none is luckier for what training has drawn."""
+    job = small_job(
+        tmp_path, tiny_model, "run", "trainer.total_training_steps=2", "trainer.test_freq=1",
+        "rollout.val_kwargs.do_sample=true", "rollout.val_kwargs.n=2",
+    )  # fmt: skip
+    with workers(job) as roles:
+        rollout = Noting(roles.rollout)
+        await Run(job, load_tokenizer(job.actor.model)).train(replace(roles, rollout=rollout))
+    streams = {
+        kind: [rows["seeds"].tolist() for rows in rollout.asked if rows.meta_info["sampling"] == kind]
+        for kind in ("train", "validation")
+    }
+    before, *after = streams["validation"]
+    assert after == [before, before]
+    assert len(set(before)) == 6
+    assert len({seed for seeds in streams["train"] for seed in seeds} - set(before)) == 2 * 8
 
 
 async def test_in_the_critics_warm_up_the_actor_stays_as_it_is(tiny_model: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.roles import methods
 from rolemesh.rpc import tls
 from rolemesh.rpc.channels import Line, open_channel
-from rolemesh.rpc.clients import RewardClient
+from rolemesh.rpc.clients import ActorClient, RewardClient
 from rolemesh.rpc.contract import REWARD
 from rolemesh.rpc.server import RoleServer
 
@@ -82,6 +82,11 @@ async def test_two_processes_of_a_job_understand_each_other(job: JobConfig, keys
         ("expired", "job", "its certificate has expired: renew the keys in its --tls-dir"),
         ("job", "expired", "refuses this process's certificate: {caller}/tls.crt expired at "),
         ("job", "other job", "its certificate is not for this role of 'other-job': is it another job's"),
+        (
+            "actor",
+            "job",
+            "its certificate is not for this role of 'my-job': is it another job's, or another role's?",
+        ),
     ],
 )
 async def test_where_the_two_ends_do_not_agree_the_error_says_what_to_look_at(
@@ -94,6 +99,7 @@ async def test_where_the_two_ends_do_not_agree_the_error_says_what_to_look_at(
         "stranger": stranger.keys(JOB, *ROLES),
         "trusting stranger": stranger.keys(JOB, *ROLES, trusted=authority.certificate),
         "other job": authority.keys(OTHER, *ROLES),
+        "actor": authority.keys(JOB, "actor"),
     }
     servers = swap(tmp_path / "server", kinds[server]) if server else None
     callers = swap(tmp_path / "caller", kinds[caller]) if caller else None
@@ -102,6 +108,16 @@ async def test_where_the_two_ends_do_not_agree_the_error_says_what_to_look_at(
     assert said.startswith("reward was not ready within 0.2 s")
     assert f"at {address}: it" in said
     assert words.format(caller=callers) in said
+
+
+async def test_a_role_that_the_certificate_names_and_the_process_does_not_serve_is_told_at_once(
+    job: JobConfig, tmp_path: Path, authority: Authority
+) -> None:
+    keys = swap(tmp_path / "keys", authority.keys(JOB, *ROLES, "actor"))
+    async with reward_with(job, keys) as address, ActorClient([address], methods(job)) as actor:
+        async with asyncio.timeout(60):
+            with pytest.raises(InvalidConfig, match=r"actor at .*: another role .* it is no actor"):
+                await actor.wait_until_ready(600.0)
 
 
 async def test_a_caller_of_another_job_is_refused_though_it_does_not_look_at_the_servers_name(

@@ -153,7 +153,7 @@ def test_a_batch_without_columns_keeps_its_number_of_rows():
 @pytest.mark.parametrize("num_rows", [-1, True, False, 4.0, "4", np.int64(4)])
 def test_a_number_of_rows_is_a_count(num_rows: Any):
     for columns in ({}, {"a": torch.zeros(4)}, {"a": torch.zeros(1)}):
-        with pytest.raises(InvalidBatch, match="num_rows is .*; an int of 0 or more expected"):
+        with pytest.raises(InvalidBatch, match=r"num_rows is .*; an int of 0 or more"):
             DataProto(columns, num_rows=num_rows)
     assert len(DataProto(num_rows=0)) == 0
 

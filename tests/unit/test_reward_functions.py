@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,27 @@ def test_every_solution_of_the_data_set_is_right_by_its_own_rule() -> None:
         assert result.items() >= {"score": 1.0, "acc": 1.0}.items()
 
 
+def verls_answer(response: str) -> str | None:
+    """verl's extract_solution, method strict."""
+    found = re.findall(r"#### (\-?[0-9\.\,]+)", response[-300:])
+    return found[-1].replace(",", "") if found else None
+
+
+@pytest.mark.parametrize("answer", ["####5", "####  5", "#### $5", "#### +5", "####\n5"])
+def test_gsm8k_reads_a_mark_that_verl_does_not_though_it_takes_back_an_answer(answer: str) -> None:
+    assert verls_answer(answer) is None
+    assert gsm8k.compute_score(answer, "5")["score"] == 1.0
+    wrong = "#### 5 and " + answer.replace("5", "6")
+    assert verls_answer(wrong) == "5"
+    assert gsm8k.compute_score(wrong, "5", format_score=0.1)["score"] == 0.1
+
+
+@pytest.mark.parametrize("answer", ["5.00", "5."])
+def test_gsm8k_compares_numbers_where_verl_compares_text(answer: str) -> None:
+    assert verls_answer(f"#### {answer}") == answer
+    assert gsm8k.compute_score(f"#### {answer}", "5")["score"] == 1.0
+
+
 # --------------------------------------------------------------------------------------- math
 
 
@@ -109,6 +131,7 @@ def test_every_solution_of_the_data_set_is_right_by_its_own_rule() -> None:
         (r"\fbox{4} \boxed{5}", "5"),
         (r"\fbox{4} \boxed{5", None),
         (r"$\boxed 5$ is", "5"),
+        (r"\boxed 5$, no, $\boxed{4}$", "4"),  # verl: 5
         (r"\boxed{never closed", None),
         ("42", None),
         (r"\boxed", None),

@@ -100,6 +100,29 @@ def test_what_is_exponential_in_the_mismatch_holds_it_at_20(d: float, k3: float,
     assert told_of == pytest.approx([-d, k3, chi2, chi2], rel=1e-5)
 
 
+def test_of_perplexities_nothing_is_held() -> None:
+    """A response of one token with log-probability −60, which the engine was sure of."""
+    metrics = mismatch_metrics(tensor([[-60.0]]), torch.zeros(1, 1), tensor([[True]]))
+    names = ("training_log_ppl", "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min")
+    assert [metrics[name] for name in names] == [60.0] * 5
+    assert [metrics["training_ppl"], metrics["ppl_ratio"]] == pytest.approx([math.exp(60)] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("d", [90.0, -90.0])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_what_rejection_bounds_is_of_a_log_ratio_held_at_20(d: float, estimator: str) -> None:
+    """k1 of ±20 is ∓20, k2 is 200, k3 is e^±20 − 1 ∓ 20. A response of two tokens has twice as much."""
+    held = math.copysign(20, d)
+    wanted = {"k1": -held, "k2": 200.0, "k3": math.expm1(held) - held}[estimator]
+    for over, times in (("token", 1), ("seq_sum", 2), ("seq_mean", 1)):
+        config = RolloutCorrectionConfig(rollout_rs=f"{over}_{estimator}", rollout_rs_threshold=2.0)
+        zeros = torch.zeros(1, 2)
+        told = correct(zeros + d, zeros, zeros == 0, config).metrics
+        assert told[f"rollout_corr/rollout_rs_{over}_{estimator}_mean"] == pytest.approx(
+            times * wanted, rel=1e-5
+        )
+
+
 def test_between_equal_policies_there_is_no_mismatch() -> None:
     same = mismatch_metrics(OLD, OLD, MASK)
     assert same.pop("training_ppl") == same.pop("rollout_ppl") > 1
@@ -183,6 +206,15 @@ def test_normalised_weights_are_over_the_mean_of_what_has_one_and_told_before(le
     assert_close(over_mean.weights, as_it_is.weights / mean)
     assert over_mean.metrics.pop("rollout_corr/rollout_is_batch_norm_factor") == pytest.approx(mean)
     assert over_mean.metrics == as_it_is.metrics
+
+
+def test_a_responses_weight_is_found_whichever_of_its_tokens_are_masked() -> None:
+    """Weights 6 and 1/5; the first token of one row and the last of the other are not the policy's."""
+    mask = tensor([[False, True, True], [True, True, False], [False, False, False]])
+    weights = torch.where(mask, tensor([[6.0], [0.2], [9.0]]), 0)
+    normal, mean = normalised(weights, mask, level="sequence")
+    assert mean == pytest.approx((6 + 0.2) / 2)
+    assert_close(normal, weights / mean)
 
 
 def test_a_mean_below_1_is_divided_by_too() -> None:
