@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,21 @@ def test_workers_do_no_grpc_and_servicers_do_no_torch() -> None:
             assert not [name for name in imports(path) if name.split(".")[0] == "grpc"], name_of(path)
         if path.name == "servicer.py":
             assert not [name for name in imports(path) if name.split(".")[0] == "torch"], name_of(path)
+
+
+def test_a_batch_reaches_a_model_by_one_door() -> None:
+    """A worker computes what it is given. Under every placement services/serve.py alone makes workers, each for
+    its servicer, and the guard looks at its batches once (tests/services/test_door.py tries every method)."""
+    made = re.compile("(Actor|Critic|Reference|Reward|Rollout)Worker")
+    makers, askers = set(), set()
+    for path in OURS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and made.fullmatch(dotted(node.func)):
+                makers.add(name_of(path))
+            if isinstance(node, ast.Attribute) and dotted(node).endswith("door.admit"):
+                askers.add(name_of(path))
+    assert makers == {"services/serve.py"}
+    assert askers == {"rolemesh/rpc/batches.py"}
 
 
 def test_every_prometheus_name_is_in_one_file() -> None:

@@ -25,7 +25,7 @@ class RolloutWorker(LocalWorker):
     def __init__(self, job: JobConfig) -> None:
         super().__init__("rollout")
         self._sampling, self._response_length = job.rollout.sampling, job.data.max_response_length
-        self._writes = methods(job)["rollout.generate"].writes
+        self._method = methods(job)["rollout.generate"]
         self._engine = load_engine(job, self)
         self.door = Door.of(job, "rollout", self._engine.vocabulary)
 
@@ -38,11 +38,11 @@ class RolloutWorker(LocalWorker):
         """One response for each row, in batches of rows as they finish; column `row` says which they are.
 
         Raises:
-            InvalidBatch: prompts are not what roles.methods declares, or not left-padded.
+            InvalidBatch: a column is missing, or prompts are not left-padded.
         """
         if not len(prompts):
             return
-        prompts = self.door.admit("Generate", prompts)
+        prompts = self._method.prune(prompts)
         mask = prompts["prompt_mask"].to(torch.int8)
         if not (mask[:, -1:].all() and (mask.diff(dim=1) >= 0).all()):
             raise InvalidBatch("rollout.generate needs left-padded prompts of one token or more: prompt_mask")
@@ -88,7 +88,7 @@ class RolloutWorker(LocalWorker):
         sizes = {"B": len(rows), "T": self._response_length, "K": sampling.num_kept}
         expected = {
             name: (COLUMNS[name].dtype, [sizes[axis] for axis in COLUMNS[name].axes])
-            for name in self._writes
+            for name in self._method.writes
             if name != "kept_ids" or sampling.num_kept
         }
         got = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in rows.tensors.items()}
