@@ -202,12 +202,42 @@ async def test_finished_rows_are_judged_while_others_still_generate() -> None:
     assert batch["responses"][:, 0].tolist() == [0, 1, 2]
 
 
+async def test_rows_are_judged_in_four_chunks_however_they_finish_and_the_last_is_what_is_left() -> None:
+    """Of 9 rows that finish one by one: 3, 3 and 3; of 10 in twos: 4, 4 and 2."""
+    for rows, at_once, chunks in ((9, 1, [3, 3, 3]), (10, 2, [4, 4, 2]), (4, 4, [4])):
+        judged = []
+
+        async def judges(rows: DataProto, judged: list[int] = judged) -> DataProto:
+            judged.append(len(rows))
+            return rows
+
+        parts = [finished(*range(at, at + at_once)) for at in range(0, rows, at_once)]
+        await collect(stream(*parts), THREE.repeat(4)[:rows], judges)
+        assert judged == chunks
+
+
+async def test_the_far_end_stops_generating_when_what_it_sent_is_refused() -> None:
+    closed = False
+
+    async def generates() -> AsyncIterator[DataProto]:
+        nonlocal closed
+        try:
+            for _ in range(2):
+                yield finished(0)
+        finally:
+            closed = True
+
+    with pytest.raises(InvalidBatch, match="a row twice"):
+        await collect(generates(), THREE, as_it_is)
+    assert closed
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
         ([finished(0, 1)], r"rows \[2\] of 3 never came back"),
         ([finished(0, 1), finished(1, 2)], "a row twice"),
-        ([finished(0, 1, 2), finished(3)], r"returned rows \[3\]"),
+        ([finished(0, 1, 2), finished(3)], r"returned rows \[3\]; it was asked for rows 0 to 2$"),
         ([], r"rows \[0, 1, 2\] of 3 never came back"),
     ],
 )

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.codec import decode, dump, encode, load
+from rolemesh.rpc.columns import SLICE
 from rolemesh.rpc.dtypes import TO_WIRE
 from rolemesh.rpc.ndarrays import to_cells
 from rolemesh.v1 import data_pb2
@@ -443,6 +444,18 @@ def test_a_cell_without_a_place_in_json_is_named_with_column_row_and_type(cell: 
     column = np.fromiter(["fine", cell], dtype=object, count=2)
     with pytest.raises(InvalidBatch, match=message):
         dump(DataProto.from_dict(non_tensors={"c": column}))
+
+
+def test_more_cells_than_are_made_at_once_come_back():
+    numbers = [None if i % 5 == 0 else i for i in range(2 * SLICE + 3)]
+    columns = {
+        "number": numbers,
+        "text": [None if n is None else str(n) for n in numbers],
+        "json": [{"n": n} for n in numbers],
+        "fraction": [None if n is None else n / 2 for n in numbers],
+    }
+    batch = DataProto({}, columns)
+    assert_same(load(dump(batch)), batch)
 
 
 def test_cells_nested_too_deep_are_refused_before_the_stack_ends():

@@ -290,7 +290,7 @@ def test_a_page_of_which_the_code_says_that_it_explains_metrics_has_those_that_t
             written = words_of(string for string in strings if " " not in string) & metrics
             assert len(written) > 5, path
             if absent := written - words_of(quoted(ROOT / "docs" / page)):
-                missing[f"{path}: docs/{page}"] = sorted(absent)
+                missing[f"{path} says {page}"] = sorted(absent)
     assert num_said >= 3
     assert missing == {}
 

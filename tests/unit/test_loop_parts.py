@@ -123,6 +123,21 @@ def test_the_entropy_is_aggregated_as_the_loss(mode: str, entropy: float) -> Non
     assert batch_metrics(batch, job.actor)["actor/entropy"] == pytest.approx(entropy)
 
 
+@pytest.mark.parametrize(
+    ("returns", "explained"), [([1.0, 3.0], 1 - 0.5 / (2 + 1e-5)), ([2.0, 2.0], 1 - 0.5e5)]
+)
+def test_what_the_critic_explains_of_two_tokens_and_of_equal_returns(
+    returns: list[float], explained: float
+) -> None:
+    """Values 1 off in one of the two: variance 1/2; returns 1 and 3 have 2, and equal ones none."""
+    batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
+    batch["response_mask"] = tensor([[True, False, False], [True, False, False]])
+    batch["returns"] = tensor([[returns[0], 99.0, 99.0], [returns[1], 99.0, 99.0]])
+    batch["values"] = batch["returns"] - tensor([[0.0, 9.0, 9.0], [1.0, 9.0, 9.0]])
+    batch["advantages"] = batch["returns"] - batch["values"]
+    assert batch_metrics(batch, ActorConfig())["critic/vf_explained_var"] == pytest.approx(explained)
+
+
 def test_of_a_batch_without_a_sampled_token_there_is_no_spread() -> None:
     batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
     batch["response_mask"] = torch.zeros_like(MASK)
@@ -140,6 +155,11 @@ def test_staleness_by_hand() -> None:
         "rollout/staleness/max": 2.0,
         "rollout/mixed_rows": 1.0,
     }
+
+
+def test_a_row_that_the_first_weights_made_is_not_mixed_for_its_padding() -> None:
+    batch = DataProto({"response_mask": MASK, "weight_versions": torch.where(MASK, 0, -1)})
+    assert staleness_metrics(batch, newest=7)["rollout/mixed_rows"] == 0.0
 
 
 def test_tokens_of_the_newest_weights_are_not_stale() -> None:
