@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -230,30 +231,33 @@ def test_a_misspelt_field_is_noticed(kind: str) -> None:
         assert "misspelt" in schema_errors(json.dumps(thing | {"spec": thing["spec"] | {"misspelt": 1}}))
 
 
-@pytest.mark.parametrize(("answers", "exits"), [(0, 0), (8, 0), (9, 1)])
-def test_helm_test_waits_until_dns_has_forgotten_the_controller(
-    answers: int, exits: int, tmp_path: Path
-) -> None:
-    """DNS answers with a controller for a while after it has ended: it is active if it is there for 40 s."""
-    for name, does in {
-        "getent": 'echo "$@" >>$0.log; [ $(wc -l <$0.log) -le ' + str(answers) + " ]",
-        "sleep": "echo $1 >>$0.log",
-        "rolemesh": 'echo "$@" >>$0.log',
-    }.items():
-        program = tmp_path / name
-        program.write_text(f"#!/bin/sh\n{does}\n")
-        program.chmod(0o755)
-    [pod] = of_kind(objects({}), "Pod")
-    [container] = pod["spec"]["containers"]
-    command = [*container["command"], *container["args"]]
-    ran = subprocess.run(command, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True)
-    assert ran.returncode == exits
-    asked = (tmp_path / "getent.log").read_text().splitlines()
-    assert asked == ["hosts demo-controller"] * min(answers + 1, 9)
-    waits = (tmp_path / "sleep.log").read_text().split() if answers else []
-    assert waits == ["5"] * min(answers, 8)
-    if exits:
-        assert "the job is active, and a test would spoil its run" in ran.stderr
-    else:
-        assert "control --config=/etc/rolemesh/job.yaml" in (tmp_path / "rolemesh.log").read_text()
-    assert (tmp_path / "rolemesh.log").exists() == (not exits)
+def test_helm_test_and_a_run_exclude_one_another(tmp_path: Path) -> None:
+    """Each holds the lock in the workspace that the other one needs, from its first act to its last."""
+    program, asked, go = tmp_path / "rolemesh", tmp_path / "asked", tmp_path / "go"
+    program.write_text(f"#!/bin/sh\n[ $1 = data ] || {{ echo $2 >{asked}; cat {go}; }}\n")
+    program.chmod(0o755)
+    for fifo in (asked, go):
+        os.mkfifo(fifo)
+    things = objects({})
+    [check] = [pod["spec"]["containers"][0] for pod in of_kind(things, "Pod")]
+    [run] = [job["spec"]["template"]["spec"]["containers"][0] for job in of_kind(things, "Job")]
+
+    def begin(container: Object) -> subprocess.Popen[str]:
+        command = [*container["command"], *container["args"]]
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        return subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+
+    def is_free() -> bool:
+        lock = ["flock", "--nonblock", ".demo-controller.lock", "true"]
+        return not subprocess.run(lock, cwd=tmp_path).returncode
+
+    for container in (run, check):
+        with begin(container) as first:
+            assert asked.read_text() == "--config=/etc/rolemesh/job.yaml\n"  # `rolemesh control` has begun
+            assert not is_free()
+            with begin(check) as second:
+                assert "the job is active, and a test would spoil its run" in second.communicate()[1]
+            assert second.returncode == 1
+            go.write_text("on")
+        assert first.returncode == 0
+        assert is_free()

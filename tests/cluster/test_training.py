@@ -142,7 +142,7 @@ def test_it_is_tested_then_begins_and_ends_with_the_bits_of_a_local_run(
     assert 1 <= told["step"] < told["total_steps"] == 10
     assert set(told["roles"]) == {"actor", "rollout", "reward", "critic", "reference"}
     with pytest.raises(Failed):  # it would spoil the run
-        namespace.helm("test", job.name, "--timeout=3m")
+        namespace.helm("test", job.name, "--timeout=1m")
     rolemesh("resume", job)
     job.end()
     equal(job.outcome(), expected, 10)
