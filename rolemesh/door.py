@@ -1,8 +1,10 @@
-"""A batch from outside is held against its declaration (rolemesh/roles.py) before a method sees it.
+"""A batch from outside is held against its declaration (rolemesh/roles.py): a request before a method sees it,
+an answer before the caller does.
 
-A method may rely on what is declared: every column has its dtype and its shape, token ids are in the model's
-vocabulary, masks are 0 or 1. On a GPU one id outside the vocabulary breaks the process for every later call.
-What no declaration says, such as the order of padding and tokens in a row, stays the worker's to check.
+Both may rely on what is declared: every column has its dtype and its shape, token ids are in the model's
+vocabulary, masks are 0 or 1. On a GPU one id outside the vocabulary breaks the process for every later call,
+and one score that is not finite the policy. What no declaration says, such as the order of padding and tokens
+in a row, stays the worker's to check.
 
 The checks are numpy's, which works on the caller's thread alone: a thread of the server that used torch's
 operators would have a team of OpenMP threads (rolemesh/workers/local.py).
@@ -10,6 +12,7 @@ operators would have a team of OpenMP threads (rolemesh/workers/local.py).
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,10 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch
-from rolemesh.roles import COLUMNS, Column, Method, methods
+from rolemesh.errors import InvalidBatch, RoleFailed
+from rolemesh.roles import COLUMNS, Column, Method
 
 # What an error adds to the name of an axis.
 AXES = {
@@ -38,27 +40,24 @@ AXES = {
 
 @dataclass(frozen=True)
 class Door:
-    """Lets a role's batches in.
+    """Lets a role's batches in, and its answers out.
 
     Args:
         methods: by the names of their rpcs.
-        sizes: of the axes but B, and of the vocabulary V.
+        vocabulary: how many token ids the role's model knows; None: unknown, and ids have no upper bound.
     """
 
     methods: Mapping[str, Method]
-    sizes: Mapping[str, int]
+    vocabulary: int | None = None
 
     @classmethod
-    def of(cls, job: JobConfig, role: str, vocabulary: int) -> Door:
-        """The door of a job's role.
+    def of(cls, methods: Mapping[str, Method], role: str, vocabulary: int | None) -> Door:
+        """The door of a role.
 
         Args:
-            vocabulary: how many token ids the role's model knows.
+            methods: rolemesh.roles.methods(job).
         """
-        prompt, response = job.data.max_prompt_length, job.data.max_response_length
-        sizes = {"P": prompt, "T": response, "S": prompt + response, "V": vocabulary}
-        sizes |= {"K": job.rollout.num_kept, "C": len(job.algorithm.gdpo_reward_keys)}
-        return cls({method.rpc: method for method in methods(job).values() if method.role == role}, sizes)
+        return cls({method.rpc: method for method in methods.values() if method.role == role}, vocabulary)
 
     def check_claim(
         self, rpc: str, num_rows: int, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -79,7 +78,7 @@ class Door:
             raise InvalidBatch(f"{where} needs tensors {missing}; got {sorted(tensors)}")
         if not num_rows:
             raise InvalidBatch(f"{where} needs a row or more; columns {sorted(tensors)} have none")
-        sizes = {**self.sizes, "B": num_rows}
+        sizes = {**method.sizes, "B": num_rows}
         for name in read:
             _check_tensor(f"{where}: column {name!r}", COLUMNS[name], *tensors[name], sizes)
 
@@ -95,14 +94,47 @@ class Door:
         where = f"{method.role}.{method.name}"
         if not len(batch):
             raise InvalidBatch(f"{where} needs a row or more; columns {batch.columns} have none")
-        sizes = {**self.sizes, "B": len(batch)}
-        for name in batch.columns:
-            _check_kind(f"{where}: column {name!r}", COLUMNS[name], batch[name], sizes)
-        sampled = batch.tensors.get("response_mask")
-        for name, tensor in batch.tensors.items():
-            _check_values(f"{where}: column {name!r}", COLUMNS[name], tensor, sizes, sampled)
+        self._check(where, method, batch, batch.tensors.get("response_mask"))
         meta = {key: _one_of(where, key, known, batch.meta_info) for key, known in method.meta.items()}
         return DataProto(batch.tensors, batch.non_tensors, meta)
+
+    def check_answer(self, rpc: str, answer: DataProto, request: DataProto) -> None:
+        """Holds an answer, or a part of one that says with the column `row` which it is.
+
+        Args:
+            request: what was asked; in columns [B, T] floats count where its response_mask is True, or the
+                answer's.
+
+        Raises:
+            RoleFailed: the answer is not what the method writes: a column missing or not declared, another
+                number of rows, a meta_info; or a column is not what it is declared to be. Says so as `admit`.
+        """
+        method = self.methods[rpc]
+        where, expected = f"the answer of {method.role}.{method.name}", method.answers(request.meta_info)
+        try:
+            if foreign := sorted(set(answer.columns) - set(expected)):
+                raise InvalidBatch(f"{where} has columns {foreign} besides {sorted(expected)}")
+            if missing := sorted(set(expected) - set(answer.columns)):
+                raise InvalidBatch(f"{where} lacks columns {missing}; got {sorted(answer.columns)}")
+            if answer.meta_info:
+                raise InvalidBatch(f"{where} has meta_info {sorted(answer.meta_info)}; none is declared")
+            asked = len(answer) if "row" in expected else len(request)
+            if len(answer) != asked or not asked:
+                raise InvalidBatch(f"{where}: {asked or 'some'} rows were asked for, {len(answer)} came")
+            sampled = answer.tensors.get("response_mask", request.tensors.get("response_mask"))
+            self._check(where, method, answer, sampled)
+        except InvalidBatch as error:
+            raise RoleFailed(str(error)) from error
+
+    def _check(self, where: str, method: Method, batch: DataProto, sampled: Tensor | None) -> None:
+        """Every column against what it is declared to be."""
+        sizes = {**method.sizes, "B": len(batch)}
+        if self.vocabulary is not None:
+            sizes["V"] = self.vocabulary
+        for name in batch.columns:
+            _check_kind(f"{where}: column {name!r}", COLUMNS[name], batch[name], sizes)
+        for name, tensor in batch.tensors.items():
+            _check_values(f"{where}: column {name!r}", COLUMNS[name], tensor, sizes, sampled)
 
 
 def _check_kind(what: str, column: Column, value: Tensor | NDArray[Any], sizes: Mapping[str, int]) -> None:
@@ -115,6 +147,8 @@ def _check_kind(what: str, column: Column, value: Tensor | NDArray[Any], sizes: 
             if type(cell) is not column.cells:
                 got = f"{reprlib.repr(cell)} ({type(cell).__name__})"
                 raise InvalidBatch(f"{what}, row {row}, is {got}; a {kind} expected")
+            if column.entries:
+                _check_entries(f"{what}, row {row},", column.entries, cell)
     else:
         raise InvalidBatch(f"{what} is no tensor [{len(value)}]; {_expected(column, sizes)}")
 
@@ -133,6 +167,15 @@ def _expected(column: Column, sizes: Mapping[str, int]) -> str:
     return f"{column.dtype} {[sizes[axis] for axis in column.axes]} expected ({axes})"
 
 
+def _check_entries(what: str, kinds: tuple[type, ...], cell: Any) -> None:
+    """The values of a cell's dict."""
+    for key, value in cell.items():
+        if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
+            names = ", ".join(kind.__name__ for kind in kinds)
+            got = f"{reprlib.repr(value)} ({type(value).__name__})"
+            raise InvalidBatch(f"{what} has {reprlib.repr(key)}: {got}; one of {names}, finite, expected")
+
+
 def _check_values(
     what: str, column: Column, tensor: Tensor, sizes: Mapping[str, int], sampled: Tensor | None
 ) -> None:
@@ -143,7 +186,7 @@ def _check_values(
     least, most = cells.min(), cells.max()
     if column.values is not None:
         low, limit = column.values
-        end = limit if isinstance(limit, int) else sizes[limit]
+        end = limit if isinstance(limit, int) else sizes.get(limit, 1 << 63)
         if least < low or most >= end:
             at = np.argwhere((cells < low) | (cells >= end))[0]
             below = {"V": f"the vocabulary of {end}", "S": f"S = {end}"}.get(str(limit), str(end))

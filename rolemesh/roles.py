@@ -5,8 +5,8 @@ service for it over gRPC. A page (services/controller/ppo.py) takes `Roles` and 
 
 `methods` declares, for every method that takes a batch, the columns that it reads and writes, and `COLUMNS`
 what each of them holds. Clients send the columns read and no others. A server holds every batch against the
-declaration before a method sees it (rolemesh/door.py). A page run once with recording roles (rolemesh/graph.py)
-is checked against the same tables before any model loads.
+declaration before a method sees it, and a client every answer before its caller does (rolemesh/door.py). A page
+run once with recording roles (rolemesh/graph.py) is checked against the same tables before any model loads.
 
 Axes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), S = P + T, K tokens that could be
 drawn, C parts of the reward; V is the vocabulary. P and T are data.max_prompt_length and
@@ -16,7 +16,7 @@ data.max_response_length in every batch: a fixed width keeps a row's bits indepe
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ class Column:
         meaning: for people.
         values: the least value and the first that is too high: a number, or the size of an axis. None: any.
         cells: what each cell of a column without dtype is.
+        entries: what the values of a cell's dict may be, floats finite; (): anything.
     """
 
     axes: str
@@ -51,6 +52,7 @@ class Column:
     meaning: str
     values: tuple[int, int | str] | None = None
     cells: type = dict
+    entries: tuple[type, ...] = ()
 
 
 TOKEN_IDS, ZERO_OR_ONE = (0, "V"), (0, 2)  # padding has a token's id too
@@ -69,7 +71,9 @@ COLUMNS: dict[str, Column] = {
     "responses": Column("BT", torch.int64, "response token ids, right-padded, with the end token", TOKEN_IDS),
     "response_mask": Column("BT", torch.bool, "True on tokens that the policy sampled"),
     "rollout_log_probs": Column("BT", torch.float32, "the engine's, of the distribution it sampled from"),
-    "weight_versions": Column("BT", torch.int64, "by which weights the token was made; -1 where none was"),
+    "weight_versions": Column(
+        "BT", torch.int64, "by which weights the token was made; -1 where none was", (-1, 1 << 63)
+    ),
     "kept_ids": Column(
         "BTK",
         torch.int32,
@@ -89,7 +93,9 @@ COLUMNS: dict[str, Column] = {
     "token_level_scores": Column("BT", torch.float32, "the reward, as a rule on the last response token"),
     "acc": Column("B", torch.float32, "1 where the answer is right (the score itself where none says)"),
     "reward_components": Column("BC", torch.float32, "the parts of the reward, by algorithm.gdpo_reward_keys"),
-    "reward_extra_info": Column("B", None, "dict: numbers besides the score, by name; pred: the answer found"),
+    "reward_extra_info": Column(
+        "B", None, "dict: numbers besides the score, by name; pred: the answer found", entries=(float, int, str)
+    ),
     "think_mask": Column("BT", torch.bool, "True between <think> and </think>; all of a response without them"),
     # made by the controller
     "reward_baselines": Column("B", torch.float32, "the reward of the greedy answer to the row's prompt"),
@@ -115,6 +121,8 @@ class Method:
         optional: columns that are sent along where the batch has them.
         writes: columns of the answer; empty where the answer is metrics.
         meta: keys of meta_info that must be there, with the values that each may have.
+        for_training: those of `writes` that come where meta_info["sampling"] is "train", and else do not.
+        sizes: of the axes but B and V.
     """
 
     role: str
@@ -124,6 +132,8 @@ class Method:
     writes: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     meta: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    for_training: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def prune(self, batch: DataProto) -> DataProto:
         """The columns that this method reads, and no others.
@@ -134,6 +144,11 @@ class Method:
         if missing := [name for name in self.reads if name not in batch]:
             raise InvalidBatch(f"{self.role}.{self.name} needs columns {missing}; got {sorted(batch.columns)}")
         return batch.select_columns([*self.reads, *(name for name in self.optional if name in batch)])
+
+    def answers(self, meta: Mapping[str, Any]) -> list[str]:
+        """The columns of the answer to a request with this meta_info."""
+        trains = meta.get("sampling") == "train"
+        return [name for name in self.writes if trains or name not in self.for_training]
 
 
 def methods(job: JobConfig) -> dict[str, Method]:
@@ -152,7 +167,7 @@ def methods(job: JobConfig) -> dict[str, Method]:
     table = [
         Method("rollout", "generate", "Generate", ("prompts", "prompt_mask", "seeds"),
                ("row", "responses", "response_mask", "rollout_log_probs", "weight_versions", *kept),
-               meta={"sampling": tuple(job.rollout.sampling)}),
+               meta={"sampling": tuple(job.rollout.sampling)}, for_training=kept),
         Method("actor", "compute_log_probs", "ComputeLogProbs", sequence,
                ("old_log_probs", "entropys", *squares)),
         Method("actor", "update", "Update", (*sequence, "old_log_probs", "advantages", *kl_loss, *correction)),
@@ -164,7 +179,10 @@ def methods(job: JobConfig) -> dict[str, Method]:
                ("prompts", "prompt_mask", "responses", "response_mask", "data_source", "reward_model", "uid"),
                ("token_level_scores", "acc", *components, *extra, *thoughts), optional=("extra_info",)),
     ]  # fmt: skip
-    return {f"{method.role}.{method.name}": method for method in table}
+    prompt, response = job.data.max_prompt_length, job.data.max_response_length
+    sizes = {"P": prompt, "T": response, "S": prompt + response}
+    sizes |= {"K": job.rollout.num_kept, "C": len(job.algorithm.gdpo_reward_keys)}
+    return {f"{method.role}.{method.name}": replace(method, sizes=sizes) for method in table}
 
 
 # --------------------------------------------------------------------------------------- roles

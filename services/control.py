@@ -14,7 +14,7 @@ from typing import Any
 from rolemesh.config import JobConfig
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, RoleUnavailable
 from rolemesh.kubernetes import Cluster
-from rolemesh.models.loading import load_tokenizer
+from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.allocator import tune
 from rolemesh.rpc.clients import (
@@ -154,6 +154,7 @@ def new_client(role: str, addresses: Sequence[str] | Members, job: JobConfig) ->
         options |= {"may_grow": True, "patience_s": job.trainer.ready_timeout_s}
     if role == "rollout":
         options |= {"sync_timeout_s": job.trainer.weight_sync_timeout_s, "rows_at_once": rows_at_once(job)}
+        options["vocabulary"] = vocabulary_in(job.actor.model, "actor")  # no other role answers with token ids
     return CLIENTS[role](addresses, methods(job), **options)
 
 

@@ -1,10 +1,12 @@
-"""Batches of a call, as the guard takes and gives them. Apart from requests.py, as it imports torch: a server
-without batches, the controller's, starts without."""
+"""Batches of a call, held against their method's declaration: requests for the guard, answers for a client.
+Apart from requests.py, as it imports torch: a server without batches, the controller's, starts without."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import TypeVar
 
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
@@ -15,6 +17,8 @@ from rolemesh.rpc.header import Header
 from rolemesh.rpc.limits import MAX_REGION_BYTES
 from rolemesh.rpc.room import Stay
 from rolemesh.rpc.streams import LARGE_BYTES, receive
+
+R = TypeVar("R")
 
 LARGE_ROWS = 10_000  # from here on, as from LARGE_BYTES, a batch is looked through in a thread
 
@@ -40,5 +44,14 @@ async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], door: Door, stay: Sta
     except InvalidBatch as error:
         method = door.methods[rpc.name]
         raise InvalidBatch(f"{method.role}.{method.name}: {error}") from error
+    return await _looked_through(batch, partial(door.admit, rpc.name, batch))
+
+
+async def check_answer(rpc: Rpc, answer: DataProto, door: Door, request: DataProto) -> None:
+    """Raises RoleFailed unless a batch is what the method answers to the request (Door.check_answer)."""
+    await _looked_through(answer, partial(door.check_answer, rpc.name, answer, request))
+
+
+async def _looked_through(batch: DataProto, check: Callable[[], R]) -> R:
     large = len(batch) >= LARGE_ROWS or sum(t.nbytes for t in batch.tensors.values()) >= LARGE_BYTES
-    return await asyncio.to_thread(door.admit, rpc.name, batch) if large else door.admit(rpc.name, batch)
+    return await asyncio.to_thread(check) if large else check()

@@ -10,8 +10,7 @@ import grpc
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.rpc import tls
-
-MAX_MESSAGE_BYTES = 64 << 20
+from rolemesh.rpc.limits import MAX_MESSAGE_BYTES
 
 # Of every channel and server.
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (

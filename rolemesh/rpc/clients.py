@@ -1,5 +1,6 @@
 """The roles over gRPC: each class implements its Protocol of rolemesh/roles.py. A page cannot tell a client
-from a worker.
+from a worker. Every answer is held against its method's declaration (rolemesh/door.py): one that is not what
+the method writes is RoleFailed. A reward pod runs anybody's code.
 
 All are made alike: `RewardClient(addresses, methods(job), timeout_s=job.trainer.rpc_timeout_s)`, used with
 `async with`, or closed with `close`.
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, Self, cast
 from google.protobuf.descriptor import ServiceDescriptor
 
 from rolemesh.dataproto import DataProto
+from rolemesh.door import Door
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Method, Metrics
 from rolemesh.rpc.channels import check_address
@@ -41,6 +43,8 @@ class RoleClient:
         patience_s: seconds that a call waits while every replica is gone, before it fails.
         may_grow: replicas may join in the midst of a call: work is held back for them.
         rows_at_once: that an engine of the role decodes at once; 0: unknown.
+        vocabulary: how many token ids the role's model knows; None: unknown, and ids that the role answers with
+            have no upper bound.
 
     Raises:
         InvalidConfig: no address, one that is not host:port, or several for a role that has one replica.
@@ -59,6 +63,7 @@ class RoleClient:
         patience_s: float = 10.0,
         may_grow: bool = False,
         rows_at_once: int = 0,
+        vocabulary: int | None = None,
     ) -> None:
         self._members = None if isinstance(addresses, Sequence) else addresses
         fixed = list(addresses) if isinstance(addresses, Sequence) else []
@@ -73,7 +78,12 @@ class RoleClient:
             self.role, fixed, patience_s=patience_s, may_grow=may_grow, full_rows=2 * rows_at_once
         )
         self._dispatcher = Dispatcher(
-            self.pool, self.service, timeout_s, rows_at_once=rows_at_once, trained=not self.has_replicas
+            self.pool,
+            self.service,
+            timeout_s,
+            rows_at_once=rows_at_once,
+            trained=not self.has_replicas,
+            door=Door.of(methods, self.role, vocabulary),
         )
 
     async def wait_until_ready(self, timeout_s: float) -> None:

@@ -13,8 +13,8 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,8 +29,11 @@ from torch import Tensor
 from rolemesh import context as origin
 from rolemesh import metrics, timeline
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
-from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
+from rolemesh.door import Door
+from rolemesh.errors import InvalidBatch, RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
+from rolemesh.rpc.answers import read_answer
+from rolemesh.rpc.batches import check_answer
+from rolemesh.rpc.contract import Rpc, rpcs, serializer
 from rolemesh.rpc.errors import from_status
 from rolemesh.rpc.guard import LIFE_KEY
 from rolemesh.rpc.pool import Replica, ReplicaPool
@@ -64,6 +67,7 @@ class Dispatcher:
         rows_at_once: that an engine decodes at once, of answers that are streams; 0: unknown.
         trained: the role has a state that is lost when its process is restarted: an answer of another life
             than the first one's is an error.
+        door: what batches are held against that come as answers; None: the service answers with none.
     """
 
     def __init__(
@@ -74,10 +78,12 @@ class Dispatcher:
         *,
         rows_at_once: int = 0,
         trained: bool = False,
+        door: Door | None = None,
     ) -> None:
         self.pool = pool
         self._rows_at_once = rows_at_once
         self._trained, self._life = trained, ""
+        self._door = door or Door({})
         self.metadata: dict[str, str] = {}
         self._rpcs = {rpc.name: rpc for rpc in rpcs(service)}
         self._timeout_s = timeout_s
@@ -140,20 +146,17 @@ class Dispatcher:
                     begun()
                 try:
                     async with self._call(rpc, lease.replica, batch, deadline) as call:
-                        answer = await (receive(call) if rpc.streams[1] else call)
-                        self._check_rows(rpc, lease.replica, len(batch), answer)
+                        if not rpc.streams[1]:
+                            return await self._message(rpc, lease.replica, call)
+                        with self._blamed(rpc, lease.replica):
+                            answer = await receive(call)
+                            await check_answer(rpc, answer, self._door, batch)
                         return answer
                 except RoleTimeout:
                     raise
                 except RoleUnavailable as error:
                     failures += 1
                     self._try_again(rpc, lease.replica, error, failures)
-
-    def _check_rows(self, rpc: Rpc, replica: Replica, asked: int, answer: Any) -> None:
-        """One row too many in one piece and one too few in another would shift every row between them."""
-        if isinstance(answer, DataProto) and answer.columns and len(answer) != asked:
-            where = self._where(rpc, replica)
-            raise RoleFailed(f"{where}: {asked} rows were asked for, {len(answer)} came")
 
     def _try_again(self, rpc: Rpc, replica: Replica, error: RoleUnavailable, failures: int) -> None:
         """Raises the error if another replica is not to be asked."""
@@ -234,17 +237,18 @@ class Dispatcher:
                 if not failures:
                     begun()
                 try:
-                    async with self._call(rpc, lease.replica, batch.select_idxs(rows), deadline) as call:
-                        async for part in receive_batches(call):
-                            self._tick_off(missing, part["row"], self._where(rpc, lease.replica))
-                            part["row"] = rows[part["row"]]
-                            arrived.put_nowait(part)
-                            lease.rows -= len(part)
-                            await self.pool.progress(lease.replica, len(part))
-                    if missing.any():
-                        lost = rows[missing].tolist()
-                        where = self._where(rpc, lease.replica)
-                        raise RoleFailed(f"{where}: the stream ended without rows {lost}")
+                    asked = batch.select_idxs(rows)
+                    async with self._call(rpc, lease.replica, asked, deadline) as call:
+                        with self._blamed(rpc, lease.replica):
+                            async for part in receive_batches(call):
+                                await check_answer(rpc, part, self._door, asked)
+                                self._tick_off(missing, part["row"])
+                                part["row"] = rows[part["row"]]
+                                arrived.put_nowait(part)
+                                lease.rows -= len(part)
+                                await self.pool.progress(lease.replica, len(part))
+                            if missing.any():
+                                raise RoleFailed(f"the stream ended without rows {rows[missing].tolist()}")
                 except RoleTimeout:
                     raise
                 except RoleUnavailable as error:
@@ -253,10 +257,10 @@ class Dispatcher:
             rows = rows[missing]
 
     @staticmethod
-    def _tick_off(missing: Tensor, rows: Tensor, where: str) -> None:
+    def _tick_off(missing: Tensor, rows: Tensor) -> None:
         wrong = [r for r in rows.tolist() if not 0 <= r < len(missing) or not missing[r]]
         if wrong or len(set(rows.tolist())) < len(rows):
-            raise RoleFailed(f"{where}: rows {rows.tolist()} came; {wrong} are not asked for, or came before")
+            raise RoleFailed(f"rows {rows.tolist()} came; {wrong} are not asked for, or came before")
         missing[rows] = False
 
     # -------------------------------------------------------------------- messages
@@ -283,7 +287,7 @@ class Dispatcher:
         try:
             with self.pool.holding(replica):
                 async with self._call(rpc, replica, request, deadline) as call:
-                    return await call
+                    return await self._message(rpc, replica, call)
         except RoleTimeout:
             raise
         except RoleUnavailable as error:
@@ -296,11 +300,24 @@ class Dispatcher:
         try:
             with self.pool.holding(replica):
                 async with self._call(rpc, replica, request, time.monotonic() + timeout_s) as call:
-                    return await call
+                    return await self._message(rpc, replica, call)
         except RoleTimeout as error:
             raise RoleTimeout(f"{self._where(rpc, replica)}: no answer within {timeout_s:g} s") from error
 
     # ---------------------------------------------------------------------- one call
+
+    async def _message(self, rpc: Rpc, replica: Replica, call: Any) -> Message:
+        """The answer that is one message."""
+        with self._blamed(rpc, replica):
+            return await read_answer(rpc, await call)
+
+    @contextmanager
+    def _blamed(self, rpc: Rpc, replica: Replica) -> Iterator[None]:
+        """What is wrong with an answer is the replica's failure, and no fault of the request."""
+        try:
+            yield
+        except (InvalidBatch, RoleFailed) as error:
+            raise RoleFailed(f"{self._where(rpc, replica)}: {error}") from error
 
     @asynccontextmanager
     async def _call(
@@ -308,7 +325,7 @@ class Dispatcher:
     ) -> AsyncIterator[Any]:
         """A call in progress; however it fails, the error names role, method, address and step."""
         make: Any = getattr(replica.channel, _arity(rpc))
-        start = make(rpc.path, serializer(rpc.request), deserializer(rpc.response))
+        start = make(rpc.path, serializer(rpc.request))  # answers are read here
         broken: list[Exception] = []
         code, where = grpc.StatusCode.CANCELLED, self._where(rpc, replica)
         with timeline.recorded(f"{self.pool.role} {replica.address}", self._method(rpc), request) as seen:

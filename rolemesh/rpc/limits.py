@@ -1,4 +1,4 @@
-"""What a batch on the wire may be at most. Sender and receiver keep to the same numbers; docs/wire.md says why.
+"""What may come over the wire at most. Sender and receiver keep to the same numbers; docs/wire.md says why.
 
 Each bounds what one message can cost the process that reads it, in time and in memory, and leaves a wide margin
 above what a step sends: some thousand rows of 30 columns, with kilobytes of JSON in a row.
@@ -6,9 +6,20 @@ above what a step sends: some thousand rows of 30 columns, with kilobytes of JSO
 
 from __future__ import annotations
 
+# ------------------------------------------------------------------------------------------ messages
+
+MAX_MESSAGE_BYTES = 64 << 20  # of any, as gRPC takes it
+MAX_FOREIGN_BYTES = 64 << 10  # of a request to health or reflection: a name
+MAX_REQUEST_BYTES = 1 << 20  # of a request that is one message: paths, addresses, numbers
+MAX_ANSWER_BYTES = 1 << 20  # of an answer that is one message: metrics, digests
+MAX_ANSWER_FIELDS = 4096  # of such an answer; metrics are some fifty
+MAX_MANIFEST_BYTES = 16 << 20  # of weights; a trillion parameters in 50,000 tensors take 12 MiB
+MAX_WEIGHTS = 1 << 16  # tensors of a manifest
+MAX_WEIGHT_FIELDS = 8  # of a tensor's description in it; it has five
+MAX_WEIGHT_AXES = 64  # as in torch
+
 # ------------------------------------------------------------------------------- frames and headers
 
-MAX_FOREIGN_BYTES = 64 << 10  # of a request to health or reflection: a name
 MAX_FRAME_FIELDS = 32  # a frame has two; the others may be a newer sender's
 MAX_HEADER_BYTES = 2 << 20  # a batch of 30 columns has 2 KiB and its meta
 MAX_META_BYTES = 1 << 20  # of JSON; it is read in one call, which nothing interrupts

@@ -11,12 +11,14 @@ from datetime import datetime
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from rolemesh import metrics
-from rolemesh.errors import InvalidConfig, RolemeshError, RoleUnavailable
+from rolemesh.errors import InvalidBatch, InvalidConfig, RolemeshError, RoleUnavailable
 from rolemesh.rpc import tls
+from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.channels import Line
+from rolemesh.rpc.contract import rpcs, serializer
 from rolemesh.rpc.discovery import Members
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 # is no choice there is no limit: a role that shares a device should see all that waits for its turn.
 MAX_IN_FLIGHT = 2
 CHECK_TIMEOUT_S = 2.0
+[HEALTH] = [rpc for rpc in rpcs(health_pb2.DESCRIPTOR.services_by_name["Health"]) if rpc.name == "Check"]
 MAX_BACKOFF_S = 2.0
 
 
@@ -76,11 +79,12 @@ class Replica:
 
     async def health(self) -> str:
         """ "" when it serves as its role, else what is the matter."""
-        stub = health_pb2_grpc.HealthStub(self.channel)
+        check: Any = self.channel.unary_unary(HEALTH.path, serializer(HEALTH.request), None)
         try:
-            answer = await stub.Check(
-                health_pb2.HealthCheckRequest(service=self._role), timeout=CHECK_TIMEOUT_S
-            )
+            request = health_pb2.HealthCheckRequest(service=self._role)
+            answer: Any = await read_answer(HEALTH, await check(request, timeout=CHECK_TIMEOUT_S))
+        except InvalidBatch as error:
+            return f"its health is no answer: {error}"
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return wrong_role(self._role)

@@ -16,6 +16,7 @@ from rolemesh import context as origin
 from rolemesh import timeline
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.contract import Rpc
+from rolemesh.rpc.limits import MAX_REQUEST_BYTES
 
 # The metadata of a call: for which job and step it is made, its id, and the weights that it counts on.
 JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
@@ -23,7 +24,6 @@ VERSION_KEY = "rolemesh-weights-version"
 # Asks for what the server did when, which comes with the answer's trailing metadata under the same name.
 TIMELINE_KEY = "rolemesh-timeline"
 
-MAX_REQUEST_BYTES = 1 << 20  # of a request that is one message: paths, addresses, numbers
 MAX_STEP_DIGITS = 18  # what an int64 has room for
 
 

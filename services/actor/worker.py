@@ -51,7 +51,7 @@ class PolicyWorker(LocalWorker):
         self.job, self.role, self.config = job, role, config
         self.device = resolve_device(job.trainer.device)
         self.model = load_causal_lm(config, role).to(self.device)
-        self.door = Door.of(job, role, vocabulary_of(self.model))
+        self.door = Door.of(methods(job), role, vocabulary_of(self.model))
         if config.use_remove_padding:
             remove_padding(self.model.get_decoder(), role)
         self.parking = Parking(self._tensors, self.device, job.run_dir)

@@ -52,7 +52,7 @@ class CriticWorker(LocalWorker):
         )
         self.device = resolve_device(job.trainer.device)
         self.model = ScoreModel.load(self.config, "critic", seed=critic.seed).to(self.device)
-        self.door = Door.of(job, "critic", vocabulary_of(self.model.body))
+        self.door = Door.of(methods(job), "critic", vocabulary_of(self.model.body))
         if self.config.use_remove_padding:
             remove_padding(self.model.body, "critic")
         checkpoint_activations(self.model.body, self.config)

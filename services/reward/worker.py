@@ -47,7 +47,7 @@ class RewardWorker(LocalWorker):
         self._max_tokens = job.data.max_response_length
         self._tokenizer = load_tokenizer(job.actor.model)
         vocabulary = vocabulary_in(job.actor.model, "actor")
-        self.door = Door.of(job, "reward", vocabulary)
+        self.door = Door.of(methods(job), "reward", vocabulary)
         self._judges = Judges(job.reward)
         if job.reward.custom_reward_function.path is not None:
             self._judges.start()

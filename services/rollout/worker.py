@@ -8,11 +8,10 @@ from contextlib import aclosing
 import torch
 
 from rolemesh.config import JobConfig
-from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch
-from rolemesh.roles import COLUMNS, methods
+from rolemesh.roles import methods
 from rolemesh.timeline import TRANSFER
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker
@@ -24,10 +23,9 @@ class RolloutWorker(LocalWorker):
 
     def __init__(self, job: JobConfig) -> None:
         super().__init__("rollout")
-        self._sampling, self._response_length = job.rollout.sampling, job.data.max_response_length
-        self._method = methods(job)["rollout.generate"]
+        self._sampling = job.rollout.sampling
         self._engine = load_engine(job, self)
-        self.door = Door.of(job, "rollout", self._engine.vocabulary)
+        self.door = Door.of(methods(job), "rollout", self._engine.vocabulary)
 
     @property
     def version(self) -> int:
@@ -38,11 +36,12 @@ class RolloutWorker(LocalWorker):
         """One response for each row, in batches of rows as they finish; column `row` says which they are.
 
         Raises:
-            InvalidBatch: a column is missing, or prompts are not left-padded.
+            InvalidBatch: prompts are not left-padded.
+            RoleFailed: the engine's rows are not what roles.methods declares.
         """
         if not len(prompts):
             return
-        prompts = self._method.prune(prompts)
+        prompts = self.door.methods["Generate"].prune(prompts)
         mask = prompts["prompt_mask"].to(torch.int8)
         if not (mask[:, -1:].all() and (mask.diff(dim=1) >= 0).all()):
             raise InvalidBatch("rollout.generate needs left-padded prompts of one token or more: prompt_mask")
@@ -52,7 +51,7 @@ class RolloutWorker(LocalWorker):
                 with call.computing():
                     async with aclosing(self._engine.generate(prompts, sampling)) as finished:
                         async for rows in finished:
-                            self._check_answer(rows, sampling)
+                            self.door.check_answer("Generate", rows, prompts)  # the engine keeps its contract
                             yield rows
 
     async def update_weights(self, source: WeightSource) -> None:
@@ -82,16 +81,3 @@ class RolloutWorker(LocalWorker):
         """Lets the running step end, then gives back what the engine holds."""
         super().close()
         self._engine.close()
-
-    def _check_answer(self, rows: DataProto, sampling: SamplingConfig) -> None:
-        """That an engine keeps the contract, before anybody else wonders."""
-        sizes = {"B": len(rows), "T": self._response_length, "K": sampling.num_kept}
-        expected = {
-            name: (COLUMNS[name].dtype, [sizes[axis] for axis in COLUMNS[name].axes])
-            for name in self._method.writes
-            if name != "kept_ids" or sampling.num_kept
-        }
-        got = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in rows.tensors.items()}
-        assert got == expected, (
-            f"{type(self._engine).__name__} answered {got}; an engine's columns are {expected}"
-        )

@@ -69,18 +69,44 @@ def without(batch: DataProto, name: str) -> DataProto:
 def wrong_columns(method: Method, batch: DataProto) -> Iterator[tuple[str, str, DataProto]]:
     """Every way for every column to be wrong: the column, how, and the batch."""
     for name in batch.columns:
-        ways = _wrong_tensors(name, batch) if COLUMNS[name].dtype else _wrong_cells(name, batch)
+        ways = _wrong_tensors(name, batch, batch) if COLUMNS[name].dtype else _wrong_cells(name, batch)
         for how, value in ways:
             yield name, how, with_column(batch, name, value)
         if name not in method.optional:
             yield name, "missing", without(batch, name)
 
 
-def _wrong_tensors(name: str, batch: DataProto) -> Iterator[tuple[str, Any]]:
+def wrong_answers(answer: DataProto, request: DataProto) -> Iterator[tuple[str, str, DataProto]]:
+    """Every way for an answer to be wrong: a column, how, and the answer."""
+    masked = answer if "response_mask" in answer else request
+    for name in answer.columns:
+        ways = _wrong_tensors(name, answer, masked) if COLUMNS[name].dtype else _wrong_cells(name, answer)
+        for how, value in ways:
+            yield name, how, with_column(answer, name, value)
+        yield name, "missing", without(answer, name)
+    foreign = {"row", "old_log_probs", "ref_log_probs", "advantages", "uid", "foreign"} - set(answer.columns)
+    for name in sorted(foreign):
+        yield name, "not asked for", with_column(answer, name, torch.zeros(len(answer)))
+    yield answer.columns[0], "no columns", DataProto()
+    yield "rows", "zero rows", answer[:0]
+    yield "meta_info", "meta", DataProto(answer.tensors, answer.non_tensors, {"sampling": "train"})
+    if "row" not in answer:
+        yield "rows", "a row less", answer[1:]
+        yield "rows", "twice", DataProto.concat([answer, answer])
+    if "reward_extra_info" in answer:
+        for number in (float("nan"), float("inf"), [], None, {}):
+            cells = [*answer["reward_extra_info"][:-1], {"fluency": number}]
+            yield "reward_extra_info", f"with {number}", with_column(answer, "reward_extra_info", cells)
+
+
+def _wrong_tensors(name: str, batch: DataProto, masked: DataProto) -> Iterator[tuple[str, Any]]:
+    """masked: has the response_mask of the batch's rows."""
     column, tensor, rows = COLUMNS[name], batch[name], len(batch)
     for dtype in (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.bfloat16):
         if dtype != column.dtype:
             yield str(dtype), tensor.to(dtype)
+    if name == "weight_versions":
+        yield "-2 in it", torch.full_like(tensor, -2)
     yield "not a number", torch.full(tensor.shape, torch.nan)
     yield "of strings", ["7"] * rows
     yield "of numbers", torch.arange(rows).numpy()
@@ -101,7 +127,7 @@ def _wrong_tensors(name: str, batch: DataProto) -> Iterator[tuple[str, Any]]:
         if largest > 2**40:
             yield "2**40 in it", _with(tensor, 2**40, -1, -1)
     if column.dtype and column.dtype.is_floating_point:
-        where = batch["response_mask"]
+        where = masked["response_mask"] if column.axes == "BT" else torch.ones_like(tensor).bool()
         for number in (torch.nan, torch.inf, -torch.inf):
             yield f"{number} in it", tensor.masked_fill(where, number)
 

@@ -25,7 +25,8 @@ from rolemesh.errors import RoleFailed
 from rolemesh.roles import methods
 from rolemesh.rpc.contract import Rpc, rpcs
 from rolemesh.rpc.errors import ERROR_KEY
-from rolemesh.rpc.requests import MAX_REQUEST_BYTES, STEP_KEY
+from rolemesh.rpc.limits import MAX_REQUEST_BYTES
+from rolemesh.rpc.requests import STEP_KEY
 from rolemesh.rpc.server import RoleServer
 from rolemesh.rpc.streams import send
 from rolemesh.v1 import frame_pb2

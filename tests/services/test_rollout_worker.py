@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch, InvalidConfig
+from rolemesh.errors import InvalidBatch, InvalidConfig, RoleFailed
 from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import make_tiny_model
 from services.rollout.engines import LOADERS, hf, load_engine
@@ -266,10 +266,17 @@ def test_an_unknown_engine_is_refused_with_those_there_are(tiny_model: Path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda rows: rows.pop(["weight_versions"]), "an engine's columns are .*weight_versions"),
-        (lambda rows: rows.tensors.update(row=rows["row"].int()), "'row': .torch.int32"),
-        (lambda rows: rows.tensors.update(responses=rows["responses"][:, 1:]), r"'responses': .* \[1, 15\]"),
-        (lambda rows: rows.tensors.update(logits=torch.zeros(len(rows), 3)), "'logits'"),
+        (lambda rows: rows.pop(["weight_versions"]), r"lacks columns \['weight_versions'\]"),
+        (lambda rows: rows.tensors.update(row=rows["row"].int()), "column 'row' is torch.int32"),
+        (
+            lambda rows: rows.tensors.update(responses=rows["responses"][:, 1:]),
+            r"column 'responses' is torch.int64 \[1, 15\]",
+        ),
+        (lambda rows: rows.tensors.update(logits=torch.zeros(len(rows), 3)), r"columns \['logits'\] besides"),
+        (
+            lambda rows: rows["rollout_log_probs"].fill_(torch.nan),
+            "'rollout_log_probs', row 0, position 0, is nan",
+        ),
     ],
 )
 async def test_an_engine_that_breaks_the_contract_is_found_out_at_once(
@@ -286,7 +293,7 @@ async def test_an_engine_that_breaks_the_contract_is_found_out_at_once(
 
     monkeypatch.setitem(LOADERS, "hf", Careless)
     worker = RolloutWorker(job_of(tiny_model))
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(RoleFailed, match=f"the answer of rollout.generate.*{message}"):
         await generated(worker, prompts_of(1))
     worker.close()
 

@@ -1,0 +1,369 @@
+"""Whatever a role answers, its client gives on what the method is declared to write, or raises RoleFailed. Real
+servicers over real channels, whose worker is the real one and then spoils its answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from batches import VOCABULARY, P, T, correct, with_column, wrong_answers
+from google.protobuf.descriptor import ServiceDescriptor
+
+from rolemesh.config.job import JobConfig, make_job
+from rolemesh.dataproto import DataProto
+from rolemesh.door import Door
+from rolemesh.equality import same_tensor
+from rolemesh.errors import InvalidBatch, RoleFailed
+from rolemesh.roles import COLUMNS, Metrics, methods
+from rolemesh.rpc import answers
+from rolemesh.rpc.batches import LARGE_ROWS, batch_of, check_answer
+from rolemesh.rpc.clients import (
+    ActorClient,
+    CriticClient,
+    ReferenceClient,
+    RewardClient,
+    RoleClient,
+    RolloutClient,
+)
+from rolemesh.rpc.contract import ACTOR, CRITIC, FRAME, REFERENCE, REWARD, ROLLOUT, Rpc, deserializer, rpcs
+from rolemesh.rpc.limits import MAX_ANSWER_BYTES, MAX_ANSWER_FIELDS, MAX_MANIFEST_BYTES
+from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.streams import LARGE_BYTES, send
+from rolemesh.v1.actor_pb2 import PublishWeightsResponse
+from rolemesh.workers.local import LocalWorker
+from services.actor.servicer import ActorServicer, ReferenceServicer
+from services.actor.worker import ActorWorker, ReferenceWorker
+from services.critic.servicer import CriticServicer
+from services.critic.worker import CriticWorker
+from services.reward.servicer import RewardServicer
+from services.reward.worker import RewardWorker
+from services.rollout.servicer import RolloutServicer
+from services.rollout.worker import RolloutWorker
+from services.serve import ROLES as SERVED
+
+ROWS = 4
+Made = tuple[type[LocalWorker], Any, ServiceDescriptor, type[RoleClient]]
+ROLES: dict[str, Made] = {
+    "actor": (ActorWorker, ActorServicer, ACTOR, ActorClient),
+    "reference": (ReferenceWorker, ReferenceServicer, REFERENCE, ReferenceClient),
+    "critic": (CriticWorker, CriticServicer, CRITIC, CriticClient),
+    "reward": (RewardWorker, RewardServicer, REWARD, RewardClient),
+    "rollout": (RolloutWorker, RolloutServicer, ROLLOUT, RolloutClient),
+}
+METHODS = [
+    "rollout.generate",
+    "actor.compute_log_probs",
+    "actor.compute_ref_log_probs",
+    "reference.compute_log_probs",
+    "critic.compute_values",
+    "reward.compute_scores",
+]
+# An estimator by which methods answer with more columns.
+OTHERS = [
+    ("actor.compute_log_probs", "optimal_token_baseline"),
+    ("reward.compute_scores", "egpo"),
+    ("reward.compute_scores", "gdpo"),
+]
+# Scores a row as the rules do, and tells two numbers more.
+REWARD_FUNCTION = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0.5, "fluency": 0.25, "brevity": 0.125}
+"""
+
+
+def job_of(method: str, model: Path, directory: Path, estimator: str = "grpo") -> JobConfig:
+    """Every column that a method may answer with comes."""
+    function = directory / "reward.py"
+    function.write_text(REWARD_FUNCTION)
+    adapter = {"lora_rank": 4} if method == "actor.compute_ref_log_probs" else {}
+    keys = {"gdpo_reward_keys": ["fluency", "brevity"]} if estimator == "gdpo" else {}
+    return make_job(
+        {
+            "data": {"train_batch_size": ROWS, "max_prompt_length": P, "max_response_length": T},
+            "trainer": {"device": "cpu", "default_local_dir": str(directory)},
+            "actor": {"model": {"path": str(model), **adapter}, "ppo_mini_batch_size": ROWS},
+            "rollout": {"top_k": 4, "n": 2, "val_kwargs": {"n": 2, "do_sample": True}},
+            "reward": {"custom_reward_function": {"path": str(function)}},
+            "algorithm": {"adv_estimator": estimator, **keys},
+        }
+    )
+
+
+class Spoiler:
+    """What becomes of a worker's answers; they are computed once."""
+
+    def __init__(self) -> None:
+        self.spoil: Callable[[DataProto], DataProto] = lambda answer: answer
+        self.answers: list[DataProto] = []
+
+
+def spoiling(worker: type[Any], name: str, spoiler: Spoiler) -> type[Any]:
+    """The worker, whose method `name` spoils its answers."""
+
+    async def whole(self: Any, batch: DataProto) -> DataProto:
+        spoiler.answers = spoiler.answers or [await getattr(worker, name)(self, batch)]
+        return spoiler.spoil(spoiler.answers[0])
+
+    async def parts(self: Any, batch: DataProto) -> AsyncIterator[DataProto]:
+        if not spoiler.answers:
+            spoiler.answers = [part async for part in getattr(worker, name)(self, batch)]
+        for part in spoiler.answers:
+            yield spoiler.spoil(part)
+
+    return type("Spoiling", (worker,), {name: parts if name == "generate" else whole})
+
+
+@asynccontextmanager
+async def spoilt(method: str, job: JobConfig) -> AsyncIterator[tuple[Spoiler, Callable[..., Any], str]]:
+    """A role whose answers can be spoilt, a client's method that asks it, and its address."""
+    role, name = method.split(".")
+    worker_class, servicer, service, client_class = ROLES[role]
+    spoiler = Spoiler()
+    worker = spoiling(worker_class, name, spoiler)(job)
+    server = RoleServer({role: [service]})
+    address = await server.start("127.0.0.1:0")
+    await server.ready({service: servicer(worker)})
+    try:
+        async with client_class([address], methods(job), vocabulary=VOCABULARY) as client:
+            yield spoiler, getattr(client, name), address
+    finally:
+        await server.drain(0)
+        worker.close()
+
+
+async def answer_to(ask: Callable[..., Any], request: DataProto) -> DataProto:
+    """The whole answer, whether it comes at once or in parts."""
+    asked = ask(request)
+    if not hasattr(asked, "__aiter__"):
+        return await asked
+    answer = DataProto.concat([part async for part in asked])
+    return answer[answer["row"].argsort()]
+
+
+def test_every_method_that_answers_with_a_batch_is_spoilt_here(tiny_model: Path, tmp_path: Path) -> None:
+    declared = methods(job_of("", tiny_model, tmp_path))
+    assert sorted(METHODS) == sorted(name for name, method in declared.items() if method.writes)
+
+
+def test_every_column_that_a_method_may_answer_with_is_spoilt_here(tiny_model: Path, tmp_path: Path) -> None:
+    asked = [*((method, "grpo") for method in METHODS), *OTHERS]
+    jobs = {estimator: job_of("", tiny_model, tmp_path, estimator) for _, estimator in asked}
+    spoilt_here = {name for method, estimator in asked for name in methods(jobs[estimator])[method].writes}
+    never = {"prompts", "prompt_mask", "uid", "seeds", "data_source", "reward_model", "extra_info", "input_ids",
+             "attention_mask", "position_ids", "reward_baselines", "token_level_rewards", "rollout_is_weights",
+             "loss_mask", "advantages", "returns"}  # fmt: skip
+    assert spoilt_here == set(COLUMNS) - never
+
+
+@pytest.mark.parametrize(("method", "estimator"), [*((method, "grpo") for method in METHODS), *OTHERS])
+async def test_a_wrong_answer_is_the_roles_failure_by_name_and_a_right_one_comes_to_the_bit(
+    method: str, estimator: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = job_of(method, tiny_model, tmp_path, estimator)
+    declared = methods(job)[method]
+    request = correct(declared, ROWS)
+    unlike_expected: dict[str, Any] = {}
+    async with spoilt(method, job) as (spoiler, ask, address):
+        right = await answer_to(ask, request)
+        assert right.columns and sorted(right.columns) == sorted(declared.writes)  # noqa: PT018
+        whole = DataProto.concat(spoiler.answers)
+        whole = whole[whole["row"].argsort()] if "row" in whole else whole
+        spoiler.answers = [whole]
+        for column, how, wrong in wrong_answers(whole, request):
+            spoiler.spoil = lambda _, wrong=wrong: wrong
+            try:
+                unlike_expected[f"{column} {how}"] = (await answer_to(ask, request)).columns
+            except RoleFailed as error:
+                named = f"{declared.role}.{declared.rpc} at {address}" in str(error) and method in str(error)
+                if not named or column not in str(error):
+                    unlike_expected[f"{column} {how}"] = str(error)
+        assert unlike_expected == {}
+        spoiler.spoil = lambda answer: answer
+        again = await answer_to(ask, request)
+    assert again.columns == right.columns
+    assert all(same_tensor(tensor, whole[name]) for name, tensor in again.tensors.items())
+    assert all(cells.tolist() == whole[name].tolist() for name, cells in again.non_tensors.items())
+
+
+async def test_an_answer_may_hold_any_float_in_padding(tiny_model: Path, tmp_path: Path) -> None:
+    job = job_of("critic.compute_values", tiny_model, tmp_path)
+    request = correct(methods(job)["critic.compute_values"], ROWS)
+    async with spoilt("critic.compute_values", job) as (spoiler, ask, _):
+        spoiler.spoil = lambda answer: with_column(
+            answer, "values", answer["values"].where(request["response_mask"], torch.nan)
+        )
+        values = (await answer_to(ask, request))["values"]
+    assert torch.equal(values.isfinite(), request["response_mask"])
+
+
+@pytest.mark.parametrize("sampling", ["validation", "greedy"])
+async def test_kept_ids_come_for_training_alone(sampling: str, tiny_model: Path, tmp_path: Path) -> None:
+    job = job_of("rollout.generate", tiny_model, tmp_path)
+    request = correct(methods(job)["rollout.generate"], ROWS)
+    request.meta_info["sampling"] = sampling
+    async with spoilt("rollout.generate", job) as (spoiler, ask, _):
+        assert "kept_ids" not in await answer_to(ask, request)
+        kept = torch.zeros(ROWS, T, 4, dtype=torch.int32)
+        spoiler.spoil = lambda answer: with_column(answer, "kept_ids", kept[: len(answer)])
+        with pytest.raises(RoleFailed, match=r"has columns \['kept_ids'\] besides"):
+            await answer_to(ask, request)
+
+
+async def test_bytes_that_are_no_batch_are_the_roles_failure(tiny_model: Path, tmp_path: Path) -> None:
+    class Babbling(RewardServicer):
+        async def ComputeScores(self, batch: DataProto, context: Any) -> AsyncIterator[Any]:
+            yield b"\xff" * 40
+
+    job = job_of("reward.compute_scores", tiny_model, tmp_path)
+    server = RoleServer({"reward": [REWARD]})
+    address = await server.start("127.0.0.1:0")
+    worker = RewardWorker(job)
+    await server.ready({REWARD: Babbling(worker)})
+    async with RewardClient([address], methods(job)) as client:
+        with pytest.raises(RoleFailed, match=f"reward.ComputeScores at {address}.*not a"):
+            await client.compute_scores(correct(methods(job)["reward.compute_scores"], ROWS))
+    await server.drain(0)
+    worker.close()
+
+
+# -------------------------------------------------------------------- where batches are looked through
+
+
+class Watched(Door):
+    """Says on which threads it was asked."""
+
+    threads: ClassVar[list[int]] = []
+
+    def admit(self, rpc: str, batch: DataProto) -> DataProto:
+        self.threads.append(threading.get_ident())
+        return super().admit(rpc, batch)
+
+    def check_answer(self, rpc: str, answer: DataProto, request: DataProto) -> None:
+        self.threads.append(threading.get_ident())
+        super().check_answer(rpc, answer, request)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "in_a_thread"),
+    [
+        (LARGE_ROWS - 1, 1, False),
+        (LARGE_ROWS, 1, True),
+        (4, LARGE_BYTES // 64, False),
+        (4, LARGE_BYTES // 4, True),
+    ],
+)
+async def test_a_batch_of_many_rows_or_bytes_is_looked_through_while_the_event_loop_goes_on(
+    rows: int, width: int, in_a_thread: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = make_job(
+        {
+            "data": {"max_prompt_length": 1, "max_response_length": width},
+            "trainer": {"device": "cpu", "default_local_dir": str(tmp_path)},
+            "actor": {"model": {"path": str(tiny_model)}},
+        }
+    )
+    door = Watched.of(methods(job), "reward", VOCABULARY)
+    [rpc] = [rpc for rpc in rpcs(REWARD) if rpc.name == "ComputeScores"]
+    request = DataProto.from_dict(
+        {
+            "prompts": torch.zeros(rows, 1, dtype=torch.int64),
+            "prompt_mask": torch.ones(rows, 1, dtype=torch.bool),
+            "responses": torch.zeros(rows, width, dtype=torch.int64),
+            "response_mask": torch.ones(rows, width, dtype=torch.bool),
+        },
+        {"uid": ["x"] * rows, "data_source": ["x"] * rows, "reward_model": [{}] * rows},
+    )
+    answer = DataProto({"token_level_scores": torch.zeros(rows, width), "acc": torch.zeros(rows)})
+    Watched.threads.clear()
+    admitted = await batch_of(rpc, send(request), door)
+    await check_answer(rpc, answer, door, admitted)
+    assert [thread != threading.get_ident() for thread in Watched.threads] == [in_a_thread] * 2
+
+
+# ------------------------------------------------------------------------- answers that are one message
+
+SERVICES = dict.fromkeys(service for role in SERVED.values() for service in role.services)
+MESSAGES = [rpc for service in SERVICES for rpc in rpcs(service) if rpc.response is not FRAME]
+EMPTY_FIELD = b"\x7a\x00"  # of two bytes, which no message knows
+
+
+@pytest.mark.parametrize("rpc", MESSAGES, ids=lambda rpc: rpc.path)
+async def test_an_answer_is_measured_and_counted_before_it_is_parsed(
+    rpc: Rpc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rpc of a role: one that somebody adds is asked here too."""
+    parsed: list[int] = []
+
+    def seen(message: Any) -> Callable[[bytes], Any]:
+        def read(data: bytes) -> Any:
+            parsed.append(len(data))
+            return deserializer(message)(data)  # type: ignore[misc]
+
+        return read
+
+    monkeypatch.setattr(answers, "deserializer", seen)
+    most = MAX_ANSWER_BYTES + (MAX_MANIFEST_BYTES if rpc.name == "GetManifest" else 0)
+    for wrong, message in [
+        (bytes(most + 1), f"a {rpc.response.name} has at most {most} bytes; got {most + 1}"),
+        (
+            EMPTY_FIELD * (MAX_ANSWER_FIELDS + 1),
+            f"a {rpc.response.name} of more than {MAX_ANSWER_FIELDS} fields",
+        ),
+        (b"\xff" * 40, "a number of more than 64 bits"),
+    ]:
+        with pytest.raises(InvalidBatch, match=message):
+            await answers.read_answer(rpc, wrong)
+    assert parsed == []
+    await answers.read_answer(rpc, EMPTY_FIELD * MAX_ANSWER_FIELDS)
+    assert parsed == [2 * MAX_ANSWER_FIELDS]
+
+
+@pytest.mark.parametrize("size", [answers.LARGE_BYTES - 1, answers.LARGE_BYTES])
+async def test_a_large_answer_is_parsed_while_the_event_loop_goes_on(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def seen(message: Any) -> Callable[[bytes], Any]:
+        def read(data: bytes) -> Any:
+            threads.append(threading.get_ident())
+            return deserializer(message)(data)  # type: ignore[misc]
+
+        return read
+
+    monkeypatch.setattr(answers, "deserializer", seen)
+    [rpc] = [rpc for rpc in MESSAGES if rpc.name == "PublishWeights"]
+    empty = PublishWeightsResponse(digest="x" * (size - 4)).SerializeToString()
+    assert len(empty) == size
+    await answers.read_answer(rpc, empty)
+    assert [thread != threading.get_ident() for thread in threads] == [size == answers.LARGE_BYTES]
+
+
+class Talkative(CriticWorker):
+    """Has more metrics than anybody reads."""
+
+    async def update(self, batch: DataProto) -> Metrics:
+        return {f"critic/{i}": 0.0 for i in range(MAX_ANSWER_FIELDS + 1)}
+
+
+async def test_metrics_without_end_are_the_roles_failure(tiny_model: Path, tmp_path: Path) -> None:
+    job = job_of("critic.update", tiny_model, tmp_path)
+    worker = Talkative(job)
+    server = RoleServer({"critic": [CRITIC]})
+    address = await server.start("127.0.0.1:0")
+    await server.ready({CRITIC: CriticServicer(worker)})
+    try:
+        async with CriticClient([address], methods(job)) as client:
+            await client.wait_until_ready(60)
+            with pytest.raises(
+                RoleFailed, match=f"critic.Update at {address}.*UpdateResponse of more than 4096"
+            ):
+                await client.update(correct(methods(job)["critic.update"], ROWS))
+    finally:
+        await server.drain(0)
+        worker.close()
