@@ -24,7 +24,7 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.roles import COLUMNS, Method, Metrics, Roles, methods
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.source import Fits, WeightSource
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -319,7 +319,7 @@ class RecordedWeights:
     version: int
     address: str | None = None
 
-    async def fetch(self) -> dict[str, Tensor]:
+    async def fetch(self, fits: Fits | None = None) -> dict[str, Tensor]:
         return {}
 
 

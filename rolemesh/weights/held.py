@@ -12,6 +12,7 @@ from rolemesh.errors import WeightsUnavailable
 from rolemesh.v1.weights_pb2 import WeightManifest
 from rolemesh.weights.manifest import checksum, digest_of, lay_out, tensor_bytes, unpack
 from rolemesh.weights.region import Region
+from rolemesh.weights.source import Fits
 
 
 class Bell:
@@ -145,8 +146,11 @@ class HeldWeights:
     def version(self) -> int:
         return self._manifest.version
 
-    async def fetch(self) -> dict[str, Tensor]:
-        return unpack(self._manifest, self._region.tensor())
+    async def fetch(self, fits: Fits | None = None) -> dict[str, Tensor]:
+        tensors = unpack(self._manifest, self._region.tensor())
+        if fits:
+            fits(tensors)
+        return tensors
 
     @cached_property
     def holding(self) -> Holding:

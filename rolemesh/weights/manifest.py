@@ -16,6 +16,13 @@ from torch import Tensor
 
 from rolemesh.errors import InvalidBatch, WeightsUnavailable
 from rolemesh.rpc.dtypes import FROM_WIRE, TO_WIRE
+from rolemesh.rpc.frame import LENGTH_DELIMITED, fields
+from rolemesh.rpc.limits import (
+    MAX_MANIFEST_BYTES,
+    MAX_WEIGHT_AXES,
+    MAX_WEIGHT_FIELDS,
+    MAX_WEIGHTS,
+)
 from rolemesh.v1.data_pb2 import Dtype
 from rolemesh.v1.weights_pb2 import WeightManifest, WeightSpec
 
@@ -24,9 +31,9 @@ MAX_REGION_BYTES = 1 << 42  # 4 TiB: a trillion parameters in float32
 # A relay gives on a piece once it is whole: small beside a model, large beside a call's overhead.
 PIECE_BYTES = 4 << 20
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 16, 1 << 26
-MAX_MANIFEST_BYTES = 16 << 20  # a trillion parameters in 50,000 tensors take 12 MiB
-MAX_AXES = 64  # of a tensor, as in torch
+_WEIGHTS, _SHAPE = 2, 3  # fields of WeightManifest and WeightSpec
 MAX_VERSION = (1 << 63) - 1  # `weight_versions` of a response is int64
+MAX_NUMBER_BYTES = 10  # of a varint
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -91,8 +98,8 @@ def read_manifest(data: bytes, version: int, digest: str) -> WeightManifest:
     """A manifest as it came, checked before any memory is taken for what it describes.
 
     Raises:
-        WeightsUnavailable: too large; another digest or version; a dtype unknown; a name twice; sizes, offsets,
-            pieces and region that do not agree.
+        WeightsUnavailable: too large, or more parts than a model has; another digest or version; a dtype
+            unknown; a name twice; sizes, offsets, pieces and region that do not agree.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise WeightsUnavailable(
@@ -103,11 +110,29 @@ def read_manifest(data: bytes, version: int, digest: str) -> WeightManifest:
             f"weights version {version} of another digest: {found[:12]}, not {digest[:12]}"
         )
     try:
+        _count(memoryview(data))
         manifest = WeightManifest.FromString(data)
+    except InvalidBatch as error:
+        raise WeightsUnavailable(f"weights version {version}: {error}") from error
     except DecodeError as error:
         raise WeightsUnavailable(f"weights version {version}: not a manifest") from error
     check_manifest(manifest, version)
     return manifest
+
+
+def _count(data: memoryview) -> None:
+    """Raises InvalidBatch where a serialized manifest has more parts than any model's: each takes two bytes,
+    and far more once it is parsed."""
+    for number, wire_type, start, end in fields(data, MAX_WEIGHTS + MAX_WEIGHT_FIELDS, "a manifest"):
+        if number != _WEIGHTS or wire_type != LENGTH_DELIMITED:
+            continue
+        shapes = [
+            end - start
+            for number, _, start, end in fields(data[start:end], MAX_WEIGHT_FIELDS, "a tensor's description")
+            if number == _SHAPE
+        ]
+        if sum(shapes) > MAX_WEIGHT_AXES * MAX_NUMBER_BYTES:
+            raise InvalidBatch(f"a shape of {sum(shapes)} bytes; one has at most {MAX_WEIGHT_AXES} axes")
 
 
 def check_manifest(manifest: WeightManifest, version: int) -> None:
@@ -123,7 +148,7 @@ def check_manifest(manifest: WeightManifest, version: int) -> None:
         if spec.dtype not in FROM_WIRE:
             raise WeightsUnavailable(f"{where}: unknown dtype {spec.dtype}")
         # An empty tensor's other axes take no bytes, and are to fit into 64 bits all the same.
-        if len(spec.shape) > MAX_AXES or math.prod(size or 1 for size in spec.shape) >= 1 << 63:
+        if len(spec.shape) > MAX_WEIGHT_AXES or math.prod(size or 1 for size in spec.shape) >= 1 << 63:
             raise WeightsUnavailable(f"{where}: a shape of {len(spec.shape)} axes that no tensor has")
         expected = math.prod(spec.shape) * FROM_WIRE[spec.dtype].itemsize
         if spec.num_bytes != expected:
@@ -144,6 +169,14 @@ def check_manifest(manifest: WeightManifest, version: int) -> None:
     num_checksums, num_pieces = len(manifest.piece_checksums), -(-end // manifest.piece_bytes)
     if num_checksums != num_pieces:
         raise WeightsUnavailable(f"weights version {version}: {num_checksums} checksums, {num_pieces} pieces")
+
+
+def outline(manifest: WeightManifest) -> dict[str, Tensor]:
+    """Names, shapes and dtypes of a checked manifest's tensors, on the device `meta`."""
+    return {
+        spec.name: torch.empty(tuple(spec.shape), dtype=FROM_WIRE[spec.dtype], device="meta")
+        for spec in manifest.weights
+    }
 
 
 def unpack(manifest: WeightManifest, region: Tensor) -> dict[str, Tensor]:

@@ -14,21 +14,27 @@ from torch import Tensor
 from rolemesh import metrics
 from rolemesh.errors import InvalidBatch, InvalidConfig, WeightsUnavailable
 from rolemesh.rpc import tls
+from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.channels import check_address, open_channel
-from rolemesh.rpc.contract import WEIGHTS, deserializer, rpcs, serializer
+from rolemesh.rpc.contract import WEIGHTS, rpcs, serializer
 from rolemesh.rpc.frame import split_frame
 from rolemesh.v1.weights_pb2 import FetchRangeRequest, GetManifestRequest, WatchRegionRequest, WeightManifest
 from rolemesh.weights.held import Holding
-from rolemesh.weights.manifest import check_digest, check_version, name_of, read_manifest
+from rolemesh.weights.manifest import check_digest, check_version, name_of, outline, read_manifest
 from rolemesh.weights.region import Region
+from rolemesh.weights.source import Fits
 from rolemesh.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
 
 RELAY_WAIT_S = 5.0  # for a relay to be told of the version; all are told at about the same time
 MAX_SOURCES = 1024
-STALL_S = 10.0  # without a byte, after which a source is left for the next
-PATIENCE_S = 10.0  # without a byte from any source, after which nobody is asked again
+# How fast weights must arrive: a source that does not bring LEAST_BYTES, or the rest, in STALL_S is left for
+# the next; when all of them together do not in PATIENCE_S, nobody is asked again. Only verified bytes count:
+# else a source that trickles would hold the receiver to its deadline.
+LEAST_BYTES = 4 << 20
+STALL_S = 10.0
+PATIENCE_S = 10.0
 RETRY_S = 0.1  # between two rounds
 # How a call ends when its server does: cut, or cancelled by the server's last act.
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -74,6 +80,7 @@ class RemoteWeights:
         self._version, self._timeout_s = version, timeout_s
         self._store = store or WeightStore()
         self._problems: dict[str, str] = {}
+        self._fits: Fits = lambda tensors: None
 
     @property
     def version(self) -> int:
@@ -84,9 +91,11 @@ class RemoteWeights:
         """Number and digest."""
         return name_of(self._version, self.digest)
 
-    async def fetch(self) -> dict[str, Tensor]:
+    async def fetch(self, fits: Fits | None = None) -> dict[str, Tensor]:
         """Not copied where this process holds the version already."""
-        held = self._held()
+        held, self._fits = self._held(), fits or self._fits
+        if held is not None:
+            self._fits(outline(held.manifest))
         if held is None or not held.is_whole:
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -101,8 +110,15 @@ class RemoteWeights:
         return tensors
 
     async def _read(self, serialized: bytes) -> WeightManifest:
-        """On a thread: it takes as long as its sender likes it to."""
-        return await asyncio.to_thread(read_manifest, serialized, self._version, self.digest)
+        """The manifest, if it is of the weights that are wanted. On a thread: it takes as long as its sender
+        likes it to."""
+
+        def read() -> WeightManifest:
+            manifest = read_manifest(serialized, self._version, self.digest)
+            self._fits(outline(manifest))
+            return manifest
+
+        return await asyncio.to_thread(read)
 
     def _held(self) -> Holding | None:
         return self._store.find(self._version, self.digest)
@@ -127,16 +143,15 @@ class RemoteWeights:
                 await source.map(holding)
                 self._store.put(holding)
                 return holding
-            except (grpc.aio.AioRpcError, TimeoutError, WeightsUnavailable):
+            except (grpc.aio.AioRpcError, TimeoutError, WeightsUnavailable, InvalidBatch):
                 return None  # what the matter is will be told by whoever asks it next
 
     async def _pull_from_all(self) -> Holding:
         """Goes from source to source, on from the last verified byte, until all is there or nobody is left."""
         candidates, now = list(self.sources), asyncio.get_running_loop().time
-        last_progress = now()
+        last_progress, before = now(), self._num_verified()
         while candidates and now() < last_progress + PATIENCE_S:
             for address in list(candidates):
-                before = self._num_verified()
                 try:
                     return await self._pull_from(address)
                 except _Left as left:
@@ -145,8 +160,8 @@ class RemoteWeights:
                     self._problems[address] = str(left)
                     if left.final:
                         candidates.remove(address)
-                if self._num_verified() > before:
-                    last_progress = now()
+                if self._num_verified() >= before + LEAST_BYTES:
+                    last_progress, before = now(), self._num_verified()
             await asyncio.sleep(RETRY_S)
         raise self._failed()
 
@@ -182,8 +197,9 @@ class RemoteWeights:
                 message = f"{error.code().name}: {tls.explain(error.details() or '')}"
                 raise _Left("gone" if gone else "refused", message, final=not gone) from error
             except TimeoutError as error:
-                raise _Left("stalled", f"nothing came for {STALL_S:g} s", final=False) from error
-            except WeightsUnavailable as error:
+                slow = f"fewer than {LEAST_BYTES} bytes were verified in {STALL_S:g} s"
+                raise _Left("stalled", slow, final=False) from error
+            except (WeightsUnavailable, InvalidBatch) as error:
                 raise _Left("refused", str(error), final=True) from error
 
     async def _open(self, source: _Source, wait_s: float) -> Holding:
@@ -212,8 +228,29 @@ def _check_sources(sources: Sequence[str]) -> None:
         raise InvalidBatch(f"a source of weights: {error}") from error
 
 
+class _Pace:
+    """Ends what is done within it with TimeoutError, unless a holding gains LEAST_BYTES in every STALL_S."""
+
+    def __init__(self, holding: Holding) -> None:
+        self._holding, self._reached = holding, holding.num_verified
+        self._timeout = asyncio.timeout(STALL_S)
+
+    async def __aenter__(self) -> _Pace:
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: Any) -> None:
+        await self._timeout.__aexit__(*exception)
+
+    def keep(self) -> None:
+        """To be called where more is verified."""
+        if self._holding.num_verified >= self._reached + LEAST_BYTES:
+            self._reached = self._holding.num_verified
+            self._timeout.reschedule(asyncio.get_running_loop().time() + STALL_S)
+
+
 class _Source:
-    """The calls to one holder. A message that does not come for STALL_S is TimeoutError."""
+    """The calls to one holder. One that does not bring LEAST_BYTES in STALL_S is TimeoutError."""
 
     def __init__(self, channel: grpc.aio.Channel, version: int, digest: str) -> None:
         self._channel = channel
@@ -223,7 +260,7 @@ class _Source:
         """The serialized manifest, and the shared region or None."""
         call = self._call("GetManifest", GetManifestRequest(**self._of, wait_s=wait_s))
         async with asyncio.timeout(wait_s + STALL_S):
-            answer = await call
+            answer: Any = await read_answer(RPCS["GetManifest"], await call)
         return answer.manifest, answer.shared if answer.HasField("shared") else None
 
     async def receive(self, holding: Holding, kind: str) -> bool:
@@ -231,7 +268,7 @@ class _Source:
         at, end = holding.num_verified, holding.num_bytes
         received = metrics.WEIGHTS_RECEIVED_BYTES.labels(kind)
         request = FetchRangeRequest(**self._of, offset=at, length=end - at)
-        async with aclosing(self._stream("FetchRange", request)) as frames:
+        async with _Pace(holding) as pace, aclosing(self._stream("FetchRange", request)) as frames:
             async for frame in frames:
                 _, data = split_frame(frame)
                 if not data.nbytes or at + data.nbytes > end:
@@ -242,6 +279,7 @@ class _Source:
                 verified = holding.verified_until(at)
                 if verified > holding.num_verified:
                     holding.advance(verified)
+                    pace.keep()
                 elif at - verified >= holding.manifest.piece_bytes or at == end:
                     return False
         if at < end:
@@ -253,24 +291,22 @@ class _Source:
         whole once it is sealed, which it is when all of it is verified: nobody can have changed it since. So no
         byte is read here."""
         if not holding.region.is_sealed:
-            async with aclosing(self._stream("WatchRegion", WatchRegionRequest(**self._of))) as answers:
-                async for answer in answers:
+            request = WatchRegionRequest(**self._of)
+            async with _Pace(holding) as pace, aclosing(self._stream("WatchRegion", request)) as answers:
+                async for data in answers:
+                    answer: Any = await read_answer(RPCS["WatchRegion"], data)
                     if answer.num_verified < holding.num_bytes:
                         holding.advance(answer.num_verified)
+                        pace.keep()
         if not holding.region.is_sealed:
             raise WeightsUnavailable(f"the shared region is not sealed at byte {holding.num_verified}")
         metrics.WEIGHTS_RECEIVED_BYTES.labels("memory").inc(holding.num_bytes)
         holding.advance(holding.num_bytes)
 
-    async def _stream(self, name: str, request: Any) -> AsyncGenerator[Any, None]:
+    async def _stream(self, name: str, request: Any) -> AsyncGenerator[bytes, None]:
         call = self._call(name, request)
-        messages = aiter(call)
         try:
-            while True:
-                async with asyncio.timeout(STALL_S):
-                    message = await anext(messages, None)
-                if message is None:
-                    return
+            async for message in call:
                 yield message
         finally:
             call.cancel()
@@ -278,4 +314,4 @@ class _Source:
     def _call(self, name: str, request: Any) -> Any:
         rpc = RPCS[name]
         make: Any = self._channel.unary_stream if rpc.streams[1] else self._channel.unary_unary
-        return make(rpc.path, serializer(rpc.request), deserializer(rpc.response))(request)
+        return make(rpc.path, serializer(rpc.request))(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -18,7 +19,6 @@ from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.store import WeightStore
 from services.rollout.worker import RolloutWorker
 
-NO_DEADLINE_S = 300.0
 OWN_SHARE = 0.9  # of the caller's deadline: what went wrong is to arrive before it
 
 
@@ -33,6 +33,7 @@ class RolloutServicer:
     def __init__(self, worker: RolloutWorker, store: WeightStore | None = None) -> None:
         self._worker: Rollout = worker
         self.door = worker.door
+        self._longest_s = worker.sync_timeout_s  # whatever deadline a caller has: others wait for their turn
         self._store = store or WeightStore()
         # Names of versions: in use ("" before the first, and where that is unsure), and in use before it.
         self._taken, self._replaced = "", ""
@@ -58,7 +59,7 @@ class RolloutServicer:
     async def UpdateWeights(
         self, request: rollout_pb2.UpdateWeightsRequest, context: Any
     ) -> rollout_pb2.UpdateWeightsResponse:
-        left_s = context.time_remaining() or NO_DEADLINE_S
+        left_s = min(context.time_remaining() or math.inf, self._longest_s)
         source = RemoteWeights(
             request.sources,
             request.version,

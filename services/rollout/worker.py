@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 
 import torch
 
@@ -16,6 +17,7 @@ from rolemesh.timeline import TRANSFER
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker
 from services.rollout.engines import load_engine
+from services.rollout.engines.fitting import check_fit
 
 
 class RolloutWorker(LocalWorker):
@@ -24,6 +26,7 @@ class RolloutWorker(LocalWorker):
     def __init__(self, job: JobConfig) -> None:
         super().__init__("rollout")
         self._sampling = job.rollout.sampling
+        self.sync_timeout_s = job.trainer.weight_sync_timeout_s
         self._engine = load_engine(job, self)
         self.door = Door.of(methods(job), "rollout", self._engine.vocabulary)
 
@@ -59,11 +62,13 @@ class RolloutWorker(LocalWorker):
         with it. A version taken twice is the same as once.
 
         Raises:
-            WeightsUnavailable: it could not be had or is not this model's; the old weights stay.
+            WeightsUnavailable: it could not be had, or its manifest is not of this model, in which case no byte
+                of a tensor is asked for; the old weights stay.
         """
         with self.call("update_weights") as call:
             with call.during(TRANSFER):
-                tensors = await source.fetch()
+                fits = partial(check_fit, source.version, own=self._engine.weights)
+                tensors = await source.fetch(fits)
             async with self.turn(), self.traced("update_weights", call):
                 with call.computing():
                     await self._engine.load_weights(source.version, tensors)

@@ -22,7 +22,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidConfig, InvalidData, RoleFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Actor, Metrics, Reward, Roles, Rollout
-from rolemesh.weights.source import WeightSource
+from rolemesh.weights.source import Fits, WeightSource
 from services.controller.dapo import dapo_step
 from services.controller.loop import Run
 from services.controller.pages import record_step
@@ -102,7 +102,7 @@ class Given:
             version: int
             address: str | None = None
 
-            async def fetch(self) -> dict[str, torch.Tensor]:
+            async def fetch(self, fits: Fits | None = None) -> dict[str, torch.Tensor]:
                 return {}
 
         return Version(version)

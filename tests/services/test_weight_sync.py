@@ -18,20 +18,21 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sequences import sequence_batch
 from serving import serve_process, served
-from test_weight_transfer import Faulty, Gated, noise, serving
+from test_weight_transfer import Faulty, Gated, assert_same, serving
 from torch import nn
 
 from rolemesh import metrics
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleUnavailable, WeightsUnavailable
-from rolemesh.models.loading import named_weights
+from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import ActorClient, RolloutClient
 from rolemesh.rpc.contract import ACTOR, ROLLOUT, WEIGHTS
 from rolemesh.rpc.server import RoleServer
 from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest
+from rolemesh.v1.rollout_pb2_grpc import RolloutServiceStub
 from rolemesh.weights import region, remote
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.manifest import name_of
@@ -515,17 +516,20 @@ async def test_a_swap_that_broke_half_way_takes_the_replica_out_of_service_until
 
 
 async def test_a_relay_process_that_is_killed_in_mid_pull_costs_only_what_was_not_verified(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real relay between a sender and a receiver of this process, over the network."""
     monkeypatch.setattr(region, "CAN_SHARE", False)
-    held = HeldWeights(1, {"a": noise(24 << 20)})
+    wide = make_tiny_model(tmp_path / "wide", hidden_size=512, num_layers=4)  # six pieces and more
+    job = job_of(wide)
+    held = HeldWeights(1, named_weights(load_causal_lm(job.actor.model, "actor")))
+    assert held.holding.num_bytes > 24 << 20
     store, gated, good = WeightStore(), Gated(held, 13 << 20), Faulty(held)
     digest = held.holding.digest
     async with (
-        serve_process("rollout", job_of(tiny_model), tmp_path) as relay,
+        serve_process("rollout", job, tmp_path) as relay,
         serving(gated, good) as (first, second),
-        RolloutClient([relay.address], methods(job_of(tiny_model))) as rollout,
+        RolloutClient([relay.address], methods(job)) as rollout,
     ):
         await rollout.wait_until_ready(120)
         telling = asyncio.create_task(rollout.update_weights(RemoteWeights([first], 1, digest)))
@@ -534,7 +538,7 @@ async def test_a_relay_process_that_is_killed_in_mid_pull_costs_only_what_was_no
         part = await store.get(1, digest, 30)
         assert await part.beyond(11 << 20) == 12 << 20
         os.kill(relay.process.pid, 9)
-        assert torch.equal((await fetching)["a"], noise(24 << 20))
+        await assert_same(await fetching, held)
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)
     assert good.starts == [12 << 20]
@@ -570,3 +574,41 @@ async def test_a_number_names_the_weights_of_now_though_it_named_others_before(j
         assert first.digest == same.digest
         await actor.update(sequence_batch(16))
         assert (await actor.publish_weights(1)).digest != first.digest
+
+
+async def test_no_caller_has_a_replica_wait_for_weights_longer_than_the_job_says(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever deadline it has: others wait for their turn meanwhile."""
+    monkeypatch.setattr(region, "CAN_SHARE", False)
+    worker = RolloutWorker(job_of(tiny_model, weight_sync_timeout_s=1.0))
+    engine: Any = worker._engine
+    held = HeldWeights(1, named_weights(engine.model))
+    silent = Gated(held, 0)
+    async with nodes(worker) as [node], serving(silent) as sources:
+        async with grpc.aio.insecure_channel(node.address) as channel:
+            update = RolloutServiceStub(channel).UpdateWeights  # type: ignore[no-untyped-call]  # generated
+            request = UpdateWeightsRequest(sources=sources, version=1, digest=held.holding.digest)
+            for timeout_s in (600.0, None):
+                with pytest.raises(grpc.aio.AioRpcError, match=r"NOT_FOUND[^$]* within 0.9 s"):
+                    await update(request, timeout=timeout_s)
+        silent.open.set()
+    worker.close()
+
+
+async def test_a_replica_asks_for_no_byte_of_weights_that_are_not_its_models(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region, "CAN_SHARE", False)
+    worker = RolloutWorker(job_of(tiny_model))
+    engine: Any = worker._engine
+    weights = named_weights(engine.model)
+    held = HeldWeights(1, {**weights, "model.norm.weight": torch.zeros(3)})
+    watched = Faulty(held)
+    async with serving(watched) as sources:
+        source = RemoteWeights(sources, 1, held.holding.digest)
+        with pytest.raises(WeightsUnavailable, match=r"does not fit .*norm.weight is \[3\] torch.float32, not"):
+            await worker.update_weights(source)
+    assert watched.starts == []
+    assert worker.version == 0
+    worker.close()

@@ -1,7 +1,8 @@
 """Weights pulled over real servers: every bit arrives, and what goes wrong is repaired or named."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.hostile_messages import field
 from rolemesh import metrics
-from rolemesh.errors import WeightsUnavailable
+from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.rpc.contract import WEIGHTS
 from rolemesh.rpc.dtypes import TO_WIRE
+from rolemesh.rpc.frame import join_frame
 from rolemesh.rpc.server import RoleServer
-from rolemesh.weights import region, remote, service
+from rolemesh.v1.weights_pb2 import GetManifestResponse, WatchRegionResponse
+from rolemesh.weights import manifest, region, remote, service
 from rolemesh.weights.held import HeldWeights, Holding
 from rolemesh.weights.region import Region
 from rolemesh.weights.remote import RemoteWeights
@@ -246,7 +250,12 @@ async def test_every_source_is_named_with_what_it_did(no_shared_memory: None, mo
     async with serving(*bad) as addresses:
         with pytest.raises(WeightsUnavailable) as raised:
             await pull([*gone, *addresses], held).fetch()
-    said = ["UNAVAILABLE", "piece at byte 4194304, twice", "nothing came for 2 s", "version 2 is held"]
+    said = [
+        "UNAVAILABLE",
+        "piece at byte 4194304, twice",
+        "fewer than 4194304 bytes were verified in 2 s",
+        "version 2 is held",
+    ]
     have, *told = str(raised.value).split("; from ")
     assert "beyond byte 4194304 of" in have
     for line, address, what in zip(told, [*gone, *addresses], said, strict=True):
@@ -347,6 +356,151 @@ async def test_a_sender_that_stalls_is_left_for_the_next(
         await assert_same(await pull(addresses, held).fetch(), held)
     assert good.starts == [4 * MIB]
     assert failures() == 1
+
+
+class Trickling(Faulty):
+    """Sends for ever, and never enough: so many bytes at a time, one time after another."""
+
+    def __init__(self, held: HeldWeights, num_bytes: int) -> None:
+        super().__init__(held)
+        self._num_bytes = num_bytes
+
+    async def FetchRange(self, request: Any, context: Any) -> AsyncIterator[bytes]:
+        self.starts.append(request.offset)
+        holding = await self._store.get(request.version, request.digest)
+        for at in range(request.offset, holding.num_bytes, self._num_bytes):
+            piece = holding.region.read(at, min(at + self._num_bytes, holding.num_bytes))
+            yield join_frame(None, (piece,), len(piece))
+            await asyncio.sleep(0.2)
+
+
+class Cutting(Trickling):
+    """The same in calls of their own, each of which it breaks off."""
+
+    async def FetchRange(self, request: Any, context: Any) -> AsyncIterator[bytes]:
+        async for frame in super().FetchRange(request, context):
+            yield frame
+            raise RoleUnavailable("so far and no further")
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bytes"),
+    [(Trickling, 1), (Trickling, 1 << 16), (Cutting, 1 << 16)],
+    ids=["a byte at a time", "a piece at a time", "a piece in each call"],
+)
+async def test_a_sender_that_trickles_is_left_for_the_next_and_does_not_last_to_the_deadline(
+    kind: type[Trickling], num_bytes: int, no_shared_memory: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote, "STALL_S", 1.0)
+    monkeypatch.setattr(remote, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(manifest, "PIECE_BYTES", 1 << 16)
+    held = large()
+    async with serving(kind(held, num_bytes), Faulty(held)) as addresses:
+        with pytest.raises(WeightsUnavailable, match=r"of 25165\d+; from") as raised:  # and not: within 100 s
+            await pull(addresses[:1], held, timeout_s=100).fetch()
+        assert ("fewer than 4194304 bytes" in str(raised.value)) == (kind is Trickling)
+        await assert_same(await pull(addresses, held, timeout_s=100).fetch(), held)
+
+
+async def test_a_region_that_is_verified_too_slowly_by_its_holder_is_left_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Another process's memory is used when it is sealed; until then its holder says how far it is."""
+
+    class Slow(WeightsServicer):
+        async def WatchRegion(self, request: Any, context: Any) -> AsyncIterator[WatchRegionResponse]:
+            for num_verified in itertools.count(1):
+                yield WatchRegionResponse(num_verified=num_verified)
+                await asyncio.sleep(0.2)
+
+    monkeypatch.setattr(remote, "STALL_S", 1.0)
+    held, store = large(), WeightStore()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(region, "CAN_SHARE", False)
+        far = large()
+        assert far.holding.digest == held.holding.digest
+    store.put(
+        Holding(held.holding.serialized, held.holding.manifest, Region(held.holding.num_bytes), "rollout")
+    )
+    stalled = counted(metrics.WEIGHTS_SOURCE_FAILURES, "stalled")
+    async with serving(Slow(store), Faulty(far)) as addresses:
+        await assert_same(await pull(addresses, held, timeout_s=100).fetch(), held)
+    assert stalled() == 1
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\xff" * 40, b"\x7a\x00", field(1, b"") * 40], ids=["no frame", "empty", "many fields"]
+)
+async def test_a_sender_of_other_things_than_frames_is_left_for_the_next(junk: bytes, no_shared_memory: None):
+    class Babbling(Faulty):
+        async def on_frame(self, at: int, frame: bytes) -> bytes:
+            return junk if at == 9 * MIB else frame
+
+    held = large()
+    good = Faulty(held)
+    async with serving(Babbling(held), good) as addresses:
+        await assert_same(await pull(addresses, held).fetch(), held)
+    assert good.starts == [8 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (
+            lambda answer: answer.MergeFrom(GetManifestResponse(manifest=bytes(18 << 20))),
+            "at most 17825792 bytes",
+        ),
+        (
+            lambda answer: answer.MergeFrom(GetManifestResponse(manifest=bytes((16 << 20) + 1))),
+            "a manifest of 16777217 bytes; 16777216 are accepted",
+        ),
+    ],
+    ids=["an answer too large", "a manifest too large"],
+)
+async def test_a_sender_of_a_manifest_without_end_is_left_for_the_next(spoil: Any, said: str):
+    class Endless(WeightsServicer):
+        async def GetManifest(self, request: Any, context: Any) -> Any:
+            answer = await super().GetManifest(request, context)
+            spoil(answer)
+            return answer
+
+    held = large()
+    async with serving(Endless(stored(held)), WeightsServicer(stored(held))) as addresses:
+        with pytest.raises(WeightsUnavailable, match=said):
+            await pull(addresses[:1], held).fetch()
+        await assert_same(await pull(addresses, held).fetch(), held)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_weights_that_do_not_fit_are_not_asked_for(shared: bool, request: pytest.FixtureRequest):
+    if not shared:
+        request.getfixturevalue("no_shared_memory")
+    held, store = large(), WeightStore()
+    described: list[dict[str, list[int]]] = []
+
+    def fits(tensors: Mapping[str, Tensor]) -> None:
+        assert all(tensor.device.type == "meta" for tensor in tensors.values())
+        described.append({name: list(tensor.shape) for name, tensor in tensors.items()})
+        raise WeightsUnavailable("not of this model")
+
+    class Watched(Faulty):
+        async def WatchRegion(self, request: Any, context: Any) -> AsyncIterator[WatchRegionResponse]:
+            self.starts.append(-1)
+            async for answer in super().WatchRegion(request, context):
+                yield answer
+
+    watched = Watched(held)
+    received = [counted(metrics.WEIGHTS_RECEIVED_BYTES, kind) for kind in ("actor", "rollout", "memory")]
+    async with serving(watched) as addresses:
+        with pytest.raises(WeightsUnavailable, match=f"from {addresses[0]}: not of this model"):
+            await pull(addresses, held, store).fetch(fits)
+    assert described
+    assert all(each == {"a": [10 * MIB + 5], "b": [14 * MIB]} for each in described)
+    assert watched.starts == []
+    assert [count() for count in received] == [0, 0, 0]
+    assert store.find(held.version, held.holding.digest) is None
+    with pytest.raises(WeightsUnavailable, match=r"^not of this model"):  # nor used where they are held already
+        await pull(addresses, held, stored(held)).fetch(fits)
 
 
 async def test_a_sender_that_disappears_is_left_for_the_next(no_shared_memory: None):

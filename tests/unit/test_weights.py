@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.hostile_messages import field
 from rolemesh.errors import WeightsUnavailable
+from rolemesh.rpc.limits import MAX_WEIGHT_AXES, MAX_WEIGHTS
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest
+from rolemesh.weights import manifest as manifest_module
 from rolemesh.weights.held import HeldWeights
-from rolemesh.weights.manifest import check_manifest, digest_of, read_manifest, unpack
+from rolemesh.weights.manifest import check_manifest, digest_of, outline, read_manifest, unpack
 from rolemesh.weights.region import CAN_SHARE, Region
 from rolemesh.weights.store import WeightStore
 
@@ -126,8 +129,37 @@ def test_a_manifest_of_another_digest_or_none_at_all_is_refused():
     huge = bytes((16 << 20) + 1)
     with pytest.raises(WeightsUnavailable, match="a manifest of 16777217 bytes"):
         read_manifest(huge, 4, digest_of(huge))
-    with pytest.raises(WeightsUnavailable, match="not a manifest"):
+    with pytest.raises(WeightsUnavailable, match="ends within a number"):
         read_manifest(b"\xff", 4, digest_of(b"\xff"))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x12\x00" * (8 << 20), "a manifest of more than 65544 fields"),
+        (field(2, field(15, b"") * 9), "a tensor's description of more than 8 fields"),
+        (field(2, field(3, b"\x01" * 641)), "a shape of 641 bytes; one has at most 64 axes"),
+        (field(2, field(3, b"\x01" * 320) * 3), "a shape of 960 bytes"),
+    ],
+    ids=["8 M tensors", "fields", "axes", "axes in parts"],
+)
+def test_a_manifest_of_more_parts_than_any_model_is_refused_before_it_is_parsed(
+    data: bytes, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delattr(manifest_module, "WeightManifest")  # what would parse it
+    with pytest.raises(WeightsUnavailable, match=message):
+        read_manifest(data, 4, digest_of(data))
+
+
+def test_a_manifest_of_as_many_tensors_and_axes_as_are_accepted_is_read():
+    manifest = WeightManifest(version=4, piece_bytes=1 << 22)
+    for number in range(MAX_WEIGHTS):
+        axes = [0] * MAX_WEIGHT_AXES if number < 3 else [0]
+        manifest.weights.add(name=f"layer.{number}", dtype="DTYPE_FLOAT32", shape=axes)
+    data = manifest.SerializeToString()
+    described = outline(read_manifest(data, 4, digest_of(data)))
+    assert len(described) == MAX_WEIGHTS
+    assert described["layer.2"].shape == (0,) * MAX_WEIGHT_AXES
 
 
 def test_a_manifest_larger_than_any_model_is_refused():

@@ -31,6 +31,11 @@ class Engine(Protocol):
         """How many token ids the model knows; prompts have no others."""
         ...
 
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What `load_weights` takes, under the same names: shapes and dtypes, on the device `meta`."""
+        ...
+
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
         """One response for each row; calls may overlap.
 

@@ -138,6 +138,8 @@ class HfEngine:
             self.min_rows = neutral_rows(self.model, max(PROBED_ROWS, self._max_num_seqs))
         self._frees_memory = job.rollout.free_cache_engine
         self._parking = Parking(self._own_tensors, self.device, job.run_dir)
+        # Their outline: the weights themselves are elsewhere while the engine sleeps.
+        self.weights = {name: own.to("meta") for name, own in named_weights(self.model).items()}
         self._version = 0
         self._adopted: set[int] = set()  # addresses of memory that holds weights and is others' too
         self._turn = asyncio.Lock()  # calls wait in line
@@ -190,7 +192,7 @@ class HfEngine:
     def _load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """On the CPU the tensors become the parameters and are not copied: all replicas of a machine compute
         with one copy of the weights. Its memory goes when the last of them has the next version."""
-        check_fit(version, tensors, named_weights(self.model))
+        check_fit(version, tensors, self.weights)
         own = self.model.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, tensor in tensors.items():

@@ -76,7 +76,7 @@ class OpenAIEngine:
         self._job, self._ssl = job, ssl.create_default_context()
         self._num_tokens = job.data.max_response_length
         outline = load_outline(job.actor.model, "rollout")
-        self._weights = named_weights(outline)
+        self.weights = named_weights(outline)
         self.vocabulary: int = vocabulary_of(outline)
         self._ends, self._pad = end_tokens(job, outline)
         self._servers = [KINDS[settings.api](url, job) for url in settings.urls]
@@ -249,7 +249,7 @@ class OpenAIEngine:
     # --------------------------------------------------------------------------- weights
 
     async def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        check_fit(version, tensors, self._weights)
+        check_fit(version, tensors, self.weights)
         async with self._loading, self._client() as client:
             directory = await asyncio.to_thread(self._folder.write, version, tensors)
             before, self._version, self._directory = self._directory, version, directory

@@ -43,7 +43,7 @@ class VllmEngine:
 
         self._job = job
         outline = load_outline(job.actor.model, "rollout")
-        self._weights = named_weights(outline)
+        self.weights = named_weights(outline)
         self.vocabulary: int = vocabulary_of(outline)
         self._ends, self._pad = end_tokens(job, outline)
         self._on_cpu = current_platform.device_type == "cpu"
@@ -136,7 +136,7 @@ class VllmEngine:
     # --------------------------------------------------------------------------- weights
 
     async def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        check_fit(version, tensors, self._weights)
+        check_fit(version, tensors, self.weights)
         # Once begun it is brought to its end, also if who asked for it has gone.
         await asyncio.shield(asyncio.ensure_future(self._swap(version, tensors)))
 
@@ -162,7 +162,7 @@ class VllmEngine:
         if self._job.rollout.tensor_model_parallel_size > 1:
             raise Unsupported("rollout: the weights of several ranks are not read back")
         dtype = getattr(torch, self._job.rollout.dtype)
-        with shared_region({name: own.to(dtype) for name, own in self._weights.items()}) as region:
+        with shared_region({name: own.to(dtype) for name, own in self.weights.items()}) as region:
             (found,) = await self._on_all_ranks("give_weights", *region)
             read = tensors_in(*region)
             return {name: read[name].clone() for name in found}
@@ -221,7 +221,7 @@ class VllmEngine:
             return moved
         await self._on_all_ranks(on_cuda, *arguments)
         itemsize = getattr(torch, self._job.rollout.dtype).itemsize
-        return sum(weight.numel() * itemsize for weight in self._weights.values())
+        return sum(weight.numel() * itemsize for weight in self.weights.values())
 
     async def watch(self) -> None:
         while True:
