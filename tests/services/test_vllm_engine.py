@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -120,16 +121,22 @@ def model(model_directory: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def started(model_directory: Path) -> Any:
-    """Eight rows at a time, so that requests of more have rows that wait."""
-    engine = load_engine(job_of(model_directory, top_k=20, top_p=0.9, temperature=0.8, max_num_seqs=8), None)
-    yield engine
-    engine.close()
+def running() -> Iterator[list[Any]]:
+    """The engine that the tests share, once one has started it. One that ends it takes it out."""
+    engines: list[Any] = []
+    yield engines
+    for engine in engines:
+        engine.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(started: Any, model: Any) -> Any:
-    """With the weights of the model directory."""
+async def engine(running: list[Any], model_directory: Path, model: Any) -> Any:
+    """With the weights of the model directory. Eight rows at a time, so that requests of more have rows that
+    wait."""
+    if not running:
+        job = job_of(model_directory, top_k=20, top_p=0.9, temperature=0.8, max_num_seqs=8)
+        running.append(load_engine(job, None))
+    [started] = running
     if started.version:
         await started.load_weights(0, named_weights(model))
     return started
@@ -351,12 +358,14 @@ async def test_asleep_it_has_given_its_memory_back_and_awake_it_is_as_before(eng
 
 
 # ------------------------------------------------------------------------------- its end
-# These come last: the engine of the tests above ends in the first of them.
 
 
 @installed
 @on_the_modules_loop
-async def test_an_engine_that_fell_asleep_half_way_ends_and_never_computes_with_what_is_left(engine: Any):
+async def test_an_engine_that_fell_asleep_half_way_ends_and_never_computes_with_what_is_left(
+    engine: Any, running: list[Any]
+):
+    running.remove(engine)
     prompts = prompts_of(3)
     for process in psutil.Process().children(recursive=True):
         process.rlimit(psutil.RLIMIT_FSIZE, (100_000, psutil.RLIM_INFINITY))  # the disk is full
@@ -375,6 +384,7 @@ async def test_two_ranks_are_one_engine_whose_death_is_told(tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(directory)
     prompts = prompts_of(12)
     job = job_of(directory, tensor_model_parallel_size=2, max_num_batched_tokens=16, max_num_seqs=16)
+    others = set(psutil.Process().children(recursive=True))
     engine = load_engine(job, None)
     try:
         assert_log_probs_agree(model, prompts, await generated(engine, prompts, PLAIN), PLAIN)
@@ -386,7 +396,7 @@ async def test_two_ranks_are_one_engine_whose_death_is_told(tmp_path: Path):
 
         rows = asyncio.create_task(generated(engine, prompts_of(400), PLAIN))
         update = asyncio.create_task(engine.load_weights(2, weights))
-        for process in psutil.Process().children(recursive=True):
+        for process in set(psutil.Process().children(recursive=True)) - others:
             if "Worker" in process.name():
                 process.kill()
         for lost in (rows, update):
