@@ -31,7 +31,8 @@ RELAY_WAIT_S = 5.0  # for a relay to be told of the version; all are told at abo
 MAX_SOURCES = 1024
 # How fast weights must arrive: a source that does not bring LEAST_BYTES, or the rest, in STALL_S is left for
 # the next; when all of them together do not in PATIENCE_S, nobody is asked again. Only verified bytes count:
-# else a source that trickles would hold the receiver to its deadline.
+# else a source that trickles would hold the receiver to its deadline. A relay on the same machine says at
+# each LEAST_BYTES how many it has (service.WATCH_BYTES).
 LEAST_BYTES = 4 << 20
 STALL_S = 10.0
 PATIENCE_S = 10.0

@@ -17,10 +17,13 @@ from rolemesh.v1.weights_pb2 import (
     WatchRegionRequest,
     WatchRegionResponse,
 )
+from rolemesh.weights.remote import LEAST_BYTES
 from rolemesh.weights.store import WeightStore
 
 MAX_WAIT_S = 30.0
-WATCH_BYTES = 32 << 20  # between two answers of WatchRegion: each wakes every process that maps the region
+# Between two answers of WatchRegion, each of which wakes every process that maps the region. No more than a
+# receiver wants in STALL_S: one that is not told of bytes takes them for bytes that did not come.
+WATCH_BYTES = LEAST_BYTES
 
 
 class WeightsServicer:

@@ -325,11 +325,8 @@ async def test_shared_memory_that_could_still_be_changed_is_not_used_though_it_i
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
-async def test_what_came_from_memory_that_was_never_sealed_is_verified_before_it_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-):
+async def test_what_came_from_memory_that_was_never_sealed_is_verified_before_it_is_kept():
     """A relay's memory is damaged behind its back while it arrives, and then the relay is gone."""
-    monkeypatch.setattr(service, "WATCH_BYTES", 4 * MIB)
     held, relay, last = large(), WeightStore(), WeightStore()
     gated = Elsewhere(held, 13 * MIB)
     async with serving(gated) as (actor,):
@@ -593,10 +590,27 @@ async def test_replicas_of_one_machine_share_one_region_which_the_first_receives
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
-async def test_a_relay_that_dies_while_others_map_its_memory_costs_them_nothing_verified(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(service, "WATCH_BYTES", 4 * MIB)
+async def test_a_relay_of_the_same_machine_says_at_each_of_the_least_bytes_how_far_it_is():
+    """Else one that brings just what a receiver wants in STALL_S would be left as stalled."""
+    assert service.WATCH_BYTES <= remote.LEAST_BYTES
+    held, relay, last = large(), WeightStore(), WeightStore()
+    whole = held.holding
+    arriving = Holding(whole.serialized, whole.manifest, Region(whole.num_bytes), "rollout")
+    arriving.region.write(0, whole.region.read(0, whole.num_bytes))
+    relay.put(arriving)
+    async with serving(WeightsServicer(relay)) as addresses:
+        fetching = asyncio.create_task(pull(addresses, held, last).fetch())
+        mapped = await last.get(1, held.holding.digest, 30)
+        for reached in range(remote.LEAST_BYTES, whole.num_bytes, remote.LEAST_BYTES):
+            arriving.advance(reached)
+            assert await mapped.beyond(reached - 1) == reached
+            assert not mapped.region.is_own
+        arriving.advance(whole.num_bytes)
+        await assert_same(await fetching, held)
+
+
+@pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
+async def test_a_relay_that_dies_while_others_map_its_memory_costs_them_nothing_verified():
     held, relay, last = large(), WeightStore(), WeightStore()
 
     gated = Elsewhere(held, 13 * MIB)
