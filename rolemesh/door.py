@@ -12,7 +12,6 @@ operators would have a team of OpenMP threads (rolemesh/workers/local.py).
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RoleFailed
-from rolemesh.roles import COLUMNS, Column, Method
+from rolemesh.roles import COLUMNS, OTHER, Column, Method
 
 # What an error adds to the name of an axis.
 AXES = {
@@ -36,6 +35,7 @@ AXES = {
     "K": "rollout.top_k",
     "C": "the number of algorithm.gdpo_reward_keys",
 }
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,17 @@ def _expected(column: Column, sizes: Mapping[str, int]) -> str:
     return f"{column.dtype} {[sizes[axis] for axis in column.axes]} expected ({axes})"
 
 
-def _check_entries(what: str, kinds: tuple[type, ...], cell: Any) -> None:
-    """The values of a cell's dict."""
+def _check_entries(what: str, kinds: Mapping[str, type], cell: Any) -> None:
+    """The values of a cell's dict. Numbers are no larger than a score may be: no mean of them overflows."""
     for key, value in cell.items():
-        if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
-            names = ", ".join(kind.__name__ for kind in kinds)
+        if kinds.get(key, kinds[OTHER]) is str:
+            fits, expected = type(value) is str, "a str"
+        else:
+            fits = type(value) in (int, float) and abs(value) <= FLOAT32_MAX  # NaN is not
+            expected = "a number in float32's range"
+        if not fits:
             got = f"{reprlib.repr(value)} ({type(value).__name__})"
-            raise InvalidBatch(f"{what} has {reprlib.repr(key)}: {got}; one of {names}, finite, expected")
+            raise InvalidBatch(f"{what} has {reprlib.repr(key)}: {got}; {expected} expected")
 
 
 def _check_values(

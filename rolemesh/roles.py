@@ -44,7 +44,8 @@ class Column:
         meaning: for people.
         values: the least value and the first that is too high: a number, or the size of an axis. None: any.
         cells: what each cell of a column without dtype is.
-        entries: what the values of a cell's dict may be, floats finite; (): anything.
+        entries: what the values of a cell's dict are, by key; OTHER: of every other key. float: in float32's
+            range, or such an int. Empty: anything.
     """
 
     axes: str
@@ -52,9 +53,10 @@ class Column:
     meaning: str
     values: tuple[int, int | str] | None = None
     cells: type = dict
-    entries: tuple[type, ...] = ()
+    entries: Mapping[str, type[str] | type[float]] = field(default_factory=dict)
 
 
+OTHER = "*"
 TOKEN_IDS, ZERO_OR_ONE = (0, "V"), (0, 2)  # padding has a token's id too
 
 COLUMNS: dict[str, Column] = {
@@ -94,7 +96,10 @@ COLUMNS: dict[str, Column] = {
     "acc": Column("B", torch.float32, "1 where the answer is right (the score itself where none says)"),
     "reward_components": Column("BC", torch.float32, "the parts of the reward, by algorithm.gdpo_reward_keys"),
     "reward_extra_info": Column(
-        "B", None, "dict: numbers besides the score, by name; pred: the answer found", entries=(float, int, str)
+        "B",
+        None,
+        "dict: numbers besides the score, by name; pred: the answer found",
+        entries={"pred": str, OTHER: float},
     ),
     "think_mask": Column("BT", torch.bool, "True between <think> and </think>; all of a response without them"),
     # made by the controller

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,9 +95,15 @@ def wrong_answers(answer: DataProto, request: DataProto) -> Iterator[tuple[str, 
         yield "rows", "a row less", answer[1:]
         yield "rows", "twice", DataProto.concat([answer, answer])
     if "reward_extra_info" in answer:
-        for number in (float("nan"), float("inf"), [], None, {}):
-            cells = [*answer["reward_extra_info"][:-1], {"fluency": number}]
-            yield "reward_extra_info", f"with {number}", with_column(answer, "reward_extra_info", cells)
+        no_numbers = (float("nan"), float("inf"), 10**400, -(10**400), 1e39, "0.5", True, [], None, {})
+        wrong = [{"fluency": value} for value in no_numbers]
+        for cell in wrong + [{"pred": value} for value in (0.5, 7, True, None, ["7"])]:
+            cells = [*answer["reward_extra_info"][:-1], cell]
+            yield (
+                "reward_extra_info",
+                f"with {reprlib.repr(cell)}",
+                with_column(answer, "reward_extra_info", cells),
+            )
 
 
 def _wrong_tensors(name: str, batch: DataProto, masked: DataProto) -> Iterator[tuple[str, Any]]:

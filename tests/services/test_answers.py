@@ -38,6 +38,7 @@ from rolemesh.v1.actor_pb2 import PublishWeightsResponse
 from rolemesh.workers.local import LocalWorker
 from services.actor.servicer import ActorServicer, ReferenceServicer
 from services.actor.worker import ActorWorker, ReferenceWorker
+from services.controller.metrics import batch_metrics
 from services.critic.servicer import CriticServicer
 from services.critic.worker import CriticWorker
 from services.reward.servicer import RewardServicer
@@ -199,6 +200,28 @@ async def test_an_answer_may_hold_any_float_in_padding(tiny_model: Path, tmp_pat
         )
         values = (await answer_to(ask, request))["values"]
     assert torch.equal(values.isfinite(), request["response_mask"])
+
+
+async def test_what_a_reward_may_say_besides_the_score_has_means(tiny_model: Path, tmp_path: Path) -> None:
+    """However large its numbers are: the controller logs the mean of each, and votes with the texts."""
+    job = job_of("reward.compute_scores", tiny_model, tmp_path)
+    request = correct(methods(job)["reward.compute_scores"], ROWS)
+    largest = torch.finfo(torch.float32).max
+    said = [{"n": 10**38, "m": largest, "pred": "x"}, {"n": -3, "m": largest}, {"m": -0.5, "pred": ""}, {}]
+    async with spoilt("reward.compute_scores", job) as (spoiler, ask, _):
+        spoiler.spoil = lambda answer: with_column(answer, "reward_extra_info", said)
+        answered = await answer_to(ask, request)
+    assert list(answered["reward_extra_info"]) == said
+    zeros = torch.zeros(ROWS, T)
+    learnt = dict.fromkeys(("token_level_rewards", "advantages", "returns"), zeros)
+    masks = {name: request[name] for name in ("prompt_mask", "response_mask")}
+    masks["attention_mask"] = torch.cat(tuple(masks.values()), 1).long()
+    metrics = batch_metrics(answered.union(DataProto.from_dict(learnt | masks)), job.actor)
+    means = {name: value for name, value in metrics.items() if name.startswith("reward/")}
+    assert means == {
+        "reward/n/mean": pytest.approx(0.5 * 10**38),
+        "reward/m/mean": pytest.approx(2 / 3 * largest),
+    }
 
 
 @pytest.mark.parametrize("sampling", ["validation", "greedy"])
