@@ -103,7 +103,8 @@ def warn_of_idle_keys(job: JobConfig) -> None:
 
 
 async def prepare(job: JobConfig) -> Run:
-    """Everything that can be known to be wrong before a role is asked: the page, the tokenizer, the data.
+    """Everything that can be known to be wrong before a role is asked: the page, tokenizer and configuration of
+    the policy, the data.
 
     Raises:
         RolemeshError: what is wrong, and where.
@@ -113,7 +114,12 @@ async def prepare(job: JobConfig) -> Run:
 
 
 def new_run(job: JobConfig, status: RunStatus | None = None) -> Run:
-    """A run with its tokenizer and data; `status` is where it is told, None: one of its own."""
+    """A run with its tokenizer and data; `status` is where it is told, None: one of its own.
+
+    Raises:
+        RolemeshError: they cannot be used, or the policy's config.json does not tell its vocabulary.
+    """
+    vocabulary_in(job.actor.model, "actor")  # a rollout's client will ask
     return Run(job, load_tokenizer(job.actor.model), Display(), status)
 
 

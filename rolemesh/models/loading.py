@@ -198,7 +198,7 @@ def vocabulary_in(config: ModelConfig, role: str) -> int:
     Raises:
         ModelNotFound: the directory is not there, or its configuration does not say.
     """
-    directory = model_directory(config, role)
+    directory = described_directory(config, role)
     try:
         settings = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=config.trust_remote_code

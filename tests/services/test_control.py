@@ -1,0 +1,58 @@
+"""What a controller needs of its own disk: tokenizer and configuration of the policy, and no weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from in_process import small_job
+from serving import served
+
+from rolemesh.errors import ModelNotFound
+from services.control import control, prepare
+from services.controller.run_dir import read_metrics
+from services.controller.server import serving
+from services.controller.status import RunStatus
+
+LOCAL = "127.0.0.1:0"
+OVERRIDES = (
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "trainer.total_training_steps=1",
+)
+
+
+def without_weights(model: Path, to: Path) -> Path:
+    return Path(shutil.copytree(model, to, ignore=shutil.ignore_patterns("*.safetensors*")))
+
+
+async def test_a_controller_has_the_policys_tokenizer_and_configuration_and_no_weights(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
+    bare = without_weights(tiny_model, tmp_path / "bare")
+    own = small_job(tmp_path, bare, "run", *OVERRIDES)
+    async with AsyncExitStack() as stack:
+        addresses = {role: await stack.enter_async_context(served(role, job)) for role in job.roles}
+        server = await stack.enter_async_context(serving(RunStatus("run"), own.roles, LOCAL))
+        await control(own, addresses, server)
+    assert [record["training/global_step"] for record in read_metrics(own.run_dir / "metrics.jsonl")][-1] == 1
+
+
+async def test_a_policy_whose_vocabulary_is_unknown_is_told_before_a_role_is_asked(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    bare = without_weights(tiny_model, tmp_path / "bare")
+    job = small_job(tmp_path, bare, "run", *OVERRIDES)
+    (bare / "config.json").write_text(json.dumps({"model_type": "no such model"}))
+    with pytest.raises(ModelNotFound, match="does not say how large its vocabulary is"):
+        await prepare(job)
+    (bare / "config.json").unlink()
+    with pytest.raises(ModelNotFound, match=r"has no config\.json"):
+        await prepare(job)
+    async with serving(RunStatus("run"), job.roles, LOCAL) as server:
+        with pytest.raises(ModelNotFound, match=r"has no config\.json"):  # and not: no address was given
+            await control(job, {}, server)
