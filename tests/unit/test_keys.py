@@ -4,6 +4,7 @@ says that it has none. Found in the sources, by the types that they declare, wit
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import pkgutil
 import re
@@ -53,6 +54,16 @@ SECTIONS: dict[str, type[Config]] = {
 }
 
 
+def parsed(files: list[Path]) -> dict[Path, ast.Module]:
+    """Without the garbage collector: what it runs meanwhile may take stack, which CPython 3.11 counts as the
+    parser's own ("AST constructor recursion depth mismatch", gh-106905)."""
+    gc.disable()
+    try:
+        return {path: ast.parse(path.read_text()) for path in files}
+    finally:
+        gc.enable()
+
+
 class Sources:
     """Which attributes of which section classes are read, and where.
 
@@ -64,7 +75,7 @@ class Sources:
         self.attributes: dict[str, dict[str, str]] = defaultdict(dict)  # of classes: attribute to type
         self.results: dict[str, str] = {}  # of functions: type
         self.reads: dict[tuple[str, str], set[str]] = defaultdict(set)  # (class, attribute) to readers
-        self.trees = {path: ast.parse(path.read_text()) for path in FILES}
+        self.trees = parsed(FILES)
         for name, section in SECTIONS.items():
             for field, info in section.model_fields.items():
                 self.attributes[name][field] = self.named(str(info.annotation))
