@@ -63,10 +63,14 @@ CUSTOM = """\
 # separators of lines and paragraphs, which stand for themselves: Go's escape of them is not ECMA's.
 ONE_LINE = "^[^\\x00-\\x1f\\x7f-\\x9f\u2028\u2029]*$"
 LINES = "^[^\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\u2028\u2029]*$"  # tabs, LF and CR
-# Text that may have several lines: scripts, and what ends a response.
+# Text that may have several lines: scripts, what ends a response, and annotations.
 SEVERAL_LINES = {
     ("Step", "command"),
     ("RolloutConfig", "stop"),
+    ("PodValues", "annotations"),
+    ("GroupValues", "annotations"),
+    ("ControllerValues", "annotations"),
+    ("DashboardsValues", "annotations"),
 }
 # Any text. The template quotes it.
 ANY_TEXT = {("RewardFunctionValues", "code")}

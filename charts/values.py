@@ -20,7 +20,9 @@ Quantity = (
     Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
     | Annotated[float, Field(ge=0)]
 )
-Tag = Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$")]
+_TAG = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
+_DIGEST = "sha256:[0-9a-f]{64}"
+Tag = Annotated[str, Field(pattern=f"^({_TAG})?$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 _PATH = "[a-z0-9]+([._-]+[a-z0-9]+)*"  # one part of an image's path
 
@@ -38,14 +40,15 @@ class Toleration(Config):
 class ImageValues(Config):
     repository: str = Field(
         "localhost/rolemesh",
-        pattern=rf"^((\[[0-9a-fA-F:]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(:[0-9]+)?/)?{_PATH}(/{_PATH})*$",
-        description="without the tag",
+        pattern=rf"^((\[[0-9a-fA-F:]+\]|[A-Za-z0-9][A-Za-z0-9.-]*)(:[0-9]+)?/)?{_PATH}(/{_PATH})*"
+        rf"(:{_TAG})?(@{_DIGEST})?$",
+        description="without tag and digest: a template refuses them, and says where they go",
     )
     tag: Tag | Annotated[int, Field(ge=0)] = Field(
         "", description="empty: the chart's appVersion; a number is text here"
     )
     digest: str = Field(
-        "", pattern=r"^(sha256:[0-9a-f]{64})?$", description="of the image, as sha256:…; it wins over the tag"
+        "", pattern=f"^({_DIGEST})?$", description="of the image, as sha256:…; it wins over the tag"
     )
     kind: Literal["cpu", "gpu"] = Field(
         "gpu", description="the target of the Dockerfile that it was built from"
@@ -258,8 +261,8 @@ class MonitoringValues(Config):
     interval: str = Field("15s", description="between scrapes by PodMonitor")
     runbooks: str = Field(
         "docs/runbooks/",
-        pattern=r"^([\w./]\S*)?/$",
-        description="the folder that alerts say their pages are in: an address with its /",
+        pattern=r"^([\w./]\S*)?$",
+        description="the folder that alerts say their pages are in: an address; empty: a page's name alone",
     )
     dashboards: DashboardsValues = DashboardsValues()
 

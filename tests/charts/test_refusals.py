@@ -20,7 +20,21 @@ FOUR_RANKS = {"rollout": {"name": "vllm", "tensor_model_parallel_size": 4}}
 CPU = {"image": {"kind": "cpu"}, "roles": {role: {"gpus": 0} for role in ("actor", "rollout", "critic")}}
 CUSTOM = {"strategy": "custom", "groups": {"a": ["actor", "rollout", "reference"], "b": ["critic", "reward"]}}
 
+DIGEST = "sha256:" + "0a" * 32
+
 SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "a repository with its tag": (
+        {"image": {"repository": "r.example:5000/a:v1"}},
+        "image.repository is r.example:5000/a:v1, which has a tag: put the tag in image.tag",
+    ),
+    "a repository that is a name with its tag": (
+        {"image": {"repository": "rolemesh:1"}},
+        "put the tag in image.tag",
+    ),
+    "a repository with its digest": (
+        {"image": {"repository": f"r.example/a:v1@{DIGEST}"}},
+        "which has a digest: put the digest in image.digest",
+    ),
     "a misspelt strategy": (
         {"placement": {"strategy": "hibrid"}},
         "placement.strategy is hibrid: set it to one of collocate, custom, hybrid, split-collocate, standalone",

@@ -99,6 +99,23 @@ def test_texts_of_several_lines_are_scripts_and_objects_of_kubernetes() -> None:
             assert first["args"] == ["x", *prepare["command"]]
 
 
+@pytest.mark.parametrize("where", ["pods", "groups", "controller"])
+def test_an_annotation_of_several_lines_arrives_as_it_is(where: str) -> None:
+    texts = ["a\n\tb", "\ta", "a\r\nb\r\n", "a\n\n", "\n\n", "\n  a\n b", "a\n---\nb: c\n", "a\n# b", "a \n"]
+    # Each is the last of a map once: what ends a map may be cut.
+    maps = [{f"k{at}": text for at, text in enumerate(texts)}, *({"k": text} for text in texts)]
+    for given in maps:
+        own = {"annotations": given}
+        settings: Object = {where: {"reward": own} if where == "groups" else own}
+        things = objects(settings | {"monitoring": {"dashboards": own}})
+        annotated = [*pods(things), *of_kind(things, "ConfigMap")]
+        said = [thing["metadata"].get("annotations", {}) for thing in annotated]
+        theirs = [{key: each[key] for key in given} for each in said if given.keys() & each.keys()]
+        num_boards = len([thing for thing in things if "dashboard" in thing["metadata"]["name"]])
+        assert len(theirs) > num_boards > 0
+        assert all(each == given for each in theirs)
+
+
 def test_every_control_character_is_refused_in_a_text_and_in_a_key() -> None:
     texts = {f"k{at}": character for at, character in enumerate(CONTROLS)}
     keys = dict.fromkeys(CONTROLS, "a")

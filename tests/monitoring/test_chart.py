@@ -38,11 +38,20 @@ def test_a_releases_alerts_are_of_its_own_runs_and_say_what_the_file_says(
 
 
 @pytest.mark.usefixtures("release")  # skips where there is no helm
-def test_a_releases_alerts_name_their_pages_where_the_values_say_they_are() -> None:
-    (made,) = of_kind(objects({"monitoring": {"runbooks": "https://wiki/rlhf/"}}), "PrometheusRule")
+@pytest.mark.parametrize(
+    ("runbooks", "folder"),
+    [
+        ("https://wiki/rlhf/", "https://wiki/rlhf/"),
+        ("https://wiki/rlhf", "https://wiki/rlhf/"),
+        ("/", "/"),
+        ("", ""),
+    ],
+)
+def test_a_releases_alerts_name_their_pages_where_the_values_say_they_are(runbooks: str, folder: str) -> None:
+    (made,) = of_kind(objects({"monitoring": {"runbooks": runbooks}}), "PrometheusRule")
     alerts = [rule for rule in made["spec"]["groups"][0]["rules"] if "alert" in rule]
     pages = [rule["annotations"]["runbook_url"] for rule in alerts]
-    assert pages == [f"https://wiki/rlhf/{rule['alert']}.md" for rule in alerts]
+    assert pages == [f"{folder}{rule['alert']}.md" for rule in alerts]
 
 
 def test_a_releases_pods_get_the_label_that_dashboards_and_alerts_ask_for(

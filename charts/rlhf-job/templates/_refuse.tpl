@@ -167,6 +167,12 @@ object may not have them: policies and Services know pods by them. */}}
 {{- if not (regexMatch "^[a-z][-a-z0-9]*$" .Release.Name) }}
 {{- fail (printf "the release is called %s, and Services will be too: name it with small letters, digits and '-', a letter first" .Release.Name) }}
 {{- end }}
+{{- $repository := .Values.image.repository }}
+{{- if contains "@" $repository }}
+{{- fail (printf "image.repository is %s, which has a digest: put the digest in image.digest, and leave it out here" $repository) }}
+{{- else if contains ":" (base $repository) }}
+{{- fail (printf "image.repository is %s, which has a tag: put the tag in image.tag, and leave it out here" $repository) }}
+{{- end }}
 {{- if eq .Values.monitoring.operator "always" }}
 {{- include "rlhf-job.refuse.crd" (list . "monitoring.coreos.com/v1/PodMonitor" "monitoring.operator is always" "the Prometheus operator" "set it to auto") }}
 {{- end }}
