@@ -32,6 +32,7 @@ from rolemesh.rpc.clients import (
 )
 from rolemesh.rpc.contract import ACTOR, CRITIC, FRAME, REFERENCE, REWARD, ROLLOUT, Rpc, deserializer, rpcs
 from rolemesh.rpc.limits import MAX_ANSWER_BYTES, MAX_ANSWER_FIELDS, MAX_MANIFEST_BYTES
+from rolemesh.rpc.room import Room
 from rolemesh.rpc.server import RoleServer
 from rolemesh.rpc.streams import LARGE_BYTES, send
 from rolemesh.v1.actor_pb2 import PublishWeightsResponse
@@ -303,7 +304,8 @@ async def test_a_batch_of_many_rows_or_bytes_is_looked_through_while_the_event_l
     )
     answer = DataProto({"token_level_scores": torch.zeros(rows, width), "acc": torch.zeros(rows)})
     Watched.threads.clear()
-    admitted = await batch_of(rpc, send(request), door)
+    with Room().stay() as stay:
+        admitted = await batch_of(rpc, send(request), door, stay)
     await check_answer(rpc, answer, door, admitted)
     assert [thread != threading.get_ident() for thread in Watched.threads] == [in_a_thread] * 2
 
