@@ -10,7 +10,7 @@ extra_info: {split: str, index: int, ...}  anything
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rolemesh.data.bounded import TooLarge, read_bounded
 from rolemesh.errors import InvalidData
 
 MAX_DEPTH = 64  # of lists and dicts in one another, as on the wire
@@ -27,6 +28,9 @@ MAX_COLUMN_BYTES = 4 << 30  # of cells, unpacked; all prompts of a run are held 
 MAX_COLUMN_VALUES = 1 << 26  # texts, numbers and booleans
 LIST_BYTES = 8  # where a list begins
 AT_ONCE = 1 << 20  # texts that are measured
+LONGEST_NUMBER = 32  # bytes: a decimal's, of 256 bits
+# Of texts that Arrow can read as dictionaries, each different one once.
+SHARED = {"PLAIN", "PLAIN_DICTIONARY", "RLE_DICTIONARY", "RLE", "BIT_PACKED"}
 
 
 class ParquetRows:
@@ -77,7 +81,8 @@ class ParquetRows:
 
 
 def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
-    """One file's table, of these columns, with texts as dictionaries: each different one is held once.
+    """One file's table, of these columns, with texts as dictionaries: each different one is held once. Columns
+    with texts in a delta encoding are read as they are, in a process of bounded memory.
 
     Raises:
         InvalidData: as ParquetRows does, or a column is larger than MAX_COLUMN_BYTES or MAX_COLUMN_VALUES.
@@ -85,14 +90,15 @@ def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()
     if not file.is_file():
         raise InvalidData(f"no such file: {file}")
     try:
-        with pq.ParquetFile(file, read_dictionary=_texts(file)) as opened:
+        metadata = pq.read_metadata(file)
+        with pq.ParquetFile(file, read_dictionary=_texts(metadata, (*required, *optional))) as opened:
             names = opened.schema_arrow.names
             if missing := [column for column in required if column not in names]:
                 raise InvalidData(f"{file} has no column {missing}; it has {names}")
             wanted = [column for column in (*required, *optional) if column in names]
             if twice := [column for column in wanted if names.count(column) > 1]:
                 raise InvalidData(f"{file} has two columns {twice[0]!r}")
-            _check_claim(opened.metadata, wanted, file)
+            _check_claim(metadata, wanted, file)
             table = _read(opened, wanted, file)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if getattr(error, "errno", None):  # the disk's, and not the file's fault: it may be there again later
@@ -105,43 +111,84 @@ def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()
     return table
 
 
-def _texts(file: Path) -> list[str]:
-    """Paths of the columns, and of the parts of columns, that are text or bytes."""
-    schema = pq.read_metadata(file).schema
-    leaves = (schema.column(at) for at in range(len(schema)))
-    return [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+def _texts(metadata: Any, wanted: Sequence[str]) -> list[str]:
+    """Paths of the columns, and of the parts of columns, that are text or bytes and can be dictionaries."""
+    texts = {leaf.path for leaf in _leaves(metadata, wanted) if leaf.physical_type == "BYTE_ARRAY"}
+    return sorted(texts - _unshared(metadata))
+
+
+def _leaves(metadata: Any, wanted: Sequence[str]) -> list[Any]:
+    """The parts of these columns that hold values."""
+    leaves = map(metadata.schema.column, range(len(metadata.schema)))
+    return [leaf for leaf in leaves if any(_is_part(leaf.path, column) for column in wanted)]
+
+
+def _is_part(path: str, column: str) -> bool:
+    return path == column or path.startswith(f"{column}.")
+
+
+def _chunks(metadata: Any) -> Iterator[Any]:
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        yield from map(group.column, range(group.num_columns))
+
+
+def _unshared(metadata: Any) -> set[str]:
+    """Paths of texts or bytes that are somewhere in an encoding which Arrow reads only as it is."""
+    texts = (chunk for chunk in _chunks(metadata) if chunk.physical_type == "BYTE_ARRAY")
+    return {chunk.path_in_schema for chunk in texts if not SHARED.issuperset(chunk.encodings)}
 
 
 def _check_claim(metadata: Any, wanted: Sequence[str], file: Path) -> None:
     """Refuses a file that says of itself that it is too large, before a page of it is unpacked."""
+    for leaf in _leaves(metadata, wanted):
+        # Of equal ones kilobytes hold any size, and Arrow has no dictionaries of them.
+        if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > LONGEST_NUMBER:
+            raise InvalidData(
+                f"{file}: column {leaf.path!r} holds bytes, {leaf.length:,} in a cell; write them as text"
+            )
     claims: dict[str, tuple[int, int]] = {}  # bytes and values, by path
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for chunk in map(group.column, range(group.num_columns)):
-            path = chunk.path_in_schema
-            num_bytes, num_values = claims.get(path, (0, 0))
-            claims[path] = (num_bytes + chunk.total_uncompressed_size, num_values + chunk.num_values)
-    for path, claim in claims.items():
+    for chunk in _chunks(metadata):
+        num_bytes, num_values = claims.get(chunk.path_in_schema, (0, 0))
+        num_bytes, num_values = num_bytes + chunk.total_uncompressed_size, num_values + chunk.num_values
+        claims[chunk.path_in_schema] = num_bytes, num_values
+    for path, (num_bytes, num_values) in claims.items():
         for column in wanted:
-            if path == column or path.startswith(f"{column}."):
-                _check_size(*claim, column, file)
+            if not _is_part(path, column):
+                continue
+            if num_bytes > MAX_COLUMN_BYTES or num_values > MAX_COLUMN_VALUES:
+                raise _too_large(file, column, f"{num_bytes:,} bytes in {num_values:,} values")
 
 
-def _check_size(num_bytes: int, num_values: int, column: str, file: Path) -> None:
-    if num_bytes > MAX_COLUMN_BYTES or num_values > MAX_COLUMN_VALUES:
-        raise InvalidData(
-            f"{file}: column {column!r} unpacks to {num_bytes:,} bytes in {num_values:,} values; at most "
-            f"{MAX_COLUMN_BYTES:,} bytes and {MAX_COLUMN_VALUES:,} values are read of a file: split it"
-        )
+def _too_large(file: Path, column: str, size: str) -> InvalidData:
+    return InvalidData(
+        f"{file}: column {column!r} unpacks to {size}; at most {MAX_COLUMN_BYTES:,} bytes and "
+        f"{MAX_COLUMN_VALUES:,} values are read of a file: split it"
+    )
 
 
 def _read(opened: Any, wanted: Sequence[str], file: Path) -> pa.Table:
-    """The table, a row group at a time, as long as no column is too large."""
+    """The table, as long as no column is too large."""
+    unshared = _unshared(opened.metadata)
+    apart = [column for column in wanted if any(_is_part(path, column) for path in unshared)]
+    together = _read_groups(opened, [column for column in wanted if column not in apart], file)
+    columns = {column: together.column(column) for column in together.column_names}
+    for column in apart:
+        try:
+            columns[column] = read_bounded(file, column, MAX_COLUMN_BYTES).column(column)
+        except TooLarge:
+            raise _too_large(file, column, f"more than {MAX_COLUMN_BYTES:,} bytes") from None
+    return pa.table({column: columns[column] for column in wanted})
+
+
+def _read_groups(opened: Any, wanted: Sequence[str], file: Path) -> pa.Table:
+    """A row group at a time."""
     groups, sizes = [opened.schema_arrow.empty_table().select(wanted)], dict.fromkeys(wanted, 0)
-    for at in range(opened.num_row_groups):
+    for at in range(opened.num_row_groups if wanted else 0):
         groups.append(opened.read_row_group(at, columns=wanted).select(wanted))
         for column in wanted:
             sizes[column] += sum(map(unpacked_bytes, groups[-1].column(column).chunks))
-            _check_size(sizes[column], 0, column, file)
+            if sizes[column] > MAX_COLUMN_BYTES:
+                raise _too_large(file, column, f"{sizes[column]:,} bytes")
     return pa.concat_tables(groups)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rolemesh.config.data import DataConfig
-from rolemesh.data import PromptDataset, parquet
+from rolemesh.data import PromptDataset, bounded, parquet
 from rolemesh.data.dataset import longest_token
 from rolemesh.data.gsm8k import gsm8k_rows
 from rolemesh.data.parquet import read_table, write_rows
@@ -211,7 +213,9 @@ def test_kilobytes_that_unpack_to_100_gigabytes_are_refused_by_name_and_never_un
     assert file.stat().st_size < 2 << 20
 
     def read() -> None:
-        words = r"a\.parquet: column 'reward_model' unpacks to 100,\d{3},\d{3},\d{3} bytes .*: split it"
+        words = (
+            r"a\.parquet: column 'reward_model' unpacks to 100,\d{3},\d{3},\d{3} bytes; at most .*: split it"
+        )
         with pytest.raises(InvalidData, match=words):
             read_table(file, ["reward_model"])
 
@@ -240,6 +244,110 @@ def test_a_file_that_says_that_it_is_too_large_is_refused_before_it_is_unpacked(
     assert peak_of(read) < 1 << 20
     if limit == "MAX_COLUMN_BYTES":
         assert len(read_table(file, ["small"])) == len(cells)
+
+
+def test_fixed_size_bytes_are_refused_before_equal_ones_are_unpacked(tmp_path: Path) -> None:
+    """Arrow has no dictionaries of them: 2 KB were gigabytes."""
+    file = tmp_path / "a.parquet"
+    cells = pa.array([b"z" * (64 << 10)] * 512, pa.binary(64 << 10))
+    pq.write_table(pa.table({"image": pa.StructArray.from_arrays([cells], names=["raw"])}), file)
+    assert file.stat().st_size < 8 << 10
+
+    def read() -> None:
+        with pytest.raises(InvalidData, match=r"a\.parquet: column 'image.raw' holds bytes, 65,536 in a cell"):
+            read_table(file, ["image"])
+
+    assert peak_of(read) < 1 << 20
+
+
+ENCODINGS = ["PLAIN", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"]
+LEAVES = [
+    "data_source",
+    "prompt.list.element.content",
+    "prompt.list.element.role",
+    "reward_model.ground_truth",
+    "reward_model.style",
+]
+
+
+def write_encoded(file: Path, groups: list[list[dict[str, Any]]], encodings: list[str]) -> None:
+    """One row group after another; the leaves of texts take turns with the encodings."""
+    tables = [pa.Table.from_pylist(rows) for rows in groups]
+    turns = {leaf: encodings[at % len(encodings)] for at, leaf in enumerate(LEAVES)}
+    with pq.ParquetWriter(
+        file, tables[0].schema, use_dictionary=False, column_encoding={**turns, "extra_info.index": "PLAIN"}
+    ) as writer:
+        for table in tables:
+            writer.write_table(table)
+
+
+@pytest.mark.parametrize("encodings", [[name] for name in ENCODINGS] + [ENCODINGS], ids="-".join)
+def test_texts_of_every_encoding_are_read_as_they_were_written(encodings: list[str], tmp_path: Path) -> None:
+    """At the top and in lists and dicts, empty and absent ones too, in several row groups."""
+    rows = [row(f"{'what is ' * (at % 3)}{at}é", extra_info={"index": at}) for at in range(200)]
+    rows[7].update(prompt=[], data_source=None)
+    rows[8].update(prompt=[{"role": "user", "content": None}], reward_model=None)
+    rows[9].update(prompt=None, data_source="")
+    file = tmp_path / "a.parquet"
+    write_encoded(file, [rows[:120], rows[120:]], encodings)
+    found = {chunk for leaf in range(6) for chunk in pq.read_metadata(file).row_group(1).column(leaf).encodings}
+    assert found >= set(encodings)
+    assert read_table(file, ["data_source", "prompt"], ["reward_model", "extra_info"]).to_pylist() == [
+        {key: cells[key] for key in ("data_source", "prompt", "reward_model", "extra_info")} for cells in rows
+    ]
+    assert len(dataset(write_rows(tmp_path / "b.parquet", rows[10:]))) == 190
+
+
+MOST_OF = """
+import resource, subprocess, sys
+
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+print(code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10)
+"""
+
+
+def delta_bomb(kind: str, number: int, size: int) -> pa.Array:
+    texts = pa.array(["z" * size] * number)
+    if kind == "one list":
+        return pa.ListArray.from_arrays(pa.array([0, number], pa.int32()), texts)
+    return pa.StructArray.from_arrays([texts], names=["style"]) if kind == "a dict's text" else texts
+
+
+@pytest.mark.parametrize("kind", ["text", "a dict's text", "one list"])
+def test_texts_that_share_their_beginnings_are_counted_whole_and_never_held(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here of a lower limit: 256 MiB in a file of kilobytes."""
+    monkeypatch.setattr(parquet, "MAX_COLUMN_BYTES", 8 << 20)
+    file = tmp_path / "a.parquet"
+    table = pa.table({"reward_model": delta_bomb(kind, 1024, 256 << 10)})
+    path = {"a dict's text": "reward_model.style", "one list": "reward_model.list.element"}.get(kind)
+    encoding = {path or "reward_model": "DELTA_BYTE_ARRAY"}
+    pq.write_table(table, file, use_dictionary=False, column_encoding=encoding)
+    assert file.stat().st_size < 2 << 20
+
+    def read() -> None:
+        words = r"column 'reward_model' unpacks to more than 8,388,608 bytes; at most .*: split it"
+        with pytest.raises(InvalidData, match=words):
+            read_table(file, ["reward_model"])
+
+    assert peak_of(read) < 32 << 20
+    command = [sys.executable, "-P", bounded.__file__, str(file), "reward_model", str(8 << 20)]
+    ended = subprocess.run([sys.executable, "-c", MOST_OF, *command], capture_output=True, check=True)
+    code, peak = map(int, ended.stdout.split())
+    assert (code, peak < 256 << 20) == (bounded.TOO_LARGE, True)
+
+
+def test_a_damaged_column_of_delta_texts_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    write_encoded(file, [[row("hello")] * 100], ["DELTA_BYTE_ARRAY"])
+    chunk = pq.read_metadata(file).row_group(0).column(0)
+    whole = bytearray(file.read_bytes())
+    at = chunk.data_page_offset
+    whole[at : at + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
+    file.write_bytes(whole)
+    with pytest.raises(InvalidData, match=r"a\.parquet cannot be read as Parquet: column 'data_source': "):
+        read_table(file, ["data_source"])
 
 
 # ------------------------------------------------------------------------------------------- length
