@@ -24,6 +24,7 @@ import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
@@ -46,6 +47,7 @@ SHOWN = 200  # characters of a path in a message
 # What is written before it replaces what was there.
 NEW = ".new-"
 LEFT = re.compile(re.escape(NEW) + "[0-9a-f]{16}")
+ABANDONED_SECONDS = 3600  # since anything last changed in it
 
 
 class OutsideHome(PermissionError):
@@ -78,8 +80,8 @@ class Home:
 
     @contextmanager
     def reading(self, path: Path) -> Iterator[Path]:
-        """The files below a directory as they are now, under their names. Each is opened once, so what takes
-        its place meanwhile is not read.
+        """The files below a directory as they are now, under their names, but for what is not yet whole. Each
+        is opened once, so what takes its place meanwhile is not read.
 
         Raises:
             OutsideHome: the directory is none of ours.
@@ -99,7 +101,7 @@ class Home:
     def writing(self, path: Path) -> Iterator[Path]:
         """An empty directory. When the block ends well, what was written there is on disk, everybody may read
         it, and it has replaced what had the same names in `path`, which is made if absent. Nothing else in
-        `path` changes, but what a writer that was killed has left there goes.
+        `path` changes, but what a writer that was killed an hour ago or earlier has left there goes.
 
         Raises:
             OutsideHome: the directory is none of ours.
@@ -206,7 +208,7 @@ def _new(target: int) -> tuple[str, int]:
     while True:
         name = f"{NEW}{secrets.token_hex(8)}"
         os.mkdir(name, 0o700, dir_fd=target)
-        # Another writer may have taken it for abandoned between the two lines, and removed it.
+        # Another writer, whose clock is an hour ahead, may have removed it between the two lines.
         with suppress(FileNotFoundError):
             fresh = os.open(name, DIRECTORY, dir_fd=target)
             with suppress(OSError):  # held by who removes it; or a file system without locks: nothing is swept
@@ -217,13 +219,28 @@ def _new(target: int) -> tuple[str, int]:
 
 
 def _sweep(target: int) -> None:
-    """Removes what killed writers have left: the lock of a living one cannot be had."""
+    """Removes what killed writers have left: the lock of a living one cannot be had.
+
+    Some file systems keep locks to each node (NFS with local_lock, some of FUSE), and a living writer of
+    another node looks dead there. So what changed within the last hour stays too.
+    """
     with os.scandir(target) as entries:
         found = [entry.name for entry in entries if LEFT.fullmatch(entry.name)]
     for name in found:
         with suppress(OSError), _opened(name, DIRECTORY, target) as left:  # a living writer's, or already gone
             fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - _changed(left) < ABANDONED_SECONDS:
+                continue
             shutil.rmtree(name, ignore_errors=True, dir_fd=target)
+
+
+def _changed(directory: int) -> float:
+    """When a directory, or anything in it, was last written."""
+    last = os.fstat(directory).st_mtime
+    for _, directories, names, at in os.fwalk(".", dir_fd=directory):
+        times = (os.stat(name, dir_fd=at, follow_symlinks=False).st_mtime for name in (*directories, *names))
+        last = max([last, *times])
+    return last
 
 
 @contextmanager
@@ -252,7 +269,8 @@ def _show(directory: int, view: Path, levels: int, stack: ExitStack, most: int) 
         most: entries that may be shown. Returns how many of them are left.
     """
     with os.scandir(directory) as entries:
-        found = list(islice(entries, most + 1))
+        # What is not yet whole, or was left by a killed writer, is none of it.
+        found = list(islice((entry for entry in entries if not LEFT.fullmatch(entry.name)), most + 1))
     most -= len(found)
     _check_entries(most)
     for entry in found:

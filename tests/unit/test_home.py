@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rolemesh.config.job import make_job
-from rolemesh.home import MAX_ENTRIES, Home, OutsideHome
+from rolemesh.home import ABANDONED_SECONDS, MAX_ENTRIES, Home, OutsideHome
 from services.controller.checkpoints import write_durably
 from services.controller.profile import profiled
 from services.controller.run_dir import dump
@@ -276,6 +276,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_and_what_a_living_one_has_
     killed = subprocess.run([sys.executable, "-c", KILLED, str(root)], check=False)
     assert killed.returncode == -signal.SIGKILL
     [left] = root.iterdir()
+    aged(left)
     (root / ".new-mine").mkdir()  # no name of ours
     with Home(root).writing(root) as first:
         (first / "one").write_text("1")
@@ -284,6 +285,39 @@ def test_what_a_killed_writer_left_goes_with_the_next_and_what_a_living_one_has_
         (first / "two").write_text("2")
     assert read(Home(root), root) == {"one": "1", "two": "2", "key": "new"}
     assert (root / ".new-mine").is_dir()
+
+
+def aged(left: Path, *, but: str = "") -> None:
+    """As if all of it had last changed an hour ago, but for one file."""
+    for path in (left, *left.rglob("*")):
+        if path.name != but:
+            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - ABANDONED_SECONDS))
+
+
+def test_what_a_writer_of_another_node_has_is_not_swept_where_its_lock_is_not_seen(root: Path) -> None:
+    """No lock here, and the one file that it writes is new."""
+    theirs = root / ".new-0123456789abcdef"
+    (theirs / "sub").mkdir(parents=True)
+    (theirs / "sub" / "key").write_text("half")
+    (theirs / "sub" / "other").write_text("whole")
+    aged(theirs, but="key")
+    write(Home(root), root)
+    assert (theirs / "sub" / "key").read_text() == "half"
+    aged(theirs)
+    write(Home(root), root)
+    assert not theirs.exists()
+
+
+def test_what_a_killed_writer_left_is_no_part_of_a_checkpoint(root: Path) -> None:
+    """Neither read nor counted, at any level, nor is it looked into."""
+    write(Home(root), root / "actor")
+    for number, directory in enumerate((root, root / "actor")):
+        left = directory / f".new-{number:016x}"
+        left.mkdir()
+        for part in range(MAX_ENTRIES):
+            (left / str(part)).touch()
+        (left / "link").symlink_to(root)
+    assert read(Home(root), root) == {"actor/key": "new"}
 
 
 def test_what_a_link_with_a_writers_name_leads_to_is_not_swept(root: Path, foreign: Path) -> None:
