@@ -3,18 +3,17 @@ Apart from requests.py, as it imports torch: a server without batches, the contr
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TypeVar
 
+from rolemesh import threads
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.carrier import Terms
 from rolemesh.rpc.contract import Rpc
 from rolemesh.rpc.header import Header
-from rolemesh.rpc.limits import MAX_REGION_BYTES
 from rolemesh.rpc.room import Stay
 from rolemesh.rpc.streams import LARGE_BYTES, receive
 
@@ -30,17 +29,22 @@ async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], door: Door, stay: Sta
         stay: the call's memory.
 
     Raises:
-        InvalidBatch: the frames are no batch, or not one that the method takes.
+        InvalidBatch: the frames are no batch, or not one that the method takes, or one that never has room.
         RoleBusy: there is no memory for it.
     """
 
     def check(header: Header) -> None:
+        unpacked, most = header.unpacked_bytes, stay.room.total_bytes
+        if header.region_bytes + unpacked > most:
+            raise InvalidBatch(
+                f"a batch of {header.region_bytes} bytes that unpacks to {unpacked} more; this process has "
+                f"room for {most}. Send fewer rows at once, or give the role more memory"
+            )
         tensors = {column.name: (column.dtype, column.shape) for column in header.tensors}
         door.check_claim(rpc.name, header.message.num_rows, tensors)
 
-    terms = Terms(min(MAX_REGION_BYTES, stay.room.total_bytes), check, stay)
     try:
-        batch = await receive(frames, terms)
+        batch = await receive(frames, Terms(check=check, stay=stay))
     except InvalidBatch as error:
         method = door.methods[rpc.name]
         raise InvalidBatch(f"{method.role}.{method.name}: {error}") from error
@@ -54,4 +58,4 @@ async def check_answer(rpc: Rpc, answer: DataProto, door: Door, request: DataPro
 
 async def _looked_through(batch: DataProto, check: Callable[[], R]) -> R:
     large = len(batch) >= LARGE_ROWS or sum(t.nbytes for t in batch.tensors.values()) >= LARGE_BYTES
-    return await asyncio.to_thread(check) if large else check()
+    return await threads.run_on(None, check) if large else check()

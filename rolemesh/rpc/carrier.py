@@ -7,11 +7,11 @@ fetched; header and region, and so codec, servicers and clients, stay as they ar
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rolemesh import threads
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.allocator import LARGE_COPY, Region
 from rolemesh.rpc.codec import Encoded
@@ -88,7 +88,7 @@ class FrameCarrier:
                 terms.stay.resize(region.memory_for(payload))
             # In a thread where it takes long, so that other calls of the process go on.
             if region.moves_for(payload) > LARGE_COPY:
-                await asyncio.to_thread(region.write, payload)
+                await threads.run_on(None, region.write, payload)
             else:
                 region.write(payload)
             # A frame of 64 MiB is not to be held while the next is waited for, or its batch is decoded.

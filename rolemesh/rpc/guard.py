@@ -8,15 +8,15 @@ import logging
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.message import Message
 
-from rolemesh import metrics, timeline
-from rolemesh.errors import InvalidBatch, RolemeshError
+from rolemesh import metrics, threads, timeline
+from rolemesh.errors import InvalidBatch, RoleBusy, RolemeshError, RoleUnavailable
 from rolemesh.rpc.contract import Rpc
 from rolemesh.rpc.errors import to_status
 from rolemesh.rpc.requests import TIMELINE_KEY, enter_context, message_of
@@ -64,14 +64,16 @@ class Guard:
 
             try:
                 return await batch_of(rpc, _counted(stay.frames(request), count), door, stay)
-            except InvalidBatch as error:
+            except (InvalidBatch, RoleBusy) as error:
                 traceback.clear_frames(error.__traceback__)  # they hold what has come of the batch
                 await stay.drop_rest(context.read)
                 raise
 
         async def unary(request: Any, context: Context) -> Any:
             async with self._call(role, rpc, context) as (count, stay):
-                return count("out", await behaviour(await taken(request, context, count, stay), context))
+                taken_in = await taken(request, context, count, stay)
+                with _begun():
+                    return count("out", await behaviour(taken_in, context))
 
         # Written from here and not yielded, so that a cancelled call is counted out at once and not when its
         # generator happens to be collected.
@@ -80,9 +82,10 @@ class Guard:
                 self._call(role, rpc, context) as (count, stay),
                 aclosing(behaviour(await taken(request, context, count, stay), context)) as answers,
             ):
-                async for answer in answers:
-                    async for message in _messages(answer):
-                        await context.write(count("out", message))
+                with _begun():
+                    async for answer in answers:
+                        async for message in _messages(answer):
+                            await context.write(count("out", message))
 
         return stream if rpc.streams[1] else unary
 
@@ -109,6 +112,7 @@ class Guard:
         try:
             call = enter_context(role, rpc, context.invocation_metadata())
             with self._room.stay() as stay:  # to the end of the call: until then its batch is worked on
+                threads.watch.set(stay.watch)
                 yield count, stay
             if (written := timeline.calls.get()) is not None:
                 told = (TIMELINE_KEY, timeline.told(written, started))
@@ -134,6 +138,16 @@ class Guard:
             self._running -= 1
             if not self._running:
                 self.idle.set()
+
+
+@contextmanager
+def _begun() -> Iterator[None]:
+    """Around the method itself. RoleBusy tells a caller that the method was not begun and may be asked again.
+    So another role's, which this method would pass on, becomes RoleUnavailable."""
+    try:
+        yield
+    except RoleBusy as error:
+        raise RoleUnavailable(str(error)) from error
 
 
 async def _counted(frames: Any, count: Callable[[str, Any], Any]) -> AsyncIterator[bytes]:

@@ -18,7 +18,10 @@ import grpc
 from rolemesh.errors import RoleBusy, RoleTimeout
 from rolemesh.rpc.limits import IDLE_S, MEMORY_SHARE, STALL_S
 
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),  # version 2; without a limit: max
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),  # version 1; without a limit: about 2^63
+)
 
 
 class Room:
@@ -42,12 +45,18 @@ class Room:
 
     @contextmanager
     def stay(self) -> Iterator[Stay]:
-        """For one call; when it ends, its memory is counted as free."""
+        """For one call. Its memory is free when the call and all work that it gave to threads have ended."""
         stay = Stay(self)
         self._stays.add(stay)
         try:
             yield stay
         finally:
+            stay.has_left = True
+            self._settle(stay)
+
+    def _settle(self, stay: Stay) -> None:
+        """Forgets a call that holds nothing any more."""
+        if stay.has_left and not stay.num_working:
             self._stays.discard(stay)
 
     def make(self, num_bytes: int) -> None:
@@ -71,11 +80,19 @@ class Room:
 
 
 class Stay:
-    """What one call holds of a room. `num_bytes`: how much that is."""
+    """What one call holds of a room.
+
+    Attributes:
+        num_bytes: how much that is.
+        num_working: pieces of work that the call gave to threads and that are not done. They may outlive it.
+        has_left: the call itself has ended.
+    """
 
     def __init__(self, room: Room) -> None:
         self.room = room
         self.num_bytes = 0
+        self.num_working = 0
+        self.has_left = False
         self._since = 0.0
         self._waiting: asyncio.Timeout | None = None  # while a frame is waited for
         self._ended = False
@@ -120,12 +137,24 @@ class Stay:
             read: the next frame, or EOF.
         """
         self.num_bytes = 0
+        if self._ended:  # it was silent
+            return
         with suppress(TimeoutError):
             async with asyncio.timeout(self.room.stall_s):
                 while True:
                     async with asyncio.timeout(self.room.idle_s):
                         if await read() is grpc.aio.EOF:  # type: ignore[attr-defined]  # absent from the stubs
                             return
+
+    def watch(self, work: asyncio.Future[Any]) -> None:
+        """Counts what the call holds until this is done, though the call may be cancelled before."""
+
+        def ended(_: object) -> None:
+            self.num_working -= 1
+            self.room._settle(self)
+
+        self.num_working += 1
+        work.add_done_callback(ended)
 
     def end(self) -> None:
         """Ends the stream while it waits for a frame. Its memory goes as soon as the event loop has told it."""
@@ -146,9 +175,9 @@ class Stay:
 
 def memory_bytes() -> int:
     """What this process may have: the machine's memory, or its container's limit where that is lower."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = CGROUP_LIMIT.read_text().strip()
-    except OSError:
-        return machine
-    return min(machine, int(limit)) if limit.isdecimal() else machine
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in CGROUP_LIMITS:
+        with suppress(OSError):
+            limit = path.read_text().strip()
+            most = min(most, int(limit)) if limit.isdecimal() else most
+    return most

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 
+from rolemesh import threads
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.carrier import Carrier, FrameCarrier, Terms
@@ -75,4 +76,4 @@ async def _one_batch(messages: AsyncIterator[bytes], terms: Terms) -> DataProto:
 
 async def _decoded(header: Header, region: memoryview) -> DataProto:
     large = header.work_bytes >= LARGE_BYTES
-    return await asyncio.to_thread(decode, header, region) if large else decode(header, region)
+    return await threads.run_on(None, decode, header, region) if large else decode(header, region)

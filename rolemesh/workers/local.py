@@ -6,7 +6,6 @@ computed together, where its result has a row for each of theirs."""
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -20,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from rolemesh import context as origin
-from rolemesh import timeline
+from rolemesh import threads, timeline
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
 from rolemesh.workers.lease import Lease
@@ -113,9 +112,7 @@ class LocalWorker:
         return await self._on_thread(function, *args, **kwargs)
 
     async def _on_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        context = contextvars.copy_context()
-        call = functools.partial(context.run, function, *args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self.thread, call)
+        return await threads.run_on(self.thread, function, *args, **kwargs)
 
     async def sleep(self) -> int:
         """Leaves the device to another role. Returns bytes moved."""
