@@ -70,7 +70,9 @@ CLIENT_REQUESTS = Counter(
     "rolemesh_rpc_client_requests", "Calls to one replica that have ended", ["role", "method", "code"]
 )
 CLIENT_RETRIES = Counter(
-    "rolemesh_rpc_client_retries", "Pure calls asked again because a replica went away", ["role", "method"]
+    "rolemesh_rpc_client_retries",
+    "Calls asked again because a replica went away, or had no memory",
+    ["role", "method"],
 )
 CLIENT_OUTSTANDING_ROWS = Gauge(
     "rolemesh_rpc_client_outstanding_rows",

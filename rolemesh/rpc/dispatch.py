@@ -4,12 +4,14 @@ SHARD_ROWS: the batch is cut by rows into pieces as replicas have room for them,
 the least outstanding rows, the answers are joined in row order. BROADCAST: the same request to every replica.
 
 A pure call (idempotency_level) that fails because its replica went away is asked again of another; what is
-not pure is asked once. Nothing is skipped and nothing made up: a call ends with every row or with an error.
+not pure is asked once. A replica that had no memory for a batch has not begun with it: it is asked again, pure
+or not. Nothing is skipped and nothing made up: a call ends with every row or with an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import time
 import uuid
@@ -30,7 +32,7 @@ from rolemesh import context as origin
 from rolemesh import metrics, timeline
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
-from rolemesh.errors import InvalidBatch, RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
+from rolemesh.errors import InvalidBatch, RoleBusy, RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
 from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.batches import check_answer
 from rolemesh.rpc.contract import Rpc, rpcs, serializer
@@ -47,6 +49,8 @@ PIECES_PER_REPLICA = 4
 # Below this a piece costs more in overhead than it gains in balance (but every replica gets work).
 MIN_PIECE_ROWS = 8
 ATTEMPTS_PER_REPLICA = 3
+# Before a replica that had no memory for a batch is asked again: twice as long each time, up to the most.
+BUSY_S, MAX_BUSY_S = 0.05, 2.0
 
 
 @dataclass
@@ -55,6 +59,27 @@ class _Lease:
 
     replica: Replica
     rows: int
+
+
+@dataclass
+class _Tries:
+    """How often the same rows were asked for in vain, and how long to wait before the next time."""
+
+    begun: Callable[[], None]
+    is_begun: bool = False
+    num_failures: int = 0  # other than for want of memory
+    wait_s: float = 0.0
+
+    def begin(self) -> None:
+        """Tells, once, that a replica has been found."""
+        if not self.is_begun:
+            self.is_begun = True
+            self.begun()
+
+    async def wait(self) -> None:
+        """Before the next one; not before the first."""
+        if self.wait_s:
+            await asyncio.sleep(self.wait_s)
 
 
 class Dispatcher:
@@ -87,8 +112,9 @@ class Dispatcher:
         self.metadata: dict[str, str] = {}
         self._rpcs = {rpc.name: rpc for rpc in rpcs(service)}
         self._timeout_s = timeout_s
-        for rpc in filter(lambda rpc: rpc.pure, self._rpcs.values()):  # 0 at first, so that one is an increase
-            metrics.CLIENT_RETRIES.labels(pool.role, rpc.name)
+        for rpc in self._rpcs.values():
+            if rpc.pure or rpc.takes_batch:  # 0 at first, so that one is an increase
+                metrics.CLIENT_RETRIES.labels(pool.role, rpc.name)
 
     # ------------------------------------------------------------------ whole answers
 
@@ -139,11 +165,11 @@ class Dispatcher:
     async def _piece(
         self, rpc: Rpc, batch: DataProto, turn: int, deadline: float, begun: Callable[[], None]
     ) -> Any:
-        failures = 0
+        tries = _Tries(begun)
         while True:
+            await tries.wait()
             async with self._lease(rpc, len(batch), turn, deadline) as lease:
-                if not failures:
-                    begun()
+                tries.begin()
                 try:
                     async with self._call(rpc, lease.replica, batch, deadline) as call:
                         if not rpc.streams[1]:
@@ -155,14 +181,24 @@ class Dispatcher:
                 except RoleTimeout:
                     raise
                 except RoleUnavailable as error:
-                    failures += 1
-                    self._try_again(rpc, lease.replica, error, failures)
+                    self._try_again(rpc, lease.replica, error, tries, deadline)
 
-    def _try_again(self, rpc: Rpc, replica: Replica, error: RoleUnavailable, failures: int) -> None:
-        """Raises the error if another replica is not to be asked."""
-        self.pool.suspect(replica, str(error))
-        if not rpc.pure or failures >= ATTEMPTS_PER_REPLICA * max(1, len(self.pool.replicas)):
-            raise error
+    def _try_again(
+        self, rpc: Rpc, replica: Replica, error: RoleUnavailable, tries: _Tries, deadline: float
+    ) -> None:
+        """Says in `tries` how long to wait before the rows are asked for again, or raises the error. A replica
+        that is busy is well and stays in the pool, and its method has not seen the request."""
+        if isinstance(error, RoleBusy):
+            tries.wait_s = min(2 * tries.wait_s or BUSY_S, MAX_BUSY_S) * random.uniform(0.75, 1.0)
+            if time.monotonic() + tries.wait_s >= deadline:
+                raise error
+        else:
+            tries.wait_s = 0.0
+            tries.num_failures += 1
+            self.pool.suspect(replica, str(error))
+            most = ATTEMPTS_PER_REPLICA * max(1, len(self.pool.replicas))
+            if not rpc.pure or tries.num_failures >= most:
+                raise error
         metrics.CLIENT_RETRIES.labels(self.pool.role, rpc.name).inc()
 
     # ---------------------------------------------------------------- streamed answers
@@ -230,12 +266,12 @@ class Dispatcher:
         deadline: float,
         begun: Callable[[], None],
     ) -> None:
-        failures = 0
+        tries = _Tries(begun)
         while len(rows):
             missing = torch.ones(len(rows), dtype=torch.bool)
+            await tries.wait()
             async with self._lease(rpc, len(rows), turn, deadline) as lease:
-                if not failures:
-                    begun()
+                tries.begin()
                 try:
                     asked = batch.select_idxs(rows)
                     async with self._call(rpc, lease.replica, asked, deadline) as call:
@@ -252,8 +288,7 @@ class Dispatcher:
                 except RoleTimeout:
                     raise
                 except RoleUnavailable as error:
-                    failures += 1
-                    self._try_again(rpc, lease.replica, error, failures)
+                    self._try_again(rpc, lease.replica, error, tries, deadline)
             rows = rows[missing]
 
     @staticmethod

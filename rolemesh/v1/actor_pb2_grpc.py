@@ -92,7 +92,7 @@ class ActorServiceServicer:
 
     def Update(self, request_iterator, context):
         """Trains on a whole batch: mini-batches, epochs, optimizer steps. Changes weights, so it is never
-        tried again. The answer holds the step's metrics.
+        tried again once it has begun. The answer holds the step's metrics.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

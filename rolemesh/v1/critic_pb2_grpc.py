@@ -70,7 +70,7 @@ class CriticServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Update(self, request_iterator, context):
-        """Trains on a whole batch. Changes weights, so it is never tried again.
+        """Trains on a whole batch. Changes weights, so it is never tried again once it has begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,12 +13,13 @@ import pytest
 import torch
 from serving import gate, reward_batch, reward_job, scored, serve_process, served
 
-from rolemesh import context
+from rolemesh import context, metrics
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import (
     InvalidBatch,
     InvalidConfig,
     RewardFailed,
+    RoleBusy,
     RoleFailed,
     RoleTimeout,
     RoleUnavailable,
@@ -27,12 +28,15 @@ from rolemesh.logs import JsonFormatter
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.rpc.contract import REWARD, ROLLOUT
-from rolemesh.rpc.dispatch import piece_rows
+from rolemesh.rpc.dispatch import ATTEMPTS_PER_REPLICA, piece_rows
+from rolemesh.rpc.pool import Replica
+from rolemesh.rpc.room import Room
 from rolemesh.rpc.server import RoleServer
 from services.reward.servicer import RewardServicer
 from services.reward.worker import RewardWorker
 from services.rollout.servicer import RolloutServicer
 from services.rollout.worker import RolloutWorker
+from services.serve import load_group
 
 
 def index_scores(answer: DataProto) -> list[float]:
@@ -132,6 +136,71 @@ async def test_when_every_replica_is_gone_the_call_fails_and_names_them(
     async with RewardClient(addresses, methods(job), patience_s=0.3) as client:
         with pytest.raises(RoleUnavailable, match=rf"reward.*no replica answers.*{addresses[0]}"):
             await client.compute_scores(reward_batch(1))
+
+
+async def test_a_call_waits_for_a_replica_that_has_no_memory_and_leaves_it_in_the_pool(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """More often than it would ask one that is gone."""
+    job, room, returned = reward_job(tiny_model, tmp_path), Room(1 << 20), list[Replica]()
+    server = RoleServer({"reward": [REWARD]}, room)
+    address = await server.start("127.0.0.1:0")
+    await server.ready((await load_group(["reward"], job))[1])
+    retries = metrics.CLIENT_RETRIES.labels("reward", "ComputeScores")._value
+
+    async def on_return(replica: Replica) -> None:
+        returned.append(replica)
+
+    async with RewardClient([address], methods(job), timeout_s=120) as client:
+        await client.wait_until_ready(30)
+        client.pool.on_return = on_return
+        with room.stay() as other:
+            other.resize(room.total_bytes)
+            before = retries.get()
+            call = asyncio.create_task(client.compute_scores(reward_batch(8)))
+            while retries.get() <= before + ATTEMPTS_PER_REPLICA:
+                assert not call.done()
+                assert client.pool.replicas[0].live
+                await asyncio.sleep(0)
+        assert index_scores(await call) == list(range(8))
+    assert returned == []
+    await server.drain(0)
+
+
+async def test_a_call_waits_for_memory_within_its_deadline(tiny_model: Path, tmp_path: Path) -> None:
+    job, room = reward_job(tiny_model, tmp_path), Room(1 << 20)
+    server = RoleServer({"reward": [REWARD]}, room)
+    address = await server.start("127.0.0.1:0")
+    await server.ready((await load_group(["reward"], job))[1])
+    async with RewardClient([address], methods(job), timeout_s=0.5) as client:
+        with room.stay() as other:
+            other.resize(room.total_bytes)
+            with pytest.raises((RoleBusy, RoleTimeout), match=r"no room|deadline of 0.5 s"):
+                await client.compute_scores(reward_batch(8))
+    await server.drain(0)
+
+
+class Passing(RewardWorker):
+    """Asks a role that is busy, and passes that on."""
+
+    num_calls = 0
+
+    async def compute_scores(self, batch: DataProto) -> DataProto:
+        self.num_calls += 1
+        raise RoleBusy("another role has no room")
+
+
+async def test_a_role_is_busy_only_before_its_method_begins(tiny_model: Path, tmp_path: Path) -> None:
+    """For on that word an update is asked for again."""
+    job = reward_job(tiny_model, tmp_path)
+    worker, server = Passing(job), RoleServer({"reward": [REWARD]})
+    address = await server.start("127.0.0.1:0")
+    await server.ready({REWARD: RewardServicer(worker)})
+    async with RewardClient([address], methods(job), timeout_s=60) as client:
+        with pytest.raises(RoleUnavailable, match="another role has no room") as error:
+            await client.compute_scores(reward_batch(8))
+    assert (error.type, worker.num_calls) == (RoleUnavailable, ATTEMPTS_PER_REPLICA)
+    await server.drain(0)
 
 
 async def test_a_deadline_names_role_method_address_and_step(tiny_model: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from rolemesh.errors import (
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import ActorClient, CriticClient, ReferenceClient, RolloutClient
 from rolemesh.rpc.contract import ROLLOUT
+from rolemesh.rpc.room import Room
 from rolemesh.rpc.server import RoleServer
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.remote import RemoteWeights
@@ -32,7 +33,7 @@ from services.actor.worker import ActorWorker, ReferenceWorker
 from services.critic.worker import CriticWorker
 from services.rollout.servicer import RolloutServicer
 from services.rollout.worker import RolloutWorker
-from services.serve import group_server, load_group
+from services.serve import ROLES, group_server, load_group
 
 P, T, PAD = 6, 10, 256
 
@@ -275,3 +276,24 @@ async def test_a_wrong_shape_is_refused_by_the_role_and_named(job: JobConfig) ->
             InvalidBatch, match=rf"rollout.Generate at {addresses[0]}, step 0: .*max_prompt_length"
         ):
             await asyncio.wait_for(anext(client.generate(wrong)), 30)
+
+
+async def test_an_update_that_there_is_no_memory_for_waits_and_is_made_once(job: JobConfig) -> None:
+    """The role refuses it before its method sees it, so it may be asked for again."""
+    room, batch = Room(64 << 20), sequence_batch(16)
+    async with served("actor", job) as addresses, ActorClient(addresses, methods(job)) as actor:
+        expected = await actor.update(batch)
+    server = RoleServer({"actor": ROLES["actor"].services}, room)
+    address = await server.start("127.0.0.1:0")
+    await server.ready((await load_group(["actor"], job))[1])
+    retries = metrics.CLIENT_RETRIES.labels("actor", "Update")._value
+    before = retries.get()
+    async with ActorClient([address], methods(job), timeout_s=120) as actor:
+        with room.stay() as other:
+            other.resize(room.total_bytes)
+            update = asyncio.create_task(actor.update(batch))
+            while retries.get() < before + 2:
+                assert not update.done()
+                await asyncio.sleep(0)
+        assert await update == expected
+    await server.drain(0)
