@@ -69,18 +69,18 @@ class Door:
             tensors: dtype and shape, by name.
 
         Raises:
-            InvalidBatch: whatever comes after this header, `admit` would refuse it.
+            InvalidBatch: whatever comes after this header, `admit` would refuse it. The caller adds role and
+                method, as to all that may be wrong with a header.
         """
         method = self.methods[rpc]
-        where = f"{method.role}.{method.name}"
         read = [name for name in (*method.reads, *method.optional) if COLUMNS[name].dtype or name in tensors]
         if missing := [name for name in read if name not in tensors]:
-            raise InvalidBatch(f"{where} needs tensors {missing}; got {sorted(tensors)}")
+            raise InvalidBatch(f"needs tensors {missing}; got {sorted(tensors)}")
         if not num_rows:
-            raise InvalidBatch(f"{where} needs a row or more; columns {sorted(tensors)} have none")
+            raise InvalidBatch(f"needs a row or more; columns {sorted(tensors)} have none")
         sizes = {**method.sizes, "B": num_rows}
         for name in read:
-            _check_tensor(f"{where}: column {name!r}", COLUMNS[name], *tensors[name], sizes)
+            _check_tensor(f"column {name!r}", COLUMNS[name], *tensors[name], sizes)
 
     def admit(self, rpc: str, batch: DataProto) -> DataProto:
         """The columns and the meta_info that the method reads, and no others.
