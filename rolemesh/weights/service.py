@@ -56,8 +56,8 @@ class WeightsServicer:
         self, request: WatchRegionRequest, context: Any
     ) -> AsyncIterator[WatchRegionResponse]:
         holding = await self._store.get(request.version, request.digest)
-        yield WatchRegionResponse(num_verified=holding.num_verified)
         at = holding.num_verified
+        yield WatchRegionResponse(num_verified=at)
         while at < holding.num_bytes:
             at = await holding.beyond(min(at + WATCH_BYTES, holding.num_bytes) - 1)
             yield WatchRegionResponse(num_verified=at)
