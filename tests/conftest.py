@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rolemesh.models.tiny import make_tiny_model
+from rolemesh.weights import region
 
 
 @pytest.fixture(scope="session", params=["qwen2", "qwen3", "llama"])
@@ -34,6 +35,12 @@ def ending_model(any_model: Path, tmp_path: Path) -> Path:
     for file in any_model.glob("token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
+
+
+@pytest.fixture
+def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a system that has none, and as between two machines: every byte goes over the network."""
+    monkeypatch.setattr(region, "CAN_SHARE", False)
 
 
 @pytest.fixture

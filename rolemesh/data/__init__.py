@@ -1,7 +1,7 @@
 """Data: from Parquet in verl's layout to batches of prompts, and from other files to that layout.
 
-parquet.py reads and writes rows (bounded.py those whose size nothing tells beforehand), dataset.py tokenises
-them into batches, order.py says which rows are step k's, gsm8k.py and arithmetic.py write data sets.
+parquet.py reads and writes rows (column_process.py reads columns of unknown size), dataset.py tokenises them
+into batches, order.py says which rows are step k's, gsm8k.py and arithmetic.py write data sets.
 """
 
 from rolemesh.data.arithmetic import write_arithmetic

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rolemesh.data.bounded import TooLarge, read_bounded
+from rolemesh.data.column_process import TooLarge, read_bounded
 from rolemesh.errors import InvalidData
 
 MAX_DEPTH = 64  # of lists and dicts in one another, as on the wire

@@ -63,7 +63,7 @@ class LocalWorker:
         role: its name.
         parking: what it has on its device; None: nothing, or what it keeps there it parks in a way of its own.
         lease: of the device that it shares; None: the device is its own.
-        door: lets in what comes over an rpc; the guard asks it (rolemesh/rpc/guard.py), the worker does not.
+        door: the guard asks it to let in what comes over an rpc (rolemesh/rpc/guard.py); the worker does not.
         traces: of its operations; None: no step is traced.
         thread: where it computes.
     """

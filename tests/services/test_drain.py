@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_weight_sync import job_of, prompts_of
-from test_weight_transfer import Gated, large, pull, stored
+from weight_holders import Gated, large, pull, stored
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import WeightsUnavailable

@@ -18,8 +18,8 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sequences import sequence_batch
 from serving import serve_process, served
-from test_weight_transfer import Faulty, Gated, assert_same, serving
 from torch import nn
+from weight_holders import Faulty, Gated, assert_same, serving
 
 from rolemesh import metrics
 from rolemesh.config.job import JobConfig, make_job

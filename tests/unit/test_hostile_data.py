@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rolemesh.config.data import DataConfig
-from rolemesh.data import PromptDataset, bounded, parquet
+from rolemesh.data import PromptDataset, column_process, parquet
 from rolemesh.data.dataset import longest_token
 from rolemesh.data.gsm8k import gsm8k_rows
 from rolemesh.data.parquet import read_table, write_rows
@@ -332,10 +332,10 @@ def test_texts_that_share_their_beginnings_are_counted_whole_and_never_held(
             read_table(file, ["reward_model"])
 
     assert peak_of(read) < 32 << 20
-    command = [sys.executable, "-P", bounded.__file__, str(file), "reward_model", str(8 << 20)]
+    command = [sys.executable, "-P", column_process.__file__, str(file), "reward_model", str(8 << 20)]
     ended = subprocess.run([sys.executable, "-c", MOST_OF, *command], capture_output=True, check=True)
     code, peak = map(int, ended.stdout.split())
-    assert (code, peak < 256 << 20) == (bounded.TOO_LARGE, True)
+    assert (code, peak < 256 << 20) == (column_process.TOO_LARGE, True)
 
 
 def test_a_damaged_column_of_delta_texts_is_named(tmp_path: Path) -> None:

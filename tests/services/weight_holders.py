@@ -1,0 +1,140 @@
+"""Holders of weights over real servers, and some that fail."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolemesh.rpc.contract import WEIGHTS
+from rolemesh.rpc.dtypes import TO_WIRE
+from rolemesh.rpc.server import RoleServer
+from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.remote import RemoteWeights
+from rolemesh.weights.service import WeightsServicer
+from rolemesh.weights.store import WeightStore
+
+MIB = 1 << 20
+
+
+@asynccontextmanager
+async def serving(*servicers: WeightsServicer) -> AsyncIterator[list[str]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(server_of(servicer)) for servicer in servicers]
+
+
+@asynccontextmanager
+async def server_of(servicer: WeightsServicer, listen: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    server = RoleServer({"actor": [WEIGHTS]})
+    address = await server.start(listen)
+    await server.ready({WEIGHTS: servicer})
+    try:
+        yield address
+    finally:
+        await server.drain(0)
+
+
+def stored(held: HeldWeights) -> WeightStore:
+    store = WeightStore()
+    store.put(held.holding)
+    return store
+
+
+def of_every_dtype() -> dict[str, Tensor]:
+    """Random bits, so NaNs of all kinds too; bool takes 0 and 1 alone."""
+    octets = torch.randint(0, 256, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return {
+        str(dtype): (octets % 2).bool() if dtype == torch.bool else octets.clone().view(dtype)
+        for dtype in TO_WIRE
+    }
+
+
+def noise(num_bytes: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def large(version: int = 1) -> HeldWeights:
+    """Six pieces and a bit."""
+    return HeldWeights(version, {"a": noise(10 * MIB + 5), "b": noise(14 * MIB)})
+
+
+async def assert_same(tensors: dict[str, Tensor], held: HeldWeights) -> None:
+    expected = await held.fetch()
+    assert list(tensors) == list(expected)
+    for name, tensor in expected.items():
+        assert (tensors[name].dtype, tensors[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(tensors[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+def pull(
+    sources: Sequence[str], held: HeldWeights, store: WeightStore | None = None, **arguments: Any
+) -> RemoteWeights:
+    return RemoteWeights(sources, held.version, held.holding.digest, store=store, **arguments)
+
+
+def counted(counter: Any, *labels: str) -> Callable[[], int]:
+    """How much a counter has grown since now."""
+    value = counter.labels(*labels)._value
+    before = value.get()
+    return lambda: int(value.get() - before)
+
+
+# ---------------------------------------------------------------------------- servers that fail
+
+
+class Faulty(WeightsServicer):
+    """The real service, in whose stream of bytes something happens. `starts` are the offsets asked for."""
+
+    def __init__(self, held: HeldWeights) -> None:
+        super().__init__(stored(held))
+        self.starts: list[int] = []
+
+    async def FetchRange(self, request: Any, context: Any) -> AsyncIterator[bytes]:
+        self.starts.append(request.offset)
+        at = request.offset
+        async for frame in super().FetchRange(request, context):
+            yield await self.on_frame(at, frame)
+            at += MIB
+
+    async def on_frame(self, at: int, frame: bytes) -> bytes:
+        return frame
+
+
+class Flipping(Faulty):
+    """Damages one byte of a frame, so many times."""
+
+    def __init__(self, held: HeldWeights, at: int, times: int) -> None:
+        super().__init__(held)
+        self._at, self._times = at, times
+
+    async def on_frame(self, at: int, frame: bytes) -> bytes:
+        if at != self._at or not self._times:
+            return frame
+        self._times -= 1
+        return frame[:-1] + bytes([frame[-1] ^ 1])
+
+
+class Gated(Faulty):
+    """Sends up to a byte, and the rest once it is let."""
+
+    def __init__(self, held: HeldWeights, until: int) -> None:
+        super().__init__(held)
+        self.reached, self.open = asyncio.Event(), asyncio.Event()
+        self._until = until
+
+    async def on_frame(self, at: int, frame: bytes) -> bytes:
+        if at >= self._until:
+            self.reached.set()
+            await self.open.wait()
+        return frame
+
+
+class Elsewhere(Gated):
+    """The same on another machine: its memory cannot be had."""
+
+    async def GetManifest(self, request: Any, context: Any) -> Any:
+        answer = await super().GetManifest(request, context)
+        answer.ClearField("shared")
+        return answer
