@@ -50,7 +50,7 @@ def one_seed(seed: int, directory: Path) -> dict[str, Any]:
 
 
 def _rolemesh(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "services", *arguments], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-m", "rolemesh", *arguments], check=True, cwd=ROOT)
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:

@@ -133,7 +133,7 @@ class Target:
             f"actor: {{model: {{path: {model}}}}}\n"
             f"trainer: {{default_local_dir: {directory / 'run'}, device: cpu}}\n"
         )
-        serve = [sys.executable, "-m", "services", "serve", "reward", "--config", str(config)]
+        serve = [sys.executable, "-m", "rolemesh", "serve", "reward", "--config", str(config)]
         options = ["--address-file", str(bound), "--exit-with-parent", "--listen", "127.0.0.1:0"]
         self._server = subprocess.Popen(
             [*serve, *options],

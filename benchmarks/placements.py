@@ -32,9 +32,9 @@ from rolemesh.config.placement import strategies
 from rolemesh.roles import Metrics, Roles, methods
 from rolemesh.rpc.allocator import tune
 from rolemesh.workers.parking import Parking
-from services.control import CLIENTS, until_ready
-from services.demo import prepare_demo
-from services.processes import RoleProcesses, role_processes
+from rolemesh.services.control import CLIENTS, until_ready
+from rolemesh.services.demo import prepare_demo
+from rolemesh.services.processes import RoleProcesses, role_processes
 
 SWITCH = "rolemesh_lease_switch_seconds"
 RESULTS = ROOT / "benchmarks" / "results"

@@ -40,10 +40,10 @@ from rolemesh.planner.plan import Cluster, Planner
 from rolemesh.planner.search import as_grouping
 from rolemesh.roles import Roles
 from rolemesh.rpc.allocator import give_back_free_memory
-from services.actor.worker import ActorWorker, ReferenceWorker
-from services.critic.worker import CriticWorker
-from services.reward.worker import RewardWorker
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.reward.worker import RewardWorker
+from rolemesh.services.rollout.worker import RolloutWorker
 
 RESULTS = Path(__file__).parent / "results"
 

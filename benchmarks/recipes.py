@@ -21,14 +21,14 @@ from rich.table import Table
 from rolemesh.config import JobConfig, load_job
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles
-from services.actor.worker import ActorWorker, ReferenceWorker
-from services.controller.loop import Run
-from services.controller.record import STEP
-from services.controller.run_dir import read_metrics
-from services.critic.worker import CriticWorker
-from services.demo import one_thread, prepare_demo
-from services.reward.worker import RewardWorker
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.record import STEP
+from rolemesh.services.controller.run_dir import read_metrics
+from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.demo import one_thread, prepare_demo
+from rolemesh.services.reward.worker import RewardWorker
+from rolemesh.services.rollout.worker import RolloutWorker
 
 ROOT = Path(__file__).parents[1]
 RUNS = Path("outputs/recipes")

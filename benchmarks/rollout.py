@@ -36,8 +36,8 @@ from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.allocator import tune
 from rolemesh.rpc.clients import RolloutClient
-from services.processes import role_environment
-from services.rollout.engines.vllm.arguments import (
+from rolemesh.services.processes import role_environment
+from rolemesh.services.rollout.engines.vllm.arguments import (
     end_tokens,
     engine_arguments,
     prepare_environment,
@@ -124,7 +124,7 @@ async def service(job: JobConfig, directory: Path) -> AsyncIterator[Contestant]:
     config, address_file = directory / "job.yaml", directory / "address.json"
     config.write_text(job.to_yaml(), encoding="utf-8")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services", "serve", "rollout", "--config", str(config)),
+        *(sys.executable, "-m", "rolemesh", "serve", "rollout", "--config", str(config)),
         *("--address-file", str(address_file), "--exit-with-parent"),
         stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

@@ -26,15 +26,15 @@ from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles, methods
 from rolemesh.rpc.allocator import tune
-from services.actor.worker import ActorWorker, ReferenceWorker
-from services.control import CLIENTS, until_ready
-from services.controller.pages import page_of
-from services.controller.step import Step
-from services.critic.worker import CriticWorker
-from services.demo import prepare_demo
-from services.processes import role_processes
-from services.reward.worker import RewardWorker
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.control import CLIENTS, until_ready
+from rolemesh.services.controller.pages import page_of
+from rolemesh.services.controller.step import Step
+from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.demo import prepare_demo
+from rolemesh.services.processes import role_processes
+from rolemesh.services.reward.worker import RewardWorker
+from rolemesh.services.rollout.worker import RolloutWorker
 
 ROOT = Path(__file__).parents[1]
 DEMO = Path("outputs/tiny")

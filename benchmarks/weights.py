@@ -56,8 +56,8 @@ from rolemesh.weights.region import Region
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
-from services.rollout.engines.hf import HfEngine
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.rollout.engines.hf import HfEngine
+from rolemesh.services.rollout.worker import RolloutWorker
 
 RESULTS = Path(__file__).parent / "results" / "weights.json"
 NUM_REPLICAS = (1, 2, 4, 8)

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from services.steering import app as steering
+from rolemesh.services.steering import app as steering
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -98,7 +98,7 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     from rolemesh.config import load_job
 
     job = load_job(config, overrides or ())
-    from services.launch import launch
+    from rolemesh.services.launch import launch
 
     asyncio.run(launch(job))
 
@@ -134,7 +134,7 @@ def serve(
     from rolemesh.config import load_job
 
     job = load_job(config, overrides or ())
-    from services.serve import serve as serve_roles
+    from rolemesh.services.serve import serve as serve_roles
 
     asyncio.run(
         serve_roles(
@@ -196,9 +196,9 @@ def control(
     from rolemesh.rpc import tls
     from rolemesh.rpc.discovery import parse
     from rolemesh.rpc.server import serve_metrics
-    from services.controller.scale_down import workloads
-    from services.controller.server import serving
-    from services.controller.status import RunStatus
+    from rolemesh.services.controller.scale_down import workloads
+    from rolemesh.services.controller.server import serving
+    from rolemesh.services.controller.status import RunStatus
 
     addresses = {role: parse(address) for role, address in given.items() if address}
     scaled_down, needed = workloads(scale_down or ()), workloads(need or ())
@@ -209,7 +209,7 @@ def control(
         async with serving(status, job.roles, listen, health_listen or None) as server:
             scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
             # With the models' libraries, for seconds, in which the server answers.
-            services_control = await asyncio.to_thread(import_module, "services.control")
+            services_control = await asyncio.to_thread(import_module, "rolemesh.services.control")
             await services_control.control(
                 job,
                 addresses,
@@ -232,7 +232,7 @@ def graph(
     from rolemesh.config import load_job
 
     job = load_job(config, overrides or ())
-    from services.controller.pages import record_step
+    from rolemesh.services.controller.pages import record_step
 
     step = record_step(job)
     typer.echo(step.to_mermaid() if format is GraphFormat.MERMAID else step.to_text())
@@ -255,7 +255,7 @@ def plan(
     from rolemesh.config import load_job
 
     job = load_job(config, overrides or ())
-    from services.plan import cluster_of, make_plans, show, to_json
+    from rolemesh.services.plan import cluster_of, make_plans, show, to_json
 
     plans = make_plans(job, cluster_of(gpus, gpu, gpu_memory), searching=search)
     if as_json:
@@ -312,7 +312,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the model, the demonstrations and the problems.")] = 1,
 ) -> None:
     """Make the demo's model, warm-started on flawed additions, and its data. What is there is kept."""
-    from services.demo import prepare_demo
+    from rolemesh.services.demo import prepare_demo
 
     prepare_demo(out, seed=seed)
 

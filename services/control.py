@@ -26,15 +26,15 @@ from rolemesh.rpc.clients import (
     RolloutClient,
 )
 from rolemesh.rpc.discovery import Members
-from services.controller.experience import gather
-from services.controller.loop import Run
-from services.controller.pages import check_step
-from services.controller.progress import Display
-from services.controller.run_dir import address_shown, held
-from services.controller.scale_down import Workload, refuse_scaled_down, scale_down, unpause
-from services.controller.server import ControllerServer, serving
-from services.controller.status import RunStatus, State
-from services.controller.summary import Summary
+from rolemesh.services.controller.experience import gather
+from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.pages import check_step
+from rolemesh.services.controller.progress import Display
+from rolemesh.services.controller.run_dir import address_shown, held
+from rolemesh.services.controller.scale_down import Workload, refuse_scaled_down, scale_down, unpause
+from rolemesh.services.controller.server import ControllerServer, serving
+from rolemesh.services.controller.status import RunStatus, State
+from rolemesh.services.controller.summary import Summary
 
 log = logging.getLogger(__name__)
 

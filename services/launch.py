@@ -21,13 +21,13 @@ from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.refusal import refuse_what_cannot_fit
 from rolemesh.rpc.allocator import tune
 from rolemesh.rpc.server import serve_metrics
-from services.control import Brakes, drive, prepare, warn_of_idle_keys
-from services.controller.checkpoints import write_durably
-from services.controller.loop import Run
-from services.controller.run_dir import held
-from services.controller.summary import Summary
-from services.processes import RoleProcesses, gpus_by_process, members_of, role_processes, visible_gpus
-from services.rollout.engines.vllm.arguments import check_installed
+from rolemesh.services.control import Brakes, drive, prepare, warn_of_idle_keys
+from rolemesh.services.controller.checkpoints import write_durably
+from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.run_dir import held
+from rolemesh.services.controller.summary import Summary
+from rolemesh.services.processes import RoleProcesses, gpus_by_process, members_of, role_processes, visible_gpus
+from rolemesh.services.rollout.engines.vllm.arguments import check_installed
 
 log = logging.getLogger(__name__)
 

@@ -202,7 +202,7 @@ async def _start(
     log_file, address_file = directory / f"{name}.log", directory / f"{name}.address.json"
     address_file.unlink(missing_ok=True)
     command = [
-        *(sys.executable, "-P", "-m", "services", "serve", ",".join(roles)),
+        *(sys.executable, "-P", "-m", "rolemesh", "serve", ",".join(roles)),
         *("--config", str(config), "--exit-with-parent"),
         *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--address-file", str(address_file)),
     ]

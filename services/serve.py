@@ -47,40 +47,40 @@ Servicers = Mapping[ServiceDescriptor, Any]
 
 
 def _actor(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    from services.actor.servicer import ActorServicer
-    from services.actor.worker import ActorWorker
+    from rolemesh.services.actor.servicer import ActorServicer
+    from rolemesh.services.actor.worker import ActorWorker
 
     worker = ActorWorker(job)
     return worker, {ACTOR: ActorServicer(worker, store), WEIGHTS: WeightsServicer(store)}
 
 
 def _reference(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    from services.actor.servicer import ReferenceServicer
-    from services.actor.worker import ReferenceWorker
+    from rolemesh.services.actor.servicer import ReferenceServicer
+    from rolemesh.services.actor.worker import ReferenceWorker
 
     worker = ReferenceWorker(job)
     return worker, {REFERENCE: ReferenceServicer(worker)}
 
 
 def _critic(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    from services.critic.servicer import CriticServicer
-    from services.critic.worker import CriticWorker
+    from rolemesh.services.critic.servicer import CriticServicer
+    from rolemesh.services.critic.worker import CriticWorker
 
     worker = CriticWorker(job)
     return worker, {CRITIC: CriticServicer(worker)}
 
 
 def _reward(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    from services.reward.servicer import RewardServicer
-    from services.reward.worker import RewardWorker
+    from rolemesh.services.reward.servicer import RewardServicer
+    from rolemesh.services.reward.worker import RewardWorker
 
     worker = RewardWorker(job)
     return worker, {REWARD: RewardServicer(worker)}
 
 
 def _rollout(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    from services.rollout.servicer import RolloutServicer
-    from services.rollout.worker import RolloutWorker
+    from rolemesh.services.rollout.servicer import RolloutServicer
+    from rolemesh.services.rollout.worker import RolloutWorker
 
     worker = RolloutWorker(job)
     return worker, {ROLLOUT: RolloutServicer(worker, store), WEIGHTS: WeightsServicer(store)}

@@ -37,7 +37,7 @@ def status(
 ) -> None:
     """Show what a run is doing: step, phase, reward, and its roles with their replicas. Exits with 1 where no
     controller answers, with 3 where the run has failed."""
-    from services import kubectl, watch
+    from rolemesh.services import kubectl, watch
 
     if watch.is_here(where):
         _use(tls_dir)
@@ -54,7 +54,7 @@ def watch_run(
     as_json: Json = False,
 ) -> None:
     """Show a run live, to its end, also when its controller is restarted. Exits as `status` does."""
-    from services import kubectl, watch
+    from rolemesh.services import kubectl, watch
 
     if watch.is_here(where):
         _use(tls_dir)
@@ -81,7 +81,7 @@ def stop(where: Where, tls_dir: TlsOption = None, namespace: Namespace = "", con
 
 
 def _steer(command: str, where: str, tls_dir: Path | None, namespace: str, context: str) -> None:
-    from services import kubectl, watch
+    from rolemesh.services import kubectl, watch
 
     if watch.is_here(where):
         _use(tls_dir)

@@ -24,10 +24,10 @@ from rolemesh.rpc.channels import open_channel
 from rolemesh.rpc.errors import from_status
 from rolemesh.v1 import controller_pb2 as pb
 from rolemesh.v1.controller_pb2_grpc import ControllerServiceStub
-from services.controller.progress import Display, line_of
-from services.controller.record import ADDRESS_FILE, STEP
-from services.controller.status import RunStatus, State
-from services.controller.table import log_console, number
+from rolemesh.services.controller.progress import Display, line_of
+from rolemesh.services.controller.record import ADDRESS_FILE, STEP
+from rolemesh.services.controller.status import RunStatus, State
+from rolemesh.services.controller.table import log_console, number
 
 FAILED = 3  # the exit code that says that the run has failed
 ANSWER_S = 10.0  # for one answer

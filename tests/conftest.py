@@ -46,7 +46,7 @@ def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the hf engine rows are handed over after the step that ended them."""
-    monkeypatch.setattr("services.rollout.engines.hf.STEPS_S", 0.0)
+    monkeypatch.setattr("rolemesh.services.rollout.engines.hf.STEPS_S", 0.0)
 
 
 # Files whose tests share what takes a minute to make.

@@ -42,17 +42,17 @@ from rolemesh.roles import Roles, methods
 from rolemesh.rpc.allocator import tune
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import ComputingThread
-from services.actor import worker as actor
-from services.control import CLIENTS, until_ready
-from services.controller.bypass import bypassing
-from services.controller.pages import page_of
-from services.controller.step import Step
-from services.controller.stopwatch import Stopwatch, timed
-from services.critic import worker as critic
-from services.processes import role_processes
-from services.reward.worker import RewardWorker
-from services.rollout.engines import hf
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.actor import worker as actor
+from rolemesh.services.control import CLIENTS, until_ready
+from rolemesh.services.controller.bypass import bypassing
+from rolemesh.services.controller.pages import page_of
+from rolemesh.services.controller.step import Step
+from rolemesh.services.controller.stopwatch import Stopwatch, timed
+from rolemesh.services.critic import worker as critic
+from rolemesh.services.processes import role_processes
+from rolemesh.services.reward.worker import RewardWorker
+from rolemesh.services.rollout.engines import hf
+from rolemesh.services.rollout.worker import RolloutWorker
 
 WORKERS: dict[str, Callable[[JobConfig], Any]] = {
     "actor": actor.ActorWorker,

@@ -24,8 +24,8 @@ from rolemesh.dataproto import DataProto
 from rolemesh.models.chunks import CHUNK_LOGITS, MIN_MATRIX_ROWS
 from rolemesh.models.tiny import CLASSES
 from rolemesh.rpc.allocator import give_back_free_memory
-from services.actor.worker import ActorWorker
-from services.controller.experience import join
+from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.services.controller.experience import join
 
 FILL, ROOM = 0.4, 104  # of the rows as a whole; tokens of an answer: with the prompt's, rows of 128
 VOCABULARY = 152_064  # Qwen2.5's

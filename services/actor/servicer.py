@@ -14,7 +14,7 @@ from rolemesh.v1 import actor_pb2, checkpoint_pb2
 from rolemesh.weights.held import HeldWeights, Holding
 from rolemesh.weights.manifest import check_version
 from rolemesh.weights.store import WeightStore
-from services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 
 
 class ActorServicer:

@@ -29,7 +29,7 @@ from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker, by_rows, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
-from services.actor.objective import choose_tokens, policy_loss_of, policy_objective
+from rolemesh.services.actor.objective import choose_tokens, policy_loss_of, policy_objective
 
 
 class PolicyWorker(LocalWorker):

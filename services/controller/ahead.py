@@ -13,7 +13,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed
 from rolemesh.roles import Rollout
 from rolemesh.weights.source import WeightSource
-from services.controller.experience import closed_at_end
+from rolemesh.services.controller.experience import closed_at_end
 
 
 class Ahead:

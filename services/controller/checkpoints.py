@@ -28,7 +28,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidBatch, InvalidConfig, RoleUnavailable
 from rolemesh.roles import Roles
 from rolemesh.rpc.codec import dump
-from services.controller.experience import gather
+from rolemesh.services.controller.experience import gather
 
 NAME = re.compile(r"global_step_(\d+)")
 PARTIAL = ".partial"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.controller.record import STEP, Record
+from rolemesh.services.controller.record import STEP, Record
 
 log = logging.getLogger(__name__)
 

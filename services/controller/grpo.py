@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics, Roles
-from services.controller.advantages import apply_kl_penalty, apply_rollout_correction, compute_advantages
-from services.controller.experience import collect, fan_out, gather
-from services.controller.step import Step
+from rolemesh.services.controller.advantages import apply_kl_penalty, apply_rollout_correction, compute_advantages
+from rolemesh.services.controller.experience import collect, fan_out, gather
+from rolemesh.services.controller.step import Step
 
 
 async def grpo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:

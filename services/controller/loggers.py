@@ -19,9 +19,9 @@ from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.metrics import STEP_ENDED, STEP_METRIC, STEP_SECONDS, TRAINING_STEP, TRAINING_STEPS_PLANNED
 from rolemesh.roles import Metrics
-from services.controller.record import STEP
-from services.controller.summary import accuracy_by_step
-from services.controller.table import ACCURACY, StepTable
+from rolemesh.services.controller.record import STEP
+from rolemesh.services.controller.summary import accuracy_by_step
+from rolemesh.services.controller.table import ACCURACY, StepTable
 
 log = logging.getLogger(__name__)
 

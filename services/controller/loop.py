@@ -17,22 +17,22 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.graph import observer
 from rolemesh.metrics import CHECKPOINT_WRITTEN
 from rolemesh.roles import Metrics, Roles
-from services.controller.ahead import Ahead
-from services.controller.bypass import bypassing
-from services.controller.checkpoints import Checkpoints, ControllerState, course_of
-from services.controller.curves import draw_curves
-from services.controller.experience import fan_out, gather
-from services.controller.loggers import Loggers, require_libraries
-from services.controller.pages import check_step, page_of
-from services.controller.profile import check_profile_steps, profiled
-from services.controller.progress import Display
-from services.controller.run_dir import MetricsFile, answers, dump, read_metrics, write_config
-from services.controller.sampling import DynamicSampling, SearchStopped
-from services.controller.status import RunStatus, State
-from services.controller.step import Step
-from services.controller.stopwatch import Stopwatch, WarmingActor, timed
-from services.controller.summary import Summary
-from services.controller.validation import validate
+from rolemesh.services.controller.ahead import Ahead
+from rolemesh.services.controller.bypass import bypassing
+from rolemesh.services.controller.checkpoints import Checkpoints, ControllerState, course_of
+from rolemesh.services.controller.curves import draw_curves
+from rolemesh.services.controller.experience import fan_out, gather
+from rolemesh.services.controller.loggers import Loggers, require_libraries
+from rolemesh.services.controller.pages import check_step, page_of
+from rolemesh.services.controller.profile import check_profile_steps, profiled
+from rolemesh.services.controller.progress import Display
+from rolemesh.services.controller.run_dir import MetricsFile, answers, dump, read_metrics, write_config
+from rolemesh.services.controller.sampling import DynamicSampling, SearchStopped
+from rolemesh.services.controller.status import RunStatus, State
+from rolemesh.services.controller.step import Step
+from rolemesh.services.controller.stopwatch import Stopwatch, WarmingActor, timed
+from rolemesh.services.controller.summary import Summary
+from rolemesh.services.controller.validation import validate
 
 
 class Run:

@@ -11,13 +11,13 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.graph import StepGraph, record
 from rolemesh.roles import Roles
-from services.controller.bypass import bypassing
-from services.controller.dapo import dapo_step
-from services.controller.grpo import grpo_step
-from services.controller.ppo import ppo_step
-from services.controller.remax import remax_step
-from services.controller.sampling import DynamicSampling
-from services.controller.step import Page, Step
+from rolemesh.services.controller.bypass import bypassing
+from rolemesh.services.controller.dapo import dapo_step
+from rolemesh.services.controller.grpo import grpo_step
+from rolemesh.services.controller.ppo import ppo_step
+from rolemesh.services.controller.remax import remax_step
+from rolemesh.services.controller.sampling import DynamicSampling
+from rolemesh.services.controller.step import Page, Step
 
 PAGES: Mapping[str, Page] = dict.fromkeys(ESTIMATORS, grpo_step) | {"gae": ppo_step, "remax": remax_step}
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics, Roles
-from services.controller.advantages import apply_kl_penalty, apply_rollout_correction, compute_advantages
-from services.controller.experience import collect, fan_out, gather
-from services.controller.resampling import resample
-from services.controller.step import Step
+from rolemesh.services.controller.advantages import apply_kl_penalty, apply_rollout_correction, compute_advantages
+from rolemesh.services.controller.experience import collect, fan_out, gather
+from rolemesh.services.controller.resampling import resample
+from rolemesh.services.controller.step import Step
 
 
 async def ppo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:

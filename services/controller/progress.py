@@ -14,10 +14,10 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from services.controller.record import Record
-from services.controller.status import RunStatus, State
-from services.controller.summary import Summary, accuracy_by_step, print_summary
-from services.controller.table import log_console, number
+from rolemesh.services.controller.record import Record
+from rolemesh.services.controller.status import RunStatus, State
+from rolemesh.services.controller.summary import Summary, accuracy_by_step, print_summary
+from rolemesh.services.controller.table import log_console, number
 
 PHASES = {
     "gen": "generating",

@@ -17,8 +17,8 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RolemeshError
 from rolemesh.home import Home
-from services.controller.checkpoints import write_durably
-from services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
+from rolemesh.services.controller.checkpoints import write_durably
+from rolemesh.services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
 
 
 class MetricsFile:

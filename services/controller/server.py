@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from rolemesh.rpc.server import RoleServer
-from services.controller.load import RoleLoads
-from services.controller.servicer import SERVICE, ControllerServicer
-from services.controller.status import RunStatus
+from rolemesh.services.controller.load import RoleLoads
+from rolemesh.services.controller.servicer import SERVICE, ControllerServicer
+from rolemesh.services.controller.status import RunStatus
 
 if TYPE_CHECKING:
     from rolemesh.rpc.clients import RoleClient

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rolemesh.v1 import controller_pb2 as pb
-from services.controller.record import ENDED_AT, STEP, Record
-from services.controller.status import RunStatus
+from rolemesh.services.controller.record import ENDED_AT, STEP, Record
+from rolemesh.services.controller.status import RunStatus
 
 if TYPE_CHECKING:  # with torch, for which the controller's server does not wait
     from rolemesh.rpc.clients import RoleClient

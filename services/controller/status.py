@@ -8,7 +8,7 @@ from contextlib import suppress
 from enum import Enum
 
 from rolemesh.metrics import RUN_STATE
-from services.controller.record import STEP, Record
+from rolemesh.services.controller.record import STEP, Record
 
 
 class State(Enum):

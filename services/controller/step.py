@@ -9,8 +9,8 @@ from rolemesh.algos.kl import KLController
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics, Roles
-from services.controller.metrics import batch_metrics, staleness_metrics
-from services.controller.sampling import DynamicSampling
+from rolemesh.services.controller.metrics import batch_metrics, staleness_metrics
+from rolemesh.services.controller.sampling import DynamicSampling
 
 
 @dataclass

@@ -14,7 +14,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.graph import ControllerNode
 from rolemesh.roles import Actor, Critic, Metrics, Reference, Reward, Roles, Rollout
 from rolemesh.weights.source import WeightSource
-from services.controller.experience import closed_at_end
+from rolemesh.services.controller.experience import closed_at_end
 
 R = TypeVar("R")
 

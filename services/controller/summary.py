@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from services.controller.record import STEP, Record
-from services.controller.table import number
+from rolemesh.services.controller.record import STEP, Record
+from rolemesh.services.controller.table import number
 
 
 @dataclass

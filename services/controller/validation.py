@@ -8,7 +8,7 @@ from rolemesh.algos.repeated import expected_best, expected_majority, pass_at
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics, Roles
-from services.controller.experience import collect, fan_out
+from rolemesh.services.controller.experience import collect, fan_out
 
 
 async def validate(prompts: Iterable[DataProto], roles: Roles, job: JobConfig) -> tuple[DataProto, Metrics]:

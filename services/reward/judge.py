@@ -1,4 +1,4 @@
-"""A process that scores: `python -m services.reward.judge CONNECTION PARENT`, started by judges.py.
+"""A process that scores: `python -m rolemesh.services.reward.judge CONNECTION PARENT`, started by judges.py.
 
 A user's function runs here, and rules that are slow or start programs. It may hang, crash or end the process:
 that costs its row and no other.
@@ -18,10 +18,10 @@ from typing import Any
 from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import InvalidConfig, RewardFailed
 from rolemesh.logs import shown
-from services.reward.functions import ScoreFunction, default_compute_score
-from services.reward.functions.custom import load_function
-from services.reward.parent import die_with_parent
-from services.reward.verdict import judge
+from rolemesh.services.reward.functions import ScoreFunction, default_compute_score
+from rolemesh.services.reward.functions.custom import load_function
+from rolemesh.services.reward.parent import die_with_parent
+from rolemesh.services.reward.verdict import judge
 
 
 def main() -> None:

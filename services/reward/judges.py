@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import InvalidConfig, RewardFailed
-from services.reward.verdict import Verdict
+from rolemesh.services.reward.verdict import Verdict
 
 MOST_BY_THEMSELVES = 8  # a container sees all CPUs of its node, whatever its share of them
 
@@ -191,7 +191,7 @@ class _Judge:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "services.reward.judge", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", "rolemesh.services.reward.judge", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},  # there are as many judges as CPUs
                 pass_fds=[theirs.fileno()],

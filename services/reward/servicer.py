@@ -7,7 +7,7 @@ from typing import Any
 
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Reward
-from services.reward.worker import RewardWorker
+from rolemesh.services.reward.worker import RewardWorker
 
 
 class RewardServicer:

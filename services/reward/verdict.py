@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from rolemesh.errors import RewardFailed
-from services.reward.functions import UnknownDataSource
+from rolemesh.services.reward.functions import UnknownDataSource
 
 # Argument names of a function that is called with all rows of a call at once, by those of one that is called
 # with one row.

@@ -18,13 +18,13 @@ from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import methods
 from rolemesh.workers.local import LocalWorker, as_call
 from rolemesh.workers.parking import Parking, model_tensors
-from services.reward.functions import QUICK, UnknownDataSource, rule_of
-from services.reward.judge import function_of
-from services.reward.judges import Call, Judges, Line
-from services.reward.model import ModelScorer
-from services.reward.overlong import overlong_penalty
-from services.reward.thoughts import thought_tokens
-from services.reward.verdict import PLURAL, Verdict, judge
+from rolemesh.services.reward.functions import QUICK, UnknownDataSource, rule_of
+from rolemesh.services.reward.judge import function_of
+from rolemesh.services.reward.judges import Call, Judges, Line
+from rolemesh.services.reward.model import ModelScorer
+from rolemesh.services.reward.overlong import overlong_penalty
+from rolemesh.services.reward.thoughts import thought_tokens
+from rolemesh.services.reward.verdict import PLURAL, Verdict, judge
 
 
 class RewardWorker(LocalWorker):

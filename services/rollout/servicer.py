@@ -17,7 +17,7 @@ from rolemesh.rpc.requests import VERSION_KEY
 from rolemesh.v1 import rollout_pb2
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.store import WeightStore
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.rollout.worker import RolloutWorker
 
 OWN_SHARE = 0.9  # of the caller's deadline: what went wrong is to arrive before it
 

@@ -16,8 +16,8 @@ from rolemesh.roles import methods
 from rolemesh.timeline import TRANSFER
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker
-from services.rollout.engines import load_engine
-from services.rollout.engines.fitting import check_fit
+from rolemesh.services.rollout.engines import load_engine
+from rolemesh.services.rollout.engines.fitting import check_fit
 
 
 class RolloutWorker(LocalWorker):

@@ -14,7 +14,7 @@ from cluster import Failed, Namespace, run
 
 from rolemesh.kubernetes import Cluster, Expired, Forbidden
 from rolemesh.rpc.discovery import Endpoints
-from services.controller.scale_down import PAUSED, scale_down, unpause, workloads
+from rolemesh.services.controller.scale_down import PAUSED, scale_down, unpause, workloads
 
 pytestmark = pytest.mark.cluster
 

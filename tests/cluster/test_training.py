@@ -154,7 +154,7 @@ def test_it_is_tested_then_begins_and_ends_with_the_bits_of_a_local_run(
 
 def rolemesh(command: str, job: Job, *args: str) -> str:
     """As a person at a laptop says it, by the release's name."""
-    return run(sys.executable, "-P", "-m", "services", command, job.name, "-n", job.namespace.name, *args)
+    return run(sys.executable, "-P", "-m", "rolemesh", command, job.name, "-n", job.namespace.name, *args)
 
 
 # A judge that takes its time: a hundredth of a second for each row.

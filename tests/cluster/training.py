@@ -27,7 +27,7 @@ Outcome = dict[str, Any]
 
 def train_here(directory: Path) -> Outcome:
     """`make run` in another directory, all its checkpoints kept: what the job is to come to."""
-    rolemesh = [sys.executable, "-P", "-m", "services"]
+    rolemesh = [sys.executable, "-P", "-m", "rolemesh"]
     overrides = [f"trainer.save_freq={SAVE_FREQ}", "trainer.max_actor_ckpt_to_keep=null"]
     for command in (["demo", TINY], ["run", str(ROOT / "configs" / "tiny.yaml"), *overrides]):
         subprocess.run([*rolemesh, *command], cwd=directory, check=True, stdin=subprocess.DEVNULL)

@@ -20,10 +20,10 @@ from rolemesh.rpc.server import RoleServer
 from rolemesh.weights import manifest, region, service
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
-from services.actor.servicer import ActorServicer
-from services.actor.worker import ActorWorker
-from services.control import drive
-from services.controller.loop import Run
+from rolemesh.services.actor.servicer import ActorServicer
+from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.services.control import drive
+from rolemesh.services.controller.loop import Run
 
 LOCAL = "127.0.0.1:0"
 OVERRIDES = (

@@ -25,7 +25,7 @@ ROWS = ROOT / "tests" / "fixtures" / "gsm8k"
 
 def rolemesh(*arguments: str, cwd: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "services", *arguments],
+        [sys.executable, "-m", "rolemesh", *arguments],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,

@@ -8,8 +8,8 @@ import pytest
 from in_process import train
 
 from rolemesh.config import load_job
-from services.controller.run_dir import read_metrics
-from services.demo import prepare_demo
+from rolemesh.services.controller.run_dir import read_metrics
+from rolemesh.services.demo import prepare_demo
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ACCURACY = "val-core/rolemesh/arithmetic/acc/mean@1"

@@ -14,8 +14,8 @@ from serving import served_group
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_tokenizer
-from services.control import drive
-from services.controller.loop import Run
+from rolemesh.services.control import drive
+from rolemesh.services.controller.loop import Run
 
 LORA = (
     "algorithm.adv_estimator=grpo",

@@ -19,7 +19,7 @@ from serving import gate
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
-from services.launch import check_engine
+from rolemesh.services.launch import check_engine
 
 DEADLINE_S = 240  # five processes import torch on a busy machine
 
@@ -71,7 +71,7 @@ class Launched:
 @asynccontextmanager
 async def rolemesh(*arguments: str) -> AsyncIterator[Launched]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services", *arguments),
+        *(sys.executable, "-m", "rolemesh", *arguments),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -17,7 +17,7 @@ from serving import serve_process
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import RolloutClient
-from services.processes import role_processes
+from rolemesh.services.processes import role_processes
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -43,7 +43,7 @@ async def test_the_trainer_learns_from_the_distribution_that_vllm_drew_from(tmp_
     job = small_job(tmp_path, model, "run", *OVERRIDES)
     (tmp_path / "job.yaml").write_text(job.to_yaml())
     launched = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services", "run", str(tmp_path / "job.yaml")),
+        *(sys.executable, "-m", "rolemesh", "run", str(tmp_path / "job.yaml")),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

@@ -39,7 +39,7 @@ def test_every_panel_and_alert_asks_for_what_a_run_shows(tiny_model: Path, tmp_p
     (tmp_path / "job.yaml").write_text(job.to_yaml())
     with prometheus(tmp_path, str(tmp_path / "*.targets.json"), SCRAPED_EVERY) as asked:
         start = time.time()
-        command = [sys.executable, "-m", "services", "run", str(tmp_path / "job.yaml")]
+        command = [sys.executable, "-m", "rolemesh", "run", str(tmp_path / "job.yaml")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
         end = time.time()

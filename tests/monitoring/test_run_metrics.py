@@ -10,8 +10,8 @@ import pytest
 from in_process import small_job, train
 
 from rolemesh.metrics import CONTROLLER
-from services.controller.run_dir import read_metrics
-from services.launch import shown_to_prometheus
+from rolemesh.services.controller.run_dir import read_metrics
+from rolemesh.services.launch import shown_to_prometheus
 
 
 def shown(name: str, **labels: str) -> float | None:

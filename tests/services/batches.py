@@ -15,7 +15,7 @@ from rolemesh.roles import COLUMNS, Method
 from rolemesh.rpc.codec import encode
 from rolemesh.rpc.frame import join_frame
 from rolemesh.v1 import frame_pb2
-from services.rollout.engines.sampling import draw_uniforms
+from rolemesh.services.rollout.engines.sampling import draw_uniforms
 
 P, T, K = 6, 10, 4
 VOCABULARY = 259  # of the tiny models

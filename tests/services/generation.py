@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.rollout.worker import RolloutWorker
 
 P, T, EOS, PAD = 12, 16, 258, 256
 COLUMNS = ("responses", "response_mask", "rollout_log_probs")

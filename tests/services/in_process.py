@@ -17,13 +17,13 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.traces import Traces
-from services.actor.worker import ActorWorker, ReferenceWorker
-from services.controller.loop import Run
-from services.controller.run_dir import read_metrics
-from services.controller.summary import Summary
-from services.critic.worker import CriticWorker
-from services.reward.worker import RewardWorker
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.run_dir import read_metrics
+from rolemesh.services.controller.summary import Summary
+from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.reward.worker import RewardWorker
+from rolemesh.services.rollout.worker import RolloutWorker
 
 WORKERS: dict[str, Any] = {
     "actor": ActorWorker,

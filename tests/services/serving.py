@@ -17,7 +17,7 @@ import torch
 from rolemesh import metrics
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from services.serve import group_server, load_group
+from rolemesh.services.serve import group_server, load_group
 
 P, T = 6, 8
 
@@ -163,7 +163,7 @@ async def serve_process(role: str, job: JobConfig, directory: Path, *options: st
     arguments = ["--config", str(config), "--address-file", str(address_file), "--exit-with-parent", *options]
     ports = ["--metrics-listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services", "serve", role, *ports, *arguments),
+        *(sys.executable, "-m", "rolemesh", "serve", role, *ports, *arguments),
         stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

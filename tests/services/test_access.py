@@ -39,8 +39,8 @@ from rolemesh.rpc.errors import ENDED_WHILE_WRITING
 from rolemesh.rpc.server import RoleServer
 from rolemesh.v1 import data_pb2
 from rolemesh.weights.remote import RemoteWeights
-from services.__main__ import app
-from services.serve import ROLES
+from rolemesh.services.__main__ import app
+from rolemesh.services.serve import ROLES
 
 JOB, OTHER = "my-job", "other-job"
 SECURITY = Path(__file__).parents[2] / "docs" / "security.md"

@@ -21,10 +21,10 @@ from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, UpdateFa
 from rolemesh.models.distribution import Wanted
 from rolemesh.models.sequence import token_stats
 from rolemesh.models.tiny import make_tiny_model
-from services.actor.objective import policy_objective
-from services.actor.worker import ActorWorker, ReferenceWorker
-from services.controller.experience import join
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.actor.objective import policy_objective
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.controller.experience import join
+from rolemesh.services.rollout.worker import RolloutWorker
 
 
 @pytest.fixture(autouse=True)

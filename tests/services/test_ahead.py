@@ -26,8 +26,8 @@ from rolemesh.rpc.requests import VERSION_KEY
 from rolemesh.rpc.streams import receive_batches, send
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker
-from services.control import CLIENTS
-from services.controller.experience import fan_out
+from rolemesh.services.control import CLIENTS
+from rolemesh.services.controller.experience import fan_out
 
 
 def assert_rows_are_those_of_the_steps(job: JobConfig, batches: list[DataProto], max_staleness: int) -> None:

@@ -20,9 +20,9 @@ from rolemesh.errors import RewardFailed, RoleFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Rollout
 from rolemesh.weights.source import WeightSource
-from services.controller.ahead import Ahead
-from services.controller.experience import fan_out
-from services.controller.loop import Run
+from rolemesh.services.controller.ahead import Ahead
+from rolemesh.services.controller.experience import fan_out
+from rolemesh.services.controller.loop import Run
 
 
 @asynccontextmanager

@@ -37,16 +37,16 @@ from rolemesh.rpc.server import RoleServer
 from rolemesh.rpc.streams import LARGE_BYTES, send
 from rolemesh.v1.actor_pb2 import PublishWeightsResponse
 from rolemesh.workers.local import LocalWorker
-from services.actor.servicer import ActorServicer, ReferenceServicer
-from services.actor.worker import ActorWorker, ReferenceWorker
-from services.controller.metrics import batch_metrics
-from services.critic.servicer import CriticServicer
-from services.critic.worker import CriticWorker
-from services.reward.servicer import RewardServicer
-from services.reward.worker import RewardWorker
-from services.rollout.servicer import RolloutServicer
-from services.rollout.worker import RolloutWorker
-from services.serve import ROLES as SERVED
+from rolemesh.services.actor.servicer import ActorServicer, ReferenceServicer
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.controller.metrics import batch_metrics
+from rolemesh.services.critic.servicer import CriticServicer
+from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.reward.servicer import RewardServicer
+from rolemesh.services.reward.worker import RewardWorker
+from rolemesh.services.rollout.servicer import RolloutServicer
+from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.services.serve import ROLES as SERVED
 
 ROWS = 4
 Made = tuple[type[LocalWorker], Any, ServiceDescriptor, type[RoleClient]]

@@ -16,8 +16,8 @@ from sequences import sequence_batch
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from services.actor.worker import ActorWorker, ReferenceWorker
-from services.critic.worker import CriticWorker
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.critic.worker import CriticWorker
 
 ROLES: dict[str, tuple[Callable[[JobConfig], Any], str]] = {
     "actor": (ActorWorker, "compute_log_probs"),

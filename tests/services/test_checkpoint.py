@@ -19,8 +19,8 @@ from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.errors import CheckpointFailed
 from rolemesh.models.tiny import make_tiny_model
-from services.actor.worker import ActorWorker
-from services.critic.worker import CriticWorker
+from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.services.critic.worker import CriticWorker
 
 
 def training_job(model: Path, run_dir: Path, **optim: Any) -> JobConfig:

@@ -12,10 +12,10 @@ from in_process import small_job
 from serving import served
 
 from rolemesh.errors import ModelNotFound
-from services.control import control, prepare
-from services.controller.run_dir import read_metrics
-from services.controller.server import serving
-from services.controller.status import RunStatus
+from rolemesh.services.control import control, prepare
+from rolemesh.services.controller.run_dir import read_metrics
+from rolemesh.services.controller.server import serving
+from rolemesh.services.controller.status import RunStatus
 
 LOCAL = "127.0.0.1:0"
 OVERRIDES = (

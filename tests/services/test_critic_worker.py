@@ -28,7 +28,7 @@ from rolemesh.models.heads import ScoreModel
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import token_values
-from services.critic.worker import CriticWorker, value_objective
+from rolemesh.services.critic.worker import CriticWorker, value_objective
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 

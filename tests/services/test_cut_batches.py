@@ -20,7 +20,7 @@ from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.models.optimizer import Optimizer
 from rolemesh.models.tiny import make_tiny_model
-from services.actor.worker import ActorWorker
+from rolemesh.services.actor.worker import ActorWorker
 
 ROWS = 6
 # name: keys of the actor

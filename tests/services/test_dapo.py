@@ -23,13 +23,13 @@ from rolemesh.errors import CheckpointFailed, InvalidConfig, InvalidData, RoleFa
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Actor, Metrics, Reward, Roles, Rollout
 from rolemesh.weights.source import Fits, WeightSource
-from services.controller.dapo import dapo_step
-from services.controller.loop import Run
-from services.controller.pages import record_step
-from services.controller.run_dir import read_metrics
-from services.controller.sampling import DynamicSampling, groups_with_spread
-from services.controller.step import Step
-from services.reward.worker import RewardWorker
+from rolemesh.services.controller.dapo import dapo_step
+from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.pages import record_step
+from rolemesh.services.controller.run_dir import read_metrics
+from rolemesh.services.controller.sampling import DynamicSampling, groups_with_spread
+from rolemesh.services.controller.step import Step
+from rolemesh.services.reward.worker import RewardWorker
 
 DAPO = (
     "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false",

@@ -32,11 +32,11 @@ from rolemesh.rpc.dispatch import ATTEMPTS_PER_REPLICA, piece_rows
 from rolemesh.rpc.pool import Replica
 from rolemesh.rpc.room import Room
 from rolemesh.rpc.server import RoleServer
-from services.reward.servicer import RewardServicer
-from services.reward.worker import RewardWorker
-from services.rollout.servicer import RolloutServicer
-from services.rollout.worker import RolloutWorker
-from services.serve import load_group
+from rolemesh.services.reward.servicer import RewardServicer
+from rolemesh.services.reward.worker import RewardWorker
+from rolemesh.services.rollout.servicer import RolloutServicer
+from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.services.serve import load_group
 
 
 def index_scores(answer: DataProto) -> list[float]:

@@ -21,7 +21,7 @@ from rolemesh.roles import COLUMNS, methods
 from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
 from rolemesh.rpc.errors import ERROR_KEY
 from rolemesh.rpc.streams import receive_batches, send
-from services.serve import ROLES
+from rolemesh.services.serve import ROLES
 
 ROWS = 4
 METHODS = [

@@ -21,8 +21,8 @@ from rolemesh.rpc.contract import ROLLOUT, WEIGHTS
 from rolemesh.rpc.server import RoleServer
 from rolemesh.weights import region
 from rolemesh.weights.service import WeightsServicer
-from services.rollout.servicer import RolloutServicer
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.rollout.servicer import RolloutServicer
+from rolemesh.services.rollout.worker import RolloutWorker
 
 LONG_S = 60.0  # a grace in which everything can end
 MIB = 1 << 20

@@ -21,9 +21,9 @@ from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles
 from rolemesh.weights.source import WeightSource
-from services.controller.experience import collect, fan_out
-from services.controller.pages import page_of
-from services.controller.step import Step
+from rolemesh.services.controller.experience import collect, fan_out
+from rolemesh.services.controller.pages import page_of
+from rolemesh.services.controller.step import Step
 
 # Hardly two answers of a random model are worth the same.
 REWARD = """

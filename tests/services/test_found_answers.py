@@ -12,8 +12,8 @@ from rolemesh.config.actor import ActorConfig
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from services.controller.metrics import batch_metrics
-from services.reward.worker import RewardWorker
+from rolemesh.services.controller.metrics import batch_metrics
+from rolemesh.services.reward.worker import RewardWorker
 
 
 async def test_the_answer_that_a_function_found_is_told_as_text_and_is_no_number(

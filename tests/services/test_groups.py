@@ -33,7 +33,7 @@ from rolemesh.rpc.clients import (
 )
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking
-from services.serve import ROLES, group_server, load_group
+from rolemesh.services.serve import ROLES, group_server, load_group
 
 PROMPT, RESPONSE = 6, 10
 

@@ -31,7 +31,7 @@ from rolemesh.rpc.server import RoleServer
 from rolemesh.rpc.streams import receive, send
 from rolemesh.threads import run_on
 from rolemesh.v1 import data_pb2, frame_pb2
-from services.serve import load_group
+from rolemesh.services.serve import load_group
 
 METHOD = "/rolemesh.v1.RewardService/ComputeScores"
 ROWS = 2000

@@ -25,10 +25,10 @@ from rolemesh.rpc.clients import RewardClient
 from rolemesh.rpc.pool import PendingRows
 from rolemesh.rpc.server import serve_metrics
 from rolemesh.v1 import controller_pb2, controller_pb2_grpc
-from services.control import control
-from services.controller.load import Load
-from services.controller.server import ControllerServer, serving
-from services.controller.status import RunStatus, State
+from rolemesh.services.control import control
+from rolemesh.services.controller.load import Load
+from rolemesh.services.controller.server import ControllerServer, serving
+from rolemesh.services.controller.status import RunStatus, State
 
 
 def load() -> float:
@@ -157,7 +157,7 @@ async def test_the_load_is_read_over_plain_http_though_calls_are_encrypted(tmp_p
 
 def test_the_controllers_server_is_imported_without_the_models_libraries() -> None:
     """They take seconds, in which it is to answer."""
-    program = "import sys, services.controller.server; print(sys.modules.keys() & {'torch', 'transformers'})"
+    program = "import sys, rolemesh.services.controller.server; print(sys.modules.keys() & {'torch', 'transformers'})"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"
 

@@ -22,11 +22,11 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.server import RoleServer
 from rolemesh.v1 import controller_pb2 as pb
 from rolemesh.v1.controller_pb2_grpc import ControllerServiceStub
-from services.controller.loggers import Loggers
-from services.controller.loop import Run
-from services.controller.progress import Display
-from services.controller.run_dir import MetricsFile, read_metrics
-from services.controller.servicer import SERVICE, ControllerServicer
+from rolemesh.services.controller.loggers import Loggers
+from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.progress import Display
+from rolemesh.services.controller.run_dir import MetricsFile, read_metrics
+from rolemesh.services.controller.servicer import SERVICE, ControllerServicer
 
 SCORE, ACC = "critic/score/mean", "val-core/digits/acc/mean@1"
 

@@ -24,7 +24,7 @@ from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import ActorClient, ReferenceClient
 from rolemesh.weights.held import HeldWeights
-from services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 
 
 @pytest.fixture(autouse=True)

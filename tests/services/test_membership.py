@@ -18,7 +18,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable
 from rolemesh.roles import methods
 from rolemesh.rpc.clients import ActorClient, RewardClient, RolloutClient
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.rollout.worker import RolloutWorker
 
 
 def index_scores(answer: DataProto) -> list[float]:

@@ -28,10 +28,10 @@ from rolemesh.errors import InvalidConfig, RoleUnavailable, WeightsUnavailable
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.weights.held import HeldWeights
-from services.rollout.engines.openai.engine import OpenAIEngine
-from services.rollout.engines.openai.folder import PREFIX
-from services.rollout.engines.openai.servers import Completion, Request, ServerLost, VllmServer
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.rollout.engines.openai.engine import OpenAIEngine
+from rolemesh.services.rollout.engines.openai.folder import PREFIX
+from rolemesh.services.rollout.engines.openai.servers import Completion, Request, ServerLost, VllmServer
+from rolemesh.services.rollout.worker import RolloutWorker
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(500)  # the server's start is the first test's; 45 s where nothing else runs
@@ -50,7 +50,7 @@ ENVIRONMENT = {
 FLAGS = (
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "64"),
     *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_LOGPROBS)),
-    *("--worker-extension-cls", "services.rollout.engines.vllm.extension.RolloutExtension"),
+    *("--worker-extension-cls", "rolemesh.services.rollout.engines.vllm.extension.RolloutExtension"),
 )
 
 
@@ -470,7 +470,7 @@ def test_a_server_that_does_not_suit_the_job(
     ("section", "key", "value", "flag"),
     [
         ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
-        ("parallel_config", "worker_extension_cls", "", "--worker-extension-cls services.rollout"),
+        ("parallel_config", "worker_extension_cls", "", "--worker-extension-cls rolemesh.services.rollout"),
     ],
 )
 def test_a_server_without_a_flag_is_told_which(

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 from rolemesh.config.job import make_job
 from rolemesh.models.loading import named_weights
-from services.actor.worker import ActorWorker
-from services.critic.worker import CriticWorker
+from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.services.critic.worker import CriticWorker
 
 TRAINED = ["actor", "critic"]
 

@@ -21,11 +21,11 @@ from rolemesh.errors import InvalidBatch, InvalidConfig, RewardFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Rollout
 from rolemesh.weights.source import WeightSource
-from services.controller.experience import collect, fan_out, gather
-from services.controller.loop import Run
-from services.controller.pages import page_of
-from services.controller.run_dir import read_metrics
-from services.controller.step import Step
+from rolemesh.services.controller.experience import collect, fan_out, gather
+from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.pages import page_of
+from rolemesh.services.controller.run_dir import read_metrics
+from rolemesh.services.controller.step import Step
 
 
 def some_prompts(job: JobConfig) -> DataProto:

@@ -22,7 +22,7 @@ STRATEGIES = {"collocate", "hybrid", "split-collocate", "standalone"}
 
 def rolemesh(*arguments: object, width: int = 160) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "services", *map(str, arguments)],
+        [sys.executable, "-m", "rolemesh", *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, "COLUMNS": str(width)},

@@ -19,9 +19,9 @@ from rolemesh import timeline
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_tokenizer
-from services.control import drive
-from services.controller.loop import Run
-from services.controller.pages import check_step
+from rolemesh.services.control import drive
+from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.pages import check_step
 
 CLOCKS = 1000  # microseconds, between torch's clock and the controller's
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.val_before_train=false")

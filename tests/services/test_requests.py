@@ -30,10 +30,10 @@ from rolemesh.rpc.requests import STEP_KEY
 from rolemesh.rpc.server import RoleServer
 from rolemesh.rpc.streams import send
 from rolemesh.v1 import frame_pb2
-from services.controller.servicer import SERVICE as CONTROLLER
-from services.controller.servicer import ControllerServicer
-from services.controller.status import RunStatus
-from services.serve import ROLES, group_server, load_group
+from rolemesh.services.controller.servicer import SERVICE as CONTROLLER
+from rolemesh.services.controller.servicer import ControllerServicer
+from rolemesh.services.controller.status import RunStatus
+from rolemesh.services.serve import ROLES, group_server, load_group
 
 BYTES = b"\xff" * 40
 TOO_LONG = b"\x7a\x80\x80\x40" + bytes(MAX_REQUEST_BYTES)  # any message with a field that it does not know

@@ -18,7 +18,7 @@ from test_reward_worker import batch, custom, job
 
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig, RewardFailed
-from services.reward.worker import RewardWorker
+from rolemesh.services.reward.worker import RewardWorker
 
 ADDS = "```python\nprint(sum(map(int, input().split())))\n```"
 
@@ -239,7 +239,7 @@ def test_judges_end_with_the_service_however_that_ends(tmp_path: Path, number: s
     )
     source = (
         "from rolemesh.config.reward import RewardConfig\n"
-        "from services.reward.judges import Call, Judges, Line\n"
+        "from rolemesh.services.reward.judges import Call, Judges, Line\n"
         f"config = RewardConfig(custom_reward_function={{'path': {str(function)!r}}})\n"
         "line = Line([Call([0], {'solution_str': 'x'})], str)\nJudges(config).submit(line)\n"
         "line.verdicts.result()\n"

@@ -15,8 +15,8 @@ from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, RewardFailed
 from rolemesh.models.tiny import byte_tokenizer
-from services.reward.verdict import Verdict
-from services.reward.worker import RewardWorker
+from rolemesh.services.reward.verdict import Verdict
+from rolemesh.services.reward.worker import RewardWorker
 
 TOKENIZER = byte_tokenizer()
 P, T = 16, 24

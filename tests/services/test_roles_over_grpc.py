@@ -29,11 +29,11 @@ from rolemesh.rpc.room import Room
 from rolemesh.rpc.server import RoleServer
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.remote import RemoteWeights
-from services.actor.worker import ActorWorker, ReferenceWorker
-from services.critic.worker import CriticWorker
-from services.rollout.servicer import RolloutServicer
-from services.rollout.worker import RolloutWorker
-from services.serve import ROLES, group_server, load_group
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.rollout.servicer import RolloutServicer
+from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.services.serve import ROLES, group_server, load_group
 
 P, T, PAD = 6, 10, 256
 

@@ -21,8 +21,8 @@ from rolemesh.weights.region import CAN_SHARE
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking
-from services.rollout.engines.sampling import log_distribution
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.rollout.engines.sampling import log_distribution
+from rolemesh.services.rollout.worker import RolloutWorker
 
 
 def other_weights(model: Path, tmp_path: Path) -> dict[str, torch.Tensor]:

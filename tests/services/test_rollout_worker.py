@@ -17,10 +17,10 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, RoleFailed
 from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import make_tiny_model
-from services.rollout.engines import LOADERS, hf, load_engine
-from services.rollout.engines.hf import MIN_ROWS, HfEngine, neutral_rows
-from services.rollout.engines.sampling import log_distribution
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.rollout.engines import LOADERS, hf, load_engine
+from rolemesh.services.rollout.engines.hf import MIN_ROWS, HfEngine, neutral_rows
+from rolemesh.services.rollout.engines.sampling import log_distribution
+from rolemesh.services.rollout.worker import RolloutWorker
 
 
 async def test_a_rows_bits_depend_on_nothing_but_the_row(ending_model: Path):

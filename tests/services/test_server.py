@@ -20,7 +20,7 @@ from rolemesh.roles import methods
 from rolemesh.rpc.clients import RewardClient
 from rolemesh.rpc.contract import REWARD
 from rolemesh.rpc.server import RoleServer
-from services.serve import DRAIN_S
+from rolemesh.services.serve import DRAIN_S
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

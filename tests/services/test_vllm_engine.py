@@ -29,10 +29,10 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable, WeightsUnavailable
 from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import make_tiny_model
-from services.rollout.engines import load_engine
-from services.rollout.engines.sampling import log_distribution
-from services.rollout.engines.vllm import arguments
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.rollout.engines import load_engine
+from rolemesh.services.rollout.engines.sampling import log_distribution
+from rolemesh.services.rollout.engines.vllm import arguments
+from rolemesh.services.rollout.worker import RolloutWorker
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,

@@ -16,18 +16,18 @@ from rolemesh.errors import RolemeshError, RoleUnavailable
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.server import RoleServer
 from rolemesh.v1 import controller_pb2 as pb
-from services.control import drive
-from services.controller.loop import Run
-from services.controller.progress import line_of
-from services.controller.servicer import SERVICE, ControllerServicer
-from services.controller.status import RunStatus, State
-from services.watch import FAILED, code_of, follow, to_json
+from rolemesh.services.control import drive
+from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.progress import line_of
+from rolemesh.services.controller.servicer import SERVICE, ControllerServicer
+from rolemesh.services.controller.status import RunStatus, State
+from rolemesh.services.watch import FAILED, code_of, follow, to_json
 
 
 async def rolemesh(*arguments: str) -> tuple[int, str]:
     """Exit code and output of a command."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services", *arguments),
+        *(sys.executable, "-m", "rolemesh", *arguments),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -40,10 +40,10 @@ from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.source import WeightSource
 from rolemesh.weights.store import WeightStore
-from services.actor.servicer import ActorServicer
-from services.actor.worker import ActorWorker
-from services.rollout.servicer import RolloutServicer
-from services.rollout.worker import RolloutWorker
+from rolemesh.services.actor.servicer import ActorServicer
+from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.services.rollout.servicer import RolloutServicer
+from rolemesh.services.rollout.worker import RolloutWorker
 
 P, T = 6, 10
 

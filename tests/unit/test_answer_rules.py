@@ -11,7 +11,7 @@ import torch
 from rolemesh.config.reward import OverlongBufferConfig, RewardConfig
 from rolemesh.data import arithmetic
 from rolemesh.data import gsm8k as gsm8k_data
-from services.reward.functions import (
+from rolemesh.services.reward.functions import (
     RULES,
     UnknownDataSource,
     dapo,
@@ -19,15 +19,15 @@ from services.reward.functions import (
     math_verify,
     rule_of,
 )
-from services.reward.functions.prime_code import (
+from rolemesh.services.reward.functions.prime_code import (
     cases_of,
     compute_score,
     program_of,
     same_result,
     same_text,
 )
-from services.reward.overlong import overlong_penalty
-from services.reward.sandbox.inside import idle_time
+from rolemesh.services.reward.overlong import overlong_penalty
+from rolemesh.services.reward.sandbox.inside import idle_time
 
 # ------------------------------------------------------------------------------------ which rule
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.__main__ import main
+from rolemesh.services.__main__ import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -19,8 +19,8 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig
 from rolemesh.graph import RESPONSE_TOKENS, record
 from rolemesh.roles import COLUMNS, Roles
-from services.controller.advantages import compute_advantages
-from services.controller.pages import PAGES, record_step
+from rolemesh.services.controller.advantages import compute_advantages
+from rolemesh.services.controller.pages import PAGES, record_step
 
 B, T = 12, 7
 # GAE leaves what it passed on in masked cells, and ReMax the return in observations.

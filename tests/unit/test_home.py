@@ -15,10 +15,10 @@ import pytest
 
 from rolemesh.config.job import make_job
 from rolemesh.home import ABANDONED_SECONDS, MAX_ENTRIES, Home, OutsideHome
-from services.controller.checkpoints import write_durably
-from services.controller.profile import profiled
-from services.controller.run_dir import dump
-from services.rollout.engines.openai.folder import WeightsFolder
+from rolemesh.services.controller.checkpoints import write_durably
+from rolemesh.services.controller.profile import profiled
+from rolemesh.services.controller.run_dir import dump
+from rolemesh.services.rollout.engines.openai.folder import WeightsFolder
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from rolemesh.config.job import make_job
 from rolemesh.config.placement import ROLES, ReplicasConfig
 from rolemesh.config.rollout import RolloutConfig
 from rolemesh.planner.plan import TRAINED
-from services.control import warn_of_idle_keys
-from services.rollout.engines.vllm.arguments import ENGINE
+from rolemesh.services.control import warn_of_idle_keys
+from rolemesh.services.rollout.engines.vllm.arguments import ENGINE
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = ROOT / "rolemesh" / "config"
@@ -353,7 +353,7 @@ def test_the_resolved_job_file_begins_with_the_same_warnings(tmp_path: Path) -> 
 
 def test_a_run_begins_with_the_warning() -> None:
     addresses = [word for role in ("actor", "rollout", "reward") for word in (f"--{role}", "127.0.0.1:1")]
-    command = [sys.executable, "-m", "services", "control", "--config", "configs/tiny.yaml", *addresses]
+    command = [sys.executable, "-m", "rolemesh", "control", "--config", "configs/tiny.yaml", *addresses]
     ran = subprocess.run(
         [*command, "reward.reward_manager=prime", "actor.model.path=nowhere"],
         capture_output=True, text=True, timeout=120, cwd=ROOT,

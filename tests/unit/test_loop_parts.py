@@ -17,14 +17,14 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidConfig, RoleUnavailable
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.clients import ActorClient, RewardClient, RolloutClient
-from services.controller.advantages import apply_kl_penalty, compute_advantages
-from services.controller.checkpoints import Checkpoints, ControllerState, course_of
-from services.controller.curves import draw_curves
-from services.controller.metrics import batch_metrics, staleness_metrics
-from services.controller.status import RunStatus, State
-from services.controller.stopwatch import Stopwatch
-from services.controller.summary import accuracy_by_step
-from services.controller.validation import validation_metrics
+from rolemesh.services.controller.advantages import apply_kl_penalty, compute_advantages
+from rolemesh.services.controller.checkpoints import Checkpoints, ControllerState, course_of
+from rolemesh.services.controller.curves import draw_curves
+from rolemesh.services.controller.metrics import batch_metrics, staleness_metrics
+from rolemesh.services.controller.status import RunStatus, State
+from rolemesh.services.controller.stopwatch import Stopwatch
+from rolemesh.services.controller.summary import accuracy_by_step
+from rolemesh.services.controller.validation import validation_metrics
 
 MASK = tensor([[True, True, True], [True, False, False]])
 

@@ -14,7 +14,7 @@ from rolemesh.algos.aggregation import TokenMean
 from rolemesh.algos.policy_loss import POLICY_LOSSES
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from services.actor.objective import policy_objective
+from rolemesh.services.actor.objective import policy_objective
 
 MASK = tensor([[True, True, False], [True, False, False]])
 OLD = tensor([[-1.0, -2.0, 9.0], [-3.0, 9.0, 9.0]])

@@ -11,8 +11,8 @@ import pytest
 from rolemesh.config.reward import CustomRewardConfig, RewardConfig
 from rolemesh.data.gsm8k import gsm8k_rows
 from rolemesh.errors import InvalidConfig
-from services.reward.functions import UnknownDataSource, default_compute_score, gsm8k, math
-from services.reward.functions.custom import load_function
+from rolemesh.services.reward.functions import UnknownDataSource, default_compute_score, gsm8k, math
+from rolemesh.services.reward.functions.custom import load_function
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gsm8k" / "train.jsonl"
 

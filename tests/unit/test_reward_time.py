@@ -11,8 +11,8 @@ from contextlib import suppress
 import pytest
 
 from rolemesh.config.reward import RewardConfig
-from services.reward.functions import QUICK, RULES, dapo, default_compute_score
-from services.reward.functions.prime_code import program_of, same_result, same_text
+from rolemesh.services.reward.functions import QUICK, RULES, dapo, default_compute_score
+from rolemesh.services.reward.functions.prime_code import program_of, same_result, same_text
 
 REPEATED = (
     *(" ", "\n", "1", "a", "{", "}", "$", "-", "#", ".", ",", "=", "\\", "/", "%", "####", "#### ", "####,"),

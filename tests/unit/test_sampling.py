@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rolemesh.config.rollout import RolloutConfig, SamplingConfig
-from services.rollout.engines.sampling import draw_uniforms, log_distribution, sample
+from rolemesh.services.rollout.engines.sampling import draw_uniforms, log_distribution, sample
 
 # Probabilities 0.1, 0.4, 0.2, 0.3 of tokens 0 to 3.
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rolemesh.config.model import ModelConfig
 from rolemesh.models.loading import load_tokenizer
-from services.reward.thoughts import thought_tokens
+from rolemesh.services.reward.thoughts import thought_tokens
 
 LONGER = ["<think>", "</think>", "?<th", "ink>\n", " so</"]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rolemesh.config.reward import RewardConfig
-from services.reward.functions import dapo, gsm8k, math, math_verify, prime_code
+from rolemesh.services.reward.functions import dapo, gsm8k, math, math_verify, prime_code
 
 Score = float | Mapping[str, Any]
 

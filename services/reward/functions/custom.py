@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rolemesh.config.reward import CustomRewardConfig
 from rolemesh.errors import InvalidConfig
-from services.reward.functions import ScoreFunction
+from rolemesh.services.reward.functions import ScoreFunction
 
 
 def load_function(config: CustomRewardConfig) -> ScoreFunction:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from services.reward.functions.ground_truth import right_answers
-from services.reward.functions.math import last_boxed
+from rolemesh.services.reward.functions.ground_truth import right_answers
+from rolemesh.services.reward.functions.math import last_boxed
 
 ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from services.reward.functions.ground_truth import right_answers
+from rolemesh.services.reward.functions.ground_truth import right_answers
 
 # No character is in both classes: what does not match is given up in one pass.
 ANSWER = re.compile(r"####([-+$\s]*[0-9.,]+)")

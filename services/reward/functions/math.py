@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from services.reward.functions.ground_truth import right_answers
+from rolemesh.services.reward.functions.ground_truth import right_answers
 
 # What says nothing about the value, in the order in which it is taken out.
 SYNONYMS = (

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from services.reward.functions.ground_truth import right_answers
+from rolemesh.services.reward.functions.ground_truth import right_answers
 
 TIMEOUT_S = 5  # for reading an expression, and for each comparison; then it is not equal
 

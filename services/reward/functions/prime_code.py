@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from rolemesh.config.reward import RewardConfig
-from services.reward.sandbox.box import Limits, Sandbox
+from rolemesh.services.reward.sandbox.box import Limits, Sandbox
 
 CONTINUOUS_TESTS = 10
 FENCE = "```"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.reward.sandbox.inside import READY
+from rolemesh.services.reward.sandbox.inside import READY
 
 PROJECT = Path(__file__).parents[3]
 SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -103,7 +103,7 @@ class Sandbox:
         home = os.open(sys.base_prefix, os.O_PATH)
         files = (theirs.fileno(), home)
         # -S -s -B -P: neither site-packages nor the user's own, no bytecode written, not the working directory.
-        command = [sys._base_executable, *("-S", "-s", "-B", "-P", "-m", "services.reward.sandbox.inside")]  # type: ignore[attr-defined]
+        command = [sys._base_executable, *("-S", "-s", "-B", "-P", "-m", "rolemesh.services.reward.sandbox.inside")]  # type: ignore[attr-defined]
         try:
             self._control = ours
             self._process = subprocess.Popen(

@@ -4,7 +4,7 @@ A fork is quicker than a new interpreter that imports the same, and as good: no 
 What a program is and reads comes as open files that this process never reads, so that no program finds
 another's there; right answers never come here at all.
 
-`python -m services.reward.sandbox.inside CONTROL HOME`: two file descriptors, the socket over which programs
+`python -m rolemesh.services.reward.sandbox.inside CONTROL HOME`: two file descriptors, the socket over which programs
 come, and the interpreter's own directory, which a process that may no longer walk the path to it still reads.
 """
 
@@ -23,9 +23,9 @@ import time
 import types
 from typing import Any
 
-from services.reward.parent import die_with_parent
-from services.reward.sandbox.landlock import no_new_privileges, restrict_to_reading
-from services.reward.sandbox.seccomp import allow_computing_only
+from rolemesh.services.reward.parent import die_with_parent
+from rolemesh.services.reward.sandbox.landlock import no_new_privileges, restrict_to_reading
+from rolemesh.services.reward.sandbox.seccomp import allow_computing_only
 
 NOBODY = 65534  # what root becomes
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")

@@ -93,19 +93,19 @@ class Engine(Protocol):
 
 
 def _load_hf(job: JobConfig, worker: LocalWorker) -> Engine:
-    from services.rollout.engines.hf import HfEngine
+    from rolemesh.services.rollout.engines.hf import HfEngine
 
     return HfEngine(job, worker)
 
 
 def _load_vllm(job: JobConfig, worker: LocalWorker) -> Engine:
-    from services.rollout.engines.vllm.engine import VllmEngine
+    from rolemesh.services.rollout.engines.vllm.engine import VllmEngine
 
     return VllmEngine(job)
 
 
 def _load_openai(job: JobConfig, worker: LocalWorker) -> Engine:
-    from services.rollout.engines.openai.engine import OpenAIEngine
+    from rolemesh.services.rollout.engines.openai.engine import OpenAIEngine
 
     return OpenAIEngine(job)
 

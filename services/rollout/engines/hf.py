@@ -27,8 +27,8 @@ from rolemesh.errors import InvalidConfig, Unsupported
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device, vocabulary_of
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking, model_tensors
-from services.rollout.engines.fitting import check_fit
-from services.rollout.engines.sampling import draw_uniforms, sample
+from rolemesh.services.rollout.engines.fitting import check_fit
+from rolemesh.services.rollout.engines.sampling import draw_uniforms, sample
 
 MIN_ROWS = 16
 PROBED_ROWS = 256
@@ -114,7 +114,7 @@ AttentionInterface.register("rolemesh_grouped", grouped_attention)
 
 
 class HfEngine:
-    """Implements services.rollout.engines.Engine on the worker's thread, one call after another."""
+    """Implements rolemesh.services.rollout.engines.Engine on the worker's thread, one call after another."""
 
     def __init__(self, job: JobConfig, worker: LocalWorker) -> None:
         self._worker = worker

@@ -23,9 +23,9 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.models.loading import load_outline, load_tokenizer, named_weights, vocabulary_of
-from services.rollout.engines.fitting import check_fit
-from services.rollout.engines.openai.folder import WeightsFolder
-from services.rollout.engines.openai.servers import (
+from rolemesh.services.rollout.engines.fitting import check_fit
+from rolemesh.services.rollout.engines.openai.folder import WeightsFolder
+from rolemesh.services.rollout.engines.openai.servers import (
     KINDS,
     Completion,
     Request,
@@ -33,7 +33,7 @@ from services.rollout.engines.openai.servers import (
     ServerLost,
     understood,
 )
-from services.rollout.engines.vllm.arguments import end_tokens
+from rolemesh.services.rollout.engines.vllm.arguments import end_tokens
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class _Row:
 
 
 class OpenAIEngine:
-    """Implements services.rollout.engines.Engine on servers of somebody else."""
+    """Implements rolemesh.services.rollout.engines.Engine on servers of somebody else."""
 
     def __init__(self, job: JobConfig) -> None:
         settings = job.rollout.openai

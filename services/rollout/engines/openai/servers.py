@@ -16,7 +16,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 
 LEAST_LOG_PROB = -9999.0  # vLLM's word for minus infinity, and for a token of which it knows none
-EXTENSION = "services.rollout.engines.vllm.extension.RolloutExtension"
+EXTENSION = "rolemesh.services.rollout.engines.vllm.extension.RolloutExtension"
 
 
 class ServerLost(Exception):

@@ -16,7 +16,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_tokenizer, resolve_device
-from services.rollout.engines.vllm import owner
+from rolemesh.services.rollout.engines.vllm import owner
 
 # rollout.* that vLLM takes as they are, under its own names.
 ENGINE = {
@@ -119,7 +119,7 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
         "generation_config": "vllm",  # what ends a response is said in each request
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
         "max_logprobs": max(1, rollout.num_kept),
-        "worker_extension_cls": "services.rollout.engines.vllm.extension.RolloutExtension",
+        "worker_extension_cls": "rolemesh.services.rollout.engines.vllm.extension.RolloutExtension",
         "enforce_eager": rollout.enforce_eager or device == "cpu",
     }
     if device == "cpu":

@@ -16,15 +16,15 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable, Unsupported
 from rolemesh.models.loading import load_outline, named_weights, resolve_device, vocabulary_of
-from services.rollout.engines.fitting import check_fit
-from services.rollout.engines.vllm.arguments import (
+from rolemesh.services.rollout.engines.fitting import check_fit
+from rolemesh.services.rollout.engines.vllm.arguments import (
     end_tokens,
     engine_arguments,
     names_versions,
     prepare_environment,
     sampling_arguments,
 )
-from services.rollout.engines.vllm.region import shared_region, tensors_in
+from rolemesh.services.rollout.engines.vllm.region import shared_region, tensors_in
 
 R = TypeVar("R")
 
@@ -33,7 +33,7 @@ SEED_BITS = 2**63 - 1  # vLLM takes a seed of -1 for none
 
 
 class VllmEngine:
-    """Implements services.rollout.engines.Engine on vLLM's AsyncLLM, which computes in processes of its own."""
+    """Implements rolemesh.services.rollout.engines.Engine on vLLM's AsyncLLM, which computes in processes of its own."""
 
     def __init__(self, job: JobConfig) -> None:
         prepare_environment(resolve_device(job.trainer.device))

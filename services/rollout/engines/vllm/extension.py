@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.rollout.engines.vllm.region import Place, tensors_in
+from rolemesh.services.rollout.engines.vllm.region import Place, tensors_in
 
 LIBC = ctypes.CDLL(None)
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
