@@ -25,11 +25,11 @@ import torch
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc import limits
-from rolemesh.rpc.codec import dump, encode
-from rolemesh.rpc.frame import join_frame
-from rolemesh.rpc.streams import receive
 from rolemesh.v1.frame_pb2 import FrameHeader
+from rolemesh.wire import limits
+from rolemesh.wire.codec import dump, encode
+from rolemesh.wire.frame import join_frame
+from rolemesh.wire.streams import receive
 
 CPU_S = 1.0
 SLACK_BYTES = 32 << 20  # Python, Arrow and torch take memory by the piece

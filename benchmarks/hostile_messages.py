@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import pyarrow as pa
 
-from rolemesh.rpc.frame import join_frame
 from rolemesh.v1 import data_pb2
 from rolemesh.v1.frame_pb2 import FrameHeader, TensorSpec
+from rolemesh.wire.frame import join_frame
 
 MIB = 1 << 20
 MAX_BYTES = 63 * MIB  # gRPC takes 64 MiB, tags and lengths included

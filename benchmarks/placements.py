@@ -30,11 +30,11 @@ from benchmarks.steps import DEMO, ROOT, OneStep, stepper
 from rolemesh.config import load_job
 from rolemesh.config.placement import strategies
 from rolemesh.roles import Metrics, Roles, methods
-from rolemesh.rpc.allocator import tune
+from rolemesh.services.command_line.demo import prepare_demo
+from rolemesh.services.controller.main import CLIENTS, until_ready
+from rolemesh.services.processes.local import RoleProcesses, role_processes
+from rolemesh.wire.allocator import tune
 from rolemesh.workers.parking import Parking
-from rolemesh.services.control import CLIENTS, until_ready
-from rolemesh.services.demo import prepare_demo
-from rolemesh.services.processes import RoleProcesses, role_processes
 
 SWITCH = "rolemesh_lease_switch_seconds"
 RESULTS = ROOT / "benchmarks" / "results"

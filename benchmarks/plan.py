@@ -39,11 +39,11 @@ from rolemesh.planner.memory import role_memory, role_shapes
 from rolemesh.planner.plan import Cluster, Planner
 from rolemesh.planner.search import as_grouping
 from rolemesh.roles import Roles
-from rolemesh.rpc.allocator import give_back_free_memory
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.wire.allocator import give_back_free_memory
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -22,11 +22,11 @@ from rolemesh.config import JobConfig, load_job
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
-from rolemesh.services.controller.loop import Run
+from rolemesh.services.command_line.demo import one_thread, prepare_demo
 from rolemesh.services.controller.record import STEP
-from rolemesh.services.controller.run_dir import read_metrics
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.services.controller.run.run_dir import read_metrics
 from rolemesh.services.critic.worker import CriticWorker
-from rolemesh.services.demo import one_thread, prepare_demo
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.worker import RolloutWorker
 

@@ -34,15 +34,15 @@ from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_outline
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
-from rolemesh.rpc.allocator import tune
-from rolemesh.rpc.clients import RolloutClient
-from rolemesh.services.processes import role_environment
+from rolemesh.rpc.calling.clients import RolloutClient
+from rolemesh.services.processes.local import role_environment
 from rolemesh.services.rollout.engines.vllm.arguments import (
     end_tokens,
     engine_arguments,
     prepare_environment,
     sampling_arguments,
 )
+from rolemesh.wire.allocator import tune
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 256

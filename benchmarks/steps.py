@@ -25,16 +25,16 @@ from rolemesh.config import JobConfig, load_job
 from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles, methods
-from rolemesh.rpc.allocator import tune
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
-from rolemesh.services.control import CLIENTS, until_ready
-from rolemesh.services.controller.pages import page_of
-from rolemesh.services.controller.step import Step
+from rolemesh.services.command_line.demo import prepare_demo
+from rolemesh.services.controller.main import CLIENTS, until_ready
+from rolemesh.services.controller.pages.choice import page_of
+from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.critic.worker import CriticWorker
-from rolemesh.services.demo import prepare_demo
-from rolemesh.services.processes import role_processes
+from rolemesh.services.processes.local import role_processes
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.wire.allocator import tune
 
 ROOT = Path(__file__).parents[1]
 DEMO = Path("outputs/tiny")

@@ -6,7 +6,7 @@ Every contestant has its own client and server process, so that none inherits an
 size by size, and the fastest and the median turn are kept. A turn is a whole exchange of a DataProto: written,
 carried, read into tensors on the other side, and the same on the way back; only the raw socket moves bare
 bytes. The peers run as a program that uses them would; `protobuf unary, tuned` shows how much of the
-difference is the allocator's (rolemesh/rpc/allocator.py).
+difference is the allocator's (rolemesh/wire/allocator.py).
 
 Writes benchmarks/results/transport.json.
 """
@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rolemesh.dataproto import DataProto
-from rolemesh.rpc import allocator, streams
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
-from rolemesh.rpc.codec import encode
+from rolemesh.wire import allocator, streams
+from rolemesh.wire.codec import encode
 
 RESULTS = Path(__file__).parent / "results" / "transport.json"
 SIZES = {"16 MiB": 16 << 20, "256 MiB": 256 << 20}

@@ -42,22 +42,22 @@ from typing import IO, Any, cast
 from rich.console import Console
 from rich.table import Table
 
-from rolemesh import metrics
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.rpc import allocator
 from rolemesh.rpc.contract import WEIGHTS
-from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.services.rollout.engines.hf import HfEngine
+from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import SharedRegion
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.region import Region
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
-from rolemesh.services.rollout.engines.hf import HfEngine
-from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.wire import allocator
 
 RESULTS = Path(__file__).parent / "results" / "weights.json"
 NUM_REPLICAS = (1, 2, 4, 8)

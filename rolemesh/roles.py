@@ -1,7 +1,7 @@
 """START HERE: what the roles are.
 
 A role is a Protocol with two implementations: a worker does the work in this process, a client asks a
-service for it over gRPC. A page (services/controller/ppo.py) takes `Roles` and cannot tell which it has.
+service for it over gRPC. A page (services/controller/pages/ppo.py) takes `Roles` and cannot tell which it has.
 
 `methods` declares, for every method that takes a batch, the columns that it reads and writes, and `COLUMNS`
 what each of them holds. Clients send the columns read and no others. A server holds every batch against the

@@ -1,8 +1,5 @@
-"""The deployables: one folder for each role's service, one for the controller, and the command line.
+"""The deployables, installed as `rolemesh.services`: a folder for each role and one for the controller.
 
-serve.py runs the roles of a group as a server, processes.py starts role processes on this machine, control.py
-makes a run with roles that are served somewhere, launch.py does both. plan.py compares placements, steering.py,
-watch.py and kubectl.py follow a run and steer it, demo.py makes the demo's model and data.
-
+processes/ starts a role's server and, on one machine, all of a job's; command_line/ is `rolemesh …`.
 A service imports the library `rolemesh` and never another service.
 """

@@ -4,7 +4,7 @@ and beside TRL's trainers; packed training beside padded; the memory of log-prob
     python -m benchmarks.step
 
 Contestants are processes that are given the same model, prompts, rule and number of threads, and take turns.
-Ours keeps freed memory, as every role does (rolemesh/rpc/allocator.py).
+Ours keeps freed memory, as every role does (rolemesh/wire/allocator.py).
 TRL is installed into environments of its own under .cache/benchmarks. Writes benchmarks/results/step.json and
 step.png.
 """

@@ -39,20 +39,20 @@ from rolemesh.graph import observer
 from rolemesh.models import sequence
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles, methods
-from rolemesh.rpc.allocator import tune
-from rolemesh.workers.lease import Lease
-from rolemesh.workers.local import ComputingThread
 from rolemesh.services.actor import worker as actor
-from rolemesh.services.control import CLIENTS, until_ready
-from rolemesh.services.controller.bypass import bypassing
-from rolemesh.services.controller.pages import page_of
-from rolemesh.services.controller.step import Step
-from rolemesh.services.controller.stopwatch import Stopwatch, timed
+from rolemesh.services.controller.main import CLIENTS, until_ready
+from rolemesh.services.controller.pages.choice import page_of
+from rolemesh.services.controller.pages.step import Step
+from rolemesh.services.controller.run.stopwatch import Stopwatch, timed
+from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.critic import worker as critic
-from rolemesh.services.processes import role_processes
+from rolemesh.services.processes.local import role_processes
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.engines import hf
 from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.wire.allocator import tune
+from rolemesh.workers.lease import Lease
+from rolemesh.workers.local import ComputingThread
 
 WORKERS: dict[str, Callable[[JobConfig], Any]] = {
     "actor": actor.ActorWorker,

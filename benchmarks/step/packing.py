@@ -23,9 +23,9 @@ from benchmarks.step.workload import end_probability
 from rolemesh.dataproto import DataProto
 from rolemesh.models.chunks import CHUNK_LOGITS, MIN_MATRIX_ROWS
 from rolemesh.models.tiny import CLASSES
-from rolemesh.rpc.allocator import give_back_free_memory
 from rolemesh.services.actor.worker import ActorWorker
-from rolemesh.services.controller.experience import join
+from rolemesh.services.controller.stages.experience import join
+from rolemesh.wire.allocator import give_back_free_memory
 
 FILL, ROOM = 0.4, 104  # of the rows as a whole; tokens of an answer: with the prompt's, rows of 128
 VOCABULARY = 152_064  # Qwen2.5's
@@ -94,7 +94,7 @@ async def peak_memory(workload: Path, directory: str) -> dict[str, Any]:
     """Bytes that actor.compute_log_probs takes at most beyond what it began with, over a large vocabulary,
     beside the logits of one chunk of a micro-batch. What is freed goes back to the system at once, so that the
     pass is counted and not what an allocator keeps (which in a role process is up to two chunks more:
-    rolemesh/rpc/allocator.py)."""
+    rolemesh/wire/allocator.py)."""
     m_mmap_threshold = -3
     ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 20)
     config_class, model_class = CLASSES["qwen2"]

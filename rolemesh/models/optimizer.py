@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rolemesh.algos.learning_rate import learning_rate
 from rolemesh.config.model import OptimConfig
 from rolemesh.errors import UpdateFailed
-from rolemesh.metrics import NONFINITE_GRADIENTS
+from rolemesh.telemetry.metrics import NONFINITE_GRADIENTS
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 

@@ -11,11 +11,11 @@ from rolemesh import threads
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc.carrier import Terms
 from rolemesh.rpc.contract import Rpc
-from rolemesh.rpc.header import Header
-from rolemesh.rpc.room import Stay
-from rolemesh.rpc.streams import LARGE_BYTES, receive
+from rolemesh.wire.carrier import Terms
+from rolemesh.wire.header import Header
+from rolemesh.wire.room import Stay
+from rolemesh.wire.streams import LARGE_BYTES, receive
 
 R = TypeVar("R")
 

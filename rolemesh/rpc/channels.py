@@ -10,7 +10,7 @@ import grpc
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.rpc import tls
-from rolemesh.rpc.limits import MAX_MESSAGE_BYTES
+from rolemesh.wire.limits import MAX_MESSAGE_BYTES
 
 # Of every channel and server.
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rolemesh.errors import InvalidBatch, WeightsUnavailable
-from rolemesh.rpc.dtypes import FROM_WIRE, TO_WIRE
-from rolemesh.rpc.frame import LENGTH_DELIMITED, fields
-from rolemesh.rpc.limits import (
+from rolemesh.v1.data_pb2 import Dtype
+from rolemesh.v1.weights_pb2 import WeightManifest, WeightSpec
+from rolemesh.wire.dtypes import FROM_WIRE, TO_WIRE
+from rolemesh.wire.frame import LENGTH_DELIMITED, fields
+from rolemesh.wire.limits import (
     MAX_MANIFEST_BYTES,
     MAX_WEIGHT_AXES,
     MAX_WEIGHT_FIELDS,
     MAX_WEIGHTS,
 )
-from rolemesh.v1.data_pb2 import Dtype
-from rolemesh.v1.weights_pb2 import WeightManifest, WeightSpec
 
 ALIGNMENT = 64
 MAX_REGION_BYTES = 1 << 42  # 4 TiB: a trillion parameters in float32

@@ -11,19 +11,19 @@ from typing import Any
 import grpc
 from torch import Tensor
 
-from rolemesh import metrics
 from rolemesh.errors import InvalidBatch, InvalidConfig, WeightsUnavailable
 from rolemesh.rpc import tls
-from rolemesh.rpc.answers import read_answer
+from rolemesh.rpc.calling.answers import read_answer
 from rolemesh.rpc.channels import check_address, open_channel
 from rolemesh.rpc.contract import WEIGHTS, rpcs, serializer
-from rolemesh.rpc.frame import split_frame
+from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import FetchRangeRequest, GetManifestRequest, WatchRegionRequest, WeightManifest
 from rolemesh.weights.held import Holding
 from rolemesh.weights.manifest import check_digest, check_version, name_of, outline, read_manifest
 from rolemesh.weights.region import Region
 from rolemesh.weights.source import Fits
 from rolemesh.weights.store import WeightStore
+from rolemesh.wire.frame import split_frame
 
 log = logging.getLogger(__name__)
 

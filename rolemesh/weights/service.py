@@ -6,10 +6,8 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rolemesh import metrics
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc.carrier import FRAME_BYTES
-from rolemesh.rpc.frame import join_frame
+from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import (
     FetchRangeRequest,
     GetManifestRequest,
@@ -19,6 +17,8 @@ from rolemesh.v1.weights_pb2 import (
 )
 from rolemesh.weights.remote import LEAST_BYTES
 from rolemesh.weights.store import WeightStore
+from rolemesh.wire.carrier import FRAME_BYTES
+from rolemesh.wire.frame import join_frame
 
 MAX_WAIT_S = 30.0
 # Between two answers of WatchRegion, each of which wakes every process that maps the region. No more than a

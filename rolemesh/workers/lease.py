@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from rolemesh import metrics
 from rolemesh.errors import RoleFailed
+from rolemesh.telemetry import metrics
 
 log = logging.getLogger(__name__)
 

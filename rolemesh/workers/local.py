@@ -18,10 +18,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from rolemesh import context as origin
-from rolemesh import threads, timeline
+from rolemesh import threads
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
+from rolemesh.telemetry import context as origin
+from rolemesh.telemetry import timeline
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.parking import Parking
 from rolemesh.workers.traces import Traces
@@ -63,7 +64,7 @@ class LocalWorker:
         role: its name.
         parking: what it has on its device; None: nothing, or what it keeps there it parks in a way of its own.
         lease: of the device that it shares; None: the device is its own.
-        door: the guard asks it to let in what comes over an rpc (rolemesh/rpc/guard.py); the worker does not.
+        door: lets in what comes over an rpc; rolemesh/rpc/serving/guard.py asks it, the worker does not.
         traces: of its operations; None: no step is traced.
         thread: where it computes.
     """

@@ -18,7 +18,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from rolemesh.rpc.allocator import give_back_free_memory
+from rolemesh.wire.allocator import give_back_free_memory
 
 PIECE_BYTES = 16 << 20  # of pinned memory, of which torch takes powers of two
 BUFFER_BYTES = 256 << 10  # in which small tensors are gathered for the file; a larger one passes it by

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from rolemesh import metrics
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Actor, Reference
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.telemetry import metrics
 from rolemesh.v1 import actor_pb2, checkpoint_pb2
 from rolemesh.weights.held import HeldWeights, Holding
 from rolemesh.weights.manifest import check_version
 from rolemesh.weights.store import WeightStore
-from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 
 
 class ActorServicer:

@@ -25,11 +25,11 @@ from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import check_sequences, token_stats
 from rolemesh.models.training import Schedule, checkpoint_activations, refuse_float16, train
 from rolemesh.roles import Metrics, methods
+from rolemesh.services.actor.objective import choose_tokens, policy_loss_of, policy_objective
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.local import LocalWorker, by_rows, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
-from rolemesh.services.actor.objective import choose_tokens, policy_loss_of, policy_objective
 
 
 class PolicyWorker(LocalWorker):

@@ -1,7 +1,9 @@
 """The controller: the algorithm and no GPU.
 
-A page (ppo.py, grpo.py, remax.py, dapo.py) is one step, from prompts to new weights, as a reader would write it
-on a board; it takes `Roles` and cannot tell whether they are workers in this process or clients of services.
-loop.py makes the steps, and what lies between them is beside it: checkpoints, validation, loggers, curves,
-progress. servicer.py answers who asks what the run is doing.
+pages/        one step, from prompts to new weights, as a reader would write it on a board: ppo.py, grpo.py, …
+stages/       the parts that the controller itself computes: fan-out, advantages, corrections, validation
+run/          the loop around the steps: checkpoints, generation ahead, stopwatch, run directory
+display/      progress, tables, curves, loggers
+service/      the controller's own gRPC service: status and steering
+main.py       `rolemesh control`: a run with roles that are served somewhere
 """

@@ -8,8 +8,8 @@ from typing import Any
 
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Critic
-from rolemesh.v1 import checkpoint_pb2
 from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.v1 import checkpoint_pb2
 
 
 class CriticServicer:

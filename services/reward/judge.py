@@ -17,11 +17,11 @@ from typing import Any
 
 from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import InvalidConfig, RewardFailed
-from rolemesh.logs import shown
 from rolemesh.services.reward.functions import ScoreFunction, default_compute_score
 from rolemesh.services.reward.functions.custom import load_function
 from rolemesh.services.reward.parent import die_with_parent
 from rolemesh.services.reward.verdict import judge
+from rolemesh.telemetry.logs import shown
 
 
 def main() -> None:

@@ -16,8 +16,6 @@ from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch, RewardFailed
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import methods
-from rolemesh.workers.local import LocalWorker, as_call
-from rolemesh.workers.parking import Parking, model_tensors
 from rolemesh.services.reward.functions import QUICK, UnknownDataSource, rule_of
 from rolemesh.services.reward.judge import function_of
 from rolemesh.services.reward.judges import Call, Judges, Line
@@ -25,6 +23,8 @@ from rolemesh.services.reward.model import ModelScorer
 from rolemesh.services.reward.overlong import overlong_penalty
 from rolemesh.services.reward.thoughts import thought_tokens
 from rolemesh.services.reward.verdict import PLURAL, Verdict, judge
+from rolemesh.workers.local import LocalWorker, as_call
+from rolemesh.workers.parking import Parking, model_tensors
 
 
 class RewardWorker(LocalWorker):

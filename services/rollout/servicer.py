@@ -9,15 +9,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, cast
 
-from rolemesh import metrics
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Rollout
-from rolemesh.rpc.requests import VERSION_KEY
+from rolemesh.rpc.serving.requests import VERSION_KEY
+from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.telemetry import metrics
 from rolemesh.v1 import rollout_pb2
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.store import WeightStore
-from rolemesh.services.rollout.worker import RolloutWorker
 
 OWN_SHARE = 0.9  # of the caller's deadline: what went wrong is to arrive before it
 

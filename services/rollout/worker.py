@@ -13,11 +13,11 @@ from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch
 from rolemesh.roles import methods
-from rolemesh.timeline import TRANSFER
-from rolemesh.weights.source import WeightSource
-from rolemesh.workers.local import LocalWorker
 from rolemesh.services.rollout.engines import load_engine
 from rolemesh.services.rollout.engines.fitting import check_fit
+from rolemesh.telemetry.timeline import TRANSFER
+from rolemesh.weights.source import WeightSource
+from rolemesh.workers.local import LocalWorker
 
 
 class RolloutWorker(LocalWorker):

@@ -18,7 +18,7 @@ from rolemesh.models.tiny import make_tiny_model
 from rolemesh.planner.devices import GPUS, cpu, parse_size
 from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.plan import Cluster, Planner
-from rolemesh.services.plan import make_plans
+from rolemesh.services.command_line.plan import make_plans
 
 # Their config.json, as published; a reward model of 7B has the shape of a language model of 7B.
 HIDDEN = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")

@@ -14,7 +14,7 @@ from rendering import EXAMPLES, Object, objects, of_kind, pods, schema_errors, s
 
 from rolemesh.config import parse_overrides
 from rolemesh.config.job import make_job
-from rolemesh.services.__main__ import app
+from rolemesh.services.command_line.app import app
 
 NO_DASHBOARDS = {"monitoring": {"dashboards": {"enabled": False}}}
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]

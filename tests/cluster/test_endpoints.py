@@ -13,7 +13,7 @@ import pytest
 from cluster import Failed, Namespace, run
 
 from rolemesh.kubernetes import Cluster, Expired, Forbidden
-from rolemesh.rpc.discovery import Endpoints
+from rolemesh.rpc.calling.discovery import Endpoints
 from rolemesh.services.controller.scale_down import PAUSED, scale_down, unpause, workloads
 
 pytestmark = pytest.mark.cluster

@@ -13,8 +13,8 @@ from serving import num_switches, served_group
 from rolemesh.config import JobConfig
 from rolemesh.config.placement import strategies
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.services.control import drive
-from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.main import drive
+from rolemesh.services.controller.run.loop import Run
 
 LOCAL = "127.0.0.1:0"
 SAVED = ("trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.test_freq=3")

@@ -12,18 +12,18 @@ import pytest
 from in_process import course, small_job, train
 from serving import serve_process, served
 
-from rolemesh import metrics
 from rolemesh.config import JobConfig
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.contract import ACTOR, WEIGHTS
-from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.services.actor.servicer import ActorServicer
+from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.services.controller.main import drive
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.telemetry import metrics
 from rolemesh.weights import manifest, region, service
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
-from rolemesh.services.actor.servicer import ActorServicer
-from rolemesh.services.actor.worker import ActorWorker
-from rolemesh.services.control import drive
-from rolemesh.services.controller.loop import Run
 
 LOCAL = "127.0.0.1:0"
 OVERRIDES = (

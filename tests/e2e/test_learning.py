@@ -8,8 +8,8 @@ import pytest
 from in_process import train
 
 from rolemesh.config import load_job
-from rolemesh.services.controller.run_dir import read_metrics
-from rolemesh.services.demo import prepare_demo
+from rolemesh.services.command_line.demo import prepare_demo
+from rolemesh.services.controller.run.run_dir import read_metrics
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ACCURACY = "val-core/rolemesh/arithmetic/acc/mean@1"

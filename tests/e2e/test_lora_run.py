@@ -14,8 +14,8 @@ from serving import served_group
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.services.control import drive
-from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.main import drive
+from rolemesh.services.controller.run.loop import Run
 
 LORA = (
     "algorithm.adv_estimator=grpo",

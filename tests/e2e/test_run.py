@@ -19,7 +19,7 @@ from serving import gate
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
-from rolemesh.services.launch import check_engine
+from rolemesh.services.processes.launch import check_engine
 
 DEADLINE_S = 240  # five processes import torch on a busy machine
 

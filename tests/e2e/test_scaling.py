@@ -12,10 +12,10 @@ from membership import Told
 from serving import Process, gate, serve_process, served
 from test_deaths import outcome, with_reward
 
-from rolemesh import metrics
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.services.control import drive
-from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.main import drive
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.telemetry import metrics
 
 LOCAL = "127.0.0.1:0"
 OVERRIDES = ("trainer.total_training_steps=3", "trainer.save_freq=3", "rollout.n=16")  # 64 rows a step

@@ -13,8 +13,8 @@ from test_run import gated, rolemesh, written
 
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc import tls
-from rolemesh.services.control import drive
-from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.main import drive
+from rolemesh.services.controller.run.loop import Run
 
 LOCAL = "127.0.0.1:0"
 

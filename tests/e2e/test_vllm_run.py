@@ -16,8 +16,8 @@ from serving import serve_process
 
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
-from rolemesh.rpc.clients import RolloutClient
-from rolemesh.services.processes import role_processes
+from rolemesh.rpc.calling.clients import RolloutClient
+from rolemesh.services.processes.local import role_processes
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),

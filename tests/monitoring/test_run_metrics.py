@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from in_process import small_job, train
 
-from rolemesh.metrics import CONTROLLER
-from rolemesh.services.controller.run_dir import read_metrics
-from rolemesh.services.launch import shown_to_prometheus
+from rolemesh.services.controller.run.run_dir import read_metrics
+from rolemesh.services.processes.launch import shown_to_prometheus
+from rolemesh.telemetry.metrics import CONTROLLER
 
 
 def shown(name: str, **labels: str) -> float | None:

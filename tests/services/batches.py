@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import COLUMNS, Method
-from rolemesh.rpc.codec import encode
-from rolemesh.rpc.frame import join_frame
-from rolemesh.v1 import frame_pb2
 from rolemesh.services.rollout.engines.sampling import draw_uniforms
+from rolemesh.v1 import frame_pb2
+from rolemesh.wire.codec import encode
+from rolemesh.wire.frame import join_frame
 
 P, T, K = 6, 10, 4
 VOCABULARY = 259  # of the tiny models

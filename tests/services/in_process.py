@@ -15,15 +15,15 @@ from rolemesh.config.job import make_job
 from rolemesh.data.parquet import write_rows
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Roles
-from rolemesh.workers.local import LocalWorker
-from rolemesh.workers.traces import Traces
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
-from rolemesh.services.controller.loop import Run
-from rolemesh.services.controller.run_dir import read_metrics
-from rolemesh.services.controller.summary import Summary
+from rolemesh.services.controller.display.summary import Summary
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.services.controller.run.run_dir import read_metrics
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.traces import Traces
 
 WORKERS: dict[str, Any] = {
     "actor": ActorWorker,

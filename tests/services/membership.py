@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from rolemesh.rpc.pool import ReplicaPool
+from rolemesh.rpc.calling.pool import ReplicaPool
 
 
 class Told:
-    """Implements rolemesh.rpc.discovery.Members."""
+    """Implements rolemesh.rpc.calling.discovery.Members."""
 
     def __init__(self, *addresses: str) -> None:
         self._now, self._changed = frozenset(addresses), asyncio.Event()

@@ -16,9 +16,9 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles, methods
+from rolemesh.services.controller.main import CLIENTS
+from rolemesh.services.controller.run.loop import Run
 from rolemesh.weights.source import WeightSource
-from rolemesh.services.control import CLIENTS
-from rolemesh.services.controller.loop import Run
 
 ASYNC = "rollout.mode=async"
 NO_CRITIC = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from rolemesh import metrics
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.services.serve import group_server, load_group
+from rolemesh.services.processes.serve import group_server, load_group
+from rolemesh.telemetry import metrics
 
 P, T = 6, 8
 

@@ -26,21 +26,21 @@ from serving import serve_process, served
 from typer.testing import CliRunner
 
 import rolemesh.v1
-from rolemesh import metrics
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, NotPermitted, RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import methods
 from rolemesh.rpc import tls
-from rolemesh.rpc.access import Permissions
+from rolemesh.rpc.calling.clients import ActorClient
 from rolemesh.rpc.channels import open_channel
-from rolemesh.rpc.clients import ActorClient
 from rolemesh.rpc.contract import ACTOR, CALLERS, WEIGHTS, rpcs
 from rolemesh.rpc.errors import ENDED_WHILE_WRITING
-from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.serving.access import Permissions
+from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.services.command_line.app import app
+from rolemesh.services.processes.serve import ROLES
+from rolemesh.telemetry import metrics
 from rolemesh.v1 import data_pb2
 from rolemesh.weights.remote import RemoteWeights
-from rolemesh.services.__main__ import app
-from rolemesh.services.serve import ROLES
 
 JOB, OTHER = "my-job", "other-job"
 SECURITY = Path(__file__).parents[2] / "docs" / "security.md"

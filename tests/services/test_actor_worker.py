@@ -23,7 +23,7 @@ from rolemesh.models.sequence import token_stats
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.actor.objective import policy_objective
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
-from rolemesh.services.controller.experience import join
+from rolemesh.services.controller.stages.experience import join
 from rolemesh.services.rollout.worker import RolloutWorker
 
 

@@ -21,13 +21,13 @@ from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles, methods
-from rolemesh.rpc.clients import RolloutClient
-from rolemesh.rpc.requests import VERSION_KEY
-from rolemesh.rpc.streams import receive_batches, send
+from rolemesh.rpc.calling.clients import RolloutClient
+from rolemesh.rpc.serving.requests import VERSION_KEY
+from rolemesh.services.controller.main import CLIENTS
+from rolemesh.services.controller.stages.experience import fan_out
 from rolemesh.weights.source import WeightSource
+from rolemesh.wire.streams import receive_batches, send
 from rolemesh.workers.local import LocalWorker
-from rolemesh.services.control import CLIENTS
-from rolemesh.services.controller.experience import fan_out
 
 
 def assert_rows_are_those_of_the_steps(job: JobConfig, batches: list[DataProto], max_staleness: int) -> None:

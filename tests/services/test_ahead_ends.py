@@ -19,10 +19,10 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import RewardFailed, RoleFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Rollout
+from rolemesh.services.controller.run.ahead import Ahead
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.services.controller.stages.experience import fan_out
 from rolemesh.weights.source import WeightSource
-from rolemesh.services.controller.ahead import Ahead
-from rolemesh.services.controller.experience import fan_out
-from rolemesh.services.controller.loop import Run
 
 
 @asynccontextmanager

@@ -16,13 +16,13 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
+from rolemesh.dataproto.equality import same_tensor
 from rolemesh.door import Door
-from rolemesh.equality import same_tensor
 from rolemesh.errors import InvalidBatch, RoleFailed
 from rolemesh.roles import COLUMNS, Metrics, methods
-from rolemesh.rpc import answers
 from rolemesh.rpc.batches import LARGE_ROWS, batch_of, check_answer
-from rolemesh.rpc.clients import (
+from rolemesh.rpc.calling import answers
+from rolemesh.rpc.calling.clients import (
     ActorClient,
     CriticClient,
     ReferenceClient,
@@ -31,22 +31,22 @@ from rolemesh.rpc.clients import (
     RolloutClient,
 )
 from rolemesh.rpc.contract import ACTOR, CRITIC, FRAME, REFERENCE, REWARD, ROLLOUT, Rpc, deserializer, rpcs
-from rolemesh.rpc.limits import MAX_ANSWER_BYTES, MAX_ANSWER_FIELDS, MAX_MANIFEST_BYTES
-from rolemesh.rpc.room import Room
-from rolemesh.rpc.server import RoleServer
-from rolemesh.rpc.streams import LARGE_BYTES, send
-from rolemesh.v1.actor_pb2 import PublishWeightsResponse
-from rolemesh.workers.local import LocalWorker
+from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.actor.servicer import ActorServicer, ReferenceServicer
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
-from rolemesh.services.controller.metrics import batch_metrics
+from rolemesh.services.controller.stages.batch_metrics import batch_metrics
 from rolemesh.services.critic.servicer import CriticServicer
 from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.processes.serve import ROLES as SERVED
 from rolemesh.services.reward.servicer import RewardServicer
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.servicer import RolloutServicer
 from rolemesh.services.rollout.worker import RolloutWorker
-from rolemesh.services.serve import ROLES as SERVED
+from rolemesh.v1.actor_pb2 import PublishWeightsResponse
+from rolemesh.wire.limits import MAX_ANSWER_BYTES, MAX_ANSWER_FIELDS, MAX_MANIFEST_BYTES
+from rolemesh.wire.room import Room
+from rolemesh.wire.streams import LARGE_BYTES, send
+from rolemesh.workers.local import LocalWorker
 
 ROWS = 4
 Made = tuple[type[LocalWorker], Any, ServiceDescriptor, type[RoleClient]]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from in_process import small_job, train
 
-from rolemesh.services.controller.pages import record_step
-from rolemesh.services.controller.run_dir import read_metrics
+from rolemesh.services.controller.pages.choice import record_step
+from rolemesh.services.controller.run.run_dir import read_metrics
 
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 CORRECTION = "algorithm.rollout_correction"

@@ -12,10 +12,10 @@ from in_process import small_job
 from serving import served
 
 from rolemesh.errors import ModelNotFound
-from rolemesh.services.control import control, prepare
-from rolemesh.services.controller.run_dir import read_metrics
-from rolemesh.services.controller.server import serving
-from rolemesh.services.controller.status import RunStatus
+from rolemesh.services.controller.main import control, prepare
+from rolemesh.services.controller.run.run_dir import read_metrics
+from rolemesh.services.controller.service.server import serving
+from rolemesh.services.controller.service.status import RunStatus
 
 LOCAL = "127.0.0.1:0"
 OVERRIDES = (

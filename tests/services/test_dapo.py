@@ -22,14 +22,15 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidConfig, InvalidData, RoleFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Actor, Metrics, Reward, Roles, Rollout
-from rolemesh.weights.source import Fits, WeightSource
-from rolemesh.services.controller.dapo import dapo_step
-from rolemesh.services.controller.loop import Run
-from rolemesh.services.controller.pages import record_step
-from rolemesh.services.controller.run_dir import read_metrics
-from rolemesh.services.controller.sampling import DynamicSampling, groups_with_spread
-from rolemesh.services.controller.step import Step
+from rolemesh.services.controller.pages.choice import record_step
+from rolemesh.services.controller.pages.dapo import dapo_step
+from rolemesh.services.controller.pages.step import Step
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.services.controller.run.run_dir import read_metrics
+from rolemesh.services.controller.stages.dynamic_sampling import DynamicSampling, groups_with_spread
 from rolemesh.services.reward.worker import RewardWorker
+from rolemesh.weights.source import Fits, WeightSource
+from rolemesh.wire.codec import load_batch, save_batch
 
 DAPO = (
     "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false",
@@ -410,7 +411,7 @@ async def test_waiting_groups_that_are_not_whole_are_refused(
     if harm == "cut":
         (step / "waiting_groups").write_bytes(whole[:-100])
     else:
-        DataProto.load_from_disk(step / "waiting_groups")[1:].save_to_disk(step / "waiting_groups")
+        save_batch(load_batch(step / "waiting_groups")[1:], step / "waiting_groups")
     try:
         with pytest.raises(CheckpointFailed, match=r"waiting_groups cannot be read|are not groups of 2"):
             await train(job)

@@ -18,8 +18,8 @@ from api_server import ApiServer, api_server, endpoint, slice_of
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.kubernetes import Cluster
-from rolemesh.rpc import discovery
-from rolemesh.rpc.discovery import Endpoints, parse
+from rolemesh.rpc.calling import discovery
+from rolemesh.rpc.calling.discovery import Endpoints, parse
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ WATCHER = """
 import asyncio, json, logging, sys
 from pathlib import Path
 from rolemesh.kubernetes import Cluster
-from rolemesh.rpc import discovery
+from rolemesh.rpc.calling import discovery
 
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 discovery.DNS_EVERY_S = 0.05

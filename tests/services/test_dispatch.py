@@ -13,7 +13,6 @@ import pytest
 import torch
 from serving import gate, reward_batch, reward_job, scored, serve_process, served
 
-from rolemesh import context, metrics
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import (
     InvalidBatch,
@@ -24,19 +23,20 @@ from rolemesh.errors import (
     RoleTimeout,
     RoleUnavailable,
 )
-from rolemesh.logs import JsonFormatter
 from rolemesh.roles import methods
-from rolemesh.rpc.clients import ActorClient, RewardClient, RolloutClient
+from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
+from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, piece_rows
+from rolemesh.rpc.calling.pool import Replica
 from rolemesh.rpc.contract import REWARD, ROLLOUT
-from rolemesh.rpc.dispatch import ATTEMPTS_PER_REPLICA, piece_rows
-from rolemesh.rpc.pool import Replica
-from rolemesh.rpc.room import Room
-from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.services.processes.serve import load_group
 from rolemesh.services.reward.servicer import RewardServicer
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.servicer import RolloutServicer
 from rolemesh.services.rollout.worker import RolloutWorker
-from rolemesh.services.serve import load_group
+from rolemesh.telemetry import context, metrics
+from rolemesh.telemetry.logs import JsonFormatter
+from rolemesh.wire.room import Room
 
 
 def index_scores(answer: DataProto) -> list[float]:

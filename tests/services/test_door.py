@@ -20,8 +20,8 @@ from rolemesh.dataproto import DataProto
 from rolemesh.roles import COLUMNS, methods
 from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
 from rolemesh.rpc.errors import ERROR_KEY
-from rolemesh.rpc.streams import receive_batches, send
-from rolemesh.services.serve import ROLES
+from rolemesh.services.processes.serve import ROLES
+from rolemesh.wire.streams import receive_batches, send
 
 ROWS = 4
 METHODS = [

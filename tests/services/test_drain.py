@@ -16,13 +16,13 @@ from weight_holders import Gated, large, pull, stored
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import WeightsUnavailable
 from rolemesh.roles import methods
-from rolemesh.rpc.clients import RolloutClient
+from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.rpc.contract import ROLLOUT, WEIGHTS
-from rolemesh.rpc.server import RoleServer
-from rolemesh.weights import region
-from rolemesh.weights.service import WeightsServicer
+from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.rollout.servicer import RolloutServicer
 from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.weights import region
+from rolemesh.weights.service import WeightsServicer
 
 LONG_S = 60.0  # a grace in which everything can end
 MIB = 1 << 20

@@ -20,10 +20,10 @@ from rolemesh.data import PromptDataset
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles
+from rolemesh.services.controller.pages.choice import page_of
+from rolemesh.services.controller.pages.step import Step
+from rolemesh.services.controller.stages.experience import collect, fan_out
 from rolemesh.weights.source import WeightSource
-from rolemesh.services.controller.experience import collect, fan_out
-from rolemesh.services.controller.pages import page_of
-from rolemesh.services.controller.step import Step
 
 # Hardly two answers of a random model are worth the same.
 REWARD = """

@@ -12,7 +12,7 @@ from rolemesh.config.actor import ActorConfig
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.services.controller.metrics import batch_metrics
+from rolemesh.services.controller.stages.batch_metrics import batch_metrics
 from rolemesh.services.reward.worker import RewardWorker
 
 

@@ -10,10 +10,10 @@ import torch
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc.carrier import FRAME_BYTES
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
-from rolemesh.rpc.limits import MAX_MESSAGE_BYTES
-from rolemesh.rpc.streams import receive, receive_batches, send
+from rolemesh.wire.carrier import FRAME_BYTES
+from rolemesh.wire.limits import MAX_MESSAGE_BYTES
+from rolemesh.wire.streams import receive, receive_batches, send
 
 STREAMS = "rolemesh.test.Streams"
 

@@ -23,7 +23,7 @@ from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.roles import methods
-from rolemesh.rpc.clients import (
+from rolemesh.rpc.calling.clients import (
     ActorClient,
     CriticClient,
     ReferenceClient,
@@ -31,9 +31,9 @@ from rolemesh.rpc.clients import (
     RoleClient,
     RolloutClient,
 )
+from rolemesh.services.processes.serve import ROLES, group_server, load_group
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking
-from rolemesh.services.serve import ROLES, group_server, load_group
 
 PROMPT, RESPONSE = 6, 10
 

@@ -17,10 +17,10 @@ from rolemesh.config.job import make_job
 from rolemesh.errors import RoleUnavailable
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
+from rolemesh.rpc.calling.clients import ActorClient, RewardClient
 from rolemesh.rpc.channels import CLIENT_OPTIONS
-from rolemesh.rpc.clients import ActorClient, RewardClient
 from rolemesh.rpc.contract import REWARD
-from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.serving.server import RoleServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -17,21 +17,21 @@ import pytest
 import torch
 from serving import reward_batch, reward_job
 
-from rolemesh import metrics
 from rolemesh.dataproto import DataProto
-from rolemesh.rpc import room as rooms
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
-from rolemesh.rpc.codec import Encoded, encode
 from rolemesh.rpc.contract import REWARD
 from rolemesh.rpc.errors import ERROR_KEY
-from rolemesh.rpc.frame import join_frame
-from rolemesh.rpc.limits import MAX_STREAMS
-from rolemesh.rpc.room import Room
-from rolemesh.rpc.server import RoleServer
-from rolemesh.rpc.streams import receive, send
+from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.services.processes.serve import load_group
+from rolemesh.telemetry import metrics
 from rolemesh.threads import run_on
 from rolemesh.v1 import data_pb2, frame_pb2
-from rolemesh.services.serve import load_group
+from rolemesh.wire import room as rooms
+from rolemesh.wire.codec import Encoded, encode
+from rolemesh.wire.frame import join_frame
+from rolemesh.wire.limits import MAX_STREAMS
+from rolemesh.wire.room import Room
+from rolemesh.wire.streams import receive, send
 
 METHOD = "/rolemesh.v1.RewardService/ComputeScores"
 ROWS = 2000

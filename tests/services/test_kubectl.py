@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rolemesh.errors import InvalidConfig, RoleUnavailable
-from rolemesh.services.kubectl import FAILED, Job
+from rolemesh.services.command_line.kubectl import FAILED, Job
 
 SCRIPT = """#!/bin/sh
 here=$(dirname "$0")
@@ -91,7 +91,7 @@ def test_a_job_that_has_ended_says_how(cluster: Path, capsys: pytest.CaptureFixt
 def test_a_watcher_goes_from_pod_to_pod_to_the_end(
     cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rolemesh.services.kubectl.RETRY_S", 0.0)
+    monkeypatch.setattr("rolemesh.services.command_line.kubectl.RETRY_S", 0.0)
     (cluster / "answer").write_text(controllers(("only", "Running")))
     (cluster / "then").write_text(controllers(("only", "Succeeded"), end="Complete"))
     (cluster / "code").write_text("137")  # the controller was killed beside it
@@ -103,7 +103,7 @@ def test_a_watcher_goes_from_pod_to_pod_to_the_end(
 def test_a_pod_that_may_not_be_entered_is_not_tried_for_ever(
     cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rolemesh.services.kubectl.RETRY_S", 0.0)
+    monkeypatch.setattr("rolemesh.services.command_line.kubectl.RETRY_S", 0.0)
     (cluster / "answer").write_text(controllers(("only", "Running")))
     (cluster / "code").write_text("1")
     assert Job("my-job").watch() == 1

@@ -18,17 +18,17 @@ from membership import Told, until
 from serving import gate, reward_batch, reward_job, served
 
 from rolemesh.errors import CheckpointFailed
-from rolemesh.metrics import CONTROLLER as METRICS
 from rolemesh.roles import methods
 from rolemesh.rpc import tls
-from rolemesh.rpc.clients import RewardClient
-from rolemesh.rpc.pool import PendingRows
-from rolemesh.rpc.server import serve_metrics
+from rolemesh.rpc.calling.clients import RewardClient
+from rolemesh.rpc.calling.pool import PendingRows
+from rolemesh.rpc.serving.server import serve_metrics
+from rolemesh.services.controller.main import control
+from rolemesh.services.controller.service.load import Load
+from rolemesh.services.controller.service.server import ControllerServer, serving
+from rolemesh.services.controller.service.status import RunStatus, State
+from rolemesh.telemetry.metrics import CONTROLLER as METRICS
 from rolemesh.v1 import controller_pb2, controller_pb2_grpc
-from rolemesh.services.control import control
-from rolemesh.services.controller.load import Load
-from rolemesh.services.controller.server import ControllerServer, serving
-from rolemesh.services.controller.status import RunStatus, State
 
 
 def load() -> float:
@@ -157,7 +157,8 @@ async def test_the_load_is_read_over_plain_http_though_calls_are_encrypted(tmp_p
 
 def test_the_controllers_server_is_imported_without_the_models_libraries() -> None:
     """They take seconds, in which it is to answer."""
-    program = "import sys, rolemesh.services.controller.server; print(sys.modules.keys() & {'torch', 'transformers'})"
+    server = "rolemesh.services.controller.service.server"
+    program = f"import sys, {server}; print(sys.modules.keys() & {{'torch', 'transformers'}})"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"
 

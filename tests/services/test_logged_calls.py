@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from serving import reward_batch, reward_job, serve_process
 
-from rolemesh import context
 from rolemesh.errors import RewardFailed
 from rolemesh.roles import methods
-from rolemesh.rpc.clients import RewardClient
+from rolemesh.rpc.calling.clients import RewardClient
+from rolemesh.telemetry import context
 
 FORGED = "x\n12:00:00 ERROR actor: forged\r\x1b[31m\x9b\u202e\u2028"
 FUNCTION = """

@@ -17,16 +17,16 @@ from rich.console import Console
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig, RolemeshError
-from rolemesh.metrics import CONTROLLER
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.services.controller.display.loggers import Loggers
+from rolemesh.services.controller.display.progress import Display
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.services.controller.run.run_dir import MetricsFile, read_metrics
+from rolemesh.services.controller.service.servicer import SERVICE, ControllerServicer
+from rolemesh.telemetry.metrics import CONTROLLER
 from rolemesh.v1 import controller_pb2 as pb
 from rolemesh.v1.controller_pb2_grpc import ControllerServiceStub
-from rolemesh.services.controller.loggers import Loggers
-from rolemesh.services.controller.loop import Run
-from rolemesh.services.controller.progress import Display
-from rolemesh.services.controller.run_dir import MetricsFile, read_metrics
-from rolemesh.services.controller.servicer import SERVICE, ControllerServicer
 
 SCORE, ACC = "critic/score/mean", "val-core/digits/acc/mean@1"
 

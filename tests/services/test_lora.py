@@ -22,9 +22,9 @@ from rolemesh.errors import CheckpointFailed, InvalidConfig, Unsupported
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
-from rolemesh.rpc.clients import ActorClient, ReferenceClient
-from rolemesh.weights.held import HeldWeights
+from rolemesh.rpc.calling.clients import ActorClient, ReferenceClient
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.weights.held import HeldWeights
 
 
 @pytest.fixture(autouse=True)

@@ -13,12 +13,12 @@ from prometheus_client import REGISTRY
 from serving import gate, reward_batch, reward_job, scored, serve_process, served
 from test_weight_sync import generated, job_of, prompts_of
 
-from rolemesh import metrics
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable
 from rolemesh.roles import methods
-from rolemesh.rpc.clients import ActorClient, RewardClient, RolloutClient
+from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.telemetry import metrics
 
 
 def index_scores(answer: DataProto) -> list[float]:

@@ -27,11 +27,11 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable, WeightsUnavailable
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.weights.held import HeldWeights
 from rolemesh.services.rollout.engines.openai.engine import OpenAIEngine
 from rolemesh.services.rollout.engines.openai.folder import PREFIX
 from rolemesh.services.rollout.engines.openai.servers import Completion, Request, ServerLost, VllmServer
 from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.weights.held import HeldWeights
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(500)  # the server's start is the first test's; 45 s where nothing else runs

@@ -20,12 +20,12 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, RewardFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Rollout
+from rolemesh.services.controller.pages.choice import page_of
+from rolemesh.services.controller.pages.step import Step
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.services.controller.run.run_dir import read_metrics
+from rolemesh.services.controller.stages.experience import collect, fan_out, gather
 from rolemesh.weights.source import WeightSource
-from rolemesh.services.controller.experience import collect, fan_out, gather
-from rolemesh.services.controller.loop import Run
-from rolemesh.services.controller.pages import page_of
-from rolemesh.services.controller.run_dir import read_metrics
-from rolemesh.services.controller.step import Step
 
 
 def some_prompts(job: JobConfig) -> DataProto:

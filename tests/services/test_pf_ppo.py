@@ -13,8 +13,8 @@ from rolemesh.data import PromptDataset
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Actor, Critic, Metrics
-from rolemesh.services.controller.ppo import ppo_step
-from rolemesh.services.controller.step import Step
+from rolemesh.services.controller.pages.ppo import ppo_step
+from rolemesh.services.controller.pages.step import Step
 
 
 @dataclass

@@ -15,13 +15,13 @@ from in_process import course, small_job
 from observed import in_process, over_grpc, run
 from serving import served_group
 
-from rolemesh import timeline
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.services.control import drive
-from rolemesh.services.controller.loop import Run
-from rolemesh.services.controller.pages import check_step
+from rolemesh.services.controller.main import drive
+from rolemesh.services.controller.pages.choice import check_step
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.telemetry import timeline
 
 CLOCKS = 1000  # microseconds, between torch's clock and the controller's
 TWO_STEPS = ("trainer.total_training_steps=2", "trainer.val_before_train=false")

@@ -12,7 +12,7 @@ from in_process import small_job, train
 from rolemesh.config import JobConfig, load_job
 from rolemesh.config.yaml_file import read_yaml
 from rolemesh.errors import InvalidConfig
-from rolemesh.services.controller.run_dir import read_metrics
+from rolemesh.services.controller.run.run_dir import read_metrics
 from rolemesh.services.reward.functions.custom import load_function
 
 CONFIGS = Path(__file__).parents[2] / "configs"

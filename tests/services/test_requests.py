@@ -25,15 +25,15 @@ from rolemesh.errors import RoleFailed
 from rolemesh.roles import methods
 from rolemesh.rpc.contract import Rpc, rpcs
 from rolemesh.rpc.errors import ERROR_KEY
-from rolemesh.rpc.limits import MAX_REQUEST_BYTES
-from rolemesh.rpc.requests import STEP_KEY
-from rolemesh.rpc.server import RoleServer
-from rolemesh.rpc.streams import send
+from rolemesh.rpc.serving.requests import STEP_KEY
+from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.services.controller.service.servicer import SERVICE as CONTROLLER
+from rolemesh.services.controller.service.servicer import ControllerServicer
+from rolemesh.services.controller.service.status import RunStatus
+from rolemesh.services.processes.serve import ROLES, group_server, load_group
 from rolemesh.v1 import frame_pb2
-from rolemesh.services.controller.servicer import SERVICE as CONTROLLER
-from rolemesh.services.controller.servicer import ControllerServicer
-from rolemesh.services.controller.status import RunStatus
-from rolemesh.services.serve import ROLES, group_server, load_group
+from rolemesh.wire.limits import MAX_REQUEST_BYTES
+from rolemesh.wire.streams import send
 
 BYTES = b"\xff" * 40
 TOO_LONG = b"\x7a\x80\x80\x40" + bytes(MAX_REQUEST_BYTES)  # any message with a field that it does not know

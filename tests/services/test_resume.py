@@ -18,8 +18,8 @@ from in_process import course, small_job, train, workers
 from rolemesh.config import JobConfig
 from rolemesh.errors import CheckpointFailed, InvalidConfig
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.services.controller.checkpoints import Checkpoints
-from rolemesh.services.controller.loop import Run
+from rolemesh.services.controller.run.checkpoints import Checkpoints
+from rolemesh.services.controller.run.loop import Run
 
 NOISY = ("trainer.save_freq=1", "trainer.test_freq=2")
 
@@ -93,7 +93,7 @@ async def test_a_run_killed_in_a_step_resumes_from_the_last_save_and_doubles_no_
         "from in_process import workers\n"
         "from rolemesh.config import load_job\n"
         "from rolemesh.models.loading import load_tokenizer\n"
-        "from rolemesh.services.controller.loop import Run\n"
+        "from rolemesh.services.controller.run.loop import Run\n"
         "async def main():\n"
         "    job = load_job(sys.argv[1])\n"
         "    with workers(job) as roles:\n"

@@ -12,7 +12,6 @@ import torch
 from sequences import sequence_batch
 from serving import served
 
-from rolemesh import metrics
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import (
@@ -23,17 +22,18 @@ from rolemesh.errors import (
     WeightsUnavailable,
 )
 from rolemesh.roles import methods
-from rolemesh.rpc.clients import ActorClient, CriticClient, ReferenceClient, RolloutClient
+from rolemesh.rpc.calling.clients import ActorClient, CriticClient, ReferenceClient, RolloutClient
 from rolemesh.rpc.contract import ROLLOUT
-from rolemesh.rpc.room import Room
-from rolemesh.rpc.server import RoleServer
-from rolemesh.weights.held import HeldWeights
-from rolemesh.weights.remote import RemoteWeights
+from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.processes.serve import ROLES, group_server, load_group
 from rolemesh.services.rollout.servicer import RolloutServicer
 from rolemesh.services.rollout.worker import RolloutWorker
-from rolemesh.services.serve import ROLES, group_server, load_group
+from rolemesh.telemetry import metrics
+from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.remote import RemoteWeights
+from rolemesh.wire.room import Room
 
 P, T, PAD = 6, 10, 256
 

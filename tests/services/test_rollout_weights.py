@@ -16,13 +16,13 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import WeightsUnavailable
 from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import make_tiny_model
+from rolemesh.services.rollout.engines.sampling import log_distribution
+from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.region import CAN_SHARE
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking
-from rolemesh.services.rollout.engines.sampling import log_distribution
-from rolemesh.services.rollout.worker import RolloutWorker
 
 
 def other_weights(model: Path, tmp_path: Path) -> dict[str, torch.Tensor]:

@@ -18,13 +18,13 @@ from serving import served
 from rolemesh import kubernetes
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, InvalidData, RolemeshError, RoleUnavailable
-from rolemesh.rpc.dispatch import cancel_all
-from rolemesh.services.control import Addresses, control
+from rolemesh.rpc.calling.dispatch import cancel_all
 from rolemesh.services.controller import scale_down
-from rolemesh.services.controller.run_dir import held
+from rolemesh.services.controller.main import Addresses, control
+from rolemesh.services.controller.run.run_dir import held
 from rolemesh.services.controller.scale_down import PAUSED, Workload, workloads
-from rolemesh.services.controller.server import serving
-from rolemesh.services.controller.status import RunStatus
+from rolemesh.services.controller.service.server import serving
+from rolemesh.services.controller.service.status import RunStatus
 
 LOCAL = "127.0.0.1:0"
 OVERRIDES = (

@@ -17,10 +17,10 @@ from serving import gate, reward_batch, reward_job, serve_process, served
 
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.roles import methods
-from rolemesh.rpc.clients import RewardClient
+from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.contract import REWARD
-from rolemesh.rpc.server import RoleServer
-from rolemesh.services.serve import DRAIN_S
+from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.services.processes.serve import DRAIN_S
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -20,7 +20,7 @@ from serving import served_group
 
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
-from rolemesh.services.serve import ROLES
+from rolemesh.services.processes.serve import ROLES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for all
 

@@ -19,10 +19,10 @@ from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.roles import methods
 from rolemesh.rpc import tls
+from rolemesh.rpc.calling.clients import ActorClient, RewardClient
 from rolemesh.rpc.channels import Line, open_channel
-from rolemesh.rpc.clients import ActorClient, RewardClient
 from rolemesh.rpc.contract import REWARD
-from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.serving.server import RoleServer
 
 JOB, OTHER = "my-job", "other-job"
 ROLES = ("reward", "controller")  # of the process that has all keys of a test

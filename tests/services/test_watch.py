@@ -14,14 +14,14 @@ from serving import served
 
 from rolemesh.errors import RolemeshError, RoleUnavailable
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.services.command_line.controller_client import FAILED, code_of, follow, to_json
+from rolemesh.services.controller.display.progress import line_of
+from rolemesh.services.controller.main import drive
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.services.controller.service.servicer import SERVICE, ControllerServicer
+from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.v1 import controller_pb2 as pb
-from rolemesh.services.control import drive
-from rolemesh.services.controller.loop import Run
-from rolemesh.services.controller.progress import line_of
-from rolemesh.services.controller.servicer import SERVICE, ControllerServicer
-from rolemesh.services.controller.status import RunStatus, State
-from rolemesh.services.watch import FAILED, code_of, follow, to_json
 
 
 async def rolemesh(*arguments: str) -> tuple[int, str]:

@@ -23,15 +23,15 @@ from weight_holders import (
 )
 
 from benchmarks.hostile_messages import field
-from rolemesh import metrics
 from rolemesh.errors import RoleUnavailable, WeightsUnavailable
-from rolemesh.rpc.frame import join_frame
+from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import GetManifestResponse, WatchRegionResponse
 from rolemesh.weights import manifest, region, remote
 from rolemesh.weights.held import HeldWeights, Holding
 from rolemesh.weights.region import Region
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
+from rolemesh.wire.frame import join_frame
 
 # ---------------------------------------------------------------------------- what is repaired
 

@@ -21,16 +21,20 @@ from serving import serve_process, served
 from torch import nn
 from weight_holders import Faulty, Gated, assert_same, serving
 
-from rolemesh import metrics
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
-from rolemesh.rpc.clients import ActorClient, RolloutClient
+from rolemesh.rpc.calling.clients import ActorClient, RolloutClient
 from rolemesh.rpc.contract import ACTOR, ROLLOUT, WEIGHTS
-from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.services.actor.servicer import ActorServicer
+from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.services.rollout.servicer import RolloutServicer
+from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.telemetry import metrics
 from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest
 from rolemesh.v1.rollout_pb2_grpc import RolloutServiceStub
 from rolemesh.weights import region, remote
@@ -40,10 +44,6 @@ from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.source import WeightSource
 from rolemesh.weights.store import WeightStore
-from rolemesh.services.actor.servicer import ActorServicer
-from rolemesh.services.actor.worker import ActorWorker
-from rolemesh.services.rollout.servicer import RolloutServicer
-from rolemesh.services.rollout.worker import RolloutWorker
 
 P, T = 6, 10
 

@@ -20,8 +20,8 @@ from weight_holders import (
     stored,
 )
 
-from rolemesh import metrics
 from rolemesh.errors import WeightsUnavailable
+from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import WatchRegionRequest
 from rolemesh.weights import region, remote, service
 from rolemesh.weights.held import HeldWeights, Holding

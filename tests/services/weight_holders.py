@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from rolemesh.rpc.contract import WEIGHTS
-from rolemesh.rpc.dtypes import TO_WIRE
-from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
+from rolemesh.wire.dtypes import TO_WIRE
 
 MIB = 1 << 20
 

@@ -12,10 +12,10 @@ import pytest
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidBatch, InvalidConfig
 from rolemesh.roles import methods
+from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.channels import check_address, open_channel
-from rolemesh.rpc.clients import RewardClient
 from rolemesh.rpc.contract import ROLLOUT, WEIGHTS
-from rolemesh.rpc.server import RoleServer
+from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.weights.remote import RemoteWeights
 
 GOOD = [

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc.codec import decode, dump, encode, load
-from rolemesh.rpc.columns import SLICE
-from rolemesh.rpc.dtypes import TO_WIRE
-from rolemesh.rpc.ndarrays import to_cells
 from rolemesh.v1 import data_pb2
 from rolemesh.v1.frame_pb2 import Frame, FrameHeader, TensorSpec
+from rolemesh.wire.codec import decode, dump, encode, load
+from rolemesh.wire.columns import SLICE
+from rolemesh.wire.dtypes import TO_WIRE
+from rolemesh.wire.ndarrays import to_cells
 
 DTYPES = sorted(TO_WIRE, key=str)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.services.__main__ import main
+from rolemesh.services.command_line.app import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

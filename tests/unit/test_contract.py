@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from grpc_health.v1 import health_pb2
 
+from rolemesh.rpc.calling.dispatch import Dispatcher
+from rolemesh.rpc.calling.pool import ReplicaPool
 from rolemesh.rpc.contract import (
     ACTOR,
     CRITIC,
@@ -18,8 +20,6 @@ from rolemesh.rpc.contract import (
     rpcs,
     serializer,
 )
-from rolemesh.rpc.dispatch import Dispatcher
-from rolemesh.rpc.pool import ReplicaPool
 from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS, DISPATCH_UNSPECIFIED, Dispatch
 from rolemesh.v1.weights_pb2 import GetManifestRequest
 

@@ -11,6 +11,7 @@ import torch
 
 from rolemesh.dataproto import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from rolemesh.errors import InvalidBatch
+from rolemesh.wire.codec import load_batch, save_batch
 
 
 def letters(text: str = "abcd", **meta: object) -> DataProto:
@@ -440,8 +441,8 @@ def test_a_batch_comes_back_from_disk(tmp_path: Path):
         {"chat": [[{"role": "user", "content": "2+2?"}], []], "uid": ["ü", "v"]},
         {"step": 3, "sampling": "train"},
     )
-    batch.save_to_disk(tmp_path / "batch.bin")
-    back = DataProto.load_from_disk(tmp_path / "batch.bin")
+    save_batch(batch, tmp_path / "batch.bin")
+    back = load_batch(tmp_path / "batch.bin")
     assert torch.equal(back["values"].view(torch.int16), batch["values"].view(torch.int16))
     assert back["chat"].tolist() == batch["chat"].tolist()
     assert back["uid"].tolist() == ["ü", "v"]
@@ -451,13 +452,13 @@ def test_a_batch_comes_back_from_disk(tmp_path: Path):
 
 def test_a_truncated_file_is_refused_and_a_failed_save_keeps_the_last(tmp_path: Path):
     path = tmp_path / "batch.bin"
-    letters("ab").save_to_disk(path)
+    save_batch(letters("ab"), path)
     with pytest.raises(InvalidBatch, match="set"):
-        DataProto.from_dict(non_tensors={"c": [{1, 2}, None]}).save_to_disk(path)
-    assert text(DataProto.load_from_disk(path)) == "ab"
+        save_batch(DataProto.from_dict(non_tensors={"c": [{1, 2}, None]}), path)
+    assert text(load_batch(path)) == "ab"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(InvalidBatch):
-        DataProto.load_from_disk(path)
+        load_batch(path)
 
 
 # -------------------------------------------------------------------------------- tensordict

@@ -15,7 +15,7 @@ from rolemesh.data import PromptDataset
 from rolemesh.data.arithmetic import arithmetic_problems
 from rolemesh.models.loading import load_causal_lm, load_tokenizer
 from rolemesh.models.tiny import byte_tokenizer
-from rolemesh.services.demo import (
+from rolemesh.services.command_line.demo import (
     CHAT_TEMPLATE,
     NUM_VAL,
     demonstrations,

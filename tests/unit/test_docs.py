@@ -20,7 +20,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.base import leaves
 from rolemesh.config.rollout import NOT_HERE
 from rolemesh.roles import Actor, Critic, Reference, Reward, Rollout
-from rolemesh.services.__main__ import app
+from rolemesh.services.command_line.app import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -19,8 +19,8 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig
 from rolemesh.graph import RESPONSE_TOKENS, record
 from rolemesh.roles import COLUMNS, Roles
-from rolemesh.services.controller.advantages import compute_advantages
-from rolemesh.services.controller.pages import PAGES, record_step
+from rolemesh.services.controller.pages.choice import PAGES, record_step
+from rolemesh.services.controller.stages.advantages import compute_advantages
 
 B, T = 12, 7
 # GAE leaves what it passed on in masked cells, and ReMax the return in observations.

@@ -12,8 +12,8 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, Unsupported
 from rolemesh.graph import Edge, StepGraph, node, record
 from rolemesh.roles import Roles
-from rolemesh.services.controller.experience import collect, fan_out
-from rolemesh.services.controller.pages import record_step
+from rolemesh.services.controller.pages.choice import record_step
+from rolemesh.services.controller.stages.experience import collect, fan_out
 
 PPO = make_job({"algorithm": {"use_kl_in_reward": True}})
 GRPO = make_job({"algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 2}, "actor": {"use_kl_loss": True}})

@@ -15,9 +15,9 @@ import pytest
 
 from rolemesh.config.job import make_job
 from rolemesh.home import ABANDONED_SECONDS, MAX_ENTRIES, Home, OutsideHome
-from rolemesh.services.controller.checkpoints import write_durably
-from rolemesh.services.controller.profile import profiled
-from rolemesh.services.controller.run_dir import dump
+from rolemesh.services.controller.run.checkpoints import write_durably
+from rolemesh.services.controller.run.profile import profiled
+from rolemesh.services.controller.run.run_dir import dump
 from rolemesh.services.rollout.engines.openai.folder import WeightsFolder
 
 

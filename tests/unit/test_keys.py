@@ -28,7 +28,7 @@ from rolemesh.config.job import make_job
 from rolemesh.config.placement import ROLES, ReplicasConfig
 from rolemesh.config.rollout import RolloutConfig
 from rolemesh.planner.plan import TRAINED
-from rolemesh.services.control import warn_of_idle_keys
+from rolemesh.services.controller.main import warn_of_idle_keys
 from rolemesh.services.rollout.engines.vllm.arguments import ENGINE
 
 ROOT = Path(__file__).parents[2]
@@ -239,7 +239,7 @@ def effective(readers: set[str]) -> set[str]:
     return {
         r
         for r in readers
-        if not r.startswith(("rolemesh/planner/", "services/plan.py")) and "course_of" not in r
+        if not r.startswith(("rolemesh/planner/", "services/command_line/plan.py")) and "course_of" not in r
     }
 
 
@@ -284,7 +284,7 @@ def test_readers_are_found_through_types_properties_and_names(sources: Sources) 
     assert "services/reward/worker.py: RewardWorker._columns" in readers(
         "reward.overlong_buffer.log"
     )  # tells_more
-    assert readers("trainer.max_actor_ckpt_to_keep") == {"services/controller/loop.py: Run.__init__"}
+    assert readers("trainer.max_actor_ckpt_to_keep") == {"services/controller/run/loop.py: Run.__init__"}
     assert readers("reference.model.enable_gradient_checkpointing") == set()  # the actor's is read
     assert "rolemesh/models/training.py: checkpoint_activations" in readers(
         "actor.model.enable_gradient_checkpointing"

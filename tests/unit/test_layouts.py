@@ -8,10 +8,10 @@ from torch import Tensor
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc.codec import dump, load
-from rolemesh.rpc.dtypes import Array
-from rolemesh.rpc.layouts import BLOCK, WIDE, Packed, Spans, pack, unpack
 from rolemesh.v1 import data_pb2
+from rolemesh.wire.codec import dump, load
+from rolemesh.wire.dtypes import Array
+from rolemesh.wire.layouts import BLOCK, WIDE, Packed, Spans, pack, unpack
 
 
 def spans(starts: list[int], lengths: list[int], width: int = 8) -> Spans:

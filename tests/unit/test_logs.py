@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rolemesh import context
-from rolemesh.logs import setup_logging
+from rolemesh.telemetry import context
+from rolemesh.telemetry.logs import setup_logging
 
 # One of each kind: NUL, BEL, line ends, ESC, DEL, C1 (NEL, CSI), bidirectional override and isolate, line and
 # paragraph separator, lone surrogate, byte order mark, tag character.

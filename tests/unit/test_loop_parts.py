@@ -16,15 +16,15 @@ from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidConfig, RoleUnavailable
 from rolemesh.roles import Roles, methods
-from rolemesh.rpc.clients import ActorClient, RewardClient, RolloutClient
-from rolemesh.services.controller.advantages import apply_kl_penalty, compute_advantages
-from rolemesh.services.controller.checkpoints import Checkpoints, ControllerState, course_of
-from rolemesh.services.controller.curves import draw_curves
-from rolemesh.services.controller.metrics import batch_metrics, staleness_metrics
-from rolemesh.services.controller.status import RunStatus, State
-from rolemesh.services.controller.stopwatch import Stopwatch
-from rolemesh.services.controller.summary import accuracy_by_step
-from rolemesh.services.controller.validation import validation_metrics
+from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
+from rolemesh.services.controller.display.curves import draw_curves
+from rolemesh.services.controller.display.summary import accuracy_by_step
+from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState, course_of
+from rolemesh.services.controller.run.stopwatch import Stopwatch
+from rolemesh.services.controller.service.status import RunStatus, State
+from rolemesh.services.controller.stages.advantages import apply_kl_penalty, compute_advantages
+from rolemesh.services.controller.stages.batch_metrics import batch_metrics, staleness_metrics
+from rolemesh.services.controller.stages.validation import validation_metrics
 
 MASK = tensor([[True, True, True], [True, False, False]])
 

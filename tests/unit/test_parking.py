@@ -161,7 +161,7 @@ from pathlib import Path
 import torch
 from rolemesh.config.model import OptimConfig
 from rolemesh.models.optimizer import Optimizer
-from rolemesh.rpc.allocator import tune
+from rolemesh.wire.allocator import tune
 from rolemesh.workers.parking import Parking, model_tensors
 
 def resident():  # what is its own, and not pages of files, which come and go with the machine's memory

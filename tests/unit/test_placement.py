@@ -10,7 +10,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.placement import GROUP_NAME, ROLES, strategies
 from rolemesh.errors import InvalidConfig
-from rolemesh.services.processes import gpus_by_process
+from rolemesh.services.processes.local import gpus_by_process
 
 TABLES = {name: groups for name, groups in strategies().items() if groups}
 

@@ -12,7 +12,7 @@ from torch import tensor
 
 from rolemesh.algos.repeated import expected_best, expected_majority, pass_at
 from rolemesh.dataproto import DataProto
-from rolemesh.services.controller.validation import validation_metrics
+from rolemesh.services.controller.stages.validation import validation_metrics
 
 VALUES = [0.0, 1.0, 0.5, 0.5, -1.0]
 

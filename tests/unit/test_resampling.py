@@ -12,9 +12,9 @@ from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
 from rolemesh.graph import Edge
-from rolemesh.services.controller.experience import fan_out
-from rolemesh.services.controller.pages import record_step
-from rolemesh.services.controller.resampling import resample
+from rolemesh.services.controller.pages.choice import record_step
+from rolemesh.services.controller.stages.experience import fan_out
+from rolemesh.services.controller.stages.resampling import resample
 
 SCORES = torch.tensor([1.0, -2.0, 0.0, 3.0, -2.0])
 

@@ -23,7 +23,7 @@ from rolemesh.config.job import make_job
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
-from rolemesh.services.controller.advantages import apply_rollout_correction
+from rolemesh.services.controller.stages.advantages import apply_rollout_correction
 
 MASK = tensor([[True, True, True], [True, False, False]])
 # old over rollout probability: 1/2, 3, 4 and 1/5; what stands on padding must not matter

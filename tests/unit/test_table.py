@@ -9,7 +9,14 @@ from rich.console import Console
 
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
-from rolemesh.services.controller.table import ACCURACY, COLUMNS, ROWS_PER_HEADER, StepTable, number, that_fit
+from rolemesh.services.controller.display.table import (
+    ACCURACY,
+    COLUMNS,
+    ROWS_PER_HEADER,
+    StepTable,
+    number,
+    that_fit,
+)
 
 PPO = make_job({"data": {"val_files": "val.parquet"}, "algorithm": {"use_kl_in_reward": True}})
 STEP = {

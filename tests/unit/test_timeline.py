@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-from rolemesh import timeline
-from rolemesh.timeline import Call, Part, recorded, to_chrome, told
+from rolemesh.telemetry import timeline
+from rolemesh.telemetry.timeline import Call, Part, recorded, to_chrome, told
 
 
 def test_what_a_server_did_lies_in_the_middle_of_what_its_client_saw() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolemesh import context as origin
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
+from rolemesh.telemetry import context as origin
 from rolemesh.workers.local import LocalWorker, on_worker_thread
 from rolemesh.workers.traces import Traces
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from benchmarks.hostile_messages import field
 from rolemesh.errors import WeightsUnavailable
-from rolemesh.rpc.limits import MAX_WEIGHT_AXES, MAX_WEIGHTS
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest
 from rolemesh.weights import manifest as manifest_module
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.manifest import check_manifest, digest_of, outline, read_manifest, unpack
 from rolemesh.weights.region import CAN_SHARE, Region
 from rolemesh.weights.store import WeightStore
+from rolemesh.wire.limits import MAX_WEIGHT_AXES, MAX_WEIGHTS
 
 MIB = 1 << 20
 shares = pytest.mark.skipif(not CAN_SHARE, reason="sealed memory is Linux's")

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from benchmarks import fuzz_wire
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc.carrier import Terms
-from rolemesh.rpc.codec import dump, encode, load
-from rolemesh.rpc.frame import join_frame
-from rolemesh.rpc.streams import receive, receive_batches, send
 from rolemesh.v1 import data_pb2
 from rolemesh.v1.frame_pb2 import FrameHeader
+from rolemesh.wire.carrier import Terms
+from rolemesh.wire.codec import dump, encode, load
+from rolemesh.wire.frame import join_frame
+from rolemesh.wire.streams import receive, receive_batches, send
 
 
 def step_batch() -> DataProto:
@@ -472,8 +472,8 @@ from tests.unit.test_wire_hostile import LIES, BAD_ARROW, changed, frames, strea
 from benchmarks import fuzz_wire
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc.codec import load
-from rolemesh.rpc.streams import receive
+from rolemesh.wire.codec import load
+from rolemesh.wire.streams import receive
 from rolemesh.v1.frame_pb2 import FrameHeader, Frame
 
 def refused(blob):

@@ -17,14 +17,14 @@ import torch
 from benchmarks.hostile_messages import arrow, field, frame, record
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.rpc import limits
-from rolemesh.rpc.codec import dump, encode, load
-from rolemesh.rpc.frame import join_frame, split_frame
-from rolemesh.rpc.header import read_header
-from rolemesh.rpc.json_text import num_values
-from rolemesh.rpc.streams import receive
 from rolemesh.v1 import data_pb2
 from rolemesh.v1.frame_pb2 import FrameHeader
+from rolemesh.wire import limits
+from rolemesh.wire.codec import dump, encode, load
+from rolemesh.wire.frame import join_frame, split_frame
+from rolemesh.wire.header import read_header
+from rolemesh.wire.json_text import num_values
+from rolemesh.wire.streams import receive
 
 
 def of_objects(**columns: list[Any]) -> DataProto:
@@ -328,8 +328,8 @@ PEAK = """
 import resource, sys
 import torch
 from tests.unit.test_wire_limits import claiming
-from rolemesh.rpc import limits
-from rolemesh.rpc.codec import load
+from rolemesh.wire import limits
+from rolemesh.wire.codec import load
 from rolemesh.v1 import data_pb2
 
 load(claiming(4, 600, data_pb2.LAYOUT_MASK, 1)[0])  # whatever is loaded on first use

@@ -14,7 +14,7 @@ from typing import Any
 
 from rolemesh.services.reward.sandbox.inside import READY
 
-PROJECT = Path(__file__).parents[3]
+PROJECT = Path(__file__).parents[4]
 SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 # Tried before anything else is run: each line must fail, and only then is it said that they did.
@@ -103,7 +103,8 @@ class Sandbox:
         home = os.open(sys.base_prefix, os.O_PATH)
         files = (theirs.fileno(), home)
         # -S -s -B -P: neither site-packages nor the user's own, no bytecode written, not the working directory.
-        command = [sys._base_executable, *("-S", "-s", "-B", "-P", "-m", "rolemesh.services.reward.sandbox.inside")]  # type: ignore[attr-defined]
+        interpreter: str = sys._base_executable  # type: ignore[attr-defined]
+        command = [interpreter, *("-S", "-s", "-B", "-P", "-m", "rolemesh.services.reward.sandbox.inside")]
         try:
             self._control = ours
             self._process = subprocess.Popen(

@@ -4,8 +4,9 @@ A fork is quicker than a new interpreter that imports the same, and as good: no 
 What a program is and reads comes as open files that this process never reads, so that no program finds
 another's there; right answers never come here at all.
 
-`python -m rolemesh.services.reward.sandbox.inside CONTROL HOME`: two file descriptors, the socket over which programs
-come, and the interpreter's own directory, which a process that may no longer walk the path to it still reads.
+`python -m rolemesh.services.reward.sandbox.inside CONTROL HOME`: two file descriptors, the socket over which
+programs come, and the interpreter's own directory, which a process that may no longer walk the path to it still
+reads.
 """
 
 from __future__ import annotations

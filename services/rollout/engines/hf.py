@@ -25,10 +25,10 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, Unsupported
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device, vocabulary_of
-from rolemesh.workers.local import LocalWorker
-from rolemesh.workers.parking import Parking, model_tensors
 from rolemesh.services.rollout.engines.fitting import check_fit
 from rolemesh.services.rollout.engines.sampling import draw_uniforms, sample
+from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.parking import Parking, model_tensors
 
 MIN_ROWS = 16
 PROBED_ROWS = 256

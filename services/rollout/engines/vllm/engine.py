@@ -33,7 +33,7 @@ SEED_BITS = 2**63 - 1  # vLLM takes a seed of -1 for none
 
 
 class VllmEngine:
-    """Implements rolemesh.services.rollout.engines.Engine on vLLM's AsyncLLM, which computes in processes of its own."""
+    """Implements rolemesh.services.rollout.engines.Engine on vLLM's AsyncLLM, with processes of its own."""
 
     def __init__(self, job: JobConfig) -> None:
         prepare_environment(resolve_device(job.trainer.device))

@@ -1,0 +1,1 @@
+"""What a process tells about itself: logs, Prometheus metrics, timelines, and the context that labels them."""

@@ -1,0 +1,113 @@
+"""The Frame message (proto/rolemesh/v1/frame.proto) written and read by hand.
+
+The generated code copies a `bytes` field several times; by hand it is joined once and sliced without a copy.
+What is written is an ordinary Frame, and any Frame that a protobuf library writes can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rolemesh.errors import InvalidBatch
+from rolemesh.wire.limits import MAX_FRAME_FIELDS, MAX_HEADER_BYTES
+
+_HEADER_FIELD, _PAYLOAD_FIELD = 1, 15
+LENGTH_DELIMITED = 2
+_FIXED_BYTES = {1: 8, 5: 4}  # wire types of fixed64 and fixed32
+
+
+def join_frame(header: bytes | None, payload: Iterable[memoryview | bytes], num_bytes: int) -> bytes:
+    """A serialized Frame.
+
+    Args:
+        header: a serialized FrameHeader, in the first frame of a batch.
+        payload: the pieces of the payload.
+        num_bytes: their bytes together.
+    """
+    head = b"" if header is None else _tag(_HEADER_FIELD, len(header)) + header
+    if not num_bytes:
+        return head
+    return b"".join((head, _tag(_PAYLOAD_FIELD, num_bytes), *payload))
+
+
+def split_frame(message: bytes | memoryview) -> tuple[bytes | None, memoryview]:
+    """Header (None where the frame has none) and payload, a slice of the message.
+
+    Raises:
+        InvalidBatch: not a protobuf message, header or payload twice, or more fields or a larger header than
+            are read (rolemesh/wire/limits.py).
+    """
+    view = memoryview(message).cast("B")
+    header: bytes | None = None
+    payload: memoryview | None = None
+    for field, wire_type, start, end in fields(view, MAX_FRAME_FIELDS, "a frame"):
+        if field not in (_HEADER_FIELD, _PAYLOAD_FIELD):
+            continue  # written by a newer sender
+        if wire_type != LENGTH_DELIMITED or (header if field == _HEADER_FIELD else payload) is not None:
+            raise InvalidBatch(f"not a frame: field {field} twice or of wire type {wire_type}")
+        if field == _PAYLOAD_FIELD:
+            payload = view[start:end]
+            continue
+        if end - start > MAX_HEADER_BYTES:
+            raise InvalidBatch(f"a header of {end - start} bytes; at most {MAX_HEADER_BYTES} are read")
+        header = bytes(view[start:end])
+    return header, view[:0] if payload is None else payload
+
+
+def fields(view: memoryview, most: int, what: str) -> Iterator[tuple[int, int, int, int]]:
+    """The fields of a serialized message: number, wire type, and where the value starts and ends.
+
+    Raises:
+        InvalidBatch: not a protobuf message, or one of more than `most` fields.
+    """
+    at = 0
+    for _ in range(most):
+        if at == len(view):
+            return
+        tag, at = _varint(view, at)
+        field, wire_type = tag >> 3, tag & 7
+        if not 0 < field < 2**29:
+            raise InvalidBatch(f"not {what}: field number {field}")
+        start, at = _value(view, at, wire_type)
+        yield field, wire_type, start, at
+    if at < len(view):
+        raise InvalidBatch(f"{what} of more than {most} fields")
+
+
+def _value(view: memoryview, at: int, wire_type: int) -> tuple[int, int]:
+    """Start and end of a field's value. Raises InvalidBatch where it reaches beyond the message."""
+    if wire_type == 0:
+        start, end = at, _varint(view, at)[1]
+    elif wire_type == LENGTH_DELIMITED:
+        length, start = _varint(view, at)
+        end = start + length
+    elif wire_type in _FIXED_BYTES:
+        start, end = at, at + _FIXED_BYTES[wire_type]
+    else:
+        raise InvalidBatch(f"not a protobuf message: wire type {wire_type}")
+    if end > len(view):
+        raise InvalidBatch(f"a message of {len(view)} bytes has a field that ends at {end}")
+    return start, end
+
+
+def _tag(field: int, length: int) -> bytes:
+    out = bytearray([field << 3 | LENGTH_DELIMITED])
+    while length > 127:
+        out.append(length & 127 | 128)
+        length >>= 7
+    out.append(length)
+    return bytes(out)
+
+
+def _varint(view: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64:
+        if at >= len(view):
+            raise InvalidBatch("a message ends within a number")
+        octet = view[at]
+        at += 1
+        value |= (octet & 127) << shift
+        if octet < 128:
+            return value & (2**64 - 1), at
+        shift += 7
+    raise InvalidBatch("not a protobuf message: a number of more than 64 bits")

@@ -1,0 +1,223 @@
+"""What `rolemesh status|watch|pause|resume|stop` do where the controller can be reached: ask, follow, steer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import typer
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from rolemesh.errors import InvalidConfig, RolemeshError, RoleUnavailable
+from rolemesh.rpc.channels import open_channel
+from rolemesh.rpc.errors import from_status
+from rolemesh.services.controller.display.progress import Display, line_of
+from rolemesh.services.controller.display.table import log_console, number
+from rolemesh.services.controller.record import ADDRESS_FILE, STEP
+from rolemesh.services.controller.service.status import RunStatus, State
+from rolemesh.v1 import controller_pb2 as pb
+from rolemesh.v1.controller_pb2_grpc import ControllerServiceStub
+
+FAILED = 3  # the exit code that says that the run has failed
+ANSWER_S = 10.0  # for one answer
+PATIENCE_S = 120.0  # for a controller to come, or to come back
+RETRY_S = 1.0
+
+KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
+
+
+def is_here(where: str) -> bool:
+    """Whether it can be reached from this machine: host:port or a run directory, and not a job's name."""
+    return ":" in where or "/" in where or Path(where).is_dir()
+
+
+async def status(where: str, *, as_json: bool) -> int:
+    """Prints what the run is doing. Returns the exit code."""
+    answer = await _call(where, "GetStatus", pb.GetStatusRequest())
+    if as_json:
+        typer.echo(json.dumps(to_json(answer)))
+    else:
+        log_console().print(picture(answer))
+    return code_of(answer)
+
+
+async def steer(where: str, command: str) -> int:
+    """Pauses, resumes or stops the run, and says what it does now. Returns the exit code."""
+    requests = {"Pause": pb.PauseRequest(), "Resume": pb.ResumeRequest(), "Stop": pb.StopRequest()}
+    await _call(where, command, requests[command])
+    answer = await _call(where, "GetStatus", pb.GetStatusRequest())
+    log_console().print(_headline(answer))
+    return code_of(answer)
+
+
+async def watch(where: str, *, as_json: bool) -> int:
+    """Shows the run to its end, whatever becomes of its controller in between. Returns the exit code."""
+    console = log_console()
+    display, last, printed = Display(console), pb.GetStatusResponse(), ""
+    async with aclosing(follow(where)) as answers:
+        async for answer in answers:
+            silence: list[RenderableType] = []
+            if isinstance(answer, RolemeshError):
+                silence = [Text(f"since {datetime.now():%H:%M:%S}: {answer}", style="yellow")]
+            else:
+                last = answer
+            if as_json:
+                problem = {"problem": str(answer)} if silence else {}
+                typer.echo(json.dumps(to_json(last) | problem))
+            elif console.is_terminal:
+                display.show(_as_run(last), _roles(last), *silence)
+            elif printed != (now := str(answer) if silence else f"{last.state} {last.step}"):
+                printed = now
+                console.print(*(silence or [_headline(last)]), soft_wrap=True)  # a line for each change
+    display.close()
+    if not as_json and console.is_terminal:
+        console.print(picture(last))
+    return code_of(last)
+
+
+async def follow(where: str) -> AsyncGenerator[pb.GetStatusResponse | RolemeshError]:
+    """What the run is doing, at each change, to its end; where no controller answers, as while it starts, why.
+    After a silence of PATIENCE_S that is raised."""
+    status: pb.GetStatusResponse | None = None
+    heard = time.monotonic()
+    while status is None or not _has_ended(status):
+        try:
+            async with open_channel(address_of(where), "controller") as channel:
+                async for answer in _stub(channel).WatchStatus(pb.WatchStatusRequest()):
+                    status, heard = answer.status, time.monotonic()
+                    yield status
+        except (grpc.aio.AioRpcError, RoleUnavailable) as error:
+            problem = error if isinstance(error, RolemeshError) else from_status(error, f"controller {where}")
+            silent_s = time.monotonic() - heard
+            if silent_s > PATIENCE_S or not isinstance(problem, RoleUnavailable):
+                raise problem from None
+            yield problem
+            await asyncio.sleep(RETRY_S)
+
+
+async def _call(where: str, name: str, request: Any) -> Any:
+    async with open_channel(address_of(where), "controller") as channel:
+        try:
+            return await getattr(_stub(channel), name)(request, timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error, f"controller {where}") from None
+
+
+def _stub(channel: grpc.aio.Channel) -> Any:
+    return ControllerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+
+
+def address_of(where: str) -> str:
+    """host:port of the controller.
+
+    Raises:
+        InvalidConfig: no such run directory.
+        RoleUnavailable: no run is under way in that directory.
+    """
+    directory = Path(where)
+    if ":" in where and not directory.exists():
+        return where
+    if not directory.is_dir():
+        raise InvalidConfig(f"{where} is no run directory, no host:port of a controller and no job's name")
+    try:
+        address: str = json.loads((directory / ADDRESS_FILE).read_text())["address"]
+    except FileNotFoundError:
+        raise RoleUnavailable(f"no run is under way in {where}: it has no {ADDRESS_FILE}") from None
+    return address
+
+
+# ------------------------------------------------------------------------------------- for machines
+
+
+def code_of(status: pb.GetStatusResponse) -> int:
+    """The exit code for a run in this state."""
+    return FAILED if status.state == pb.RUN_STATE_FAILED else 0
+
+
+def to_json(status: pb.GetStatusResponse) -> dict[str, Any]:
+    """The state as JSON has it; a metric that is not finite is null."""
+    return {
+        "job": status.job,
+        "state": State(status.state).name.lower() if status.state else "unknown",
+        "step": status.step,
+        "total_steps": status.total_steps,
+        "phase": status.phase,
+        "found": status.found,
+        "metrics": {name: v if math.isfinite(v) else None for name, v in sorted(status.latest.items())},
+        "roles": {
+            role.name: [
+                {
+                    "address": replica.address,
+                    "live": replica.live,
+                    "problem": replica.problem,
+                    "outstanding_rows": replica.outstanding_rows,
+                }
+                for replica in role.replicas
+            ]
+            for role in status.roles
+        },
+    }
+
+
+# --------------------------------------------------------------------------------------- for people
+
+
+def picture(status: pb.GetStatusResponse) -> RenderableType:
+    """State, numbers and roles."""
+    return Group(_headline(status), _numbers(status.latest), _roles(status))
+
+
+def _headline(status: pb.GetStatusResponse) -> Text:
+    where = f"  step {status.step} of {status.total_steps}  ·  "
+    return Text.assemble((status.job, "bold"), where, line_of(_as_run(status)))
+
+
+def _numbers(latest: Mapping[str, float]) -> Text:
+    parts = []
+    if "timing_s/step" in latest:
+        parts.append(f"{latest['timing_s/step']:.1f} s a step")
+    parts += [f"KL {number(latest[name], '.4f')}" for name in KL if name in latest][:1]
+    return Text("  ·  ".join(parts))
+
+
+def _roles(status: pb.GetStatusResponse) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("role", "replica", "state"):
+        table.add_column(name, header_style="dim")
+    table.add_column("rows", header_style="dim", justify="right")
+    for role in status.roles:
+        for index, replica in enumerate(role.replicas):
+            state = "ready" if replica.live else replica.problem or "not ready yet"
+            name = "" if index else role.name
+            table.add_row(name, replica.address, escape(state), str(replica.outstanding_rows))
+        if not role.replicas:
+            table.add_row(role.name, "none", "", "")
+    return table
+
+
+def _as_run(status: pb.GetStatusResponse) -> RunStatus:
+    run = RunStatus(status.job)
+    run.records = [{STEP: status.step, **status.latest}] if status.latest else []
+    run.set(
+        state=State(status.state or State.STARTING.value),
+        step=status.step,
+        phase=status.phase,
+        total_steps=status.total_steps,
+        found=status.found,
+    )
+    return run
+
+
+def _has_ended(status: pb.GetStatusResponse) -> bool:
+    return status.state in (pb.RUN_STATE_FINISHED, pb.RUN_STATE_FAILED)

@@ -1,0 +1,114 @@
+"""The live display of a run."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from rolemesh.services.controller.display.summary import Summary, accuracy_by_step, print_summary
+from rolemesh.services.controller.display.table import log_console, number
+from rolemesh.services.controller.record import Record
+from rolemesh.services.controller.service.status import RunStatus, State
+
+PHASES = {
+    "gen": "generating",
+    "old_log_prob": "policy's log-probs",
+    "ref": "reference's log-probs",
+    "values": "values",
+    "reward": "rewards",
+    "adv": "advantages",
+    "update_critic": "training the critic",
+    "update_actor": "training the actor",
+    "update_weights": "new weights to the rollouts",
+    "testing": "validating",
+    "save_checkpoint": "writing a checkpoint",
+}
+STATES = {
+    State.STARTING: "starting",
+    State.STOPPING: "stops after this step",
+    State.FINISHED: "has ended",
+    State.FAILED: "has failed",
+}
+
+
+class Display:
+    """Step, phase, reward, accuracy, speed and time left, on two live lines; where the console is no
+    terminal it shows nothing, and the console logger's table is what there is to see.
+
+    Args:
+        console: shared with everything that prints while the display lives.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or log_console()
+        self._live: Live | None = None
+        self._num_shown = 0
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            expand=True,
+            speed_estimate_period=600,
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def show(self, status: RunStatus, *below: RenderableType) -> None:
+        """Takes up the state of the run; `below`: what is to be seen under it."""
+        if not self.console.is_terminal:
+            return
+        self._bar.update(
+            self._task, description=status.job, completed=status.step, total=status.total_steps or None
+        )
+        if status.state in (State.FINISHED, State.FAILED):
+            self.close()
+            return
+        if self._live is None:
+            self._live = Live(console=self.console, refresh_per_second=4, transient=True)
+            self._live.start()
+        news = len(status.records) != self._num_shown
+        self._num_shown = len(status.records)
+        # What a step brought is seen at once.
+        self._live.update(Group(self._bar, line_of(status), *below), refresh=news)
+
+    def close(self) -> None:
+        """Clears the display."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+    def summary(self, summary: Summary) -> None:
+        """Before and after, a few answers, and where everything is."""
+        print_summary(summary, self.console)
+
+
+def line_of(status: RunStatus) -> Text:
+    """State, phase, reward, accuracy and speed."""
+    parts = [STATES[status.state]] if status.state in STATES else []
+    if status.state is State.PAUSED:  # an empty phase: between two steps
+        parts = ["pauses after this step" if status.phase else "paused"]
+    parts += [PHASES.get(status.phase, status.phase)] if status.phase else []
+    parts += [status.found] if status.found else []
+    reward = _last(status.records, "critic/score/mean")
+    parts += [f"reward {number(reward, '.3f')}"] if reward is not None else []
+    accuracies = accuracy_by_step(status.records)
+    parts += [f"val accuracy {accuracies[-1][1]:.3f}"] if accuracies else []
+    speed = _last(status.records, "perf/throughput")
+    parts += [f"{speed:,.0f} tokens/s"] if speed is not None else []
+    return Text("  ·  ".join(parts), style="cyan", no_wrap=True, overflow="ellipsis")
+
+
+def _last(records: list[Record], key: str) -> float | None:
+    return next((record[key] for record in reversed(records) if key in record), None)

@@ -1,0 +1,95 @@
+"""How a run ended, and the words that say so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from rolemesh.services.controller.display.table import number
+from rolemesh.services.controller.record import STEP, Record
+
+
+@dataclass
+class Summary:
+    """How a run ended.
+
+    Args:
+        run_dir: holds curves.png, metrics.jsonl and config.yaml.
+        step: the last step made.
+        total_steps: that the job asks for.
+        records: of all steps, also of those made before a resume.
+        answers: a few rows of the last validation, as in the dumps.
+        checkpoint: the newest one; None where none was written.
+        rollout_dumps, validation_dumps: where the responses are; None where the job keeps none.
+    """
+
+    run_dir: Path
+    step: int
+    total_steps: int
+    records: list[Record]
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: Path | None = None
+    rollout_dumps: Path | None = None
+    validation_dumps: Path | None = None
+
+
+def accuracy_by_step(records: list[Record]) -> list[tuple[int, float]]:
+    """Step and validation accuracy, mean over data sources, of every validation."""
+    found = []
+    for record in records:
+        of_sources = [v for key, v in record.items() if key.startswith("val-core/") and "/mean@" in key]
+        values = [value for value in of_sources if value is not None]
+        if values:
+            found.append((int(record[STEP] or 0), sum(values) / len(values)))
+    return found
+
+
+def print_summary(summary: Summary, console: Console) -> None:
+    """The end of a run, for people."""
+    accuracies = accuracy_by_step(summary.records)
+    if summary.answers:
+        shown = Table(title="Validation answers", title_justify="left", expand=True, show_lines=True)
+        shown.add_column("prompt", ratio=3)
+        shown.add_column("answer", ratio=3)
+        shown.add_column("truth", ratio=1)
+        shown.add_column("score", justify="right")
+        for row in summary.answers:
+            cells = (_short(row["input"]), _short(row["output"]), _short(row["gts"]))
+            shown.add_row(*map(escape, cells), number(row["score"], "g"))
+        console.print(shown)
+
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True)
+    facts.add_column(overflow="fold")  # a path is of use only whole
+    facts.add_row("steps", f"{summary.step} of {summary.total_steps}")
+    if len(accuracies) > 1:
+        (first_step, before), (last_step, after) = accuracies[0], accuracies[-1]
+        facts.add_row(
+            "validation accuracy",
+            f"[bold]{before:.3f}[/] at step {first_step}  →  [bold]{after:.3f}[/] at step {last_step}",
+        )
+    elif accuracies:
+        facts.add_row("validation accuracy", f"[bold]{accuracies[0][1]:.3f}[/] at step {accuracies[0][0]}")
+    places = {
+        "curves": summary.run_dir / "curves.png",
+        "metrics": summary.run_dir / "metrics.jsonl",
+        "checkpoint": summary.checkpoint,
+        "training answers": summary.rollout_dumps,
+        "validation answers": summary.validation_dumps,
+    }
+    for name, path in places.items():
+        if path and path.exists():
+            facts.add_row(name, escape(str(path)))
+    title = "done" if summary.step == summary.total_steps else "stopped"
+    console.print(Panel(facts, title=title, title_align="left", expand=False))
+
+
+def _short(value: object, length: int = 300) -> str:
+    text = str(value).strip()
+    return text if len(text) <= length else text[: length - 1] + "…"

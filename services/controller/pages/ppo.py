@@ -1,0 +1,42 @@
+"""PPO with a critic (Schulman et al. 2017, arXiv:1707.06347), as used for RLHF.
+
+Axes: B rows (prompts times rollout.n), P prompt tokens, T response tokens, S = P + T.
+"""
+
+from __future__ import annotations
+
+from rolemesh.dataproto import DataProto
+from rolemesh.roles import Metrics, Roles
+from rolemesh.services.controller.pages.step import Step
+from rolemesh.services.controller.stages.advantages import (
+    apply_kl_penalty,
+    apply_rollout_correction,
+    compute_advantages,
+)
+from rolemesh.services.controller.stages.experience import collect, fan_out, gather
+from rolemesh.services.controller.stages.resampling import resample
+
+
+async def ppo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
+    """One step: answer the prompts, judge the answers, learn, hand the new weights to the rollouts."""
+
+    async def experience(rows: DataProto) -> DataProto:  # on each finished chunk, while others still generate
+        old, ref, values, scores = await gather(
+            roles.actor.compute_log_probs(rows),  # old_log_probs, entropys [B, T]
+            roles.reference.compute_log_probs(rows),  # ref_log_probs [B, T], where the job weighs KL
+            roles.critic.compute_values(rows),  # values [B, T]
+            roles.reward.compute_scores(rows),  # token_level_scores [B, T], acc [B]
+        )
+        return rows.union(old, ref, values, scores)
+
+    rows = fan_out(prompts, step.job.rollout.n, step.job.rollout.seed, step.number)  # prompts [B, P], seeds [B]
+    batch = await collect(roles.rollout.generate(rows), rows, experience)  # responses [B, T], input_ids [B, S]
+
+    batch, mismatch = apply_rollout_correction(batch, step.job)  # rollout_is_weights [B, T], where asked for
+    batch, kl_metrics = apply_kl_penalty(batch, step.job, step.kl.value)  # token_level_rewards [B, T]
+    batch = compute_advantages(batch, step.job)  # advantages, returns [B, T]
+
+    drawn, pf_ppo = resample(batch, step.job, step.number)  # all rows, or those that PF-PPO draws
+    critic_metrics, actor_metrics = await gather(roles.critic.update(drawn), roles.actor.update(drawn))
+    await roles.sync_weights(step.number)
+    return step.report(batch, mismatch, kl_metrics, pf_ppo, critic_metrics, actor_metrics)

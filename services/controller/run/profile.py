@@ -1,0 +1,43 @@
+"""The timeline of the steps that trainer.profile_steps names."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rolemesh.config import JobConfig
+from rolemesh.errors import InvalidConfig
+from rolemesh.home import Home
+from rolemesh.telemetry import timeline
+
+
+def check_profile_steps(job: JobConfig) -> None:
+    """Raises InvalidConfig where a step is to be profiled that will never be made."""
+    last, steps = job.trainer.total_training_steps, job.trainer.profile_steps
+    assert last is not None
+    if beyond := [step for step in steps if step > last]:
+        raise InvalidConfig(
+            f"trainer.profile_steps names step {beyond[0]}, and the job has {last} "
+            "(trainer.total_training_steps, or the epochs' end)"
+        )
+
+
+@contextmanager
+def profiled(number: int, job: JobConfig) -> Iterator[None]:
+    """While it is entered, a step passes; profile/step_<n>/timeline.json then tells how, where the job asks for
+    it."""
+    if number not in job.trainer.profile_steps:
+        yield
+        return
+    written: list[timeline.Call] = []
+    token = timeline.calls.set(written)
+    step = timeline.Call(timeline.CONTROLLER, f"step {number}", time.perf_counter())
+    try:
+        yield
+    finally:
+        timeline.calls.reset(token)
+    step.ended = time.perf_counter()
+    with Home.of(job).writing(job.profile_dir(number)) as directory:
+        (directory / "timeline.json").write_text(json.dumps(timeline.to_chrome(written, step)) + "\n")

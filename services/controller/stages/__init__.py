@@ -1,0 +1,1 @@
+"""What the controller computes between the roles' calls; pages are written in these functions."""
