@@ -84,7 +84,7 @@ def test_workers_do_no_grpc_and_servicers_do_no_torch() -> None:
 
 def test_a_batch_reaches_a_model_by_one_door() -> None:
     """A worker computes what it is given. Under every placement processes/serve.py alone makes workers,
-    each for its servicer, and the guard looks at its batches once (tests/services/test_door.py tries every
+    each for its servicer, and the guard looks at its batches once (tests/test_door.py tries every
     method)."""
     made = re.compile("(Actor|Critic|Reference|Reward|Rollout)Worker")
     makers, askers = set(), set()
@@ -102,7 +102,7 @@ def test_every_prometheus_name_is_in_one_file() -> None:
     kinds = {"Counter", "Gauge", "Histogram", "Summary", "Info", "Enum"}
     users = {p for p in OURS for name in imports(p) if name.rpartition(".")[0] == "prometheus_client"
              and name.rpartition(".")[2] in kinds}  # fmt: skip
-    assert users == {ROOT / "rolemesh" / "metrics.py"}
+    assert users == {ROOT / "rolemesh" / "telemetry" / "metrics.py"}
 
 
 def test_there_is_no_python_beside_the_proto_files() -> None:

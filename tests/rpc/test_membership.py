@@ -10,8 +10,8 @@ import pytest
 import torch
 from membership import Told, until
 from prometheus_client import REGISTRY
+from rollouts import generated, job_of, prompts_of
 from serving import gate, reward_batch, reward_job, scored, serve_process, served
-from test_weight_sync import generated, job_of, prompts_of
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable

@@ -264,7 +264,7 @@ def test_every_metric_is_one_that_the_code_writes(path: Path) -> None:
         text for text in quoted(path) if METRIC.fullmatch(text) and not (ROOT / "services" / text).exists()
     ]
     assert [name for name in named if not metric_patterns().fullmatch(name)] == []
-    exported = re.findall(r"rolemesh_[a-z_]+", (ROOT / "rolemesh" / "metrics.py").read_text())
+    exported = re.findall(r"rolemesh_[a-z_]+", (ROOT / "rolemesh" / "telemetry" / "metrics.py").read_text())
     prometheus = [name for text in quoted(path) for name in re.findall(r"rolemesh_[a-z_]+", text)]
     known = (*exported, "rolemesh_job")  # a label
     assert [name for name in prometheus if not any(each.startswith(name) for each in known)] == []

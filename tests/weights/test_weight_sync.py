@@ -16,13 +16,13 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rollouts import generated, job_of
 from sequences import sequence_batch
 from serving import serve_process, served
 from torch import nn
 from weight_holders import Faulty, Gated, assert_same, serving
 
-from rolemesh.config.job import JobConfig, make_job
-from rolemesh.dataproto import DataProto
+from rolemesh.config.job import JobConfig
 from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
@@ -45,40 +45,10 @@ from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.source import WeightSource
 from rolemesh.weights.store import WeightStore
 
-P, T = 6, 10
-
-
-def job_of(model: Path, **trainer: Any) -> JobConfig:
-    return make_job(
-        {
-            "data": {"train_batch_size": 16, "max_prompt_length": P, "max_response_length": T},
-            "trainer": {"device": "cpu", **trainer},
-            "actor": {
-                "model": {"path": str(model)},
-                "ppo_mini_batch_size": 8,
-                "ppo_micro_batch_size_per_gpu": 4,
-                "optim": {"lr": 1e-3},
-            },
-            "rollout": {"max_num_seqs": 4},
-        }
-    )
-
 
 @pytest.fixture
 def job(tiny_model: Path) -> JobConfig:
     return job_of(tiny_model)
-
-
-def prompts_of(rows: int) -> DataProto:
-    columns = {"prompts": torch.arange(rows * P).reshape(rows, P) % 250, "seeds": torch.arange(rows) * 7919}
-    columns["prompt_mask"] = torch.ones(rows, P, dtype=torch.bool)
-    return DataProto(columns, {}, {"sampling": "train"})
-
-
-async def generated(client: RolloutClient, rows: int = 4) -> DataProto:
-    answer = DataProto.concat([batch async for batch in client.generate(prompts_of(rows))])
-    assert sorted(answer["row"].tolist()) == list(range(rows))
-    return answer[answer["row"].argsort()]
 
 
 class Node:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_weight_sync import job_of, prompts_of
+from rollouts import job_of, prompts_of
 from weight_holders import Gated, large, pull, stored
 
 from rolemesh.dataproto import DataProto

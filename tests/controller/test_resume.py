@@ -104,7 +104,7 @@ async def test_a_run_killed_in_a_step_resumes_from_the_last_save_and_doubles_no_
         "asyncio.run(main())\n"
     )
     (tmp_path / "job.yaml").write_text(job.to_yaml())
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    paths = os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, str(tmp_path / "job.yaml"), env={**os.environ, "PYTHONPATH": paths}
     )

@@ -35,7 +35,7 @@ Object = dict[str, Any]
 
 # The definitions of prometheus-operator 0.85.0, KEDA 2.18.3, cert-manager 1.19.2 and scheduler-plugins 0.32.7
 # (all Apache-2.0): what they require, without what they explain.
-DEFINITIONS: dict[str, Object] = json.loads(Path(__file__).with_name("crds.json").read_text(encoding="utf-8"))
+DEFINITIONS: dict[str, Object] = json.loads((ROOT / "tests/charts/crds.json").read_text(encoding="utf-8"))
 
 # The library reads a megabyte of definitions for each object that it looks at.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
