@@ -33,7 +33,7 @@ from rolemesh.services.controller.run.run_dir import address_shown, held
 from rolemesh.services.controller.scale_down import Workload, refuse_scaled_down, scale_down, unpause
 from rolemesh.services.controller.service.server import ControllerServer, serving
 from rolemesh.services.controller.service.status import RunStatus, State
-from rolemesh.services.controller.stages.experience import gather
+from rolemesh.tasks import gather
 from rolemesh.wire.allocator import tune
 
 log = logging.getLogger(__name__)

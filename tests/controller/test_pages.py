@@ -24,7 +24,8 @@ from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import read_metrics
-from rolemesh.services.controller.stages.experience import collect, fan_out, gather
+from rolemesh.services.controller.stages.experience import collect, fan_out
+from rolemesh.tasks import gather
 from rolemesh.weights.source import WeightSource
 
 

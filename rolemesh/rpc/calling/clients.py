@@ -20,11 +20,12 @@ from rolemesh.door import Door
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Method, Metrics
 from rolemesh.rpc.calling.discovery import Members
-from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher, all_of
+from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher
 from rolemesh.rpc.calling.pool import Replica, ReplicaPool
 from rolemesh.rpc.channels import check_address
 from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
 from rolemesh.rpc.serving.requests import VERSION_KEY
+from rolemesh.tasks import gather
 from rolemesh.v1.actor_pb2 import PublishWeightsRequest
 from rolemesh.v1.checkpoint_pb2 import LoadCheckpointRequest, SaveCheckpointRequest
 from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest
@@ -229,7 +230,7 @@ class RolloutClient(RoleClient):
         for _ in range(ATTEMPTS_PER_REPLICA):
             await self.pool.wait_for_live()
             live = self.pool.live
-            problems = await all_of([_problem(take(replica, live[:i])) for i, replica in enumerate(live)])
+            problems = await gather(*(_problem(take(replica, live[:i])) for i, replica in enumerate(live)))
             for replica, problem in zip(live, problems, strict=True):
                 if problem:
                     self.pool.suspect(replica, str(problem))

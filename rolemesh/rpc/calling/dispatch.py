@@ -15,7 +15,7 @@ import random
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from rolemesh.rpc.contract import Rpc, rpcs, serializer
 from rolemesh.rpc.errors import from_status
 from rolemesh.rpc.serving.guard import LIFE_KEY
 from rolemesh.rpc.serving.requests import CALL_KEY, JOB_KEY, STEP_KEY, TIMELINE_KEY
+from rolemesh.tasks import cancel_all, gather
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import metrics, timeline
 from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS
@@ -311,7 +312,7 @@ class Dispatcher:
         answers: list[Any] = []
         for _ in range(ATTEMPTS_PER_REPLICA if rpc.pure else 1):
             await self.pool.wait_for_live()
-            answers = await all_of([self._told(rpc, replica, request, deadline) for replica in self.pool.live])
+            answers = await gather(*[self._told(rpc, replica, request, deadline) for replica in self.pool.live])
             for answer in answers:
                 if not isinstance(answer, RoleUnavailable):
                     return answer
@@ -446,22 +447,6 @@ def piece_rows(num_rows: int, num_replicas: int) -> int:
     num_pieces = max(num_replicas, num_rows // MIN_PIECE_ROWS)
     num_pieces = min(num_pieces, PIECES_PER_REPLICA * num_replicas)
     return max(1, -(-num_rows // num_pieces))
-
-
-async def all_of(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Runs them side by side; the first failure cancels the others and is raised as it is."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await cancel_all(tasks)
-
-
-async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Returns when none of them runs any more."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _arity(rpc: Rpc) -> str:

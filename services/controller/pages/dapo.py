@@ -16,7 +16,8 @@ from rolemesh.services.controller.stages.advantages import (
     compute_advantages,
 )
 from rolemesh.services.controller.stages.dynamic_sampling import groups_with_spread
-from rolemesh.services.controller.stages.experience import collect, fan_out, gather
+from rolemesh.services.controller.stages.experience import collect, fan_out
+from rolemesh.tasks import gather
 
 
 async def dapo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:

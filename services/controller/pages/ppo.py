@@ -13,8 +13,9 @@ from rolemesh.services.controller.stages.advantages import (
     apply_rollout_correction,
     compute_advantages,
 )
-from rolemesh.services.controller.stages.experience import collect, fan_out, gather
+from rolemesh.services.controller.stages.experience import collect, fan_out
 from rolemesh.services.controller.stages.resampling import resample
+from rolemesh.tasks import gather
 
 
 async def ppo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:

@@ -15,7 +15,8 @@ from rolemesh.services.controller.stages.advantages import (
     compute_advantages,
     set_baselines,
 )
-from rolemesh.services.controller.stages.experience import collect, fan_out, gather
+from rolemesh.services.controller.stages.experience import collect, fan_out
+from rolemesh.tasks import gather
 
 
 async def remax_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:

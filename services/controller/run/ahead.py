@@ -11,7 +11,7 @@ import torch
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed
 from rolemesh.roles import Rollout
-from rolemesh.services.controller.stages.experience import closed_at_end
+from rolemesh.tasks import closed_at_end
 from rolemesh.telemetry import context
 from rolemesh.weights.source import WeightSource
 

@@ -27,7 +27,7 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidBatch, InvalidConfig, RoleUnavailable
 from rolemesh.roles import Roles
-from rolemesh.services.controller.stages.experience import gather
+from rolemesh.tasks import gather
 from rolemesh.wire.codec import dump, load_batch
 
 NAME = re.compile(r"global_step_(\d+)")

@@ -29,8 +29,9 @@ from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, 
 from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.controller.stages.dynamic_sampling import DynamicSampling, SearchStopped
-from rolemesh.services.controller.stages.experience import fan_out, gather
+from rolemesh.services.controller.stages.experience import fan_out
 from rolemesh.services.controller.stages.validation import validate
+from rolemesh.tasks import gather
 from rolemesh.telemetry import context
 from rolemesh.telemetry.metrics import CHECKPOINT_WRITTEN
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from rolemesh.dataproto import DataProto
 from rolemesh.graph import ControllerNode
 from rolemesh.roles import Actor, Critic, Metrics, Reference, Reward, Roles, Rollout
-from rolemesh.services.controller.stages.experience import closed_at_end
+from rolemesh.tasks import closed_at_end
 from rolemesh.telemetry import metrics, timeline
 from rolemesh.weights.source import WeightSource
 

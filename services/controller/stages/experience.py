@@ -4,8 +4,7 @@ others still generate."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,19 +14,9 @@ from rolemesh.config.rollout import CHUNKS_PER_BATCH
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.graph import node
+from rolemesh.tasks import closed_at_end
 
 R = TypeVar("R")
-
-
-async def gather(*calls: Coroutine[Any, Any, R]) -> list[R]:
-    """The results of calls that run at the same time. If one fails the others are cancelled, and its error
-    is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 @node(reads=("prompts",), writes=("seeds",))
@@ -93,16 +82,6 @@ async def collect(
     batch = DataProto.concat([call.result() for call in calls])
     batch.reorder(torch.tensor(order).argsort())
     return batch.select_columns([name for name in batch.columns if name != "row"])
-
-
-@asynccontextmanager
-async def closed_at_end(stream: AsyncIterator[DataProto]) -> AsyncIterator[None]:
-    """Ends a stream however its reader leaves, so that the far end stops generating."""
-    try:
-        yield
-    finally:
-        if isinstance(stream, AsyncGenerator):
-            await stream.aclose()
 
 
 async def chunks_of(finished: AsyncIterator[DataProto], num_rows: int) -> AsyncIterator[DataProto]:
