@@ -5,5 +5,6 @@ serving/      the server's end: it binds, guards every call, drains
 calling/      the client's end: it finds replicas, spreads a call over them, reads the answers
 batches.py    holds the batches of a call against their method's declaration, at either end
 channels.py   every channel that is made; tls.py has the keys of both ends
+metadata.py   the keys of a call's metadata
 errors.py     the one table from error to gRPC status and back
 """

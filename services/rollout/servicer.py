@@ -12,7 +12,7 @@ from typing import Any, cast
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Rollout
-from rolemesh.rpc.serving.requests import VERSION_KEY
+from rolemesh.rpc.metadata import VERSION_KEY
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.telemetry import metrics
 from rolemesh.v1 import rollout_pb2

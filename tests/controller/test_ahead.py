@@ -22,7 +22,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles, methods
 from rolemesh.rpc.calling.clients import RolloutClient
-from rolemesh.rpc.serving.requests import VERSION_KEY
+from rolemesh.rpc.metadata import VERSION_KEY
 from rolemesh.services.controller.main import CLIENTS
 from rolemesh.services.controller.stages.experience import fan_out
 from rolemesh.weights.source import WeightSource

@@ -25,7 +25,7 @@ from rolemesh.errors import RoleFailed
 from rolemesh.roles import methods
 from rolemesh.rpc.contract import Rpc, rpcs
 from rolemesh.rpc.errors import ERROR_KEY
-from rolemesh.rpc.serving.requests import STEP_KEY
+from rolemesh.rpc.metadata import STEP_KEY
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.controller.service.servicer import SERVICE as CONTROLLER
 from rolemesh.services.controller.service.servicer import ControllerServicer

@@ -24,7 +24,7 @@ from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher
 from rolemesh.rpc.calling.pool import Replica, ReplicaPool
 from rolemesh.rpc.channels import check_address
 from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
-from rolemesh.rpc.serving.requests import VERSION_KEY
+from rolemesh.rpc.metadata import VERSION_KEY
 from rolemesh.tasks import gather
 from rolemesh.v1.actor_pb2 import PublishWeightsRequest
 from rolemesh.v1.checkpoint_pb2 import LoadCheckpointRequest, SaveCheckpointRequest

@@ -36,8 +36,7 @@ from rolemesh.rpc.calling.answers import read_answer
 from rolemesh.rpc.calling.pool import Replica, ReplicaPool
 from rolemesh.rpc.contract import Rpc, rpcs, serializer
 from rolemesh.rpc.errors import from_status
-from rolemesh.rpc.serving.guard import LIFE_KEY
-from rolemesh.rpc.serving.requests import CALL_KEY, JOB_KEY, STEP_KEY, TIMELINE_KEY
+from rolemesh.rpc.metadata import CALL_KEY, JOB_KEY, LIFE_KEY, STEP_KEY, TIMELINE_KEY
 from rolemesh.tasks import cancel_all, gather
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import metrics, timeline

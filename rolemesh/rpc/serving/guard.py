@@ -19,7 +19,8 @@ from rolemesh import threads
 from rolemesh.errors import InvalidBatch, RoleBusy, RolemeshError, RoleUnavailable
 from rolemesh.rpc.contract import Rpc
 from rolemesh.rpc.errors import to_status
-from rolemesh.rpc.serving.requests import TIMELINE_KEY, enter_context, message_of
+from rolemesh.rpc.metadata import LIFE_KEY, TIMELINE_KEY
+from rolemesh.rpc.serving.requests import enter_context, message_of
 from rolemesh.telemetry import metrics, timeline
 from rolemesh.wire.room import Room, Stay
 
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from rolemesh.door import Door
 
 log = logging.getLogger(__name__)
-
-# Of the answer: which life of the server made it. A role that is trained begins anew when it is restarted.
-LIFE_KEY = "rolemesh-life"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Any]

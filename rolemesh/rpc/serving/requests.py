@@ -14,15 +14,10 @@ from google.protobuf.message import DecodeError, Message
 
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.contract import Rpc
+from rolemesh.rpc.metadata import CALL_KEY, JOB_KEY, STEP_KEY, TIMELINE_KEY
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import timeline
 from rolemesh.wire.limits import MAX_REQUEST_BYTES
-
-# The metadata of a call: for which job and step it is made, its id, and the weights that it counts on.
-JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
-VERSION_KEY = "rolemesh-weights-version"
-# Asks for what the server did when, which comes with the answer's trailing metadata under the same name.
-TIMELINE_KEY = "rolemesh-timeline"
 
 MAX_STEP_DIGITS = 18  # what an int64 has room for
 
