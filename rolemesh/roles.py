@@ -6,7 +6,7 @@ service for it over gRPC. A page (services/controller/pages/ppo.py) takes `Roles
 `methods` declares, for every method that takes a batch, the columns that it reads and writes, and `COLUMNS`
 what each of them holds. Clients send the columns read and no others. A server holds every batch against the
 declaration before a method sees it, and a client every answer before its caller does (rolemesh/door.py). A page
-run once with recording roles (rolemesh/graph.py) is checked against the same tables before any model loads.
+run once with recording roles (rolemesh/graph/) is checked against the same tables before any model loads.
 
 Axes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), S = P + T, K tokens that could be
 drawn, C parts of the reward; V is the vocabulary. P and T are data.max_prompt_length and

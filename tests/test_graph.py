@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rolemesh import graph as graph_module
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, Unsupported
-from rolemesh.graph import Edge, StepGraph, node, record
+from rolemesh.graph import Edge, StepGraph, node, nodes, record
 from rolemesh.roles import Roles
 from rolemesh.services.controller.pages.choice import record_step
 from rolemesh.services.controller.stages.experience import collect, fan_out
@@ -22,7 +21,7 @@ GRPO = make_job({"algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 2}, "a
 @pytest.fixture(autouse=True)
 def nodes_of_a_test_go_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the functions that it marks would be among those that an error names in a later one."""
-    monkeypatch.setattr(graph_module, "CONTROLLER_NODES", dict(graph_module.CONTROLLER_NODES))
+    monkeypatch.setattr(nodes, "CONTROLLER_NODES", dict(nodes.CONTROLLER_NODES))
 
 
 def flows(graph: StepGraph, target: str) -> dict[str, tuple[str, ...]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rolemesh.errors import InvalidBatch, InvalidConfig, WeightsUnavailable
 from rolemesh.rpc import tls
-from rolemesh.rpc.calling.answers import read_answer
+from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.channels import check_address, open_channel
 from rolemesh.rpc.contract import WEIGHTS, rpcs, serializer
 from rolemesh.telemetry import metrics

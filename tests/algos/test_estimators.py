@@ -17,7 +17,8 @@ from rolemesh.config.algorithm import COMPARING, AdvEstimator, AlgorithmConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig
-from rolemesh.graph import RESPONSE_TOKENS, record
+from rolemesh.graph import record
+from rolemesh.graph.recording import RESPONSE_TOKENS
 from rolemesh.roles import COLUMNS, Roles
 from rolemesh.services.controller.pages.choice import PAGES, record_step
 from rolemesh.services.controller.stages.advantages import compute_advantages

@@ -20,8 +20,8 @@ from rolemesh.dataproto.equality import same_tensor
 from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch, RoleFailed
 from rolemesh.roles import COLUMNS, Metrics, methods
+from rolemesh.rpc import answers
 from rolemesh.rpc.batches import LARGE_ROWS, batch_of, check_answer
-from rolemesh.rpc.calling import answers
 from rolemesh.rpc.calling.clients import (
     ActorClient,
     CriticClient,

@@ -26,7 +26,7 @@ from rolemesh.errors import (
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, piece_rows
-from rolemesh.rpc.calling.pool import Replica
+from rolemesh.rpc.calling.replica import Replica
 from rolemesh.rpc.contract import REWARD, ROLLOUT
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.processes.serve import load_group

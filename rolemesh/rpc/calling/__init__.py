@@ -1,6 +1,6 @@
 """The client's end of a call.
 
 clients.py    the roles as a controller sees them
-dispatch.py   spreads a call over the replicas in pool.py; discovery.py follows their addresses
-answers.py    reads an answer of one message
+dispatch.py   spreads a call over the replicas in pool.py, each of which is a replica.py
+discovery.py  follows their addresses
 """

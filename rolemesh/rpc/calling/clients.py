@@ -21,7 +21,8 @@ from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnava
 from rolemesh.roles import Method, Metrics
 from rolemesh.rpc.calling.discovery import Members
 from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher
-from rolemesh.rpc.calling.pool import Replica, ReplicaPool
+from rolemesh.rpc.calling.pool import ReplicaPool
+from rolemesh.rpc.calling.replica import Replica
 from rolemesh.rpc.channels import check_address
 from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
 from rolemesh.rpc.metadata import VERSION_KEY

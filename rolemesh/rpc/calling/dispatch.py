@@ -31,9 +31,10 @@ from torch import Tensor
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch, RoleBusy, RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
+from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.batches import check_answer
-from rolemesh.rpc.calling.answers import read_answer
-from rolemesh.rpc.calling.pool import Replica, ReplicaPool
+from rolemesh.rpc.calling.pool import ReplicaPool
+from rolemesh.rpc.calling.replica import Replica
 from rolemesh.rpc.contract import Rpc, rpcs, serializer
 from rolemesh.rpc.errors import from_status
 from rolemesh.rpc.metadata import CALL_KEY, JOB_KEY, LIFE_KEY, STEP_KEY, TIMELINE_KEY

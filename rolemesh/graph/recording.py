@@ -1,4 +1,4 @@
-"""The step graph: a page run once with roles that compute nothing and write everything down.
+"""A page run once with roles that compute nothing and write everything down.
 
 The recording roles are Protocol implementations like workers and clients. Each checks the batch it is given
 against `rolemesh.roles.methods` and answers with columns of the declared shape and dtype, so that a page
@@ -8,14 +8,11 @@ marked with `@node`.
 
 from __future__ import annotations
 
-import functools
-import textwrap
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,175 +20,16 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
+from rolemesh.graph import nodes
+from rolemesh.graph.graph import Edge, Node, StepGraph
 from rolemesh.roles import COLUMNS, Method, Metrics, Roles, methods
 from rolemesh.weights.source import Fits, WeightSource
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Page = Callable[[DataProto, Roles], Awaitable[object]]
 
 # Sizes of the recording: enough for groups of responses, small enough to cost nothing.
 NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS, KEPT_TOKENS = 2, 3, 4, 5
 FROM_THE_DATA = ("prompts", "prompt_mask", "uid", "data_source", "reward_model", "extra_info")
-
-
-# --------------------------------------------------------------- what the controller computes
-
-
-@dataclass(frozen=True)
-class ControllerNode:
-    """A function of the controller that works on the batch.
-
-    Args:
-        name: the function's name.
-        phase: the `timing_s/` key that it counts towards; empty for none.
-        reads: the columns that it needs, of a job.
-        writes: the columns that it adds, of a job.
-    """
-
-    name: str
-    phase: str
-    reads: Callable[[JobConfig], tuple[str, ...]]
-    writes: Callable[[JobConfig], tuple[str, ...]]
-
-
-class Observer(Protocol):
-    """Who wants to know when the controller computes: the recorder, or the loop's stopwatch."""
-
-    def during(self, node: ControllerNode, batch: DataProto) -> AbstractContextManager[None]:
-        """Entered before the function runs, left after it."""
-        ...
-
-
-observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
-CONTROLLER_NODES: dict[str, ControllerNode] = {}
-Columns = tuple[str, ...] | Callable[[JobConfig], tuple[str, ...]]
-
-
-def node(
-    reads: Columns, writes: Columns, phase: str = ""
-) -> Callable[[Callable[Concatenate[DataProto, P], R]], Callable[Concatenate[DataProto, P], R]]:
-    """Marks a function of the controller, whose first argument is the batch, as a node of the step graph."""
-
-    def decorate(function: Callable[Concatenate[DataProto, P], R]) -> Callable[Concatenate[DataProto, P], R]:
-        this = ControllerNode(function.__name__, phase, _of_job(reads), _of_job(writes))
-        CONTROLLER_NODES[this.name] = this
-
-        @functools.wraps(function)
-        def observed(batch: DataProto, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            watching = observer.get()
-            with watching.during(this, batch) if watching else nullcontext():
-                return function(batch, *args, **kwargs)
-
-        return observed
-
-    return decorate
-
-
-def _of_job(columns: Columns) -> Callable[[JobConfig], tuple[str, ...]]:
-    return columns if callable(columns) else lambda job: columns
-
-
-# ------------------------------------------------------------------------------------ the graph
-
-
-@dataclass(frozen=True)
-class Node:
-    """One call of the step, e.g. `critic.update`."""
-
-    name: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Edge:
-    """Columns (or "weights") that one call writes and another reads."""
-
-    source: str
-    target: str
-    columns: tuple[str, ...]
-
-
-@dataclass
-class StepGraph:
-    """The calls of one step in the order of the page, and what flows between them."""
-
-    title: str
-    nodes: list[Node] = field(default_factory=list)
-    edges: list[Edge] = field(default_factory=list)
-
-    @property
-    def unread(self) -> dict[str, list[str]]:
-        """Columns that no later call reads, by the call that writes them."""
-        read = {(edge.source, column) for edge in self.edges for column in edge.columns}
-        unread = {n.name: [c for c in n.writes if (n.name, c) not in read] for n in self.nodes}
-        return {name: columns for name, columns in unread.items() if columns}
-
-    @property
-    def stages(self) -> list[list[Node]]:
-        """The calls by depth: those of one stage wait only for earlier stages, not for each other."""
-        depth: dict[str, int] = {}
-        for each in self.nodes:
-            sources = [depth[edge.source] for edge in self.edges if edge.target == each.name]
-            depth[each.name] = 1 + max(sources, default=-1)
-        levels: list[list[Node]] = [[] for _ in range(1 + max(depth.values(), default=-1))]
-        for each in self.nodes:
-            levels[depth[each.name]].append(each)
-        return levels
-
-    def to_text(self) -> str:
-        """A line for each call, numbered by stage: what it reads, and what it writes."""
-        lines = [self.title]
-        for number, stage in enumerate(self.stages, 1):
-            for i, each in enumerate(stage):
-                lines += ["", f"{'' if i else number:>2}  {each.name}"]
-                lines += _listed("reads ", each.reads) + _listed("writes", each.writes)
-        lines += ["", "Calls under one number do not wait for each other."]
-        if self.unread:
-            lines.append("No call reads these; metrics and dumps do, or nobody does:")
-        for name, columns in self.unread.items():
-            lines += _listed(f"{name}:", columns)
-        return "\n".join(lines)
-
-    def to_mermaid(self) -> str:
-        """A Mermaid flowchart: a box for each call, an arrow for each flow, labelled with its columns."""
-        lines = ["flowchart TD"]
-        for each in self.nodes:
-            role, _, method = each.name.partition(".")
-            label = f"{role}<br/><b>{method}</b>" if method else f"<b>{role}</b>"
-            lines.append(f'    {_id(each.name)}["{label}"]:::{role}')
-        for edge in self.edges:
-            label = "<br/>".join(edge.columns)
-            lines.append(f'    {_id(edge.source)} -->|"{label}"| {_id(edge.target)}')
-        used = {each.name.partition(".")[0] for each in self.nodes}
-        lines += [f"    classDef {role} {style}" for role, style in MERMAID_STYLES.items() if role in used]
-        return "\n".join(lines)
-
-
-MERMAID_STYLES = {
-    "data": "fill:#eeeeee,stroke:#888888,color:#222222",
-    "controller": "fill:#ffffff,stroke:#888888,color:#222222",
-    "rollout": "fill:#dbeafe,stroke:#2563eb,color:#222222",
-    "actor": "fill:#dcfce7,stroke:#16a34a,color:#222222",
-    "reference": "fill:#ecfccb,stroke:#65a30d,color:#222222",
-    "critic": "fill:#fef3c7,stroke:#d97706,color:#222222",
-    "reward": "fill:#fee2e2,stroke:#dc2626,color:#222222",
-}
-
-
-def _listed(verb: str, columns: Sequence[str]) -> list[str]:
-    """Columns on lines of at most 100 characters."""
-    first = f"      {verb} "
-    indent = " " * len(first)
-    return textwrap.wrap(", ".join(columns), 100, initial_indent=first, subsequent_indent=indent)
-
-
-def _id(name: str) -> str:
-    return name.replace(".", "_")
-
-
-# -------------------------------------------------------------------------------- the recording
 
 
 async def record(page: Page, job: JobConfig, title: str) -> StepGraph:
@@ -207,11 +45,11 @@ async def record(page: Page, job: JobConfig, title: str) -> StepGraph:
     """
     recorder = Recorder(job, StepGraph(title))
     recorder.add(Node("data", (), FROM_THE_DATA))
-    token = observer.set(recorder)
+    token = nodes.observer.set(recorder)
     try:
         await page(_some_prompts(job), recorder.roles())
     finally:
-        observer.reset(token)
+        nodes.observer.reset(token)
     return recorder.graph
 
 
@@ -277,11 +115,13 @@ class Recorder:
 
     def _could_write(self, column: str) -> list[str]:
         calls = [name for name, method in self.methods.items() if column in method.writes]
-        calls += [f"controller.{n.name}" for n in CONTROLLER_NODES.values() if column in n.writes(self.job)]
+        calls += [
+            f"controller.{n.name}" for n in nodes.CONTROLLER_NODES.values() if column in n.writes(self.job)
+        ]
         return calls + ["the data set"] * (column in FROM_THE_DATA)
 
     @contextmanager
-    def during(self, node: ControllerNode, batch: DataProto) -> Iterator[None]:
+    def during(self, node: nodes.ControllerNode, batch: DataProto) -> Iterator[None]:
         name = f"controller.{node.name}"
         self.check(name, node.reads(self.job), batch)
         yield
