@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -27,16 +29,26 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Full names of the modules that a file imports, anywhere in it."""
+def imports(path: Path, types: bool = True) -> Iterator[str]:
+    """Full names of the modules that a file imports, anywhere in it; `types`: also those for types alone."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    if not types:
+        tree = WithoutTypes().visit(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+class WithoutTypes(ast.NodeTransformer):
+    """Takes `if TYPE_CHECKING:` out."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if dotted(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
 def dotted(node: ast.expr) -> str:
@@ -72,6 +84,30 @@ def test_nothing_runs_what_it_is_sent(path: Path) -> None:
     assert [dotted(call.func) for call in calls if dotted(call.func) in forbidden] == []
     shells = [keyword for call in calls for keyword in call.keywords if keyword.arg == "shell"]
     assert [keyword.value.lineno for keyword in shells] == []
+
+
+def name_as_imported(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("rolemesh", *parts) if parts[0] == "services" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports within functions counted, those for types alone not."""
+    modules = {name_as_imported(path): path for path in OURS}
+    arrows = {}
+    for module, path in modules.items():
+        named = {name if name in modules else name.rpartition(".")[0] for name in imports(path, types=False)}
+        arrows[module] = named & modules.keys() - {module}
+    cycles = TopologicalSorter(arrows)
+    cycles.prepare()  # raises CycleError, which names the modules of one
+
+
+def test_a_room_and_a_file_can_be_overlooked() -> None:
+    rooms = Counter(path.parent for path in OURS)
+    assert {name_of(room): number for room, number in rooms.items() if number > 15} == {}
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in OURS}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
 def test_workers_do_no_grpc_and_servicers_do_no_torch() -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolemesh.dataproto.equality import same_array
+from rolemesh.dataproto.equality import same_value
 from rolemesh.errors import InvalidBatch
 
 Column = NDArray[Any]
+C = TypeVar("C")
 
 
 def as_column(values: Any) -> Column:
@@ -51,12 +52,62 @@ def check_tensor(name: str, tensor: Tensor) -> None:
         raise InvalidBatch(f"column {name!r} has no axis; every tensor needs axis 0, the rows")
 
 
-def same_column(name: str, left: Column, right: Column) -> bool:
-    """Equal dtype, shape and cells. Raises InvalidBatch where a cell contains itself."""
-    try:
-        return same_array(left, right)
-    except RecursionError:
-        raise InvalidBatch(f"union: a cell of column {name!r} contains itself, or nests too deep") from None
+def positions(idxs: Any, num_rows: int) -> NDArray[np.int64]:
+    """Rows that a list or array of positions chooses, or a mask of `num_rows` bools.
+
+    Raises:
+        InvalidBatch: neither.
+        IndexError: a position beyond the rows.
+    """
+    index = torch.as_tensor(idxs)
+    if index.dtype == torch.bool:
+        if index.shape != (num_rows,):
+            raise InvalidBatch(f"a mask of shape {list(index.shape)} cannot choose of {num_rows} rows")
+        index = index.nonzero().flatten()
+    if index.dim() != 1 or (len(index) and index.is_floating_point()):
+        raise InvalidBatch(f"rows are chosen by a list of positions, not by {index.dtype} {list(index.shape)}")
+    at: NDArray[np.int64] = index.to(torch.int64).cpu().numpy()
+    if len(at) and not -num_rows <= at.min() <= at.max() < num_rows:
+        raise IndexError(f"rows {at.min()} to {at.max()} of a batch of {num_rows}")
+    return at % max(num_rows, 1)
+
+
+def merged(mine: dict[str, C], theirs: Mapping[str, C], same: Callable[[C, C], bool]) -> dict[str, C]:
+    """The columns of two batches by name. Raises InvalidBatch where two of one name differ."""
+    for name in (name for name in theirs if name in mine):
+        try:
+            is_same = same(mine[name], theirs[name])
+        except RecursionError:
+            raise InvalidBatch(f"union: a cell of column {name!r} contains itself, or nests too deep") from None
+        if not is_same:
+            raise InvalidBatch(f"union: column {name!r} is in both batches with different values")
+    return {**mine, **theirs}
+
+
+def check_alike(
+    mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], names: set[str], other_names: set[str]
+) -> None:
+    """Raises InvalidBatch unless rows of two batches can follow one another: the same names, and tensors of the
+    same element type and trailing shape."""
+    if names != other_names:
+        raise InvalidBatch(f"concat: one batch has {sorted(names)}, another {sorted(other_names)}")
+    for name, tensor in mine.items():
+        there = theirs.get(name)
+        if there is None or there.shape[1:] != tensor.shape[1:] or there.dtype != tensor.dtype:
+            raise InvalidBatch(f"concat: column {name!r} differs in kind, dtype or trailing shape")
+
+
+def joined_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The meta_info of batches that follow one another; their metrics joined, all else equal where it stands
+    twice. Raises InvalidBatch where it is not."""
+    meta: dict[str, Any] = {}
+    if any("metrics" in part for part in parts):
+        meta["metrics"] = joined_metrics([part.get("metrics") for part in parts])
+    for part in parts:
+        for key, value in part.items():
+            if key != "metrics" and not same_value(meta.setdefault(key, value), value):
+                raise InvalidBatch(f"concat: meta_info[{key!r}] is {meta[key]!r} here, {value!r} there")
+    return meta
 
 
 def joined_metrics(parts: Sequence[Any]) -> dict[str, list[Any]]:

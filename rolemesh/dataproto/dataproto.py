@@ -20,12 +20,14 @@ from torch import Tensor
 from rolemesh.dataproto.column import (
     Column,
     as_column,
+    check_alike,
     check_tensor,
     joined_column,
-    joined_metrics,
-    same_column,
+    joined_meta,
+    merged,
+    positions,
 )
-from rolemesh.dataproto.equality import same_tensor, same_value
+from rolemesh.dataproto.equality import same_array, same_tensor, same_value
 from rolemesh.errors import InvalidBatch
 
 if TYPE_CHECKING:
@@ -186,19 +188,7 @@ class DataProto:
 
     def select_idxs(self, idxs: Index) -> DataProto:
         """Rows by a list or array of positions, or by a mask of B bools."""
-        index = torch.as_tensor(idxs)
-        if index.dtype == torch.bool:
-            if index.shape != (len(self),):
-                raise InvalidBatch(f"a mask of shape {list(index.shape)} cannot choose of {len(self)} rows")
-            index = index.nonzero().flatten()
-        if index.dim() != 1 or (len(index) and index.is_floating_point()):
-            raise InvalidBatch(
-                f"rows are chosen by a list of positions, not by {index.dtype} {list(index.shape)}"
-            )
-        at = index.to(torch.int64).cpu().numpy()
-        if len(at) and not -len(self) <= at.min() <= at.max() < len(self):
-            raise IndexError(f"rows {at.min()} to {at.max()} of a batch of {len(self)}")
-        at = at % max(len(self), 1)
+        at = positions(idxs, len(self))
         index = torch.from_numpy(at)
         return self._map(
             lambda rows: rows.index_select(0, index.to(rows.device)), lambda column: column[at], len(at)
@@ -260,14 +250,8 @@ class DataProto:
                 raise InvalidBatch(
                     f"union: columns of one batch have the same number of rows; got {num_rows} and {len(other)}"
                 )
-            for name, tensor in other.tensors.items():
-                if name in tensors and not same_tensor(tensors[name], tensor):
-                    raise InvalidBatch(f"union: column {name!r} is in both batches with different values")
-                tensors[name] = tensor
-            for name, column in other.non_tensors.items():
-                if name in columns and not same_column(name, columns[name], column):
-                    raise InvalidBatch(f"union: column {name!r} is in both batches with different values")
-                columns[name] = column
+            tensors = merged(tensors, other.tensors, same_tensor)
+            columns = merged(columns, other.non_tensors, same_array)
             for key, value in other.meta_info.items():
                 if key in meta and not same_value(meta[key], value):
                     raise InvalidBatch(f"union: meta_info[{key!r}] is {meta[key]!r} here, {value!r} there")
@@ -289,28 +273,14 @@ class DataProto:
             raise InvalidBatch("concat of no batches")
         first = data[0]
         for other in data[1:]:
-            if set(other.columns) != set(first.columns):
-                raise InvalidBatch(
-                    f"concat: one batch has {sorted(first.columns)}, another {sorted(other.columns)}"
-                )
-            for name, tensor in first.tensors.items():
-                there = other.tensors.get(name)
-                if there is None or there.shape[1:] != tensor.shape[1:] or there.dtype != tensor.dtype:
-                    raise InvalidBatch(f"concat: column {name!r} differs in kind, dtype or trailing shape")
-        meta: dict[str, Any] = {}
-        if any("metrics" in part.meta_info for part in data):
-            meta["metrics"] = joined_metrics([part.meta_info.get("metrics") for part in data])
-        for part in data:
-            for key, value in part.meta_info.items():
-                if key != "metrics" and not same_value(meta.setdefault(key, value), value):
-                    raise InvalidBatch(f"concat: meta_info[{key!r}] is {meta[key]!r} here, {value!r} there")
+            check_alike(first.tensors, other.tensors, set(first.columns), set(other.columns))
         return DataProto(
             {name: torch.cat([part.tensors[name] for part in data]) for name in first.tensors},
             {
                 name: joined_column(name, [part.non_tensors[name] for part in data])
                 for name in first.non_tensors
             },
-            meta,
+            joined_meta([part.meta_info for part in data]),
             None if all(part.num_rows is None for part in data) else sum(map(len, data)),
         )
 

@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from urllib.parse import quote
 
-import grpc
 import torch
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
@@ -30,19 +26,17 @@ from torch import Tensor
 
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
-from rolemesh.errors import InvalidBatch, RoleBusy, RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
-from rolemesh.rpc.answers import read_answer
+from rolemesh.errors import RoleBusy, RoleFailed, RoleTimeout, RoleUnavailable
 from rolemesh.rpc.batches import check_answer
+from rolemesh.rpc.calling.call import Caller
 from rolemesh.rpc.calling.pool import ReplicaPool
 from rolemesh.rpc.calling.replica import Replica
-from rolemesh.rpc.contract import Rpc, rpcs, serializer
-from rolemesh.rpc.errors import from_status
-from rolemesh.rpc.metadata import CALL_KEY, JOB_KEY, LIFE_KEY, STEP_KEY, TIMELINE_KEY
+from rolemesh.rpc.contract import Rpc, rpcs
 from rolemesh.tasks import cancel_all, gather
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import metrics, timeline
 from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS
-from rolemesh.wire.streams import receive, receive_batches, send
+from rolemesh.wire.streams import receive, receive_batches
 
 # Pieces per replica: with four, a replica that is twice as quick as another gets twice as many, and the
 # slowest one keeps the others waiting for a quarter of its share at most.
@@ -108,14 +102,18 @@ class Dispatcher:
     ) -> None:
         self.pool = pool
         self._rows_at_once = rows_at_once
-        self._trained, self._life = trained, ""
+        self._caller = Caller(pool.role, timeout_s, trained=trained)
         self._door = door or Door({})
-        self.metadata: dict[str, str] = {}
         self._rpcs = {rpc.name: rpc for rpc in rpcs(service)}
         self._timeout_s = timeout_s
         for rpc in self._rpcs.values():
             if rpc.pure or rpc.takes_batch:  # 0 at first, so that one is an increase
                 metrics.CLIENT_RETRIES.labels(pool.role, rpc.name)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Sent with every call, besides job, step and id."""
+        return self._caller.metadata
 
     # ------------------------------------------------------------------ whole answers
 
@@ -172,10 +170,10 @@ class Dispatcher:
             async with self._lease(rpc, len(batch), turn, deadline) as lease:
                 tries.begin()
                 try:
-                    async with self._call(rpc, lease.replica, batch, deadline) as call:
+                    async with self._caller.call(rpc, lease.replica, batch, deadline) as call:
                         if not rpc.streams[1]:
-                            return await self._message(rpc, lease.replica, call)
-                        with self._blamed(rpc, lease.replica):
+                            return await self._caller.message(rpc, lease.replica, call)
+                        with self._caller.blamed(rpc, lease.replica):
                             answer = await receive(call)
                             await check_answer(rpc, answer, self._door, batch)
                         return answer
@@ -275,8 +273,8 @@ class Dispatcher:
                 tries.begin()
                 try:
                     asked = batch.select_idxs(rows)
-                    async with self._call(rpc, lease.replica, asked, deadline) as call:
-                        with self._blamed(rpc, lease.replica):
+                    async with self._caller.call(rpc, lease.replica, asked, deadline) as call:
+                        with self._caller.blamed(rpc, lease.replica):
                             async for part in receive_batches(call):
                                 await check_answer(rpc, part, self._door, asked)
                                 self._tick_off(missing, part["row"])
@@ -322,8 +320,8 @@ class Dispatcher:
         """The answer, or the error of a replica that is gone."""
         try:
             with self.pool.holding(replica):
-                async with self._call(rpc, replica, request, deadline) as call:
-                    return await self._message(rpc, replica, call)
+                async with self._caller.call(rpc, replica, request, deadline) as call:
+                    return await self._caller.message(rpc, replica, call)
         except RoleTimeout:
             raise
         except RoleUnavailable as error:
@@ -335,81 +333,17 @@ class Dispatcher:
         rpc = self._rpcs[name]
         try:
             with self.pool.holding(replica):
-                async with self._call(rpc, replica, request, time.monotonic() + timeout_s) as call:
-                    return await self._message(rpc, replica, call)
+                async with self._caller.call(rpc, replica, request, time.monotonic() + timeout_s) as call:
+                    return await self._caller.message(rpc, replica, call)
         except RoleTimeout as error:
-            raise RoleTimeout(f"{self._where(rpc, replica)}: no answer within {timeout_s:g} s") from error
-
-    # ---------------------------------------------------------------------- one call
-
-    async def _message(self, rpc: Rpc, replica: Replica, call: Any) -> Message:
-        """The answer that is one message."""
-        with self._blamed(rpc, replica):
-            return await read_answer(rpc, await call)
-
-    @contextmanager
-    def _blamed(self, rpc: Rpc, replica: Replica) -> Iterator[None]:
-        """What is wrong with an answer is the replica's failure, and no fault of the request."""
-        try:
-            yield
-        except (InvalidBatch, RoleFailed) as error:
-            raise RoleFailed(f"{self._where(rpc, replica)}: {error}") from error
-
-    @asynccontextmanager
-    async def _call(
-        self, rpc: Rpc, replica: Replica, request: DataProto | Message, deadline: float
-    ) -> AsyncIterator[Any]:
-        """A call in progress; however it fails, the error names role, method, address and step."""
-        make: Any = getattr(replica.channel, _arity(rpc))
-        start = make(rpc.path, serializer(rpc.request))  # answers are read here
-        broken: list[Exception] = []
-        code, where = grpc.StatusCode.CANCELLED, self._where(rpc, replica)
-        with timeline.recorded(f"{self.pool.role} {replica.address}", self._method(rpc), request) as seen:
-            call = start(
-                _frames(request, broken) if isinstance(request, DataProto) else request,
-                timeout=max(0.0, deadline - time.monotonic()),
-                metadata=self._metadata(),
-            )
-            try:
-                yield call
-                code = grpc.StatusCode.OK
-                if self._trained or timeline.calls.get() is not None:
-                    trailing = dict(await call.trailing_metadata() or ())
-                    self._check_life(trailing, where)
-                    if TIMELINE_KEY in trailing:
-                        seen.heard(trailing[TIMELINE_KEY])
-            except grpc.aio.AioRpcError as error:
-                code = error.code()
-                raise self._explained(error, where, deadline) from error
-            except asyncio.CancelledError:
-                if broken:  # gRPC cancels a call whose request cannot be made; the reason is what matters
-                    raise broken[0] from None
-                raise
-            finally:
-                call.cancel()
-                metrics.CLIENT_REQUESTS.labels(self.pool.role, rpc.name, code.name).inc()
-
-    def _check_life(self, trailing: Mapping[str, str], where: str) -> None:
-        life = trailing.get(LIFE_KEY, "")
-        self._life = self._life or life
-        if self._trained and life != self._life:
-            raise RoleFailed(
-                f"{where}: the role was restarted, and what it had learnt since its last checkpoint is gone; "
-                "run the same command again to go on from there"
-            )
-
-    def _explained(self, error: grpc.aio.AioRpcError, where: str, deadline: float) -> RolemeshError:
-        explained = from_status(error, where)
-        if isinstance(explained, RoleTimeout) or (
-            isinstance(explained, RoleUnavailable) and time.monotonic() >= deadline
-        ):
-            return RoleTimeout(f"{where}: no answer within the deadline of {self._timeout_s:g} s")
-        return explained
+            raise RoleTimeout(
+                f"{self._caller.where(rpc, replica)}: no answer within {timeout_s:g} s"
+            ) from error
 
     @asynccontextmanager
     async def _lease(self, rpc: Rpc, rows: int, turn: int, deadline: float) -> AsyncIterator[_Lease]:
         try:
-            with timeline.recorded(f"{self.pool.role}: waits for a replica", self._method(rpc)):
+            with timeline.recorded(f"{self.pool.role}: waits for a replica", self._caller.method(rpc)):
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     lease = _Lease(await self.pool.acquire(rows, turn), rows)
         except TimeoutError as error:
@@ -421,25 +355,8 @@ class Dispatcher:
         finally:
             await self.pool.release(lease.replica, lease.rows)
 
-    def _method(self, rpc: Rpc) -> str:
-        """Its name in Protocol and worker."""
-        return f"{self.pool.role}.{re.sub('(?<!^)(?=[A-Z])', '_', rpc.name).lower()}"
-
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
-
-    def _where(self, rpc: Rpc, replica: Replica) -> str:
-        return f"{self.pool.role}.{rpc.name} at {replica.address}, step {origin.step.get()}"
-
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        sent = {
-            JOB_KEY: quote(origin.job.get()),
-            STEP_KEY: str(origin.step.get()),
-            CALL_KEY: uuid.uuid4().hex[:16],
-        }
-        if timeline.calls.get() is not None:
-            sent[TIMELINE_KEY] = "1"
-        return tuple({**sent, **self.metadata}.items())
 
 
 def piece_rows(num_rows: int, num_replicas: int) -> int:
@@ -447,16 +364,3 @@ def piece_rows(num_rows: int, num_replicas: int) -> int:
     num_pieces = max(num_replicas, num_rows // MIN_PIECE_ROWS)
     num_pieces = min(num_pieces, PIECES_PER_REPLICA * num_replicas)
     return max(1, -(-num_rows // num_pieces))
-
-
-def _arity(rpc: Rpc) -> str:
-    return "_".join("stream" if is_stream else "unary" for is_stream in rpc.streams)
-
-
-async def _frames(batch: DataProto, broken: list[Exception]) -> AsyncIterator[bytes]:
-    try:
-        async for frame in send(batch):
-            yield frame
-    except Exception as error:
-        broken.append(error)
-        raise

@@ -1,0 +1,135 @@
+"""One call to one replica."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+from urllib.parse import quote
+
+import grpc
+from google.protobuf.message import Message
+
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch, RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
+from rolemesh.rpc.answers import read_answer
+from rolemesh.rpc.calling.replica import Replica
+from rolemesh.rpc.contract import Rpc, serializer
+from rolemesh.rpc.errors import from_status
+from rolemesh.rpc.metadata import CALL_KEY, JOB_KEY, LIFE_KEY, STEP_KEY, TIMELINE_KEY
+from rolemesh.telemetry import context as origin
+from rolemesh.telemetry import metrics, timeline
+from rolemesh.wire.streams import send
+
+
+class Caller:
+    """Calls of one role's methods, each to one replica.
+
+    Args:
+        role: the role's name.
+        timeout_s: seconds of every deadline, for the error's text.
+        trained: an answer of another life of the server than the first one's is an error.
+    """
+
+    def __init__(self, role: str, timeout_s: float, *, trained: bool) -> None:
+        self._role, self._timeout_s = role, timeout_s
+        self._trained, self._life = trained, ""
+        self.metadata: dict[str, str] = {}  # sent with every call, besides job, step and id
+
+    async def message(self, rpc: Rpc, replica: Replica, call: Any) -> Message:
+        """The answer that is one message."""
+        with self.blamed(rpc, replica):
+            return await read_answer(rpc, await call)
+
+    @contextmanager
+    def blamed(self, rpc: Rpc, replica: Replica) -> Iterator[None]:
+        """What is wrong with an answer is the replica's failure, and no fault of the request."""
+        try:
+            yield
+        except (InvalidBatch, RoleFailed) as error:
+            raise RoleFailed(f"{self.where(rpc, replica)}: {error}") from error
+
+    @asynccontextmanager
+    async def call(
+        self, rpc: Rpc, replica: Replica, request: DataProto | Message, deadline: float
+    ) -> AsyncIterator[Any]:
+        """A call in progress; however it fails, the error names role, method, address and step."""
+        make: Any = getattr(replica.channel, _arity(rpc))
+        start = make(rpc.path, serializer(rpc.request))  # answers are read here
+        broken: list[Exception] = []
+        code, where = grpc.StatusCode.CANCELLED, self.where(rpc, replica)
+        with timeline.recorded(f"{self._role} {replica.address}", self.method(rpc), request) as seen:
+            call = start(
+                _frames(request, broken) if isinstance(request, DataProto) else request,
+                timeout=max(0.0, deadline - time.monotonic()),
+                metadata=self._metadata(),
+            )
+            try:
+                yield call
+                code = grpc.StatusCode.OK
+                if self._trained or timeline.calls.get() is not None:
+                    trailing = dict(await call.trailing_metadata() or ())
+                    self._check_life(trailing, where)
+                    if TIMELINE_KEY in trailing:
+                        seen.heard(trailing[TIMELINE_KEY])
+            except grpc.aio.AioRpcError as error:
+                code = error.code()
+                raise self._explained(error, where, deadline) from error
+            except asyncio.CancelledError:
+                if broken:  # gRPC cancels a call whose request cannot be made; the reason is what matters
+                    raise broken[0] from None
+                raise
+            finally:
+                call.cancel()
+                metrics.CLIENT_REQUESTS.labels(self._role, rpc.name, code.name).inc()
+
+    def _check_life(self, trailing: Mapping[str, str], where: str) -> None:
+        life = trailing.get(LIFE_KEY, "")
+        self._life = self._life or life
+        if self._trained and life != self._life:
+            raise RoleFailed(
+                f"{where}: the role was restarted, and what it had learnt since its last checkpoint is gone; "
+                "run the same command again to go on from there"
+            )
+
+    def _explained(self, error: grpc.aio.AioRpcError, where: str, deadline: float) -> RolemeshError:
+        explained = from_status(error, where)
+        if isinstance(explained, RoleTimeout) or (
+            isinstance(explained, RoleUnavailable) and time.monotonic() >= deadline
+        ):
+            return RoleTimeout(f"{where}: no answer within the deadline of {self._timeout_s:g} s")
+        return explained
+
+    def method(self, rpc: Rpc) -> str:
+        """Its name in Protocol and worker."""
+        return f"{self._role}.{re.sub('(?<!^)(?=[A-Z])', '_', rpc.name).lower()}"
+
+    def where(self, rpc: Rpc, replica: Replica) -> str:
+        return f"{self._role}.{rpc.name} at {replica.address}, step {origin.step.get()}"
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        sent = {
+            JOB_KEY: quote(origin.job.get()),
+            STEP_KEY: str(origin.step.get()),
+            CALL_KEY: uuid.uuid4().hex[:16],
+        }
+        if timeline.calls.get() is not None:
+            sent[TIMELINE_KEY] = "1"
+        return tuple({**sent, **self.metadata}.items())
+
+
+def _arity(rpc: Rpc) -> str:
+    return "_".join("stream" if is_stream else "unary" for is_stream in rpc.streams)
+
+
+async def _frames(batch: DataProto, broken: list[Exception]) -> AsyncIterator[bytes]:
+    try:
+        async for frame in send(batch):
+            yield frame
+    except Exception as error:
+        broken.append(error)
+        raise
