@@ -274,12 +274,10 @@ class DataProto:
         first = data[0]
         for other in data[1:]:
             check_alike(first.tensors, other.tensors, set(first.columns), set(other.columns))
+        columns = {name: joined_column(name, [p.non_tensors[name] for p in data]) for name in first.non_tensors}
         return DataProto(
             {name: torch.cat([part.tensors[name] for part in data]) for name in first.tensors},
-            {
-                name: joined_column(name, [part.non_tensors[name] for part in data])
-                for name in first.non_tensors
-            },
+            columns,
             joined_meta([part.meta_info for part in data]),
             None if all(part.num_rows is None for part in data) else sum(map(len, data)),
         )
@@ -382,8 +380,6 @@ class DataProto:
 
         tensors, columns, meta = from_tensordict(data)
         return DataProto(tensors, columns, {**meta, **(meta_info or {})}, num_rows=data.batch_size[0])
-
-    # ----------------------------------------------------------------- looking
 
     def print_size(self, prefix: str = "") -> None:
         """Prints how much memory the columns take. Of cells that are objects only the references count."""
