@@ -10,7 +10,7 @@ IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyprojec
 TARGET ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help run test stress mutation setup vllm lint chart proto bench bench-rollout bench-step bench-plan dashboards seeds \
+.PHONY: help run test stress mutation setup vllm lint format chart proto bench bench-rollout bench-step bench-plan dashboards seeds \
 	curves lock image test-cluster demo-cluster clean
 
 help: ## this list
@@ -67,6 +67,10 @@ lint: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+format: setup ## fix what ruff can fix, and lay the code out
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 proto: setup ## generate rolemesh/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)

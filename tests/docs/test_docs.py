@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
+import rolemesh
 from benchmarks.demo import SEEDS
 from rolemesh.config import JobConfig
 from rolemesh.config.base import leaves
@@ -23,7 +25,10 @@ from rolemesh.roles import Actor, Critic, Reference, Reward, Rollout
 from rolemesh.services.command_line.app import app
 
 ROOT = Path(__file__).parents[2]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 ROOMS = [
@@ -44,7 +49,8 @@ NO_TEXT = (".png", ".lock", ".pyc", ".tgz")
 @cache
 def texts() -> dict[Path, str]:
     """Every text file of the repository, relative to its root; results of benchmarks apart."""
-    found = [ROOT / "README.md", ROOT / "Makefile", ROOT / "Dockerfile", ROOT / "pyproject.toml"]
+    found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    found += [ROOT / name for name in ("Makefile", "Dockerfile", "pyproject.toml")]
     found += [path for room in ROOMS for path in sorted((ROOT / room).rglob("*")) if path.is_file()]
     found = [path for path in found if path.suffix not in NO_TEXT and "results" not in path.parts]
     return {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in found}
@@ -173,6 +179,12 @@ def test_every_make_target_exists() -> None:
     for path in DOCS:
         named = re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", path.read_text(), re.MULTILINE)
         assert {name for pair in named for name in pair if name} <= targets, path
+
+
+def test_every_version_is_the_packages() -> None:
+    chart = yaml.safe_load((ROOT / "charts/rlhf-job/Chart.yaml").read_text())
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {chart["version"], chart["appVersion"], citation["version"]} == {rolemesh.__version__}
 
 
 # ------------------------------------------------------------------------------------- keys
