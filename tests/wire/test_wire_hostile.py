@@ -468,7 +468,7 @@ def test_a_batch_that_is_changed_along_its_structure_keeps_to_a_budget_of_time_a
 
 UNDER_A_LIMIT = """
 import asyncio, resource
-from tests.unit.test_wire_hostile import LIES, BAD_ARROW, changed, frames, stream, with_columns
+from tests.wire.test_wire_hostile import LIES, BAD_ARROW, changed, frames, stream, with_columns
 from benchmarks import fuzz_wire
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch

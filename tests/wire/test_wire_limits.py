@@ -327,7 +327,7 @@ async def test_a_batch_that_unpacks_to_much_is_decoded_while_the_event_loop_goes
 PEAK = """
 import resource, sys
 import torch
-from tests.unit.test_wire_limits import claiming
+from tests.wire.test_wire_limits import claiming
 from rolemesh.wire import limits
 from rolemesh.wire.codec import load
 from rolemesh.v1 import data_pb2
