@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PARTS = ("rolemesh", "services", "charts", "pyproject.toml", "README.md", "LICENSE")
 
 
-def test_a_wheel_has_the_placements(tmp_path: Path) -> None:
+def test_a_wheel_is_one_package_with_the_services_and_the_placements(tmp_path: Path) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in PARTS:
@@ -24,6 +24,9 @@ def test_a_wheel_has_the_placements(tmp_path: Path) -> None:
     subprocess.run([*pip, "-w", str(tmp_path), str(source)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"rolemesh"}
+    for part in ("controller/main.py", "rollout/engines/vllm/logging.json"):
+        assert (site / "rolemesh/services" / part).read_text() == (ROOT / "services" / part).read_text()
     found = subprocess.run(
         [
             sys.executable,
