@@ -27,7 +27,7 @@ def test_gae_with_lambda_zero_is_the_temporal_difference() -> None:
     assert_close(advantages, tensor([[0.1 + 0.36 - 0.5, 0.27 - 0.4, 1 - 0.3]]))
 
 
-def test_gae_by_hand() -> None:
+def test_gae_is_the_discounted_sum_of_deltas() -> None:
     """δ = (0.5·2 − 1, 0.5·3 − 2, 4 − 3) = (0, −0.5, 1); A₂ = 1, A₁ = −0.5 + 0.25·1, A₀ = 0 + 0.25·A₁."""
     rewards, values = tensor([[0.0, 0.0, 4.0]]), tensor([[1.0, 2.0, 3.0]])
     advantages, returns = compute_gae(rewards, values, all_of(values), gamma=0.5, lam=0.5)

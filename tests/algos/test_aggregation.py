@@ -23,7 +23,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("mode", EXPECTED)
-def test_each_mode_by_hand(mode: str) -> None:
+def test_each_mode_gives_the_number_worked_by_hand(mode: str) -> None:
     assert Aggregation.of(MASK, mode)(LOSSES, MASK).item() == pytest.approx(EXPECTED[mode])
 
 
@@ -79,14 +79,14 @@ def test_masked_sum_and_mean() -> None:
     assert masked_mean(LOSSES, torch.zeros_like(MASK)).item() == 0
 
 
-def test_whitening_by_hand() -> None:
+def test_whitening_gives_unmasked_cells_mean_0_and_variance_1_and_moves_masked_ones_alike() -> None:
     """Unmasked 1, 2, 3: mean 2, variance (1 + 0 + 1)/2 = 1. The masked cell is moved alike, not zeroed."""
     values = tensor([[1.0, 2.0], [3.0, 10.0]])
     mask = tensor([[True, True], [True, False]])
     assert_close(masked_whiten(values, mask), tensor([[-1.0, 0.0], [1.0, 8.0]]))
 
 
-def test_whitening_two_cells_by_hand() -> None:
+def test_whitening_divides_by_the_number_of_cells_less_one() -> None:
     """1 and 3: variance (1 + 1)/1."""
     assert_close(masked_whiten(tensor([[1.0, 3.0]]), tensor([[True, True]])), tensor([[-1.0, 1.0]]) / 2**0.5)
 

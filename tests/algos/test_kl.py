@@ -34,12 +34,12 @@ GRADIENTS = {  # in log π
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_each_estimator_by_hand(name: str) -> None:
+def test_each_estimator_gives_the_numbers_worked_by_hand(name: str) -> None:
     assert_close(kl_penalty(LOG_PROBS, REF_LOG_PROBS, name), tensor([VALUES[name]]))
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_each_gradient_by_hand(name: str) -> None:
+def test_each_estimators_gradient_is_the_one_worked_by_hand(name: str) -> None:
     log_probs = LOG_PROBS.clone().requires_grad_()
     kl_penalty(log_probs, REF_LOG_PROBS, name).sum().backward()
     assert log_probs.grad is not None

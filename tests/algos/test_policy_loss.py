@@ -60,7 +60,7 @@ def of(*values: float) -> Tensor:
     return tensor([values], dtype=torch.float64)
 
 
-def test_the_clipped_surrogate_by_hand() -> None:
+def test_vanilla_is_the_clipped_surrogate_with_the_dual_clip() -> None:
     """free; held at 1.3; free; free, the worse; held at 0.8; dual clip: 3·2 and not 4·2."""
     ratio = [1.0, 1.5, 0.5, 1.5, 0.5, 4.0]
     case = Case([[0.1 * r for r in ratio]], [[0.1] * 6], [[2.0, 2.0, 2.0, -2.0, -2.0, -2.0]])
@@ -122,7 +122,7 @@ def test_cispo_without_a_lower_bound() -> None:
     assert_close(case.gradient, of(-0.2))
 
 
-def test_sapos_gate_by_hand() -> None:
+def test_sapos_gate_is_four_over_tau_times_a_sigmoid() -> None:
     """At ρ = 1 the gate is 2/τ and its slope 1; at ρ = 2 it is 4·sigmoid(τ)/τ."""
     case = Case([[0.1, 0.1, 0.2, 0.2]], [[0.1, 0.1, 0.1, 0.1]], [[1.0, -1.0, 1.0, -2.0]])
     result = case(sapo_policy_loss)
@@ -153,7 +153,7 @@ def test_sapo_and_geo_mean_have_an_aggregation_of_their_own() -> None:
     assert own == {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
 
 
-def test_geo_mean_by_hand() -> None:
+def test_geo_mean_clips_each_log_ratio_and_weighs_the_row_by_the_mean() -> None:
     """log ρ (0.5, -0.1) with A = 1: 0.5 is held at 0.3, mean 0.1. (0.5, -0.5) with A = -2: -0.5 is held at
     -0.2, mean 0.15. The third row has no token."""
     log_ratio = [[0.5, -0.1, 3.0], [0.5, -0.5, 3.0], [0.5, 0.5, 3.0]]
@@ -244,7 +244,7 @@ def test_dppo_kl_masks_by_the_divergence_of_this_token_or_another() -> None:
         assert_close(result.shares["pg_clipfrac"], 1 - of(*kept))
 
 
-def test_dro_by_hand() -> None:
+def test_dro_pays_half_beta_times_the_squared_log_ratio() -> None:
     case = Case([[0.4, 0.1]], [[0.2, 0.2]], [[3.0, -1.0]])
     result = case(dro_policy_loss)
     assert_close(result.losses, of(-3 * math.log(0.4) + 0.05 * LN2**2, math.log(0.1) + 0.05 * LN2**2))
@@ -400,7 +400,7 @@ def test_log_ratios_are_held_at_20(name: str) -> None:
 # ------------------------------------------------------------------------------- the value loss
 
 
-def test_the_value_loss_by_hand() -> None:
+def test_the_value_loss_is_half_the_larger_squared_error_of_value_and_clipped_value() -> None:
     """Returns 1: free (0.1, 0.5, −2) has errors² 0.81, 0.25, 9; held within ±0.2 of the old 0, (0.1, 0.2, −0.2)
     has 0.81, 0.64, 1.44."""
     values, mask = tensor([[0.1, 0.5, -2.0, 9.0]]), tensor([[True, True, True, False]])

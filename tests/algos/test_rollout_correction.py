@@ -66,7 +66,7 @@ def test_no_gradient_flows_through_the_weights(level: str) -> None:
     assert not importance_weights(old, ROLLOUT, MASK, level=level).requires_grad  # type: ignore[arg-type]
 
 
-def test_the_mismatch_by_hand() -> None:
+def test_kl_perplexities_and_chi2_between_engine_and_trainer_are_those_worked_by_hand() -> None:
     """Ratios 1/2, 3, 4, 1/5: their product is 6/5; k3 is Σ(ratio − 1) − ln(6/5) = 3.7 − ln(6/5). χ² is of their
     squares, and of 6² and 1/25 for rows. The trainer's probabilities are 0.1, 0.6, 0.8 and 0.1; the engine's
     0.2, 0.2, 0.2 and 0.5."""
@@ -133,7 +133,7 @@ def test_between_equal_policies_there_is_no_mismatch() -> None:
     assert spread(importance_weights(OLD, OLD, MASK, level="token"), MASK) == equal
 
 
-def test_the_spread_of_weights_by_hand() -> None:
+def test_the_effective_sample_size_is_the_square_of_the_sum_over_the_sum_of_squares() -> None:
     """Of 1, 3, 1, 3: mean 2, deviation 1, effective sample size 8²/(4·20)."""
     assert spread(tensor([[1.0, 3.0, 1.0], [3.0, 9.0, 9.0]]), MASK) == pytest.approx(
         {"mean": 2.0, "min": 1.0, "max": 3.0, "std": 1.0, "eff_sample_size": 0.8}

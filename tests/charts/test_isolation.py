@@ -85,7 +85,7 @@ def test_dns_is_reached_on_the_ports_that_values_say(ports: list[int], expected:
 
 
 @pytest.mark.parametrize("ports", [[], [0], [65536], ["dns"]])
-def test_dns_has_ports(ports: list[Any]) -> None:
+def test_a_rule_for_dns_without_a_valid_port_is_refused(ports: list[Any]) -> None:
     """No port in a rule of Kubernetes is every port."""
     assert "at '/networkPolicy/dnsPorts" in refusal({"networkPolicy": {"dnsPorts": ports}})
 

@@ -44,7 +44,7 @@ def scored() -> DataProto:
     )
 
 
-def test_kl_in_the_reward_by_hand() -> None:
+def test_a_token_loses_beta_times_its_kl_and_the_mean_is_over_rows() -> None:
     job = make_job({"algorithm": {"use_kl_in_reward": True}})
     batch, metrics = apply_kl_penalty(scored(), job, 0.1)
     torch.testing.assert_close(batch["token_level_rewards"], tensor([[0.0, -0.1, 0.8], [0.3, 0.0, 0.0]]))
@@ -66,7 +66,7 @@ def test_gae_is_whitened_and_returns_are_not() -> None:
     torch.testing.assert_close(batch["advantages"][MASK], tensor([0.5, 0.5, 0.5, -1.5]))
 
 
-def test_metrics_of_a_batch_by_hand() -> None:
+def test_metrics_of_a_batch_are_over_sampled_tokens() -> None:
     batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
     batch["advantages"] = batch["returns"] = torch.where(MASK, 2.0, 99.0)
     batch["reward_extra_info"] = [{"form": 1.0}, {"form": 0.5, "tone": -1.0}]
@@ -146,7 +146,7 @@ def test_of_a_batch_without_a_sampled_token_there_is_no_spread() -> None:
     assert not [name for name in metrics if "advantages" in name or "values" in name or "explained" in name]
 
 
-def test_staleness_by_hand() -> None:
+def test_staleness_counts_versions_behind_the_newest_over_sampled_tokens() -> None:
     """The step began with version 7. Its tokens are 2, 1 and 0 steps behind; and 1."""
     batch = DataProto({"response_mask": MASK, "weight_versions": tensor([[5, 6, 7], [6, -1, -1]])})
     assert staleness_metrics(batch, newest=7) == {

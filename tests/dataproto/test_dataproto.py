@@ -428,7 +428,7 @@ def test_padding_repeats_rows_from_the_start_and_comes_off_again():
         pad_dataproto_to_divisor(letters(""), 4)
 
 
-def test_to_moves_tensors():
+def test_to_moves_tensors_to_a_device():
     assert letters().to("meta")["number"].device.type == "meta"
 
 

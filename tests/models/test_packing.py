@@ -81,7 +81,7 @@ def stats_and_gradients(model: Any, rows: DataProto) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_is_padded(kind: str) -> None:
+def test_packed_rows_give_the_numbers_and_gradients_of_padded_ones(kind: str) -> None:
     rows = uneven(9)
     for dtype, error in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         model = causal_lm(kind, dtype)
@@ -277,7 +277,7 @@ def test_log_probs_at_a_large_vocabulary_need_little_more_than_a_chunk_of_logits
 
 
 @pytest.mark.gpu
-def test_packed_is_padded_in_bfloat16_on_a_gpu() -> None:
+def test_packed_rows_give_the_numbers_of_padded_ones_in_bfloat16_on_a_gpu() -> None:
     """There attention is the kernel for uneven lengths, and keeps its window."""
     for kind in ("Qwen2", "Mistral"):
         model, rows = causal_lm(kind, torch.float32).cuda(), uneven(9).to("cuda")

@@ -193,7 +193,7 @@ def test_vllm_takes_its_share_of_the_device() -> None:
     assert machine.kv_cache == 256 * 1024 * 2**19  # of a CPU's memory no more than max_num_seqs rows fill
 
 
-def test_activations_by_hand() -> None:
+def test_activations_are_block_inputs_one_block_with_its_gradients_logits_and_casts() -> None:
     # 8 rows of 1,024 tokens. A block's input in float32, 32 times, one block and its gradients:
     inputs = 32 * 8192 * 4096 * 4
     norms, attention, mlp = 2 * 4096 * (4 + 4 + 2), 4 * 4096 * 2, 4 * 11008 * 2
@@ -258,7 +258,7 @@ def test_no_part_is_negative_and_more_ranks_never_need_more_state(
 # ----------------------------------------------------------------------------------------- cost
 
 
-def test_flops_by_hand() -> None:
+def test_flops_are_two_for_each_weight_and_token_and_four_for_each_pair_of_tokens() -> None:
     forward = Pass(LLAMA_7B, rows=2, width=1024, predicted=513, dtype="bfloat16")
     matrices = 2 * 6_476_005_376 * 1024
     attention = 32 * 2 * (2 * 1024 * 1024 * 4096)  # QKᵀ and the product with V

@@ -56,7 +56,7 @@ def test_greedy_takes_the_lowest_id_of_the_likeliest_with_its_plain_log_probabil
         assert log_prob.item() == pytest.approx(logits.log_softmax(-1)[0, 1].item())
 
 
-def test_the_inverse_cumulative_distribution_by_hand():
+def test_a_uniform_number_draws_the_token_whose_share_of_the_cumulative_distribution_it_falls_into():
     uniforms = torch.tensor(
         [0.0, 0.0999, 0.1001, 0.4999, 0.5001, 0.6999, 0.7001, 1 - 2**-53], dtype=torch.float64
     )

@@ -113,7 +113,7 @@ def test_an_optimizer_that_slept_takes_the_same_steps(tmp_path: Path) -> None:
     assert trained(sleeps=True) == trained(sleeps=False)
 
 
-def test_gradients_sleep_too(tmp_path: Path) -> None:
+def test_gradients_leave_the_device_with_their_weights_and_come_back(tmp_path: Path) -> None:
     model = nn.Linear(4, 2)
     torch.autograd.backward(model(torch.rand(3, 4)).sum())
     assert len(list(model_tensors(model))) == 4
