@@ -1,9 +1,9 @@
-"""How many logits exist at a time. The planner reads it without torch."""
+"""How many logits are in memory at a time. Free of torch, since the planner reads it."""
 
-CHUNK_LOGITS = 2**25  # as many, and less than twice as many: 128 to 256 MiB of float32
+CHUNK_LOGITS = 2**25  # minimum when split; a chunk holds under twice this: 128 to 256 MiB of float32
 MIN_MATRIX_ROWS = 256  # tokens in a forward pass; rolemesh/models/sequence.py says why
 
 
 def tokens_at_once(vocabulary: int) -> int:
-    """Tokens whose logits are computed together, or up to twice as many."""
+    """Return the minimum number of tokens in a chunk of logits; a chunk holds under twice as many."""
     return max(MIN_MATRIX_ROWS, CHUNK_LOGITS // vocabulary)

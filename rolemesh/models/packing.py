@@ -157,9 +157,9 @@ def segments_of(
 
 
 def kinds_of(widths: Integers) -> Integers:
-    """A number for each width of attention. Rows of one kind have the same bits where they begin alike: the
-    columns of no block are cut otherwise for the one than for the other. A block is whole, or in one piece; one
-    that is neither is like those of the same width alone. (float32; MKL in strict mode.)"""
+    """Return the class of each attention width. Rows in one class share kernel blocking, so equal prefixes have
+    equal bits. The last block is full, or fits one piece, or forms a class with its own width alone.
+    (float32; MKL in strict mode.)"""
     blocks, rest = np.divmod(widths, BLOCK)
     return np.where(rest == 0, 0, np.where(rest <= PIECE, 1 + blocks, -widths))
 

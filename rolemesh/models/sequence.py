@@ -138,11 +138,11 @@ def token_stats(
     entropy_gradient: bool = False,
     sum_pi_squared: bool = False,
 ) -> TokenStats:
-    """The response tokens under the distribution that they are drawn from.
+    """Return statistics of the response tokens under the distribution that they were sampled from.
 
-    Where sampling truncates, that is the distribution over the tokens which could be drawn. An engine's
-    log-probabilities are of it, and over the whole vocabulary every ratio of the two would be off by the mass
-    that was cut off; the model under training would besides cut off others. So the kept tokens are replayed
+    With truncated sampling this is the distribution over the tokens that could be drawn. An engine's
+    log-probabilities are of this distribution. Over the whole vocabulary every ratio would be off by the mass
+    that was cut off, and the updated model would truncate to a different set. So the kept tokens are replayed
     ("Keep Sampling Mask", DeepSeek-V3.2, arXiv:2512.02556, section 3.1).
 
     Args:

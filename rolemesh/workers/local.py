@@ -48,7 +48,7 @@ class ComputingThread(ThreadPoolExecutor):
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether something is to run after what runs now, which may let it go first; also its end."""
+        """True if another job, or the shutdown, is queued on this thread. A long job may yield to it."""
         return not self._work_queue.empty()
 
 
@@ -58,11 +58,11 @@ def _use_threads(number: int) -> None:
 
 
 class LocalWorker:
-    """What every worker is: something with one thread that computes.
+    """Base of every worker: one thread that computes.
 
     Attributes:
         role: its name.
-        parking: what it has on its device; None: nothing, or what it keeps there it parks in a way of its own.
+        parking: of its device tensors; None if it holds none or parks them itself.
         lease: of the device that it shares; None: the device is its own.
         door: lets in what comes over an rpc; rolemesh/rpc/serving/guard.py asks it, the worker does not.
         traces: of its operations; None: no step is traced.

@@ -66,7 +66,7 @@ def watch_run(
 
 @app.command(epilog="Example: rolemesh pause outputs/tiny")
 def pause(where: Where, tls_dir: TlsOption = None, namespace: Namespace = "", context: Context = "") -> None:
-    """Let the running step end and begin no other one."""
+    """Pause after the current step."""
     _steer("pause", where, tls_dir, namespace, context)
 
 

@@ -215,7 +215,7 @@ async def serve(
 
 
 async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig) -> None:
-    """Loads, serves, and ends by an error alone: a process whose worker cannot go on is no use to anybody."""
+    """Load and serve until a worker fails unrecoverably, then raise."""
     workers, servicers = await load_group(roles, job)
     gc.collect()
     gc.freeze()  # what is loaded stays; a collection that walked it would stop every call for 200 ms

@@ -87,8 +87,7 @@ class Run:
         self.status.request_stop()
 
     def finished(self) -> Summary | None:
-        """The end of a run whose last step has been made and saved: no role is needed, and none may be there
-        any more. None: there is something to do.
+        """Return the summary if the run is already complete (its roles may be gone), else None.
 
         Raises:
             CheckpointFailed, InvalidConfig: the checkpoint is not readable, or of another course.
@@ -228,8 +227,8 @@ class Run:
         return metrics | {"timing_s/testing": self._stopwatch.take()["timing_s/testing"]}
 
     async def _save(self, number: int, metrics: Metrics) -> None:
-        """The step's record is written before the checkpoint counts: who resumes from it finds the record,
-        wherever this process was killed."""
+        """Save a checkpoint. The record is logged before the checkpoint is committed, so a resumed run always
+        finds it, wherever this process was killed."""
         began = time.perf_counter()
         with self._stopwatch("save_checkpoint"):
             async with self._checkpoints.writing(self._roles, self._state(number)):

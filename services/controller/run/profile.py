@@ -14,7 +14,7 @@ from rolemesh.telemetry import timeline
 
 
 def check_profile_steps(job: JobConfig) -> None:
-    """Raises InvalidConfig where a step is to be profiled that will never be made."""
+    """Raise InvalidConfig if a profiled step lies beyond the last step."""
     last, steps = job.trainer.total_training_steps, job.trainer.profile_steps
     assert last is not None
     if beyond := [step for step in steps if step > last]:
@@ -26,8 +26,7 @@ def check_profile_steps(job: JobConfig) -> None:
 
 @contextmanager
 def profiled(number: int, job: JobConfig) -> Iterator[None]:
-    """While it is entered, a step passes; profile/step_<n>/timeline.json then tells how, where the job asks for
-    it."""
+    """Wrap one step. Write its timeline to profile/step_<n>/timeline.json if the step is profiled."""
     if number not in job.trainer.profile_steps:
         yield
         return
