@@ -1,16 +1,17 @@
 """START HERE: what the roles are.
 
-A role is a Protocol with two implementations: a worker does the work in this process, a client asks a
-service for it over gRPC. A page (services/controller/pages/ppo.py) takes `Roles` and cannot tell which it has.
+A role is a Protocol with two implementations. A worker does the work in this process; a client asks a service
+for it over gRPC. A page (services/controller/pages/ppo.py) takes `Roles` and cannot tell which one it has.
 
-`methods` declares, for every method that takes a batch, the columns that it reads and writes, and `COLUMNS`
-what each of them holds. Clients send the columns read and no others. A server holds every batch against the
-declaration before a method sees it, and a client every answer before its caller does (rolemesh/door.py). A page
-run once with recording roles (rolemesh/graph/) is checked against the same tables before any model loads.
+`methods` declares the columns that each method reads and writes, and `COLUMNS` declares the content of each
+column. Clients send only the columns that a method reads. A server checks every batch against the declaration
+before a method sees it, and a client checks every answer before its caller sees it (rolemesh/door.py). Before
+any model loads, the page runs once with roles that only record (rolemesh/graph/) and is checked against the
+same tables.
 
 Axes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), S = P + T, K tokens that could be
-drawn, C parts of the reward; V is the vocabulary. P and T are data.max_prompt_length and
-data.max_response_length in every batch: a fixed width keeps a row's bits independent of its neighbours.
+drawn, C parts of the reward, V the vocabulary. P and T are data.max_prompt_length and data.max_response_length
+in every batch: a fixed width keeps a row's bits independent of its neighbours.
 """
 
 from __future__ import annotations
@@ -35,17 +36,18 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True)
 class Column:
-    """A column that has one meaning everywhere.
+    """A column. It means the same in every method.
 
     Args:
-        axes: a letter each.
-        dtype: of a tensor; None: a column of Python objects. Floats are finite; in columns [B, T] where
-            response_mask is True, as no method reads the other cells.
+        axes: one letter for each axis.
+        dtype: of a tensor; None for a column of Python objects. Floats must be finite. In columns [B, T] this
+            holds where response_mask is True, as no method reads the other cells.
         meaning: for people.
-        values: the least value and the first that is too high: a number, or the size of an axis. None: any.
-        cells: what each cell of a column without dtype is.
-        entries: what the values of a cell's dict are, by key; OTHER: of every other key. float: in float32's
-            range, or such an int. Empty: anything.
+        values: the valid range, as least value and first value beyond it, each a number or the size of an axis;
+            None for any.
+        cells: the type of each cell, for a column without dtype.
+        entries: the types of values in a cell's dict, by key, with OTHER for every other key. float also takes
+            an int in float32's range. Empty for anything.
     """
 
     axes: str
@@ -107,8 +109,8 @@ COLUMNS: dict[str, Column] = {
     "token_level_rewards": Column("BT", torch.float32, "scores less the KL penalty"),
     "rollout_is_weights": Column("BT", torch.float32, "of the token's loss: old over rollout probability"),
     "loss_mask": Column("BT", torch.bool, "response_mask without what the rollout correction rejects"),
-    "advantages": Column("BT", torch.float32, ""),
-    "returns": Column("BT", torch.float32, ""),
+    "advantages": Column("BT", torch.float32, "how much better than expected the token's outcome is"),
+    "returns": Column("BT", torch.float32, "the discounted rewards from here on: the critic's target"),
 }
 
 SEQUENCE = ("input_ids", "attention_mask", "position_ids", "response_mask")
@@ -116,18 +118,18 @@ SEQUENCE = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
 @dataclass(frozen=True)
 class Method:
-    """What a method of a role reads and writes.
+    """A method of a role: the columns that it reads and writes.
 
     Args:
         role: the role's name.
         name: the method's name in Protocol and worker.
         rpc: the method's name in the .proto.
-        reads: columns that must be there.
-        optional: columns that are sent along where the batch has them.
-        writes: columns of the answer; empty where the answer is metrics.
-        meta: keys of meta_info that must be there, with the values that each may have.
-        for_training: those of `writes` that come where meta_info["sampling"] is "train", and else do not.
-        sizes: of the axes but B and V.
+        reads: required columns.
+        optional: columns that are sent if the batch has them.
+        writes: columns of the answer; empty if the answer is metrics.
+        meta: required keys of meta_info, with the valid values of each.
+        for_training: those of `writes` that are in the answer only if meta_info["sampling"] is "train".
+        sizes: of all axes except B and V.
     """
 
     role: str
@@ -141,23 +143,23 @@ class Method:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def prune(self, batch: DataProto) -> DataProto:
-        """The columns that this method reads, and no others.
+        """Return the batch with only the columns that this method reads.
 
         Raises:
-            InvalidBatch: one that must be there is not.
+            InvalidBatch: a required column is missing.
         """
         if missing := [name for name in self.reads if name not in batch]:
             raise InvalidBatch(f"{self.role}.{self.name} needs columns {missing}; got {sorted(batch.columns)}")
         return batch.select_columns([*self.reads, *(name for name in self.optional if name in batch)])
 
     def answers(self, meta: Mapping[str, Any]) -> list[str]:
-        """The columns of the answer to a request with this meta_info."""
+        """Return the columns of the answer to a request with this meta_info."""
         trains = meta.get("sampling") == "train"
         return [name for name in self.writes if trains or name not in self.for_training]
 
 
 def methods(job: JobConfig) -> dict[str, Method]:
-    """`"actor.update"` and so on: what each method of this job reads and writes."""
+    """Return the job's methods by name, such as "actor.update"."""
     kl_loss = ("ref_log_probs",) if job.actor.use_kl_loss else ()
     kept = ("kept_ids",) if job.rollout.truncates else ()
     correction = job.algorithm.rollout_correction.columns
@@ -197,28 +199,28 @@ class Actor(Protocol):
     """The policy under training."""
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probabilities [B, T] of the responses and entropies [B, T], 0 where response_mask is False."""
+        """Return log-probabilities and entropies [B, T] of the responses, 0 where response_mask is False."""
         ...
 
     async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
-        """What Reference.compute_log_probs would answer of the base model: the adapter is off for the while.
-        Raises Unsupported where there is none (actor.model.lora_rank 0)."""
+        """Return what Reference.compute_log_probs returns for the base model, by switching the adapter off.
+        Raises Unsupported if there is no adapter (actor.model.lora_rank 0)."""
         ...
 
     async def update(self, batch: DataProto) -> Metrics:
-        """Trains on the batch: ppo_epochs passes, an optimizer step for each mini-batch."""
+        """Train on the batch: ppo_epochs passes, one optimizer step for each mini-batch."""
         ...
 
     async def publish_weights(self, version: int) -> WeightSource:
-        """Holds the current weights under a version, for rollouts to pull."""
+        """Keep the current weights under a version, for rollouts to pull."""
         ...
 
     async def save_checkpoint(self, directory: Path) -> None:
-        """Writes model and optimizer; nothing random has a state. Raises CheckpointFailed."""
+        """Write model and optimizer; nothing random has a state. Raises CheckpointFailed."""
         ...
 
     async def load_checkpoint(self, directory: Path | None) -> None:
-        """Takes up what save_checkpoint wrote, bit for bit; None: begins anew, untrained. Raises
+        """Load what save_checkpoint wrote, bit for bit; None starts from the untrained model. Raises
         CheckpointFailed."""
         ...
 
@@ -227,7 +229,7 @@ class Reference(Protocol):
     """The policy that the actor is held close to. It never changes."""
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probabilities [B, T] of the responses, 0 where response_mask is False."""
+        """Return log-probabilities [B, T] of the responses, 0 where response_mask is False."""
         ...
 
 
@@ -235,14 +237,14 @@ class Rollout(Protocol):
     """Generation."""
 
     def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
-        """One response for each row, in batches of finished rows; column `row` says which they are.
+        """Yield one response for each row, in batches of finished rows. Column `row` names them.
 
         meta_info["sampling"] is "train" (rollout.*), "greedy" or "validation" (rollout.val_kwargs.*).
         """
         ...
 
     async def update_weights(self, source: WeightSource) -> None:
-        """Swaps in a version of the actor's weights. Raises WeightsUnavailable; the old ones then stay."""
+        """Swap in a version of the actor's weights. Raises WeightsUnavailable and keeps the old ones."""
         ...
 
 
@@ -250,33 +252,33 @@ class Critic(Protocol):
     """The value model."""
 
     async def compute_values(self, batch: DataProto) -> DataProto:
-        """Values [B, T]: before response token t is sampled."""
+        """Return values [B, T], each before response token t is sampled."""
         ...
 
     async def update(self, batch: DataProto) -> Metrics:
-        """Trains on the batch."""
+        """Train on the batch."""
         ...
 
     async def save_checkpoint(self, directory: Path) -> None:
-        """Writes model and optimizer; nothing random has a state. Raises CheckpointFailed."""
+        """Write model and optimizer; nothing random has a state. Raises CheckpointFailed."""
         ...
 
     async def load_checkpoint(self, directory: Path | None) -> None:
-        """Takes up what save_checkpoint wrote, bit for bit; None: begins anew, untrained. Raises
+        """Load what save_checkpoint wrote, bit for bit; None starts from the untrained model. Raises
         CheckpointFailed."""
         ...
 
 
 class Reward(Protocol):
-    """What a response is worth."""
+    """The reward of a response."""
 
     async def compute_scores(self, batch: DataProto) -> DataProto:
-        """Scores [B, T] and acc [B]. Raises RewardFailed with the row's uid."""
+        """Return scores [B, T] and acc [B]. Raises RewardFailed with the row's uid."""
         ...
 
 
 class NoReference:
-    """The reference of a job that weighs no KL: it adds no column."""
+    """The reference of a job without a KL term. It adds no column."""
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return DataProto()
@@ -293,7 +295,7 @@ class ReferenceInActor:
 
 
 class NoCritic:
-    """The critic of a job whose algorithm has none: nothing to save, and an error where a page asks it."""
+    """The critic of a job whose algorithm has none. It saves nothing and raises if a page calls it."""
 
     async def compute_values(self, batch: DataProto) -> DataProto:
         raise Unsupported("this job has no critic; algorithm.adv_estimator gae is the one that uses it")
@@ -320,10 +322,10 @@ class Roles:
 
     @classmethod
     def of(cls, job: JobConfig, given: Mapping[str, Any]) -> Roles:
-        """The roles of a job by their names, and what stands in for those that it has not."""
+        """Return the roles of a job, given those that it has by name, with stand-ins for the others."""
         in_actor: dict[str, Any] = {"reference": ReferenceInActor(given["actor"])} if job.ref_in_actor else {}
         return cls(**in_actor, **given)
 
     async def sync_weights(self, version: int) -> None:
-        """The rollouts take up the actor's weights, under a version that grows with each step."""
+        """Bring the actor's weights to the rollouts, under a version that grows with each step."""
         await self.rollout.update_weights(await self.actor.publish_weights(version))

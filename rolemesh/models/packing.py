@@ -158,7 +158,7 @@ def segments_of(
 
 def kinds_of(widths: Integers) -> Integers:
     """Return the class of each attention width. Rows in one class share kernel blocking, so equal prefixes have
-    equal bits. The last block is full, or fits one piece, or forms a class with its own width alone.
+    equal bits. A last block that is neither full nor within one piece makes the width a class of its own.
     (float32; MKL in strict mode.)"""
     blocks, rest = np.divmod(widths, BLOCK)
     return np.where(rest == 0, 0, np.where(rest <= PIECE, 1 + blocks, -widths))
