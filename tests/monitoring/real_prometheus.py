@@ -98,14 +98,14 @@ def prometheus(directory: Path, targets: str, interval: str) -> Iterator[Prometh
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """Where it listens, once it is ready."""
-    address, said = "", []
+    """Where it listens, once it is ready. It says both from threads of its own, in any order."""
+    address, is_ready, said = "", False, []
     assert process.stderr
     for line in process.stderr:
         said.append(line)
         if found := re.search(r'"Listening on" address=(\S+)', line):
             address = found[1]
-        if "Server is ready to receive web requests" in line:
-            assert address, "".join(said)
+        is_ready = is_ready or "Server is ready to receive web requests" in line
+        if address and is_ready:
             return address
     raise AssertionError("".join(said))
