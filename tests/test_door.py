@@ -19,7 +19,7 @@ from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import COLUMNS, methods
 from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
-from rolemesh.rpc.errors import ERROR_KEY
+from rolemesh.rpc.errors import ENDED_WHILE_WRITING, ERROR_KEY
 from rolemesh.services.processes.serve import ROLES
 from rolemesh.wire.streams import receive_batches, send
 
@@ -72,10 +72,13 @@ class Role:
         return {name: tensor.tolist() for name, tensor in answer.tensors.items()}
 
     async def refusal(self, batch: DataProto | list[bytes]) -> tuple[str, str, str]:
-        """Status, class and words of how a call ends that should not end well."""
+        """Status, class and words of how a call ends that should not end well. Where grpc.aio lost them, as the
+        call ended while its request was being written, the call is made again."""
         try:
             await self.ask(batch)
         except grpc.aio.AioRpcError as error:
+            if error.details() == ENDED_WHILE_WRITING:
+                return await self.refusal(batch)
             trailing: Any = error.trailing_metadata() or ()
             return error.code().name, dict(trailing).get(ERROR_KEY, ""), error.details() or ""
         return "OK", "", ""
