@@ -1,4 +1,4 @@
-"""Rolemesh, the library: what every role shares. Start with roles.py. Nothing here imports services/."""
+"""Rolemesh, the library: what every role shares. Start with roles.py. Only __main__.py imports services/."""
 
 import os
 
