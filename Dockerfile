@@ -15,7 +15,7 @@ COPY pyproject.toml requirements.lock /
 RUN --mount=type=cache,target=/root/.cache/uv \
     python3 -c 'import tomllib; project = tomllib.load(open("/pyproject.toml", "rb"))["project"]; \
         extras = project["optional-dependencies"]; \
-        needs = [*project["dependencies"], *extras["tensorboard"], *extras["wandb"], *extras["mlflow"]]; \
+        needs = [*project["dependencies"], *extras["tensorboard"], *extras["wandb"], *extras["mlflow"], *extras["ray"]]; \
         open("/cpu.txt", "w").write("\n".join(needs)); \
         open("/gpu.txt", "w").write("\n".join(extras["vllm"]))' && \
     /opt/uv/bin/uv pip compile --quiet /cpu.txt --constraint /requirements.lock --generate-hashes --no-header \

@@ -3,15 +3,16 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 PROTOS := $(sort $(wildcard proto/rolemesh/v1/*.proto))
-COMPILE := $(BIN)/uv pip compile -q pyproject.toml --extra dev --universal --python-version 3.11 \
+RESOLVE := $(BIN)/uv pip compile -q --universal --python-version 3.11 \
 	--generate-hashes --no-emit-index-url --no-header --no-annotate
+COMPILE := $(RESOLVE) pyproject.toml --extra dev
 
-IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' rolemesh/__init__.py)
 TARGET ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help run test stress mutation setup vllm lint format chart proto bench bench-rollout bench-step bench-plan dashboards seeds \
-	curves lock image test-cluster demo-cluster clean
+.PHONY: help run test test-engines examples stress mutation setup vllm lint format chart proto test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
+	curves docs lock image test-cluster demo-cluster clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 15
@@ -20,10 +21,26 @@ run: setup ## train the demo: five roles and a controller on this machine's CPU,
 	$(BIN)/rolemesh demo outputs/tiny
 	$(BIN)/rolemesh run configs/tiny.yaml $(ARGS)
 
-test: vllm .venv/bin/helm .venv/bin/kube-score ## every test that needs no GPU and no cluster
+# What starts Ray or vLLM's engine, mostly waiting for it.
+ENGINES := $(wildcard tests/e2e/test_ray_*.py tests/e2e/test_vllm_*.py tests/rollout/test_vllm_*.py)
+
+test: .venv/bin/helm .venv/bin/kube-score vllm ## every test that needs no GPU, no cluster and no Ray or vLLM
 	@command -v prometheus >/dev/null || \
 		echo "DASHBOARDS AND ALERTS ARE NOT TESTED: there is no Prometheus; on Debian: apt-get install prometheus"
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" $(addprefix --ignore=,$(ENGINES)) $(ARGS)
+
+test-engines: vllm ## the tests that start Ray or vLLM
+	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" $(ENGINES) $(ARGS)
+
+test-gpu: ## everything that only a GPU shows: finds a Python with torch, needs no network; 9 minutes at most
+	@test -n "$(PYTHON)" || { echo "make test-gpu needs Python 3.11 or newer; set PYTHON to one" >&2; exit 1; }
+	$(PYTHON) -m benchmarks.gpu.prepare run $(ARGS)
+
+gpu-bundle: setup ## build/gpu-bundle: the wheels that make test-gpu may need on a machine without a network
+	$(BIN)/python -m benchmarks.gpu.prepare bundle $(ARGS)
+
+examples: setup ## every example as a user runs it: the wheel, a new environment, an empty folder; 5 minutes
+	$(BIN)/python scripts/run-examples $(ARGS)
 
 stress: setup ## make test five times: in random orders, with every core busy, on one core; two hours
 	scripts/stress-tests $(ARGS)
@@ -47,7 +64,7 @@ setup: .venv/.installed ## .venv with everything in requirements.lock
 vllm: .venv/.vllm ## vLLM for a CPU into .venv, for rollout.name=vllm
 
 chart: .venv/bin/helm ## what the chart has from the job file's types and configs/tiny.yaml, and its golden files
-	$(BIN)/python charts/generate.py
+	$(BIN)/python -m helm_values.generate
 	GOLDEN=1 $(BIN)/python -m pytest -n 0 -q tests/charts -k renders_as_it_did
 
 .venv/bin/helm: .venv/.installed scripts/go-tool
@@ -82,6 +99,9 @@ bench: setup ## ratios against raw TCP, pickle and plain protobuf, and of gRPC a
 	$(BIN)/python -m benchmarks.transport
 	$(BIN)/python -m benchmarks.steps
 
+bench-ranks: setup ## two ranks beside one and beside verl's scheme: orders, an update by part, publishing
+	$(BIN)/python -m benchmarks.ranks
+
 bench-rollout: .venv/.vllm ## the rollout service beside vLLM in process; new weights for 1 to 8 replicas; placements
 	$(BIN)/python -m benchmarks.weights
 	$(BIN)/python -m benchmarks.placements
@@ -89,6 +109,10 @@ bench-rollout: .venv/.vllm ## the rollout service beside vLLM in process; new we
 
 bench-step: setup ## a step of GRPO and of PPO beside a loop by hand and beside TRL, which it installs; 15 minutes
 	$(BIN)/python -m benchmarks.step
+
+bench-agents: setup ## conversations with slow tools: how busy the rollout is; the same beside TRL, which it installs
+	$(BIN)/python -m benchmarks.agents
+	$(BIN)/python -m benchmarks.agents_beside_trl
 
 bench-plan: setup ## the planner's estimates beside measured memory and steps
 	$(BIN)/python -m benchmarks.plan
@@ -99,9 +123,27 @@ seeds: setup ## the demo with three seeds: accuracy before and after, a table an
 curves: setup ## how ten recipes learn, with three seeds: docs/algorithms.png and a table
 	$(BIN)/python -m benchmarks.recipes
 
-lock: setup ## resolve both locks anew; what is in both has one version
+# An environment of its own: pages need no torch, so it is there in seconds, and its tools cannot clash with .venv's.
+.venv-docs/.installed: requirements-docs.lock
+	@test -n "$(PYTHON)" || { echo "make docs needs Python 3.11 or newer; set PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x .venv-docs/bin/python || sh scripts/make-venv $(PYTHON) .venv-docs
+	.venv-docs/bin/python -m pip install -q --disable-pip-version-check uv
+	.venv-docs/bin/uv pip install -q --python .venv-docs/bin/python --require-hashes -r requirements-docs.lock
+	@touch $@
+
+# Built in a directory of its own, whose .cache the generator may clean; site/ is always one that passed.
+docs: .venv-docs/.installed ## the documentation site into site/, with its links and anchors checked
+	PYTHONPATH=. .venv-docs/bin/python docs/generator/pages.py build/docs/pages
+	cp docs/zensical.toml build/docs/
+	.venv-docs/bin/zensical build --config-file build/docs/zensical.toml --clean --strict
+	.venv-docs/bin/python docs/generator/check.py build/docs/site
+	rm -rf site && mv build/docs/site site
+	@echo "open site/index.html; its search needs a server: python3 -m http.server --directory site --bind 127.0.0.1"
+
+lock: setup ## resolve all locks anew; what is in several has one version
 	$(COMPILE) requirements-vllm.in --override requirements-vllm.override -o requirements-vllm.lock
 	$(COMPILE) --constraint requirements-vllm.lock -o requirements.lock
+	$(RESOLVE) --group docs --constraint requirements.lock -o requirements-docs.lock
 
 image: ## the container image: IMAGE=name:tag TARGET=cpu or gpu, by docker, podman or buildah
 	sh scripts/make-image $(IMAGE) --target $(TARGET) $(BUILD_ARGS)
@@ -112,5 +154,5 @@ test-cluster: setup .venv/bin/helm ## image and chart on the cluster that KUBECO
 demo-cluster: .venv/bin/helm ## the demo on that cluster, step by step: install, scale, deaths, the end
 	IMAGE=$(IMAGE) scripts/demo-cluster
 
-clean: ## remove .venv and caches; outputs/ stays
-	rm -rf .venv mutants .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+clean: ## remove .venv, .venv-docs, site and caches; outputs/ stays
+	rm -rf .venv .venv-docs site mutants .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -29,10 +29,10 @@ from rich.table import Table
 from benchmarks.steps import DEMO, ROOT, OneStep, stepper
 from rolemesh.config import load_job
 from rolemesh.config.placement import strategies
-from rolemesh.roles import Metrics, Roles, methods
+from rolemesh.roles import Metrics, Roles
 from rolemesh.services.command_line.demo import prepare_demo
-from rolemesh.services.controller.main import CLIENTS, until_ready
-from rolemesh.services.processes.local import RoleProcesses, role_processes
+from rolemesh.services.controller.main import new_client, until_ready
+from rolemesh.services.processes.role_processes import RoleProcesses, role_processes
 from rolemesh.wire.allocator import tune
 from rolemesh.workers.parking import Parking
 
@@ -67,8 +67,7 @@ async def placed(strategy: str, directory: Path, stack: AsyncExitStack) -> Place
     processes = await stack.enter_async_context(role_processes(job))
     addresses = await processes.addresses(job.trainer.ready_timeout_s)
     clients: dict[str, Any] = {
-        role: await stack.enter_async_context(CLIENTS[role](addresses[role], methods(job)))
-        for role in job.roles
+        role: await stack.enter_async_context(new_client(role, addresses[role], job)) for role in job.roles
     }
     await until_ready(clients.values(), job.trainer.ready_timeout_s)
     return Placement(processes, stepper(job, Roles(**clients)))

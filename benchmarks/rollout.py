@@ -35,9 +35,9 @@ from rolemesh.models.loading import load_outline
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RolloutClient
-from rolemesh.services.processes.local import role_environment
+from rolemesh.services.processes.launchers import role_environment
+from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
 from rolemesh.services.rollout.engines.vllm.arguments import (
-    end_tokens,
     engine_arguments,
     prepare_environment,
     sampling_arguments,
@@ -95,7 +95,7 @@ async def in_process(job: JobConfig) -> AsyncIterator[Contestant]:
 
     outline = load_outline(job.actor.model, "rollout")
     llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(job, outline)))
-    arguments = sampling_arguments(job, job.rollout, end_tokens(job, outline)[0])
+    arguments = sampling_arguments(job, job.rollout, end_tokens(job, declared_eos(job, outline))[0])
 
     async def generate(prompts: DataProto) -> Turn:
         began = time.perf_counter()

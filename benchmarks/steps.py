@@ -24,14 +24,14 @@ from rolemesh.algos.kl import KLController
 from rolemesh.config import JobConfig, load_job
 from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.roles import Metrics, Roles, methods
+from rolemesh.roles import Metrics, Roles
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.command_line.demo import prepare_demo
-from rolemesh.services.controller.main import CLIENTS, until_ready
+from rolemesh.services.controller.main import new_client, until_ready
 from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.critic.worker import CriticWorker
-from rolemesh.services.processes.local import role_processes
+from rolemesh.services.processes.role_processes import role_processes
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.wire.allocator import tune
@@ -63,7 +63,7 @@ async def measure(rounds: int, steps: int) -> dict[str, list[float]]:
             processes = await stack.enter_async_context(role_processes(job))
             addresses = await processes.addresses(job.trainer.ready_timeout_s)
             clients = {
-                role: await stack.enter_async_context(CLIENTS[role](addresses[role], methods(job)))
+                role: await stack.enter_async_context(new_client(role, addresses[role], job))
                 for role in job.roles
             }
             await until_ready(clients.values(), job.trainer.ready_timeout_s)

@@ -53,7 +53,7 @@ from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import SharedRegion
 from rolemesh.weights.held import HeldWeights
-from rolemesh.weights.region import Region
+from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
@@ -111,12 +111,12 @@ async def replicate(job: JobConfig) -> None:
     store, worker = WeightStore(), RolloutWorker(job)
     model = cast(HfEngine, worker._engine).model
     elsewhere: set[int] = set()  # processes whose memory is not of this machine
-    open_region = Region.open
+    open_region = WeightRegion.open
 
-    def open_near(shared: SharedRegion, num_bytes: int) -> Region | None:
+    def open_near(shared: SharedRegion, num_bytes: int) -> WeightRegion | None:
         return None if int(shared.path.split("/")[2]) in elsewhere else open_region(shared, num_bytes)
 
-    Region.open = open_near  # type: ignore[method-assign]
+    WeightRegion.open = open_near  # type: ignore[method-assign]
     async with serving(store):
         told_of = commands()
         async for told in told_of:

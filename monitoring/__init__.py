@@ -1,1 +1,1 @@
-"""What people see of a run: Grafana's dashboards, made from code, and Prometheus beside a local run."""
+"""Generates the Grafana dashboards, and draws them as pictures from a Prometheus."""

@@ -1,4 +1,4 @@
-"""Writes the dashboards into the chart: `make dashboards`."""
+"""Generates the chart's dashboards: `make dashboards`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
+from monitoring.agents import agents
 from monitoring.job import job
 from monitoring.roles import roles
 from monitoring.transport import transport
@@ -15,8 +16,8 @@ DIRECTORY = Path(__file__).parents[1] / "charts" / "rlhf-job" / "dashboards"
 
 
 def generated() -> dict[Path, str]:
-    """Each file and its text."""
-    boards = {"job": job(), "roles": roles(), "transport": transport()}
+    """Return the path and content of each dashboard file."""
+    boards = {"agents": agents(), "job": job(), "roles": roles(), "transport": transport()}
     return {
         DIRECTORY / f"{name}.json": json.dumps(board.build(), cls=JSONEncoder, indent=2) + "\n"
         for name, board in boards.items()

@@ -1,4 +1,4 @@
-"""The dashboard *job*: does it learn, how quickly, and what could be lost."""
+"""The dashboard *job*: does the policy learn, how fast, and how much could a failure lose."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from monitoring.panels import (
     timeline,
 )
 
-DESCRIPTION = "Does it learn, how quickly, and what could be lost."
+DESCRIPTION = "Does the policy learn, how fast, and how much could a failure lose."
 
 
 def job() -> Dashboard:
-    """The dashboard *job*."""
+    """Build the dashboard *job*."""
     rows = {"Now": _now(), "Learning": _learning(), "Speed": _speed(), "Staleness": _stale()}
     return board("job", DESCRIPTION, rows, roles=False)
 
 
 def _now() -> list[Panel]:
-    """What the run is doing, at a glance."""
+    """Panels on the run's current state."""
     made = f"max({run('rolemesh_training_step')})"
     planned = f"max({run('rolemesh_training_steps_planned')})"
     pace = f"rate({run('rolemesh_step_seconds_sum')}[30m]) / rate({run('rolemesh_step_seconds_count')}[30m])"
     return [
         number(
             "State",
-            "What the run is doing.",
+            "Current state of the run.",
             Query(f"max by (state) ({run('rolemesh_run_state')}) == 1", "{{state}}"),
             names=True,
         ),
-        number("Step", "Steps that have ended.", Query(made)),
-        number("Steps planned", "Of the whole job.", Query(planned)),
-        number("Left", "At the pace of the last half hour.", Query(f"({planned} - {made}) * max({pace})"), "s"),
+        number("Step", "Number of completed steps.", Query(made)),
+        number("Steps planned", "Total number of steps of the job.", Query(planned)),
+        number("Left", "Time at the last half hour's pace.", Query(f"({planned} - {made}) * max({pace})"), "s"),
         number("Last reward", "Mean score of the last step's responses.", step("critic/score/mean", "")),
         number(
             "Last accuracy",
-            "Of the last validation, mean over the data sources.",
+            "Accuracy of the last validation, mean over data sources.",
             Query("avg({})".format(run("rolemesh_step_metric", "name=~'val-core/.+/mean@.+'"))),
             "percentunit",
         ),
         number(
             "Since the last step",
-            "Seconds since a step ended.",
+            "Time since the last step ended.",
             Query(f"time() - max({run('rolemesh_step_ended_timestamp_seconds')} > 0)"),
             "s",
         ),
         number(
             "Checkpoint's age",
-            "What was learnt in this time would be lost with the actor.",
+            "Time since the last checkpoint. If the actor fails now, the training since then is lost.",
             Query(f"time() - max({run('rolemesh_checkpoint_timestamp_seconds')} > 0)"),
             "s",
         ),
@@ -64,11 +64,11 @@ def _now() -> list[Panel]:
 
 
 def _learning() -> list[Panel]:
-    """Whether it learns."""
+    """Panels that show whether the policy learns."""
     return [
         lines(
             "Reward",
-            "Scores of a step's responses, as the reward gives them, and their mean less the KL penalty.",
+            "Scores of a step's responses, and their mean minus the KL penalty.",
             step("critic/score/mean", "mean"),
             step("critic/score/max", "best"),
             step("critic/score/min", "worst"),
@@ -76,27 +76,27 @@ def _learning() -> list[Panel]:
         ),
         lines(
             "Validation accuracy",
-            "Held-out prompts, by data source, as of the last validation (trainer.test_freq).",
+            "Accuracy on held-out prompts in the last validation, by data source (trainer.test_freq).",
             Query("max by (name) ({})".format(run("rolemesh_step_metric", "name=~'val-core/.+'")), "{{name}}"),
             unit="percentunit",
         ),
         lines(
             "KL, nats per token",
-            "How far the policy is from the reference, as the reward or the loss weighs it, and how far an "
-            "update moves it. It should stay well under 1; of an update under 0.1.",
+            "Distance of the policy from the reference (in the reward's or the loss's KL term), and of an "
+            "update. To the reference it should stay well under 1; of an update under 0.1.",
             step("actor/reward_kl_penalty", "to the reference"),
             step("actor/kl_loss", "to the reference, in the loss"),
             step("actor/ppo_kl", "of the update"),
         ),
         lines(
             "Entropy, nats",
-            "How undecided the policy is, aggregated by actor.loss_agg_mode. A fall to 0 is a collapse: all "
+            "Entropy of the policy, aggregated by actor.loss_agg_mode. A fall to 0 is a collapse: all "
             "responses are alike.",
             step("actor/entropy", "entropy"),
         ),
         lines(
             "Lengths, tokens",
-            "Responses and prompts of a step. Lengths that grow with the reward may be what it rewards.",
+            "Lengths of a step's responses and prompts. If they grow with the reward, it may reward length.",
             step("response_length/mean", "response, mean"),
             step("response_length/max", "response, longest"),
             step("prompt_length/mean", "prompt, mean"),
@@ -104,7 +104,8 @@ def _learning() -> list[Panel]:
         ),
         lines(
             "Shares",
-            "Responses cut off at data.max_response_length, and tokens whose ratio was clipped.",
+            "Share of responses cut off at data.max_response_length, and of tokens whose ratio or value was "
+            "clipped.",
             step("response_length/clip_ratio", "responses cut off"),
             step("actor/pg_clipfrac", "tokens clipped"),
             step("critic/vf_clipfrac", "values clipped"),
@@ -112,13 +113,13 @@ def _learning() -> list[Panel]:
         ),
         lines(
             "Losses",
-            "Of policy and values; a job without a critic has the first alone.",
+            "Losses of policy and values. A job without a critic has only the policy's.",
             step("actor/pg_loss", "policy"),
             step("critic/vf_loss", "value"),
         ),
         lines(
             "Gradient norms",
-            "Before clipping. A step whose norm is not finite is not taken, and ends the run.",
+            "Norms before clipping. A step whose norm is not finite is skipped, and ends the run.",
             step("actor/grad_norm", "actor"),
             step("critic/grad_norm", "critic"),
             Query(
@@ -127,7 +128,7 @@ def _learning() -> list[Panel]:
         ),
         lines(
             "Values",
-            "What the critic expects, and what came; a job without a critic has the second alone.",
+            "The critic's predictions, and the actual returns. A job without a critic has only the returns.",
             step("critic/values/mean", "values"),
             step("critic/returns/mean", "returns"),
         ),
@@ -135,18 +136,18 @@ def _learning() -> list[Panel]:
 
 
 def _speed() -> list[Panel]:
-    """How quickly."""
+    """Panels on throughput and step time."""
     phases = run("rolemesh_step_metric", "name=~'timing_s/.+',name!='timing_s/step'")
     return [
         lines(
             "Throughput, tokens per second",
-            "Prompt and response tokens of a step over its seconds.",
+            "Prompt and response tokens of a step, divided by its duration.",
             step("perf/throughput", "tokens/s"),
             least=0,
         ),
         stacked(
             "Seconds of a step, by phase",
-            "Phases overlap: chunks are judged while others are generated, so the sum may exceed the step.",
+            "Phases overlap: chunks are scored while others are generated. So the sum may exceed the step.",
             Query(
                 f"max by (phase) (label_replace({phases}, 'phase', '$1', 'name', 'timing_s/(.+)'))", "{{phase}}"
             ),
@@ -154,18 +155,18 @@ def _speed() -> list[Panel]:
         ),
         lines(
             "Steps per hour",
-            "Of the last minutes.",
+            "Rate over the last minutes.",
             Query(f"3600 * sum(rate({run('rolemesh_step_seconds_count')}{WINDOW}))", "steps/h"),
             least=0,
         ),
         timeline(
             "What runs now",
-            "The phases of the running step.",
+            "Phases of the current step.",
             Query(f"max by (phase) ({run('rolemesh_phase_running')})", "{{phase}}"),
         ),
         lines(
             "Time since",
-            "A step ended, a checkpoint was written.",
+            "Time since the last step ended, and since the last checkpoint was written.",
             Query(f"time() - max({run('rolemesh_step_ended_timestamp_seconds')} > 0)", "step"),
             Query(f"time() - max({run('rolemesh_checkpoint_timestamp_seconds')} > 0)", "checkpoint"),
             unit="s",
@@ -176,11 +177,11 @@ def _speed() -> list[Panel]:
 
 
 def _stale() -> list[Panel]:
-    """How far behind the weights were."""
+    """Panels on the age of the weights that generated a step's tokens."""
     return [
         lines(
             "Staleness, steps",
-            "How far behind the weights were that made a step's tokens; 0 unless rollout.mode is async.",
+            "Age, in steps, of the weights that generated a step's tokens; 0 unless rollout.mode is async.",
             step("rollout/staleness/mean", "mean"),
             step("rollout/staleness/max", "most"),
             width=12,
@@ -188,7 +189,7 @@ def _stale() -> list[Panel]:
         ),
         lines(
             "Stale tokens, mixed rows",
-            "Tokens that older weights made; rows that more than one version made.",
+            "Tokens generated by older weights, and rows generated by more than one version.",
             step("rollout/stale_tokens", "stale tokens"),
             step("rollout/mixed_rows", "mixed rows"),
             width=12,

@@ -1,4 +1,4 @@
-"""What dashboards are made of: selectors, panels, variables. Grafana's own types, in few words."""
+"""Building blocks of dashboards: selectors, panels and variables. Thin wrappers around Grafana's own types."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from grafana_foundation_sdk.builders import dashboard, prometheus, stat, stateti
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models import dashboard as model
 
-# Which run is looked at. Every target has these labels: from the PodMonitor, or from a local run's file.
-# (`job` is Prometheus' own word for what it scrapes.)
+# Selects the chosen run. Every target has these labels, from the PodMonitor or from a local run's file.
+# (`job` is not free: Prometheus uses it for its scrape jobs.)
 RUN = 'namespace="$namespace",rolemesh_job="$job"'
 ROLES = f'{RUN},role=~"$role"'
 SOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -24,7 +24,7 @@ P = TypeVar("P", timeseries.Panel, stat.Panel, statetimeline.Panel)
 
 @dataclass(frozen=True)
 class Query:
-    """PromQL, and what its series are called: text with {{label}}."""
+    """A PromQL expression, and the legend of its series: text with {{label}}."""
 
     expr: str
     legend: str = ""
@@ -36,32 +36,32 @@ class Query:
 
 
 def run(metric: str, more: str = "") -> str:
-    """A selector of the run's."""
+    """Return a selector of the metric in the chosen run."""
     return f"{metric}{{{','.join(filter(None, (RUN, more)))}}}"
 
 
 def role(metric: str, more: str = "") -> str:
-    """The same, of the roles that are looked at."""
+    """Return a selector of the metric in the chosen run and roles."""
     return f"{metric}{{{','.join(filter(None, (ROLES, more)))}}}"
 
 
 def process(metric: str) -> str:
-    """A metric of processes, of those that have a role that is looked at, which is no label of theirs."""
+    """Select a process metric, which has no role label, for the processes of the chosen roles."""
     return f"{run(metric)} and on (namespace, pod) {role('rolemesh_role_ready')}"
 
 
 def step(name: str, legend: str) -> Query:
-    """What the last step says of itself under this name. A controller that was restarted has another pod."""
+    """Query a metric of the last step. max() merges the pods of a controller that was restarted."""
     return Query("max({})".format(run("rolemesh_step_metric", f'name="{name}"')), legend)
 
 
 def rate(selector: str, *by: str) -> str:
-    """A counter's increase in a second."""
+    """Return the per-second rate of a counter, summed by labels."""
     return f"sum by ({', '.join(by)}) (rate({selector}{WINDOW}))"
 
 
 def quantile(q: float, bucket: str, *by: str) -> str:
-    """Of a histogram."""
+    """Return the q-quantile of a histogram, by labels."""
     return f"histogram_quantile({q:g}, {rate(bucket, 'le', *by)})"
 
 
@@ -73,10 +73,15 @@ def lines(
     width: int = 8,
     least: float | None = None,
 ) -> timeseries.Panel:
-    """Values over time, `width` of 24 columns wide.
+    """Make a panel of values over time.
 
     Args:
-        least: where the axis begins; None: at the least value.
+        title: title of the panel.
+        description: its tooltip.
+        queries: what to show.
+        unit: Grafana's name of the unit.
+        width: width in Grafana's 24 columns.
+        least: start of the value axis; None: automatic.
     """
     panel = _described(timeseries.Panel(), title, description, queries).unit(unit).height(8).span(width)
     panel = panel.fill_opacity(5).show_points(common.VisibilityMode.AUTO).span_nulls(False)
@@ -88,7 +93,7 @@ def lines(
 
 
 def stacked(title: str, description: str, *queries: Query, unit: str, width: int = 8) -> timeseries.Panel:
-    """Shares of a whole over time."""
+    """Make a panel of values over time, stacked on each other."""
     panel = lines(title, description, *queries, unit=unit, width=width, least=0)
     whole = parts.StackingConfig().mode(common.StackingMode.NORMAL)
     return panel.fill_opacity(60).line_width(0).stacking(whole)
@@ -97,7 +102,7 @@ def stacked(title: str, description: str, *queries: Query, unit: str, width: int
 def number(
     title: str, description: str, query: Query, unit: str = "short", *, names: bool = False
 ) -> stat.Panel:
-    """The value of now; with `names` what the series are called instead."""
+    """Make a panel that shows the current value, or with `names` the legend of the series."""
     panel = _described(stat.Panel(), title, description, (query,), instant=True).unit(unit).height(4).span(3)
     mode = common.BigValueTextMode.NAME if names else common.BigValueTextMode.VALUE
     panel = panel.text_mode(mode).graph_mode(common.BigValueGraphMode.NONE)
@@ -105,7 +110,7 @@ def number(
 
 
 def timeline(title: str, description: str, query: Query, width: int = 12) -> statetimeline.Panel:
-    """A row for each series, filled while its value is 1."""
+    """Make a panel with a row for each series, filled while its value is 1."""
     panel = _described(statetimeline.Panel(), title, description, (query,)).height(8).span(width)
     colours = {"0": "transparent", "1": "green"}
     results = {value: model.ValueMappingResult(text=value, color=colour) for value, colour in colours.items()}
@@ -121,7 +126,7 @@ def _described(panel: P, title: str, description: str, queries: Sequence[Query],
 
 
 def variable(name: str, label: str, query: str) -> dashboard.QueryVariable:
-    """A choice out of what Prometheus knows."""
+    """Make a dashboard variable whose choices come from a Prometheus query."""
     made = dashboard.QueryVariable(name).label(label).query(query).datasource(SOURCE)
     return made.refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED).sort(model.VariableSort.ALPHABETICAL_ASC)
 
@@ -129,12 +134,13 @@ def variable(name: str, label: str, query: str) -> dashboard.QueryVariable:
 def board(
     name: str, description: str, rows: Mapping[str, Sequence[Panel]], *, roles: bool
 ) -> dashboard.Dashboard:
-    """A dashboard with variables and links to its sisters.
+    """Make a dashboard with variables, and with links to the other dashboards.
 
     Args:
-        name: job, roles or transport.
-        rows: title to panels, from left to right.
-        roles: also choose roles.
+        name: agents, job, roles or transport.
+        description: its description.
+        rows: title of a row to its panels, from left to right.
+        roles: whether to add a variable that selects roles.
     """
     made = dashboard.Dashboard(f"Rolemesh / {name}").uid(f"rolemesh-{name}").description(description)
     made = made.tags(["rolemesh"]).readonly().refresh("10s").time("now-1h", "now").timezone("browser")

@@ -1,4 +1,4 @@
-"""The dashboards as pictures, for where there is no Grafana: each panel in its place, over the whole run.
+"""Draws the dashboards as pictures without Grafana: every panel at its place, over the whole run.
 
 python -m monitoring.picture http://127.0.0.1:9090 NAMESPACE JOB docs/dashboards
 """
@@ -22,15 +22,15 @@ from matplotlib.ticker import EngFormatter
 
 from monitoring.dashboards import DIRECTORY
 
-Series = list[tuple[str, list[float], list[float]]]  # legend, minutes since the beginning, values
+Series = list[tuple[str, list[float], list[float]]]  # legend, minutes since the start, values
 UNITS = {"s": "s", "bytes": "B", "Bps": "B/s", "reqps": "/s", "percentunit": "", "short": ""}
 
 
 class Source:
-    """A run in a Prometheus.
+    """A run's data in a Prometheus.
 
     Raises:
-        ValueError: the run is not known there.
+        ValueError: this Prometheus has no data of the run in the last day.
     """
 
     def __init__(self, url: str, namespace: str, job: str) -> None:
@@ -41,13 +41,13 @@ class Source:
             at for one in self._ask(of_run, time.time() - 86_400, time.time(), 10) for at, _ in one["values"]
         ]
         if not times:
-            raise ValueError(f"this Prometheus knows of no run {job} in {namespace}, in the last day")
+            raise ValueError(f"this Prometheus has no data of run {job} in {namespace} in the last day")
         self._start, self._end = min(times) - 10, max(times)
         self._step = max(2.0, (self._end - self._start) / 400)
         self._words["__rate_interval"] = f"{max(20, int(4 * self._step))}s"
 
     def series(self, target: dict[str, Any]) -> Series:
-        """What a panel's query gives over the run."""
+        """Evaluate a panel's query over the whole run."""
         expr = re.sub(r"\$([a-z_]\w*)", lambda found: self._words[found[1]], target["expr"])
         found = []
         for one in self._ask(expr, self._start, self._end, self._step):
@@ -67,7 +67,7 @@ def _legend(text: str, labels: dict[str, str]) -> str:
 
 
 def draw(board: dict[str, Any], source: Source, path: Path) -> None:
-    """Writes the picture."""
+    """Draw a dashboard into an image file."""
     lines = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in board["panels"])
     figure = pyplot.figure(figsize=(18, 0.42 * lines), dpi=70)
     for panel in board["panels"]:
@@ -76,7 +76,7 @@ def draw(board: dict[str, Any], source: Source, path: Path) -> None:
         if panel["type"] == "row":
             figure.text(0.006, top - 0.8 / lines, panel["title"], weight="bold", size=13)
             continue
-        margin = 0.05 if panel["type"] == "state-timeline" else 0.028  # its words are longer than numbers
+        margin = 0.05 if panel["type"] == "state-timeline" else 0.028  # its labels are longer than numbers
         width, height = place["w"] / 24 - margin - 0.01, (place["h"] - 3) / lines
         axes = figure.add_axes((left + margin, top - 1 / lines - height, width, height))
         axes.set_title(panel["title"], size=10, loc="left")

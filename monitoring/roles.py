@@ -1,4 +1,4 @@
-"""The dashboard *roles*: who is there, who waits for whom, and what each takes."""
+"""The dashboard *roles*: which replicas run, which role is the bottleneck, and which resources each uses."""
 
 from __future__ import annotations
 
@@ -18,34 +18,40 @@ from monitoring.panels import (
     timeline,
 )
 
-DESCRIPTION = "Who is there, who waits for whom, and what each takes."
+DESCRIPTION = "Which replicas run, which role is the bottleneck, and which resources each uses."
 
 
 def roles() -> Dashboard:
-    """The dashboard *roles*."""
-    rows = {"There": _there(), "Work": _work(), "Turns on a shared device": _lease(), "Taken": _taken()}
+    """Build the dashboard *roles*."""
+    rows = {
+        "There": _there(),
+        "Work": _work(),
+        "Ranks": _ranks(),
+        "Turns on a shared device": _lease(),
+        "Taken": _taken(),
+    }
     return board("roles", DESCRIPTION, rows, roles=True)
 
 
 def _there() -> list[Panel]:
-    """Who is there."""
+    """Panels on replicas and their readiness."""
     return [
         lines(
             "Replicas",
-            "That serve, by their own word, and that the controller sends work to.",
+            "Replicas that report ready (serve), and replicas that the controller sends work to (used).",
             Query(f"sum by (role) ({role('rolemesh_role_ready')})", "{{role}} serve"),
             Query(f"max by (role) ({role('rolemesh_replicas_live')})", "{{role}} used"),
             least=0,
         ),
         lines(
             "Restarts in an hour",
-            "Of a process in the same pod.",
+            "Restarts of a process in the same pod.",
             Query(f"sum by (pod) (changes({run('process_start_time_seconds')}[1h]))", "{{pod}}"),
             least=0,
         ),
         lines(
             "Seconds to load",
-            "From the start of a role to its readiness.",
+            "Time from the start of a role until it is ready.",
             Query(f"max by (role, pod) ({role('rolemesh_role_load_seconds')})", "{{role}} {{pod}}"),
             unit="s",
             least=0,
@@ -54,34 +60,35 @@ def _there() -> list[Panel]:
 
 
 def _work() -> list[Panel]:
-    """Who waits for whom."""
+    """Panels on pending and running calls."""
     calls = 'role!="controller",method!~"GetManifest|FetchRange|WatchRegion"'
     busy = f"max by (role, pod) ({role('rolemesh_rpc_server_in_flight', calls)}) > bool 0"
     seconds = role("rolemesh_rpc_server_seconds_bucket")
     return [
         lines(
             "Rows that wait",
-            "For an answer of the role: all (pending), and those of them that a replica has (outstanding).",
+            "Rows waiting for the role's answer: all (pending), and those sent to a replica (outstanding).",
             Query(f"sum by (role) ({role('rolemesh_rpc_client_pending_rows')})", "{{role}} pending"),
             Query(f"sum by (role) ({role('rolemesh_rpc_client_outstanding_rows')})", "{{role}} outstanding"),
             least=0,
         ),
         lines(
             "Calls under way",
-            "At the role's servers; those that wait for their turn on the device count.",
+            "Calls in progress at the role's servers, including those that wait for their turn on the device.",
             Query(f"sum by (role, method) ({role('rolemesh_rpc_server_in_flight')})", "{{role}}.{{method}}"),
             least=0,
         ),
         lines(
             "Idle share",
-            "Of the time, by pod: no call but for weights. What is never idle is what the others wait for.",
+            "Share of time without a call (other than for weights), by pod. A role that is never idle is the "
+            "bottleneck.",
             Query(f"1 - avg_over_time(({busy}){WINDOW[:-1]}:1s])", "{{role}} {{pod}}"),
             unit="percentunit",
             least=0,
         ),
         lines(
             "Latency, median",
-            "From a call's first byte to its last, by method.",
+            "Median duration of a call at the server, by method.",
             Query(
                 quantile(0.5, seconds, "role", "method"),
                 "{{role}}.{{method}}",
@@ -91,7 +98,7 @@ def _work() -> list[Panel]:
         ),
         lines(
             "Latency, 95 of 100 are quicker",
-            "From a call's first byte to its last, by method.",
+            "95th percentile of the duration of a call at the server, by method.",
             Query(
                 quantile(0.95, seconds, "role", "method"),
                 "{{role}}.{{method}}",
@@ -102,39 +109,69 @@ def _work() -> list[Panel]:
     ]
 
 
+def _ranks() -> list[Panel]:
+    """Panels on the ranks of roles that have several."""
+    tokens = rate(role("rolemesh_rank_tokens_total"), "role", "rank")
+    collectives = rate(role("rolemesh_rank_collective_seconds_total"), "role", "rank")
+    return [
+        lines(
+            "Tokens per second, by rank",
+            "Tokens that each rank of a role computes.",
+            Query(tokens, "{{role}} rank {{rank}}"),
+            least=0,
+        ),
+        lines(
+            "Imbalance of ranks",
+            "Tokens of the busiest rank over the mean of all ranks: 1 is even. The others wait for it.",
+            Query(f"max by (role) ({tokens}) / avg by (role) ({tokens})", "{{role}}"),
+            least=1,
+        ),
+        lines(
+            "Share of the time in collectives",
+            "Share of a rank's working time in which its collectives ran, the wait for slower ranks included.",
+            Query(
+                f"{collectives} / {rate(role('rolemesh_rank_seconds_total'), 'role', 'rank')}",
+                "{{role}} rank {{rank}}",
+            ),
+            unit="percentunit",
+            least=0,
+        ),
+    ]
+
+
 def _lease() -> list[Panel]:
-    """Roles that take turns on a device."""
+    """Panels on roles that take turns on a device."""
     switches = run("rolemesh_lease_switch_seconds_count")
     return [
         timeline(
             "On the device",
-            "The role whose turn it is, of roles that share a device.",
+            "Of the roles that share a device, the one whose turn it is.",
             Query(f"max by (role) ({role('rolemesh_lease_resident')})", "{{role}}"),
             width=8,
         ),
         lines(
             "Switches per minute",
-            "One role sleeps, another wakes. A step should need one for each role.",
+            "Switches from one role to another. A step should need one for each role.",
             Query(f"60 * {rate(switches, 'from_role', 'to_role')}", "{{from_role}} to {{to_role}}"),
             least=0,
         ),
         lines(
             "Share of the time lost to switches",
-            "While one role sleeps and another wakes.",
+            "Share of time in which one role is moved off the device and another back on.",
             Query(rate(run("rolemesh_lease_switch_seconds_sum"), "pod"), "{{pod}}"),
             unit="percentunit",
             least=0,
         ),
         lines(
             "Wait for a turn, 95 of 100 wait less",
-            "By role.",
+            "95th percentile of the time a call waits for its role's turn, by role.",
             Query(quantile(0.95, role("rolemesh_lease_wait_seconds_bucket"), "role"), "{{role}}"),
             unit="s",
             width=12,
         ),
         lines(
             "Moved by switches",
-            "Off the device (out) and back (in).",
+            "Bytes moved off the device (out) and back (in).",
             Query(
                 rate(role("rolemesh_lease_switch_bytes_total"), "role", "direction"), "{{role}} {{direction}}"
             ),
@@ -146,25 +183,25 @@ def _lease() -> list[Panel]:
 
 
 def _taken() -> list[Panel]:
-    """What the processes take."""
+    """Panels on memory and CPU of the processes."""
     return [
         lines(
             "Memory",
-            "Of the process (resident).",
+            "Resident memory of the process.",
             Query(process("process_resident_memory_bytes"), "{{pod}}"),
             unit="bytes",
             least=0,
         ),
         lines(
             "GPU memory",
-            "What the process's torch holds. Not what an engine's own processes hold.",
+            "GPU memory held by the process's torch, without an engine's own processes.",
             Query(process("rolemesh_device_bytes"), "{{pod}}"),
             unit="bytes",
             least=0,
         ),
         lines(
             "CPU, cores",
-            "In use by the process.",
+            "CPU cores used by the process.",
             Query(
                 f"rate({run('process_cpu_seconds_total')}{WINDOW}) and on (namespace, pod) "
                 f"{role('rolemesh_role_ready')}",

@@ -1,4 +1,4 @@
-"""The dashboard *transport*: what goes over the wire, how long it takes, and what goes wrong."""
+"""The dashboard *transport*: traffic between the roles, its duration, and its errors."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from monitoring.panels import Panel, Query, board, lines, quantile, rate, role, run
 
-DESCRIPTION = "What goes over the wire, how long it takes, and what goes wrong."
+DESCRIPTION = "Traffic between the roles, its duration, and its errors."
 
 
 def transport() -> Dashboard:
-    """The dashboard *transport*."""
+    """Build the dashboard *transport*."""
     rows = {"Calls": _calls(), "Weights": _weights()}
     return board("transport", DESCRIPTION, rows, roles=True)
 
 
 def _calls() -> list[Panel]:
-    """Batches and answers."""
+    """Panels on calls."""
     asked = role("rolemesh_rpc_client_requests_total")
     failed = rate(role("rolemesh_rpc_client_requests_total", 'code!="OK"'), "role", "code")
     none = f"label_replace(0 * {rate(asked, 'role')}, 'code', 'none', '', '')"
     return [
         lines(
             "Bytes",
-            "Messages of the roles' servers: in, to the role; out, from it.",
+            "Message bytes at the roles' servers: in (to the role) and out (from it).",
             Query(
                 rate(role("rolemesh_rpc_server_bytes_total"), "role", "method", "direction"),
                 "{{role}}.{{method}} {{direction}}",
@@ -34,28 +34,28 @@ def _calls() -> list[Panel]:
         ),
         lines(
             "Seconds of calls, per second",
-            "How many calls of a method ran beside each other, on average, as they ended.",
+            "Mean number of concurrent calls of a method, counted when they end.",
             Query(rate(role("rolemesh_rpc_server_seconds_sum"), "role", "method"), "{{role}}.{{method}}"),
             width=12,
             least=0,
         ),
         lines(
             "Calls",
-            "Of the controller to replicas, that have ended.",
+            "Completed calls of the controller to replicas.",
             Query(rate(asked, "role", "method"), "{{role}}.{{method}}"),
             unit="reqps",
             least=0,
         ),
         lines(
             "Failed calls",
-            "By status. A replica that goes away is UNAVAILABLE, and its calls are made again elsewhere.",
+            "Failed calls by status. Calls to a replica that goes away are UNAVAILABLE, and retried elsewhere.",
             Query(f"{failed} or {none}", "{{role}} {{code}}"),
             unit="reqps",
             least=0,
         ),
         lines(
             "Retries",
-            "Calls made again because a replica went away.",
+            "Calls retried because a replica was unavailable or had no memory.",
             Query(rate(role("rolemesh_rpc_client_retries_total"), "role"), "{{role}}"),
             unit="reqps",
             least=0,
@@ -64,37 +64,37 @@ def _calls() -> list[Panel]:
 
 
 def _weights() -> list[Panel]:
-    """New weights, from the actor to the rollouts."""
+    """Panels on the transfer of weights from the actor to the rollouts."""
     return [
         lines(
             "Version",
-            "Published by the actor, in use at each rollout. A rollout that stays behind gets no work.",
+            "Published by the actor, and in use at each rollout. A rollout with an old version gets no work.",
             Query(f"max by (role, pod) ({run('rolemesh_weights_version')})", "{{role}} {{pod}}"),
         ),
         lines(
             "Seconds of a sync",
-            "From being told of a version until it is in use: median, and what 95 of 100 take less than.",
+            "Time from a version's announcement to its use: median and 95th percentile.",
             Query(quantile(0.5, run("rolemesh_weights_sync_seconds_bucket")), "median"),
             Query(quantile(0.95, run("rolemesh_weights_sync_seconds_bucket")), "95 of 100"),
             unit="s",
         ),
         lines(
             "Bytes of weights taken",
-            "By rollouts: from the actor, from another rollout, or from memory shared on the machine.",
+            "Received by rollouts: from the actor, from another rollout, or from shared memory on the machine.",
             Query(rate(run("rolemesh_weights_received_bytes_total"), "source"), "from {{source}}"),
             unit="Bps",
             least=0,
         ),
         lines(
             "Versions that could not be taken, in an hour",
-            "The old weights stay in use, and the replica gets no work until it has the new ones.",
+            "The old weights stay in use. The replica gets no work until it has the new ones.",
             Query(f"sum by (pod) (increase({run('rolemesh_weights_sync_failures_total')}[1h]))", "{{pod}}"),
             width=12,
             least=0,
         ),
         lines(
             "Sources of weights that failed, in an hour",
-            "Gone, refused, stalled or damaged; the receiver goes on with the next one.",
+            "Sources that were gone, refused, stalled or damaged. The receiver continues with the next one.",
             Query(
                 f"sum by (reason) (increase({run('rolemesh_weights_source_failures_total')}[1h]))", "{{reason}}"
             ),

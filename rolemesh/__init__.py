@@ -1,6 +1,37 @@
-"""Rolemesh, the library: what every role shares. Start with roles.py. Only __main__.py imports services/."""
+"""Rolemesh: RLHF in which every role is a gRPC service.
+
+The public interface for Python. Everything else may change from one version to the next.
+
+    import rolemesh
+
+    job = rolemesh.load_job("configs/tiny.yaml", ["trainer.total_training_steps=5"])
+    summary = rolemesh.run(job)
+    print(rolemesh.read_metrics(summary.run_dir)[-1]["critic/score/mean"])
+
+Names are imported when they are first used, so `import rolemesh` itself costs next to nothing. The module
+`rolemesh.plugins` is public too: it adds parts of your own (docs/plugins.md).
+"""
 
 import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rolemesh.config import JobConfig, load_job
+    from rolemesh.config.job import make_job
+    from rolemesh.dataproto import DataProto
+    from rolemesh.errors import InvalidConfig, RolemeshError
+    from rolemesh.roles import Roles
+    from rolemesh.services.python_interface import (
+        connect_roles,
+        draw_curves,
+        open_roles,
+        plan,
+        read_metrics,
+        run,
+        run_async,
+        step_graph,
+    )
 
 # A row's bits must not depend on the rows beside it, nor on the number of threads. MKL reads this at the
 # process's first matrix product; without it, matrices of few rows take other kernels or cut sums in pieces.
@@ -8,3 +39,43 @@ import os
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "DataProto",
+    "InvalidConfig",
+    "JobConfig",
+    "RolemeshError",
+    "Roles",
+    "connect_roles",
+    "draw_curves",
+    "load_job",
+    "make_job",
+    "open_roles",
+    "plan",
+    "read_metrics",
+    "run",
+    "run_async",
+    "step_graph",
+]
+
+_HOMES = {
+    "DataProto": "rolemesh.dataproto",
+    "InvalidConfig": "rolemesh.errors",
+    "JobConfig": "rolemesh.config",
+    "RolemeshError": "rolemesh.errors",
+    "Roles": "rolemesh.roles",
+    "load_job": "rolemesh.config",
+    "make_job": "rolemesh.config.job",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'rolemesh' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "rolemesh.services.python_interface")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

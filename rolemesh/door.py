@@ -1,13 +1,13 @@
-"""A batch from outside is held against its declaration (rolemesh/roles.py): a request before a method sees it,
-an answer before the caller does.
+"""Checks batches from outside against their declaration (rolemesh/roles.py).
 
-Both may rely on what is declared: every column has its dtype and its shape, token ids are in the model's
-vocabulary, masks are 0 or 1. On a GPU one id outside the vocabulary breaks the process for every later call,
-and one score that is not finite the policy. What no declaration says, such as the order of padding and tokens
-in a row, stays the worker's to check.
+A request is checked before the method sees it, an answer before the caller does. So both can rely on the
+declaration: every column has its dtype and shape, token ids are in the model's vocabulary, masks are 0 or 1. On
+a GPU, one id outside the vocabulary breaks the process for every later call. One score that is not finite ruins
+the policy. Rules that no declaration states, such as the order of padding and tokens in a row, are checked by
+the worker.
 
-The checks are numpy's, which works on the caller's thread alone: a thread of the server that used torch's
-operators would have a team of OpenMP threads (rolemesh/workers/local.py).
+The checks use numpy, which runs only on the caller's thread. If a server's thread used torch's operators, it
+would start a team of OpenMP threads (rolemesh/workers/seat.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rolemesh.columns import COLUMNS, OTHER, Column
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RoleFailed
-from rolemesh.roles import COLUMNS, OTHER, Column, Method
+from rolemesh.roles import Method
 
-# What an error adds to the name of an axis.
+# Explains the name of an axis in errors.
 AXES = {
     "B": "the batch's rows",
     "P": "data.max_prompt_length",
@@ -40,11 +41,11 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Door:
-    """Lets a role's batches in, and its answers out.
+    """Checks the batches that enter a role, and its answers.
 
     Args:
-        methods: by the names of their rpcs.
-        vocabulary: how many token ids the role's model knows; None: unknown, and ids have no upper bound.
+        methods: the role's methods, by the name of their rpc.
+        vocabulary: number of token ids of the role's model; None: unknown, and ids have no upper bound.
     """
 
     methods: Mapping[str, Method]
@@ -52,62 +53,68 @@ class Door:
 
     @classmethod
     def of(cls, methods: Mapping[str, Method], role: str, vocabulary: int | None) -> Door:
-        """The door of a role.
+        """Make the door of a role.
 
         Args:
             methods: rolemesh.roles.methods(job).
+            role: whose methods to take.
+            vocabulary: number of token ids of the role's model; None: unknown.
         """
         return cls({method.rpc: method for method in methods.values() if method.role == role}, vocabulary)
 
     def check_claim(
         self, rpc: str, num_rows: int, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> None:
-        """Holds the header of a batch that is about to arrive against the declaration: its rows, and of its
-        tensors those that the method reads.
+        """Check the header of an arriving batch: its rows, and the tensors that the method reads.
 
         Args:
+            rpc: name of the rpc.
+            num_rows: rows of the batch.
             tensors: dtype and shape, by name.
 
         Raises:
-            InvalidBatch: whatever comes after this header, `admit` would refuse it. The caller adds role and
-                method, as to all that may be wrong with a header.
+            InvalidBatch: `admit` would refuse any batch with this header. The message lacks role and method;
+                the caller adds them.
         """
         method = self.methods[rpc]
-        read = [name for name in (*method.reads, *method.optional) if COLUMNS[name].dtype or name in tensors]
+        read = [name for name in method.reads if COLUMNS[name].dtype or name in tensors]
+        read += [name for name in method.optional if name in tensors]
         if missing := [name for name in read if name not in tensors]:
             raise InvalidBatch(f"needs tensors {missing}; got {sorted(tensors)}")
         if not num_rows:
-            raise InvalidBatch(f"needs a row or more; columns {sorted(tensors)} have none")
+            raise InvalidBatch(f"needs at least one row; columns {sorted(tensors)} have none")
         sizes = {**method.sizes, "B": num_rows}
         for name in read:
             _check_tensor(f"column {name!r}", COLUMNS[name], *tensors[name], sizes)
 
     def admit(self, rpc: str, batch: DataProto) -> DataProto:
-        """The columns and the meta_info that the method reads, and no others.
+        """Check a request, and return it with only the columns and the meta_info that the method reads.
 
         Raises:
-            InvalidBatch: the batch is not what the method takes. Names role, method, column, what was
-                expected, what came, and where.
+            InvalidBatch: the batch does not match the declaration. The message names role, method, column and
+                position, what was expected and what came.
         """
         method = self.methods[rpc]
         batch = method.prune(batch)
         where = f"{method.role}.{method.name}"
         if not len(batch):
-            raise InvalidBatch(f"{where} needs a row or more; columns {batch.columns} have none")
+            raise InvalidBatch(f"{where} needs at least one row; columns {batch.columns} have none")
         self._check(where, method, batch, batch.tensors.get("response_mask"))
         meta = {key: _one_of(where, key, known, batch.meta_info) for key, known in method.meta.items()}
         return DataProto(batch.tensors, batch.non_tensors, meta)
 
     def check_answer(self, rpc: str, answer: DataProto, request: DataProto) -> None:
-        """Holds an answer, or a part of one that says with the column `row` which it is.
+        """Check an answer, or a part of a streamed answer, whose column `row` names the request's rows.
 
         Args:
-            request: what was asked; in columns [B, T] floats count where its response_mask is True, or the
-                answer's.
+            rpc: name of the rpc.
+            answer: the answer or part.
+            request: the request. In columns [B, T], floats must be finite where response_mask is True: the
+                answer's, or else the request's.
 
         Raises:
-            RoleFailed: the answer is not what the method writes: a column missing or not declared, another
-                number of rows, a meta_info; or a column is not what it is declared to be. Says so as `admit`.
+            RoleFailed: the answer does not match the declaration: a column is missing, undeclared or invalid,
+                the number of rows is wrong, or there is meta_info. The message is as detailed as `admit`'s.
         """
         method = self.methods[rpc]
         where, expected = f"the answer of {method.role}.{method.name}", method.answers(request.meta_info)
@@ -127,7 +134,7 @@ class Door:
             raise RoleFailed(str(error)) from error
 
     def _check(self, where: str, method: Method, batch: DataProto, sampled: Tensor | None) -> None:
-        """Every column against what it is declared to be."""
+        """Check every column against its declaration."""
         sizes = {**method.sizes, "B": len(batch)}
         if self.vocabulary is not None:
             sizes["V"] = self.vocabulary
@@ -138,7 +145,7 @@ class Door:
 
 
 def _check_kind(what: str, column: Column, value: Tensor | NDArray[Any], sizes: Mapping[str, int]) -> None:
-    """Dtype and shape of a tensor, cells of another column."""
+    """Check dtype and shape of a tensor, or the cells of another column."""
     if isinstance(value, Tensor):
         _check_tensor(what, column, value.dtype, tuple(value.shape), sizes)
     elif column.dtype is None:
@@ -150,7 +157,7 @@ def _check_kind(what: str, column: Column, value: Tensor | NDArray[Any], sizes: 
             if column.entries:
                 _check_entries(f"{what}, row {row},", column.entries, cell)
     else:
-        raise InvalidBatch(f"{what} is no tensor [{len(value)}]; {_expected(column, sizes)}")
+        raise InvalidBatch(f"{what} is not a tensor (it has {len(value)} cells); {_expected(column, sizes)}")
 
 
 def _check_tensor(
@@ -168,7 +175,7 @@ def _expected(column: Column, sizes: Mapping[str, int]) -> str:
 
 
 def _check_entries(what: str, kinds: Mapping[str, type], cell: Any) -> None:
-    """The values of a cell's dict. Numbers are no larger than a score may be: no mean of them overflows."""
+    """Check the values of a cell's dict. Numbers must fit in float32, so that no mean of them overflows."""
     for key, value in cell.items():
         if kinds.get(key, kinds[OTHER]) is str:
             fits, expected = type(value) is str, "a str"
@@ -183,7 +190,7 @@ def _check_entries(what: str, kinds: Mapping[str, type], cell: Any) -> None:
 def _check_values(
     what: str, column: Column, tensor: Tensor, sizes: Mapping[str, int], sampled: Tensor | None
 ) -> None:
-    """Integers in their range; floats finite, where tokens were sampled."""
+    """Check that integers are in their range, and that floats are finite where tokens were sampled."""
     if column.values is None and not tensor.is_floating_point():
         return
     cells = tensor.numpy()
@@ -195,7 +202,7 @@ def _check_values(
             at = np.argwhere((cells < low) | (cells >= end))[0]
             below = {"V": f"the vocabulary of {end}", "S": f"S = {end}"}.get(str(limit), str(end))
             raise InvalidBatch(f"{_at(what, at)} is {cells[tuple(at)]}; {low} or more, below {below}, expected")
-    elif not (np.isfinite(least) and np.isfinite(most)):  # both are NaN where any cell is
+    elif not (np.isfinite(least) and np.isfinite(most)):  # both are NaN if any cell is
         counts = sampled.numpy() if column.axes == "BT" and sampled is not None else True
         wrong = ~np.isfinite(cells) & counts
         if wrong.any():

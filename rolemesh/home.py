@@ -1,19 +1,17 @@
-"""Directories that a role opens because a caller names them: at or below a root of its own, through no link.
+"""Opens directories that callers name, only at or below a role's own roots, and never through a symbolic link.
 
-A path that comes over a wire is only a wish. It is compared with the roots by its text alone, before the disk
-is touched, so the answer to a foreign path says nothing about that path. What remains is opened one directory
-after another by descriptor (`openat`), and no symbolic link is followed. Libraries that want a path get the
-descriptor's. So it does not help to exchange a directory for a link while a call runs.
+A path from a caller is untrusted. It is first compared with the roots as text, before the disk is touched, so
+the answer to a foreign path reveals nothing about that path. Then its directories are opened one after another
+by descriptor (`openat`), and no symbolic link is followed. Libraries that need a path get the descriptor's
+path. So replacing a directory by a link during a call has no effect.
 
-Everybody may read the files and directories that are made here, whatever the umask: who reads a checkpoint
-in another pod is another user. The run directory itself, and what lies above it, has the mode that the umask
-gives it.
+Files and directories created here are readable by all users, whatever the umask, because a checkpoint's reader
+in another pod is another user. The run directory itself and its parents get their mode from the umask.
 
-Not covered: another process of the same user that writes to the run directory, and places a link in a directory
-while it is being filled, or gives a file outside a second name there (a hard link, which looks like any file):
-it is then read, and `Home.file` writes to it in place. Linux lets nobody make a hard link to a file that he may
-not read and write (fs.protected_hardlinks). A pod that runs foreign code should have the run directory
-read-only.
+Not covered: another process of the same user with write access to the run directory. It can place a link in a
+directory that is being filled. Or it can create a hard link to an outside file, which looks like any file: it
+is read, and `Home.file` writes to it in place. Linux forbids hard links to files that the user may not read and
+write (fs.protected_hardlinks). Give a pod that runs foreign code only read access to the run directory.
 """
 
 from __future__ import annotations
@@ -35,57 +33,58 @@ from typing import BinaryIO
 from rolemesh.config import JobConfig
 
 DESCRIPTORS = Path("/proc/self/fd")
-# On the way only the right to search is needed.
+# Flags for intermediate directories, which need only search permission.
 STEP = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", 0)
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without waiting: a FIFO has no end to wait for.
+# O_NONBLOCK: opening a FIFO would otherwise wait for its other end.
 FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-MAX_CHARACTERS = 4096  # of a path, as in Linux
-MAX_LEVELS = 8  # of directories below a root; a checkpoint's take two, a tokenizer's templates one more
-MAX_ENTRIES = 512  # files and directories of a checkpoint: as many descriptors are open while it is read
+MAX_CHARACTERS = 4096  # characters of a path, as in Linux
+MAX_LEVELS = 8  # directories below a root; a checkpoint has two levels, a tokenizer's templates one more
+MAX_ENTRIES = 512  # files and directories in a checkpoint; as many descriptors are open while it is read
 SHOWN = 200  # characters of a path in a message
-# What is written before it replaces what was there.
+# Prefix of temporary directories: new files are written there before they replace the old ones.
 NEW = ".new-"
 LEFT = re.compile(re.escape(NEW) + "[0-9a-f]{16}")
-ABANDONED_SECONDS = 3600  # since anything last changed in it
+ABANDONED_SECONDS = 3600  # time since the last change in a temporary directory after which it may be removed
 
 
 class OutsideHome(PermissionError):
-    """A directory that is not below a root, whatever is or is not there."""
+    """The directory is not at or below a root, whether or not it exists."""
 
 
 class Home:
-    """Where one role reads and writes what callers name.
+    """The directories that one role reads and writes for its callers.
 
     Args:
-        root: the run directory. It may itself be reached by a link: its owner says where it is.
-        readable: others, which are read alone.
+        root: the run directory. Its own path may contain links, because the role's owner chose it.
+        readable: further directories, only for reading.
     """
 
     def __init__(self, root: Path, *readable: Path) -> None:
-        # As callers spell it, and where it is. Resolved once: a link that comes later is not followed.
+        # The path as callers spell it, and its real path. Resolved once, so that later links are not followed.
         self._writable = {path: path.resolve() for path in (root.absolute(),)}
         self._readable = self._writable | {path.absolute(): path.resolve() for path in readable}
 
     @classmethod
     def of(cls, job: JobConfig) -> Home:
-        """The run directory, and the checkpoint that the job resumes from, which is read alone."""
+        """Return the home of a job: its run directory, and read-only the checkpoint that it resumes from."""
         resumed = job.trainer.resume_from_path if job.trainer.resume_mode == "resume_path" else None
         return cls(job.run_dir, *([Path(resumed)] if resumed else []))
 
     def free_bytes(self) -> int:
-        """On the root's disk."""
+        """Free bytes on the root's disk."""
         [root] = self._writable.values()
         return shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
 
     @contextmanager
     def reading(self, path: Path) -> Iterator[Path]:
-        """The files below a directory as they are now, under their names, but for what is not yet whole. Each
-        is opened once, so what takes its place meanwhile is not read.
+        """Provide a view of the files below a directory as they are now, except unfinished ones.
+
+        Each file is opened once, at the start. So a file that replaces one in the meantime is not read.
 
         Raises:
-            OutsideHome: the directory is none of ours.
-            OSError: it is not there, has something in it that is neither file nor directory, or more than
+            OutsideHome: the directory is not at or below a root.
+            OSError: it does not exist, contains something other than files and directories, or more than
                 MAX_ENTRIES.
         """
         with ExitStack() as stack:
@@ -99,13 +98,15 @@ class Home:
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[Path]:
-        """An empty directory. When the block ends well, what was written there is on disk, everybody may read
-        it, and it has replaced what had the same names in `path`, which is made if absent. Nothing else in
-        `path` changes, but what a writer that was killed an hour ago or earlier has left there goes.
+        """Provide an empty directory whose content replaces entries of the same names in `path` at the end.
+
+        If the block ends without an error, the new files are flushed to disk, made readable by all users, and
+        moved to `path`, which is created if missing. Nothing else in `path` changes, except that leftovers of a
+        writer killed an hour ago or earlier are removed.
 
         Raises:
-            OutsideHome: the directory is none of ours.
-            OSError: it cannot be made or written to, or more than MAX_ENTRIES were written.
+            OutsideHome: the directory is not at or below the run directory.
+            OSError: it cannot be created or written to, or more than MAX_ENTRIES were written.
         """
         with _directory(*_place(path, self._writable), make=True) as target:
             _sweep(target)
@@ -120,12 +121,29 @@ class Home:
                 os.close(fresh)
 
     @contextmanager
-    def file(self, path: Path) -> Iterator[BinaryIO]:
-        """One file, made if absent with its directory, to be read and written in place.
+    def joining(self, path: Path, name: str) -> Iterator[Path]:
+        """Provide the directory that another process of the role fills with `writing`.
+
+        Args:
+            path: the path that the other process has given to `writing`.
+            name: of the unfinished directory in it.
 
         Raises:
-            OutsideHome: its directory is none of ours.
-            OSError: it cannot be had, or is no file.
+            OutsideHome: the directory is not at or below the run directory, or not an unfinished one.
+            OSError: it cannot be opened.
+        """
+        if not LEFT.fullmatch(name):
+            raise OutsideHome(f"{name!r:.{SHOWN}} is not the name of an unfinished directory")
+        with _directory(*_place(path, self._writable)) as target, _opened(name, DIRECTORY, target) as fresh:
+            yield DESCRIPTORS / str(fresh) if DESCRIPTORS.is_dir() else path / name
+
+    @contextmanager
+    def file(self, path: Path) -> Iterator[BinaryIO]:
+        """Open a file for reading and writing in place; create it and its directory if missing.
+
+        Raises:
+            OutsideHome: its directory is not at or below the run directory.
+            OSError: it cannot be opened, or is not a regular file.
         """
         parent = _place(path.parent, self._writable)
         _check_names((path.name,))
@@ -142,7 +160,7 @@ class Home:
 
 
 def _place(path: Path, roots: Mapping[Path, Path]) -> tuple[Path, tuple[str, ...]]:
-    """The root that a path lies below, and the way from there. By the text alone."""
+    """Find the root that contains a path, and the names from there, by text alone. Raises OutsideHome."""
     path = path.absolute()
     text = str(path)
     if len(text) <= MAX_CHARACTERS and ".." not in path.parts and "\0" not in text:
@@ -154,8 +172,8 @@ def _place(path: Path, roots: Mapping[Path, Path]) -> tuple[Path, tuple[str, ...
     shown = repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")
     known = " or ".join(str(root) for root in roots)
     raise OutsideHome(
-        f"{shown} is not one of the directories in {known}; a role opens no other for a caller (they are "
-        "trainer.default_local_dir and, to read, trainer.resume_from_path of its own configuration)"
+        f"{shown} is not one of the directories in {known}; a role opens no other for a caller (these are "
+        "trainer.default_local_dir and, for reading, trainer.resume_from_path of its own configuration)"
     )
 
 
@@ -163,14 +181,14 @@ def _check_names(parts: tuple[str, ...]) -> None:
     for name in parts:
         if name.startswith(NEW) or not name.isprintable():
             raise OutsideHome(
-                f"{name!r:.{SHOWN}} is no name for a directory or a file of a run: it begins with {NEW!r}, as "
-                "what is not yet whole does, or has a character that cannot be printed"
+                f"{name!r:.{SHOWN}} is no name for a directory or a file of a run: it begins with {NEW!r}, the "
+                "prefix of unfinished directories, or has an unprintable character"
             )
 
 
 @contextmanager
 def _directory(root: Path, parts: tuple[str, ...], make: bool = False) -> Iterator[int]:
-    """Goes from the top of the file system to a directory, link by no link."""
+    """Open a directory, from the top of the file system down, without following links."""
     steps = (*root.parts[1:], *parts)
     at = os.open(root.anchor, STEP)
     try:
@@ -193,25 +211,25 @@ def _directory(root: Path, parts: tuple[str, ...], make: bool = False) -> Iterat
 
 
 def _make(name: str, at: int) -> bool:
-    """Makes a directory; False: something has that name."""
+    """Create a directory; False if the name already exists."""
     try:
         os.stat(name, dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:
-        with suppress(FileExistsError):  # another role of the run was first
+        with suppress(FileExistsError):  # another role of the run created it first
             os.mkdir(name, dir_fd=at)
             return True
     return False
 
 
 def _new(target: int) -> tuple[str, int]:
-    """A directory that its writer holds a lock on: its name and a descriptor."""
+    """Create a temporary directory, lock it, and return its name and descriptor."""
     while True:
         name = f"{NEW}{secrets.token_hex(8)}"
         os.mkdir(name, 0o700, dir_fd=target)
-        # Another writer, whose clock is an hour ahead, may have removed it between the two lines.
+        # Another writer, whose clock is an hour ahead, may remove it before it is open and locked.
         with suppress(FileNotFoundError):
             fresh = os.open(name, DIRECTORY, dir_fd=target)
-            with suppress(OSError):  # held by who removes it; or a file system without locks: nothing is swept
+            with suppress(OSError):  # a file system without locks, on which nothing is swept either
                 fcntl.flock(fresh, fcntl.LOCK_EX)
             if os.fstat(fresh).st_nlink:
                 return name, fresh
@@ -219,15 +237,15 @@ def _new(target: int) -> tuple[str, int]:
 
 
 def _sweep(target: int) -> None:
-    """Removes what killed writers have left: the lock of a living one cannot be had.
+    """Remove the temporary directories of killed writers; a living writer holds its directory's lock.
 
-    Some file systems keep locks to each node (NFS with local_lock, some of FUSE), and a living writer of
-    another node looks dead there. So what changed within the last hour stays too.
+    Some file systems keep locks local to a node (NFS with local_lock, some of FUSE), so a living writer on
+    another node looks dead. Therefore directories that changed within the last hour stay too.
     """
     with os.scandir(target) as entries:
         found = [entry.name for entry in entries if LEFT.fullmatch(entry.name)]
     for name in found:
-        with suppress(OSError), _opened(name, DIRECTORY, target) as left:  # a living writer's, or already gone
+        with suppress(OSError), _opened(name, DIRECTORY, target) as left:  # in use, or already gone
             fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if time.time() - _changed(left) < ABANDONED_SECONDS:
                 continue
@@ -235,7 +253,7 @@ def _sweep(target: int) -> None:
 
 
 def _changed(directory: int) -> float:
-    """When a directory, or anything in it, was last written."""
+    """Return the time of the last modification of a directory or anything in it."""
     last = os.fstat(directory).st_mtime
     for _, directories, names, at in os.fwalk(".", dir_fd=directory):
         times = (os.stat(name, dir_fd=at, follow_symlinks=False).st_mtime for name in (*directories, *names))
@@ -259,17 +277,24 @@ def _check_file(descriptor: int, name: str) -> None:
 
 def _check_entries(left: int) -> None:
     if left < 0:
-        raise OSError(f"more than {MAX_ENTRIES} files and directories, which is no checkpoint")
+        raise OSError(f"more than {MAX_ENTRIES} files and directories, the limit for a checkpoint")
 
 
 def _show(directory: int, view: Path, levels: int, stack: ExitStack, most: int) -> int:
-    """Gives `view` a name for each file of a directory, which leads to the file as it was opened.
+    """Create a link in `view` for each file of a directory; it points to the open file's descriptor.
 
     Args:
-        most: entries that may be shown. Returns how many of them are left.
+        directory: descriptor of the directory.
+        view: where to create the links.
+        levels: how many levels of directories may follow.
+        stack: closes the descriptors.
+        most: how many entries may be shown.
+
+    Returns:
+        How many entries of `most` are left.
     """
     with os.scandir(directory) as entries:
-        # What is not yet whole, or was left by a killed writer, is none of it.
+        # Skip temporary directories: they are unfinished, or left by a killed writer.
         found = list(islice((entry for entry in entries if not LEFT.fullmatch(entry.name)), most + 1))
     most -= len(found)
     _check_entries(most)
@@ -288,7 +313,7 @@ def _show(directory: int, view: Path, levels: int, stack: ExitStack, most: int) 
 
 
 def _flush(fresh: int) -> None:
-    """Puts on disk what was just written, for all to read: safetensors writes for its owner alone."""
+    """Flush new files to disk and make them readable by all users: safetensors makes its files private."""
     most = MAX_ENTRIES
     for _, directories, names, at in os.fwalk(".", dir_fd=fresh):
         most -= len(directories) + len(names)
@@ -302,7 +327,7 @@ def _flush(fresh: int) -> None:
 
 
 def _replace(fresh: int, target: int) -> None:
-    """A rename follows no link: where the name is one, the link is replaced."""
+    """Move new entries over the old ones. A rename follows no link: an old link is itself replaced."""
     with os.scandir(fresh) as entries:
         found = list(entries)
     for entry in found:

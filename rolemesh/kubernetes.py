@@ -1,7 +1,7 @@
-"""The Kubernetes API as a pod's own service account may use it: list and watch, and a patch.
+"""A small client of the Kubernetes API for a pod's own service account: list, watch, get and patch.
 
-httpx, which is here for other reasons, and not a client library: three requests are made, and what is hard
-about a watch (an expired version, a stream that is cut, a token that rotates) a library leaves to its user.
+It uses httpx, which is a dependency anyway, instead of a client library. There are only four kinds of requests,
+and a library leaves the hard parts of a watch (an expired version, a cut stream, a rotated token) to its user.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from rolemesh.errors import InvalidConfig, RolemeshError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 10.0
-LATE_S = 15.0  # a watch that the server ends after n seconds may end so much later
+LATE_S = 15.0  # tolerance for a watch that the server ends late
 
 
 class Refused(RolemeshError):
-    """The API server's answer is no; the message is its own."""
+    """The API server refused the request; the message is its own."""
 
 
 class Forbidden(RolemeshError):
-    """The account may not do this."""
+    """The service account is not permitted to do this."""
 
 
 class Expired(RolemeshError):
-    """A watch asks for changes since a version that the API server has forgotten."""
+    """The watch's start version is too old: the API server no longer has it."""
 
 
 class Unreachable(RolemeshError):
-    """The API server does not answer, or not for now."""
+    """The API server does not answer, or is temporarily unable to."""
 
 
 class Cluster:
@@ -44,8 +44,8 @@ class Cluster:
 
     Args:
         url: e.g. https://10.96.0.1:443.
-        account: directory with token, ca.crt and namespace, as Kubernetes mounts it. The token is read for
-            each request: it is renewed in place, long before it ends.
+        account: directory with token, ca.crt and namespace, as Kubernetes mounts it. The token is read for each
+            request, because Kubernetes renews it in place well before it expires.
     """
 
     def __init__(self, url: str, account: Path) -> None:
@@ -54,22 +54,22 @@ class Cluster:
 
     @classmethod
     def in_pod(cls) -> Cluster:
-        """That of the pod that this process runs in.
+        """Return the cluster of the pod that this process runs in.
 
         Raises:
-            InvalidConfig: it runs in none, or in one without an account.
+            InvalidConfig: the process is not in a pod, or its pod has no service account token.
         """
         host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
         if not host:
-            raise InvalidConfig("the Kubernetes API is asked for, and this process is not in a pod")
+            raise InvalidConfig("the job needs the Kubernetes API, but this process is not in a pod")
         if not (ACCOUNT / "token").exists():
             raise InvalidConfig(
-                f"the Kubernetes API is asked for, and the pod has no service account's token in {ACCOUNT}"
+                f"the job needs the Kubernetes API, but the pod has no service account token in {ACCOUNT}"
             )
         return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}", ACCOUNT)
 
     async def list(self, path: str, selector: str) -> dict[str, Any]:
-        """The objects with these labels.
+        """List the objects with these labels.
 
         Raises:
             Forbidden, Refused, Unreachable.
@@ -81,11 +81,12 @@ class Cluster:
     async def watch(
         self, path: str, selector: str, version: str, seconds: float
     ) -> AsyncGenerator[dict[str, Any]]:
-        """What has happened to them since a version, and what happens, for so many seconds or until the
-        connection is cut. Events are {"type", "object"}.
+        """Yield changes of these objects since a version, for `seconds` or until the connection is cut.
+
+        Events are {"type", "object"}.
 
         Raises:
-            Expired: the version is too old to know.
+            Expired: the API server no longer has this version.
             Forbidden, Refused, Unreachable.
         """
         params = {
@@ -106,7 +107,7 @@ class Cluster:
                 yield event
 
     async def get(self, path: str) -> dict[str, Any]:
-        """One object.
+        """Return one object.
 
         Raises:
             Forbidden, Refused, Unreachable.
@@ -116,7 +117,7 @@ class Cluster:
             return answer
 
     async def patch(self, path: str, change: Mapping[str, Any]) -> None:
-        """Lays `change` on an object, as a merge patch.
+        """Apply `change` to an object, as a merge patch.
 
         Raises:
             Forbidden, Refused, Unreachable.
@@ -133,11 +134,11 @@ class Cluster:
                 verify=ssl.create_default_context(cafile=str(self._account / "ca.crt")),
                 auth=_Token(self._account / "token"),
                 timeout=httpx.Timeout(TIMEOUT_S, read=read_s),
-                trust_env=False,  # the API server is reached directly, whatever the shell's proxies are
+                trust_env=False,  # reach the API server directly, even if the shell sets a proxy
                 event_hooks={"response": [_check]},
             ) as client:
                 yield client
-        except (httpx.RequestError, ValueError) as error:  # ValueError: a line that was cut
+        except (httpx.RequestError, ValueError) as error:  # ValueError: a cut line of JSON
             raise Unreachable(f"{self._url}: {error or type(error).__name__}") from error
 
 
@@ -153,7 +154,7 @@ class _Token(httpx.Auth):
 async def _check(answer: httpx.Response) -> None:
     if answer.is_error:
         text = (await answer.aread()).decode(errors="replace")
-        with suppress(ValueError, KeyError, TypeError):  # a proxy's page
+        with suppress(ValueError, KeyError, TypeError):  # e.g. a proxy's HTML page
             text = json.loads(text)["message"]
         _raise_for(answer.status_code, text or answer.reason_phrase)
 
@@ -163,7 +164,7 @@ def _raise_for(code: int, message: str) -> None:
         raise Expired(message)
     if code == httpx.codes.FORBIDDEN:
         raise Forbidden(message)
-    # 401: the token was just renewed; 429 and 5xx: it is overloaded, or restarts
+    # 401: the token was just renewed; 429 and 5xx: the server is overloaded or restarting
     if code in (httpx.codes.UNAUTHORIZED, httpx.codes.TOO_MANY_REQUESTS) or code >= 500:
         raise Unreachable(f"{code}: {message}")
     raise Refused(message)

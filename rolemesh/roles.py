@@ -3,15 +3,11 @@
 A role is a Protocol with two implementations. A worker does the work in this process; a client asks a service
 for it over gRPC. A page (services/controller/pages/ppo.py) takes `Roles` and cannot tell which one it has.
 
-`methods` declares the columns that each method reads and writes, and `COLUMNS` declares the content of each
+`methods` declares the columns that each method reads and writes, and rolemesh/columns.py the content of each
 column. Clients send only the columns that a method reads. A server checks every batch against the declaration
 before a method sees it, and a client checks every answer before its caller sees it (rolemesh/door.py). Before
 any model loads, the page runs once with roles that only record (rolemesh/graph/) and is checked against the
 same tables.
-
-Axes: B rows, P prompt tokens (left-padded), T response tokens (right-padded), S = P + T, K tokens that could be
-drawn, C parts of the reward, V the vocabulary. P and T are data.max_prompt_length and data.max_response_length
-in every batch: a fixed width keeps a row's bits independent of its neighbours.
 """
 
 from __future__ import annotations
@@ -21,97 +17,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
+from rolemesh.catalog.catalog import load
+from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, Unsupported
+from rolemesh.v1.environment_pb2 import (
+    ActRequest,
+    ActResponse,
+    CloseEpisodeRequest,
+    CloseEpisodeResponse,
+    DescribeRequest,
+    DescribeResponse,
+    OpenEpisodeRequest,
+    OpenEpisodeResponse,
+)
 from rolemesh.weights.source import WeightSource
 
 Metrics = dict[str, float]
 
-
-# ------------------------------------------------------------------------------------- columns
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column. It means the same in every method.
-
-    Args:
-        axes: one letter for each axis.
-        dtype: of a tensor; None for a column of Python objects. Floats must be finite. In columns [B, T] this
-            holds where response_mask is True, as no method reads the other cells.
-        meaning: for people.
-        values: the valid range, as least value and first value beyond it, each a number or the size of an axis;
-            None for any.
-        cells: the type of each cell, for a column without dtype.
-        entries: the types of values in a cell's dict, by key, with OTHER for every other key. float also takes
-            an int in float32's range. Empty for anything.
-    """
-
-    axes: str
-    dtype: torch.dtype | None
-    meaning: str
-    values: tuple[int, int | str] | None = None
-    cells: type = dict
-    entries: Mapping[str, type[str] | type[float]] = field(default_factory=dict)
-
-
-OTHER = "*"
-TOKEN_IDS, ZERO_OR_ONE = (0, "V"), (0, 2)  # padding has a token's id too
-
-COLUMNS: dict[str, Column] = {
-    # from the data set
-    "prompts": Column("BP", torch.int64, "prompt token ids, left-padded", TOKEN_IDS),
-    "prompt_mask": Column("BP", torch.bool, "True on prompt tokens"),
-    "uid": Column("B", None, "str: the prompt, the same for all its responses", cells=str),
-    "seeds": Column("B", torch.int64, "the row's own random stream"),
-    "data_source": Column("B", None, "str: picks the reward function", cells=str),
-    "reward_model": Column("B", None, "dict: style and ground_truth"),
-    "extra_info": Column("B", None, "dict: whatever the data set says besides"),
-    # from the rollout
-    "row": Column("B", torch.int64, "which row of the request this is"),
-    "responses": Column("BT", torch.int64, "response token ids, right-padded, with the end token", TOKEN_IDS),
-    "response_mask": Column("BT", torch.bool, "True on tokens that the policy sampled"),
-    "rollout_log_probs": Column("BT", torch.float32, "the engine's, of the distribution it sampled from"),
-    "weight_versions": Column(
-        "BT", torch.int64, "by which weights the token was made; -1 where none was", (-1, 1 << 63)
-    ),
-    "kept_ids": Column(
-        "BTK",
-        torch.int32,
-        "what could be drawn, where rollout.top_k and top_p cut some off; -1 beyond",
-        values=(-1, "V"),
-    ),
-    # prompts and responses together
-    "input_ids": Column("BS", torch.int64, "prompts and responses", TOKEN_IDS),
-    "attention_mask": Column("BS", torch.int64, "1 on prompt and response tokens", ZERO_OR_ONE),
-    "position_ids": Column("BS", torch.int64, "0 at the first prompt token", (0, "S")),
-    # experience
-    "old_log_probs": Column("BT", torch.float32, "the actor's, before the update"),
-    "entropys": Column("BT", torch.float32, "of the actor's distribution, in nats"),
-    "sum_pi_squared": Column("BT", torch.float32, "the squared probabilities of all tokens, summed"),
-    "ref_log_probs": Column("BT", torch.float32, "the reference policy's"),
-    "values": Column("BT", torch.float32, "the critic's value before token t is sampled"),
-    "token_level_scores": Column("BT", torch.float32, "the reward, as a rule on the last response token"),
-    "acc": Column("B", torch.float32, "1 where the answer is right (the score itself where none says)"),
-    "reward_components": Column("BC", torch.float32, "the parts of the reward, by algorithm.gdpo_reward_keys"),
-    "reward_extra_info": Column(
-        "B",
-        None,
-        "dict: numbers besides the score, by name; pred: the answer found",
-        entries={"pred": str, OTHER: float},
-    ),
-    "think_mask": Column("BT", torch.bool, "True between <think> and </think>; all of a response without them"),
-    # made by the controller
-    "reward_baselines": Column("B", torch.float32, "the reward of the greedy answer to the row's prompt"),
-    "token_level_rewards": Column("BT", torch.float32, "scores less the KL penalty"),
-    "rollout_is_weights": Column("BT", torch.float32, "of the token's loss: old over rollout probability"),
-    "loss_mask": Column("BT", torch.bool, "response_mask without what the rollout correction rejects"),
-    "advantages": Column("BT", torch.float32, "how much better than expected the token's outcome is"),
-    "returns": Column("BT", torch.float32, "the discounted rewards from here on: the critic's target"),
-}
 
 SEQUENCE = ("input_ids", "attention_mask", "position_ids", "response_mask")
 
@@ -159,37 +83,80 @@ class Method:
 
 
 def methods(job: JobConfig) -> dict[str, Method]:
-    """Return the job's methods by name, such as "actor.update"."""
-    kl_loss = ("ref_log_probs",) if job.actor.use_kl_loss else ()
-    kept = ("kept_ids",) if job.rollout.truncates else ()
-    correction = job.algorithm.rollout_correction.columns
-    loss_mask = tuple(name for name in correction if name == "loss_mask")
-    estimator = job.algorithm.adv_estimator
-    squares = ("sum_pi_squared",) if estimator == "optimal_token_baseline" else ()
-    thoughts = ("think_mask",) if estimator == "egpo" else ()
-    components = ("reward_components",) if job.algorithm.gdpo_reward_keys else ()
-    votes = job.rollout.val_kwargs.n > 1  # validation asks which answer most responses give
-    extra = ("reward_extra_info",) if job.reward.tells_more or votes else ()
-    sequence = (*SEQUENCE, *kept)
-    table = [
-        Method("rollout", "generate", "Generate", ("prompts", "prompt_mask", "seeds"),
-               ("row", "responses", "response_mask", "rollout_log_probs", "weight_versions", *kept),
-               meta={"sampling": tuple(job.rollout.sampling)}, for_training=kept),
-        Method("actor", "compute_log_probs", "ComputeLogProbs", sequence,
-               ("old_log_probs", "entropys", *squares)),
-        Method("actor", "update", "Update", (*sequence, "old_log_probs", "advantages", *kl_loss, *correction)),
-        Method("actor", "compute_ref_log_probs", "ComputeRefLogProbs", sequence, ("ref_log_probs",)),
-        Method("reference", "compute_log_probs", "ComputeLogProbs", sequence, ("ref_log_probs",)),
-        Method("critic", "compute_values", "ComputeValues", SEQUENCE, ("values",)),
-        Method("critic", "update", "Update", (*SEQUENCE, "values", "returns", *loss_mask)),
-        Method("reward", "compute_scores", "ComputeScores",
-               ("prompts", "prompt_mask", "responses", "response_mask", "data_source", "reward_model", "uid"),
-               ("token_level_scores", "acc", *components, *extra, *thoughts), optional=("extra_info",)),
-    ]  # fmt: skip
+    """Return the methods of all roles by name, such as "actor.update"."""
     prompt, response = job.data.max_prompt_length, job.data.max_response_length
     sizes = {"P": prompt, "T": response, "S": prompt + response}
     sizes |= {"K": job.rollout.num_kept, "C": len(job.algorithm.gdpo_reward_keys)}
+    table = [method for role in ROLES.values() for method in load(role.methods)(job)]
     return {f"{method.role}.{method.name}": replace(method, sizes=sizes) for method in table}
+
+
+def _sequence(job: JobConfig) -> tuple[str, ...]:
+    return (*SEQUENCE, *_kept(job))
+
+
+def _kept(job: JobConfig) -> tuple[str, ...]:
+    return ("kept_ids",) if job.answers and job.rollout.truncates else ()
+
+
+def actor_methods(job: JobConfig) -> list[Method]:
+    sequence = _sequence(job)
+    squares = ("sum_pi_squared",) if "sum_pi_squared" in job.estimator.reads else ()
+    kl_loss = ("ref_log_probs",) if job.actor.use_kl_loss else ()
+    correction = job.algorithm.rollout_correction.columns
+    learnt_from = (*sequence, *job.policy_loss.reads, *kl_loss, *correction)
+    of_the_old_policy = ("old_log_probs", "entropys", *squares)
+    return [
+        Method("actor", "compute_log_probs", "ComputeLogProbs", sequence, of_the_old_policy),
+        Method("actor", "update", "Update", learnt_from),
+        Method("actor", "compute_ref_log_probs", "ComputeRefLogProbs", sequence, ("ref_log_probs",)),
+    ]
+
+
+def rollout_methods(job: JobConfig) -> list[Method]:
+    kept = _kept(job)
+    writes = ("row", "responses", "response_mask", "rollout_log_probs", "weight_versions", *kept)
+    sampling = {"sampling": tuple(job.rollout.sampling)}
+    reads = ("prompts", "prompt_mask", "seeds")
+    so_far = ("responses", "turns")
+    return [Method("rollout", "generate", "Generate", reads, writes, so_far, meta=sampling, for_training=kept)]
+
+
+def reference_methods(job: JobConfig) -> list[Method]:
+    return [Method("reference", "compute_log_probs", "ComputeLogProbs", _sequence(job), ("ref_log_probs",))]
+
+
+def critic_methods(job: JobConfig) -> list[Method]:
+    loss_mask = tuple(name for name in job.algorithm.rollout_correction.columns if name == "loss_mask")
+    return [
+        Method("critic", "compute_values", "ComputeValues", SEQUENCE, ("values",)),
+        Method("critic", "update", "Update", (*SEQUENCE, "values", "returns", *loss_mask)),
+    ]
+
+
+def reward_methods(job: JobConfig) -> list[Method]:
+    talks = ("turns", "contexts", "environment_rewards") if job.rollout.multi_turn.enable else ()
+    response = ("prompts", "prompt_mask", "responses", "response_mask", *talks)
+    reads = (*response, "data_source", "reward_model", "uid")
+    components = ("reward_components",) if job.algorithm.gdpo_reward_keys else ()
+    votes = job.rollout.val_kwargs.n > 1  # validation asks which answer most responses give
+    extra = ("reward_extra_info",) if job.reward.tells_more or votes else ()
+    thoughts = ("think_mask",) if "think_mask" in job.estimator.reads else ()
+    writes = ("token_level_scores", "acc", *components, *extra, *thoughts)
+    return [
+        Method(
+            "reward",
+            "compute_scores",
+            "ComputeScores",
+            reads,
+            writes,
+            optional=("extra_info", "response_texts"),
+        )
+    ]
+
+
+def environment_methods(job: JobConfig) -> list[Method]:
+    return []  # its methods take messages, not batches
 
 
 # --------------------------------------------------------------------------------------- roles
@@ -215,12 +182,17 @@ class Actor(Protocol):
         """Keep the current weights under a version, for rollouts to pull."""
         ...
 
-    async def save_checkpoint(self, directory: Path) -> None:
-        """Write model and optimizer; nothing random has a state. Raises CheckpointFailed."""
+    async def begin_checkpoint(self, directory: Path) -> None:
+        """Copy model and optimizer, and begin to write the copy; nothing random has a state. Raises
+        CheckpointFailed."""
+        ...
+
+    async def finish_checkpoint(self, directory: Path) -> None:
+        """Wait until the checkpoint that was begun last is on disk. Raises CheckpointFailed."""
         ...
 
     async def load_checkpoint(self, directory: Path | None) -> None:
-        """Load what save_checkpoint wrote, bit for bit; None starts from the untrained model. Raises
+        """Load what a checkpoint has, bit for bit; None starts from the untrained model. Raises
         CheckpointFailed."""
         ...
 
@@ -238,6 +210,9 @@ class Rollout(Protocol):
 
     def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
         """Yield one response for each row, in batches of finished rows. Column `row` names them.
+
+        With the columns `responses` and `turns` a row goes on after its response so far, which ends where
+        `turns` are 0. The answer has the new tokens alone, each at its own position.
 
         meta_info["sampling"] is "train" (rollout.*), "greedy" or "validation" (rollout.val_kwargs.*).
         """
@@ -259,12 +234,17 @@ class Critic(Protocol):
         """Train on the batch."""
         ...
 
-    async def save_checkpoint(self, directory: Path) -> None:
-        """Write model and optimizer; nothing random has a state. Raises CheckpointFailed."""
+    async def begin_checkpoint(self, directory: Path) -> None:
+        """Copy model and optimizer, and begin to write the copy; nothing random has a state. Raises
+        CheckpointFailed."""
+        ...
+
+    async def finish_checkpoint(self, directory: Path) -> None:
+        """Wait until the checkpoint that was begun last is on disk. Raises CheckpointFailed."""
         ...
 
     async def load_checkpoint(self, directory: Path | None) -> None:
-        """Load what save_checkpoint wrote, bit for bit; None starts from the untrained model. Raises
+        """Load what a checkpoint has, bit for bit; None starts from the untrained model. Raises
         CheckpointFailed."""
         ...
 
@@ -275,6 +255,45 @@ class Reward(Protocol):
     async def compute_scores(self, batch: DataProto) -> DataProto:
         """Return scores [B, T] and acc [B]. Raises RewardFailed with the row's uid."""
         ...
+
+
+class Environment(Protocol):
+    """The other side of conversations. proto/rolemesh/v1/environment.proto describes the messages."""
+
+    async def describe(self, request: DescribeRequest) -> DescribeResponse:
+        """Return the tools that agents offer. Raises UnknownAgent with the known ones."""
+        ...
+
+    async def open_episode(self, request: OpenEpisodeRequest) -> OpenEpisodeResponse:
+        """Begin an episode. Raises EnvironmentFailed, UnknownAgent, or InvalidData if its row lacks a key."""
+        ...
+
+    async def act(self, request: ActRequest) -> ActResponse:
+        """Answer the episode's next turn. Raises EpisodeLost, after which it may begin anew with the next
+        attempt, or EnvironmentFailed with the row's uid and the agent."""
+        ...
+
+    async def close_episode(self, request: CloseEpisodeRequest) -> CloseEpisodeResponse:
+        """End an episode, also in the middle, and return its reward. Raises as `act`."""
+        ...
+
+
+class NoRollout:
+    """The rollout of a job whose page has no prompt answered. It needs no weights, and raises if asked."""
+
+    async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
+        raise Unsupported("this job has no rollout: its page does not list it in `roles`")
+        yield prompts
+
+    async def update_weights(self, source: WeightSource) -> None:
+        raise Unsupported("this job has no rollout: its page does not list it in `roles`")
+
+
+class NoReward:
+    """The reward of a job whose page has nothing judged. It raises if a page calls it."""
+
+    async def compute_scores(self, batch: DataProto) -> DataProto:
+        raise Unsupported("this job has no reward: its page does not list it in `roles`")
 
 
 class NoReference:
@@ -303,11 +322,33 @@ class NoCritic:
     async def update(self, batch: DataProto) -> Metrics:
         raise Unsupported("this job has no critic; algorithm.adv_estimator gae is the one that uses it")
 
-    async def save_checkpoint(self, directory: Path) -> None:
+    async def begin_checkpoint(self, directory: Path) -> None:
+        return None
+
+    async def finish_checkpoint(self, directory: Path) -> None:
         return None
 
     async def load_checkpoint(self, directory: Path | None) -> None:
         return None
+
+
+class NoEnvironment:
+    """The environment of a job whose rows have one turn. It raises if anything calls it."""
+
+    async def describe(self, request: DescribeRequest) -> DescribeResponse:
+        raise Unsupported(NO_ENVIRONMENT)
+
+    async def open_episode(self, request: OpenEpisodeRequest) -> OpenEpisodeResponse:
+        raise Unsupported(NO_ENVIRONMENT)
+
+    async def act(self, request: ActRequest) -> ActResponse:
+        raise Unsupported(NO_ENVIRONMENT)
+
+    async def close_episode(self, request: CloseEpisodeRequest) -> CloseEpisodeResponse:
+        raise Unsupported(NO_ENVIRONMENT)
+
+
+NO_ENVIRONMENT = "this job has no environment; set rollout.multi_turn.enable to true for conversations"
 
 
 @dataclass
@@ -315,10 +356,11 @@ class Roles:
     """The roles of one job, workers or clients."""
 
     actor: Actor
-    rollout: Rollout
-    reward: Reward
+    rollout: Rollout = field(default_factory=NoRollout)
+    reward: Reward = field(default_factory=NoReward)
     critic: Critic = field(default_factory=NoCritic)
     reference: Reference = field(default_factory=NoReference)
+    environment: Environment = field(default_factory=NoEnvironment)
 
     @classmethod
     def of(cls, job: JobConfig, given: Mapping[str, Any]) -> Roles:

@@ -1,4 +1,4 @@
-"""Tasks that run side by side, and end together."""
+"""Runs tasks concurrently, and ends them together."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ R = TypeVar("R")
 
 
 async def gather(*calls: Coroutine[Any, Any, R]) -> list[R]:
-    """The results of calls that run at the same time. If one fails the others are cancelled, and its error
-    is raised."""
+    """Run calls concurrently and return their results. If one fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
@@ -22,15 +21,33 @@ async def gather(*calls: Coroutine[Any, Any, R]) -> list[R]:
 
 
 async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Returns when none of them runs any more."""
+    """Cancel the tasks, and return once all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def as_they_end(tasks: Sequence[asyncio.Task[R]]) -> AsyncGenerator[list[asyncio.Task[R]]]:
+    """Yield tasks as they end, all those at once that have ended by then. Leaving the iterator cancels the
+    others, and returns when none of them runs any more."""
+    ended: asyncio.Queue[asyncio.Task[R]] = asyncio.Queue()
+    for task in tasks:
+        task.add_done_callback(ended.put_nowait)
+    try:
+        left = len(tasks)
+        while left:
+            done = [await ended.get()]
+            while not ended.empty():
+                done.append(ended.get_nowait())
+            left -= len(done)
+            yield done
+    finally:
+        await cancel_all(tasks)
+
+
 @asynccontextmanager
 async def closed_at_end(stream: AsyncIterator[Any]) -> AsyncIterator[None]:
-    """Close a stream however its reader leaves, so that the far end stops working for it."""
+    """Close a stream when its reader leaves the block for any reason, so that the other side stops working."""
     try:
         yield
     finally:

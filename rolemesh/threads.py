@@ -1,4 +1,4 @@
-"""Work on threads for a call that may be cancelled: a thread goes on without its caller, and keeps its work."""
+"""Runs work in threads for calls that may be cancelled. The thread continues without its caller."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Is told of all work that a call gives to a thread. The server counts the call's memory until it is done.
+# Called with every piece of work that a call starts in a thread. The server counts the call's memory until it
+# is done.
 watch: ContextVar[Callable[[asyncio.Future[Any]], None] | None] = ContextVar("watch", default=None)
 
 
 async def run_on(
     executor: Executor | None, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
 ) -> R:
-    """Runs a function on a thread, in the caller's context. When the caller is cancelled, a function that runs
-    goes on, and one that is queued is skipped when its turn comes. Only then is it done for `watch`.
+    """Run a function in a thread, in the caller's context.
+
+    If the caller is cancelled, a running function continues, and a queued one is skipped when its turn comes.
+    Only then does `watch` see the work as done.
 
     Args:
-        executor: None: the event loop's own.
+        executor: where to run it; None: the event loop's default executor.
+        function: what to run.
+        args: its arguments.
+        kwargs: its keyword arguments.
     """
     context, is_wanted = contextvars.copy_context(), True
 
@@ -34,7 +40,8 @@ async def run_on(
     if (told := watch.get()) is not None:
         told(done)
     try:
-        # A cancelled future would be done at once, while the executor's queue or a thread still holds the work.
+        # Without the shield, cancelling would mark the future done while a thread or the queue still holds the
+        # work.
         return await asyncio.shield(done)
     except asyncio.CancelledError:
         is_wanted = False

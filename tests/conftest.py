@@ -1,4 +1,4 @@
-"""Fixtures: tiny models, made once a session. And which of two test processes runs what."""
+"""Fixtures, such as tiny models made once per session; and the distribution of tests over two processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rolemesh.weights import region
 
 @pytest.fixture(scope="session", params=["qwen2", "qwen3", "llama"])
 def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory of each architecture in turn."""
+    """A tiny Hugging Face directory, for each architecture."""
     return make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
@@ -27,7 +27,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ending_model(any_model: Path, tmp_path: Path) -> Path:
-    """The tiny models hardly ever say EOS; this one has 33 tokens that end a response."""
+    """A model with 33 tokens that end a response. The tiny models almost never generate EOS."""
     model = AutoModelForCausalLM.from_pretrained(any_model)
     own = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = [*range(0, 256, 8), own]
@@ -39,30 +39,37 @@ def ending_model(any_model: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a system that has none, and as between two machines: every byte goes over the network."""
+    """Disable shared memory, as between two machines: every byte goes over the network."""
     monkeypatch.setattr(region, "CAN_SHARE", False)
 
 
 @pytest.fixture
 def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the hf engine rows are handed over after the step that ended them."""
-    monkeypatch.setattr("rolemesh.services.rollout.engines.hf.STEPS_S", 0.0)
+    """Make engine hf hand over rows right after the step that ended them."""
+    monkeypatch.setattr("rolemesh.services.rollout.engines.hf.batch.STEPS_S", 0.0)
 
 
-# Files whose tests share what takes a minute to make.
+# Files whose tests share fixtures that take a minute to make.
 TOGETHER = {
     "test_vllm_engine.py": "vllm",
     "test_openai_engine.py": "vllm",
+    "test_vllm_keys.py": "vllm",
+    "test_vllm_turns.py": "vllm",
     "test_vllm_run.py": "vllm",
     "test_learning.py": "learning",
     "test_hostile_messages.py": "hostile",
+    "test_sharding.py": "ranks",
+    "test_sharded_files.py": "ranks",
 }
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A test process that has nothing to do takes the next test; but all tests that start vLLM, which takes the
-    better part of a minute, are one process's: each file starts its own once. So are those that learn from one
-    warm-started model. Both come first."""
+    """Give the next test to a free test process, but keep tests with expensive fixtures in one process.
+
+    All tests that start vLLM run in one process, so each of their files starts it only once, which takes most
+    of a minute. The tests that train from the same warm-started model also run in one process. Both groups run
+    first.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):  # type: ignore[misc]
@@ -74,7 +81,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Any:
-    """What a test logged goes to the process that prints it, which takes no half of a surrogate pair."""
+    """Escape lone surrogates in a test's log, because they cannot be sent to the process that prints it."""
     report = yield
     report.sections = [
         (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
@@ -84,5 +91,5 @@ def pytest_runtest_makereport() -> Any:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """Two test processes share two cores; spinning threads would ruin both."""
+    """Use one thread: two test processes share two cores, and spinning threads would slow down both."""
     torch.set_num_threads(1)

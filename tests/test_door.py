@@ -15,12 +15,13 @@ import torch
 from batches import LIMITS, VOCABULARY, P, T, correct, of_shape, with_column, wrong_columns, wrong_wholes
 from serving import served
 
+from rolemesh.columns import COLUMNS
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.roles import COLUMNS, methods
+from rolemesh.roles import methods
 from rolemesh.rpc.contract import Rpc, deserializer, rpcs, serializer
 from rolemesh.rpc.errors import ENDED_WHILE_WRITING, ERROR_KEY
-from rolemesh.services.processes.serve import ROLES
+from rolemesh.services.processes.serve import services_of
 from rolemesh.wire.streams import receive_batches, send
 
 ROWS = 4
@@ -87,7 +88,7 @@ class Role:
 @asynccontextmanager
 async def role_of(method: str, job: JobConfig) -> AsyncIterator[Role]:
     role, declared = method.split(".")[0], methods(job)[method]
-    [rpc] = [rpc for service in ROLES[role].services for rpc in rpcs(service) if rpc.name == declared.rpc]
+    [rpc] = [rpc for service in services_of(role) for rpc in rpcs(service) if rpc.name == declared.rpc]
     async with served(role, job) as [address], grpc.aio.insecure_channel(address) as channel:
         yield Role(channel, rpc)
 

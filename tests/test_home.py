@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rolemesh.config.job import make_job
-from rolemesh.home import ABANDONED_SECONDS, MAX_ENTRIES, Home, OutsideHome
+from rolemesh.home import ABANDONED_SECONDS, MAX_ENTRIES, NEW, Home, OutsideHome
 from rolemesh.services.controller.run.checkpoints import write_durably
 from rolemesh.services.controller.run.profile import profiled
 from rolemesh.services.controller.run.run_dir import dump
@@ -320,6 +320,24 @@ def test_what_a_killed_writer_left_is_no_part_of_a_checkpoint(root: Path) -> Non
     assert read(Home(root), root) == {"actor/key": "new"}
 
 
+def test_several_processes_fill_one_directory_and_its_writer_moves_all_of_it(root: Path, foreign: Path) -> None:
+    home, other = Home(root), Home(root)
+    with home.writing(root / "saved") as into:
+        name = Path(os.path.realpath(into)).name
+        with other.joining(root / "saved", name) as same:
+            (same / "theirs").write_text("1")
+        (into / "ours").write_text("2")
+    assert read(home, root / "saved") == {"theirs": "1", "ours": "2"}
+    (root / "saved" / (NEW + "0" * 16)).symlink_to(foreign)
+    for path, wrong in [(foreign, name), (root, "saved"), (root, "../foreign")]:
+        with pytest.raises(OutsideHome), other.joining(path, wrong):
+            pass
+    with pytest.raises(OSError, match="directory"), other.joining(root / "saved", NEW + "0" * 16):
+        pass
+    with pytest.raises(FileNotFoundError), other.joining(root / "saved", name):
+        pass
+
+
 def test_what_a_link_with_a_writers_name_leads_to_is_not_swept(root: Path, foreign: Path) -> None:
     before = state(foreign)
     (root / ".new-0123456789abcdef").symlink_to(foreign)
@@ -359,7 +377,7 @@ def test_a_directory_of_very_many_files_is_refused_before_descriptors_run_out(ro
     assert len(read(Home(root), root)) == MAX_ENTRIES - 1
     (root / "one").touch()
     descriptors = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match="more than 512 files and directories, which is no checkpoint"):
+    with pytest.raises(OSError, match="more than 512 files and directories, the limit for a checkpoint"):
         read(Home(root), root)
 
     def too_many() -> None:

@@ -15,12 +15,9 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,92 +26,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.step.contestants import CACHE, ROOT, Contestant, interpreter
 from benchmarks.step.setting import FILLS, RESPONSE_TOKENS, SEQUENCES
 from benchmarks.step.workload import write_workload
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-CACHE = ROOT / ".cache" / "benchmarks"
 HERE = "benchmarks.step"
 OURS, NO_PASS, SERVED, PLAIN, TRL = "ours", "ours, bypass_mode", "ours, five processes", "by hand", "TRL"
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "update_weights")
 WARM_UP = 2  # steps
-PATIENCE_S = 300.0  # for a start or a step
 
 console = Console(width=None if sys.stdout.isatty() else 140)
-
-
-@dataclass
-class Contestant:
-    """A process that makes a step when it is asked for one."""
-
-    name: str
-    process: asyncio.subprocess.Process
-    log: Path
-    steps: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    async def start(cls, name: str, python: str, arguments: Sequence[str]) -> Contestant:
-        log = CACHE / "logs" / f"{'-'.join(arguments[:1])}-{name.replace(' ', '-')}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
-            process = await asyncio.create_subprocess_exec(
-                *(python, "-m", *arguments),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=output,
-                cwd=ROOT,
-            )
-        return cls(name, process, log)
-
-    async def answer(self) -> dict[str, Any]:
-        """Its next line.
-
-        Raises:
-            RuntimeError: it ended, or took too long; with the end of its log.
-        """
-        assert self.process.stdout is not None
-        try:
-            line = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)
-        except TimeoutError:
-            line = b""
-        if not line:
-            end = self.log.read_text(errors="replace")[-2000:]
-            raise RuntimeError(f"{self.name} gave no answer; the end of {self.log}:\n{end}")
-        result: dict[str, Any] = json.loads(line)
-        return result
-
-    async def step(self) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"step\n")
-        await self.process.stdin.drain()
-        return await self.answer()
-
-    async def end(self) -> None:
-        """Its input ends, and with it the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            await asyncio.wait_for(self.process.wait(), 30)
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
-
-
-def interpreter(name: str) -> str:
-    """The interpreter of an environment with what trl-NAME.txt says, made where it is not there as it says."""
-    wanted = Path(__file__).with_name(f"trl-{name}.txt").read_text()
-    directory = CACHE / f"trl-{name}"
-    python, made = directory / "bin" / "python", directory / "installed.txt"
-    if not (made.is_file() and made.read_text() == wanted):
-        console.print(f"installing {wanted.split()[-1]} into {directory.relative_to(ROOT)}")
-        uv = str(Path(sys.executable).with_name("uv"))
-        requirements = str(Path(__file__).with_name(f"trl-{name}.txt"))
-        subprocess.run([uv, "venv", "-q", "--clear", "--python", sys.executable, str(directory)], check=True)
-        subprocess.run([uv, "pip", "install", "-q", "--python", str(python), "-r", requirements], check=True)
-        made.write_text(wanted)
-    return str(python)
 
 
 async def compete(fill: str, algorithm: str, rounds: int, with_trl: bool) -> dict[str, Any]:

@@ -38,26 +38,26 @@ from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.graph import observer
 from rolemesh.models import sequence
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.roles import Roles, methods
+from rolemesh.roles import Roles
 from rolemesh.services.actor import worker as actor
-from rolemesh.services.controller.main import CLIENTS, until_ready
+from rolemesh.services.controller.main import new_client, until_ready
 from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.run.stopwatch import Stopwatch, timed
 from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.critic import worker as critic
-from rolemesh.services.processes.local import role_processes
+from rolemesh.services.processes.role_processes import role_processes
 from rolemesh.services.reward.worker import RewardWorker
-from rolemesh.services.rollout.engines import hf
+from rolemesh.services.rollout.engines.hf import engine as hf
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.wire.allocator import tune
 from rolemesh.workers.lease import Lease
-from rolemesh.workers.local import ComputingThread
+from rolemesh.workers.seat import ComputingThread, Seat
 
-WORKERS: dict[str, Callable[[JobConfig], Any]] = {
+WORKERS: dict[str, Callable[[JobConfig, Seat], Any]] = {
     "actor": actor.ActorWorker,
     "rollout": RolloutWorker,
-    "reward": RewardWorker,
+    "reward": lambda job, seat: RewardWorker(job),  # rules are judged beside the models
     "critic": critic.CriticWorker,
     "reference": actor.ReferenceWorker,
 }
@@ -104,8 +104,7 @@ async def served(job: JobConfig, stack: AsyncExitStack) -> Roles:
     processes = await stack.enter_async_context(role_processes(job))
     addresses = await processes.addresses(job.trainer.ready_timeout_s)
     clients: dict[str, Any] = {
-        role: await stack.enter_async_context(CLIENTS[role](addresses[role], methods(job)))
-        for role in job.roles
+        role: await stack.enter_async_context(new_client(role, addresses[role], job)) for role in job.roles
     }
     await until_ready(clients.values(), job.trainer.ready_timeout_s)
     return Roles(**clients)
@@ -124,24 +123,22 @@ class Staying:
         return 0
 
 
-async def on_one_thread(builders: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+async def on_one_thread(
+    builders: Mapping[str, Callable[[Seat], Any]], lease: Lease | None = None
+) -> dict[str, Any]:
     """Workers, loaded on one thread, on which their models compute; rules are judged beside it."""
-    thread, loop = ComputingThread("models"), asyncio.get_running_loop()
-    workers = {name: await loop.run_in_executor(thread, build) for name, build in builders.items()}
-    for worker in workers.values():
-        if not isinstance(worker, RewardWorker):
-            worker.thread = thread
-    return workers
+    seat, loop = Seat(ComputingThread("models"), lease), asyncio.get_running_loop()
+    return {name: await loop.run_in_executor(seat.thread, build, seat) for name, build in builders.items()}
 
 
-async def taking_turns(workers: Mapping[str, Any]) -> Roles:
-    """Roles that share a device, as with placement collocate."""
+async def taking_turns(job: JobConfig) -> Roles:
+    """Workers that share a device and a thread, as with placement collocate."""
     lease = Lease()
+    workers = await on_one_thread({role: partial(WORKERS[role], job) for role in job.roles}, lease)
     for role, worker in workers.items():
         if not isinstance(worker, RewardWorker):
             await lease.vacate()
             lease.seat(Staying(role))
-            worker.lease = lease
     return Roles(**workers)
 
 
@@ -177,8 +174,7 @@ async def compete(workload: Path, algorithm: str, arguments: list[str]) -> None:
         if "--served" in arguments:
             roles = await served(job, stack)
         else:
-            workers = await on_one_thread({role: partial(WORKERS[role], job) for role in job.roles})
-            roles, computing = await taking_turns(workers), Computing()
+            roles, computing = await taking_turns(job), Computing()
             computing.watch(
                 (sequence, "distribution_stats"),
                 (hf, "sample"),

@@ -1,6 +1,7 @@
-"""How much better a token was than expected, from what came after it in its own response.
+"""Advantage estimators that use one response at a time: how much better a token was than expected.
 
-Estimators that compare the responses to one prompt are in group_advantages.py; estimators.py has the table.
+Estimators that compare the responses to one prompt are in group_advantages.py. The table of all estimators is
+in rolemesh/catalog/estimators.py.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ def compute_gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438, eq. 16).
 
-    Tokens that the policy did not sample (a tool's output, padding) are stepped over: the next value and the
-    running advantage pass through them unchanged, and what they hold themselves is not used.
+    Tokens that the policy did not sample (a tool's output, padding) are skipped: the next value and the running
+    advantage pass through them unchanged. Their own rewards and values are not used.
 
     Args:
         token_level_rewards: [B, T] float32, KL penalty already subtracted.
@@ -46,8 +47,10 @@ def compute_gae(
 def compute_whitened_gae(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """What PPO learns from: `compute_gae` with its advantages whitened over the batch's sampled tokens. The
-    returns are not: the critic learns them as they are."""
+    """Compute PPO's advantages and returns: `compute_gae`, advantages whitened over the batch's sampled tokens.
+
+    The returns are not whitened: the critic is trained on them as they are.
+    """
     advantages, returns = compute_gae(token_level_rewards, values, response_mask, gamma=gamma, lam=lam)
     return masked_whiten(advantages, response_mask), returns
 
@@ -72,8 +75,8 @@ def compute_reinforce_plus_plus(
 def compute_remax(
     token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """ReMax (Li et al. 2023, arXiv:2310.10505): the return to go, less what the greedy answer to the
-    same prompt was worth.
+    """ReMax (Li et al. 2023, arXiv:2310.10505): the return to go, less the reward of the greedy answer to the
+    same prompt.
 
     Args:
         token_level_rewards: [B, T] float32.
@@ -88,10 +91,10 @@ def compute_remax(
 
 
 def return_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """G [B, T]: a sampled token's reward, and γ times G of the next one that was sampled.
+    """Compute the return to go G [B, T]: a sampled token's reward plus γ times G of the next sampled token.
 
-    Other tokens are stepped over, as by `compute_gae`: a turn before a tool's output is worth what follows it.
-    They hold G of the next sampled token, 0 where none follows.
+    Other tokens are skipped, as in `compute_gae`, so a turn before a tool's output is credited with the rewards
+    after it. They hold G of the next sampled token, or 0 if none follows.
 
     Raises:
         ValueError: the tensors differ in shape.
@@ -106,7 +109,7 @@ def return_to_go(token_level_rewards: Tensor, response_mask: Tensor, gamma: floa
 
 
 def require_one_shape(**tensors: Tensor) -> None:
-    """Raises ValueError unless all have the shape [B, T] of the others."""
+    """Raise ValueError unless all tensors have the same shape [B, T]."""
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if len({tuple(shape) for shape in shapes.values()}) > 1:
-        raise ValueError(f"tensors of one shape [B, T] expected; got {shapes}")
+        raise ValueError(f"expected tensors of one shape [B, T]; got {shapes}")

@@ -1,4 +1,4 @@
-"""From per-token numbers to one: masked means, whitening, and the loss of a mini-batch made in pieces."""
+"""Reductions of per-token numbers: masked means, whitening, and a mini-batch's loss from micro-batches."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from rolemesh.errors import InvalidConfig
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the cells where mask is True. What stands in the others does not matter, NaN included."""
+    """Sum over the cells where mask is True. Other cells are ignored, even if they hold NaN."""
     return torch.where(mask, values, 0).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the cells where mask is True; 0 where it is True nowhere."""
+    """Mean over the cells where mask is True; 0 if there are none."""
     return masked_sum(values, mask) / mask.sum().clamp(min=1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
-    """(values − mean)·rsqrt(variance + 1e-8), mean and variance (Bessel's) over the cells where mask is True.
+    """Return (values − mean)·rsqrt(variance + 1e-8), with mean and variance over the cells where mask is True.
 
-    The other cells are moved and scaled alike, not zeroed. A single cell has variance 0 and comes out as 0.
+    The variance has Bessel's correction. Other cells are shifted and scaled by the same numbers, not zeroed. A
+    single cell has variance 0 and becomes 0.
     """
     centred = values - masked_mean(values, mask)
     variance = masked_sum(centred.square(), mask) / (mask.sum() - 1).clamp(min=1)
@@ -33,10 +34,10 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class TokenMean(NamedTuple):
-    """A mean over tokens of a mini-batch that is computed in micro-batches: totals and numbers add up.
+    """A micro-batch's part of a mean over the tokens of its mini-batch: totals and counts are summed.
 
-    A loss may reject tokens by the policy under training, so their number is known only after the last
-    micro-batch.
+    A loss may reject tokens by the policy under training. The number of accepted tokens is therefore known only
+    after the last micro-batch.
     """
 
     total: Tensor
@@ -44,18 +45,36 @@ class TokenMean(NamedTuple):
 
     @classmethod
     def over(cls, values: Tensor, mask: Tensor) -> TokenMean:
-        """A micro-batch's part: of values [b, T], the cells where mask [b, T] is True."""
+        """Make a micro-batch's part from the cells of values [b, T] where mask [b, T] is True."""
         return cls(masked_sum(values, mask).detach(), mask.sum())
+
+
+class BatchCounts(NamedTuple):
+    """The numbers of a mini-batch that the denominators of its loss come from.
+
+    Args:
+        num_tokens: sampled tokens.
+        num_sequences: rows. A row without a sampled token counts.
+        width: T, response tokens of the widest possible row.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    width: int
+
+    @classmethod
+    def of(cls, mask: Tensor) -> BatchCounts:
+        """Count the mini-batch with this response_mask [B, T]."""
+        return cls(int(mask.sum()), *mask.shape)
 
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How the per-token losses of one mini-batch become its loss.
+    """Reduces the per-token losses of one mini-batch to its loss, one micro-batch at a time.
 
-    A mini-batch is computed in micro-batches (later: by several ranks). Its denominators belong to the
-    mini-batch as a whole, so they are taken from the whole mini-batch's mask, once; `aggregation(losses,
-    mask)` of a micro-batch is that micro-batch's share, and the shares add up to the same loss and gradient
-    however the rows were cut.
+    The denominators come from the whole mini-batch. Calling `aggregation(losses, mask)` gives a micro-batch's
+    share of the loss. The shares sum to the same loss and gradient however the rows are split, over
+    micro-batches and over ranks.
 
     Args:
         mode: actor.loss_agg_mode.
@@ -70,22 +89,27 @@ class Aggregation:
     scale: float
 
     @classmethod
-    def of(cls, mask: Tensor, mode: str = "token-mean", scale_factor: float | None = None) -> Aggregation:
-        """For the mini-batch with this response_mask [B, T].
+    def of(
+        cls, mini_batch: BatchCounts, mode: str = "token-mean", scale_factor: float | None = None
+    ) -> Aggregation:
+        """Make the aggregation of a mini-batch.
 
         Args:
+            mini_batch: its counts.
+            mode: actor.loss_agg_mode.
             scale_factor: actor.loss_scale_factor; None: T.
 
         Raises:
-            InvalidConfig: no such mode.
+            InvalidConfig: the mode does not exist.
         """
         if mode not in MODES:
-            raise InvalidConfig(f"loss_agg_mode is one of {list(MODES)}, not {mode!r}")
-        rows, width = mask.shape
-        return cls(mode, max(1.0, float(mask.sum())), max(1.0, float(rows)), float(scale_factor or width))
+            raise InvalidConfig(f"expected a loss_agg_mode of {list(MODES)}; got {mode!r}")
+        num_tokens, num_sequences, width = mini_batch
+        scale = float(scale_factor or width)
+        return cls(mode, max(1.0, float(num_tokens)), max(1.0, float(num_sequences)), scale)
 
     def __call__(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """A micro-batch's share of the loss.
+        """Compute a micro-batch's share of the loss.
 
         Args:
             losses: [b, T] per token.

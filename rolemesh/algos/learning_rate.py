@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rolemesh.config.model import OptimConfig
 
-# p: the share of the steps after the warm-up that are done. Each falls from 1 at p = 0 to 0 at p = 1.
+# p: the share of the steps after the warm-up that is done. Each shape falls from 1 at p = 0 to 0 at p = 1.
 SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda p: 1.0 - p,
     "cosine": lambda p: 0.5 * (1.0 + math.cos(math.pi * p)),  # Loshchilov and Hutter 2017, arXiv:1608.03983
@@ -15,8 +15,10 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def num_warmup_steps(config: OptimConfig, num_steps: int | None) -> int:
-    """Training steps in which the rate rises: lr_warmup_steps, or where that is not above 0 the share
-    lr_warmup_steps_ratio of num_steps, rounded down."""
+    """Return the number of training steps in which the rate rises.
+
+    It is lr_warmup_steps if above 0, else the share lr_warmup_steps_ratio of num_steps, rounded down.
+    """
     if config.lr_warmup_steps > 0 or config.lr_warmup_steps_ratio == 0:
         return max(0, config.lr_warmup_steps)
     assert num_steps is not None, "refused when the job is read"
@@ -24,16 +26,18 @@ def num_warmup_steps(config: OptimConfig, num_steps: int | None) -> int:
 
 
 def learning_rate(step: int, config: OptimConfig, num_steps: int | None) -> float:
-    """The rate of a training step: a function of the arguments alone, so a resumed run needs no other memory.
+    """Compute the learning rate of a training step.
 
-    While W steps warm up, lr·step/W: the first step has rate 0, as in the schedules of verl and transformers.
-    After that lr·(m + (1 − m)·shape(p)) with m = min_lr_ratio and p = (step − W)/(num_steps − W), at most 1.
+    It depends on the arguments alone, so a resumed run needs no other state. During the W steps of the warm-up
+    the rate is lr·step/W. The first step has rate 0, as in the schedules of verl and transformers. After the
+    warm-up it is lr for lr_scheduler_type constant, else lr·(m + (1 − m)·shape(p)) with m = min_lr_ratio and p
+    = (step − W)/(num_steps − W), at most 1.
 
     Args:
-        step: updates of this role made before, counted from 0. All mini-batches and passes of an update share
+        step: the number of this role's updates before this one. All mini-batches and passes of an update share
             its rate.
         config: the role's optim section.
-        num_steps: trainer.total_training_steps; None only where neither shape nor warm-up depends on it.
+        num_steps: trainer.total_training_steps; None only if neither shape nor warm-up depends on it.
     """
     warmup = num_warmup_steps(config, num_steps)
     if step < warmup:

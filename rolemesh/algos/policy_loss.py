@@ -1,52 +1,51 @@
-"""Policy losses, per token. `POLICY_LOSSES` maps actor.policy_loss.loss_mode to the function.
+"""Policy losses, per token. rolemesh/catalog/policy_losses.py declares each loss and its keys.
 
-Each takes
+Each function takes
     log_probs: [b, T], of the policy under training, π, with gradient.
     old_log_probs: [b, T], before the update, π_old; ρ = π/π_old.
     advantages: [b, T], A.
     response_mask: [b, T] bool, the tokens of the loss.
-    config: the ranges: low and high are clip_ratio_low and clip_ratio_high.
-A token's loss depends on that token alone, or on its row: how rows are cut into micro-batches does not matter.
-What must be known of the whole mini-batch comes as an argument of its own.
+    clip_low, clip_high: the clip range; low and high in the formulas below.
+A token's loss depends only on that token or its row, so it does not depend on the micro-batches. Anything that
+depends on the whole mini-batch is passed as an argument of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from rolemesh.algos.covariance import choose_clip_cov, choose_kl_cov
 from rolemesh.algos.rollout_correction import accepted_tokens, bounded, importance_weights
-from rolemesh.config.actor import ActorConfig
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """What a policy loss gives.
+    """The result of a policy loss.
 
     Args:
-        losses: [b, T], to be aggregated; masked cells hold anything.
-        shares: name under actor/ to a [b, T] tensor without gradient, whose mean over the tokens that count for
-            the loss is reported.
-        accepted: [b, T] bool, where the loss itself leaves tokens out; None: all of response_mask count.
+        losses: [b, T], to be aggregated; masked cells hold arbitrary numbers.
+        shares: metric name under actor/ to a [b, T] tensor without gradient. Its mean over the tokens of the
+            loss is reported.
+        accepted: [b, T] bool, the tokens that the loss keeps; None: all of response_mask.
+        of_rows: as shares, [b]; the mean over rows is reported.
     """
 
     losses: Tensor
     shares: dict[str, Tensor] = field(default_factory=dict)
     accepted: Tensor | None = None
+    of_rows: dict[str, Tensor] = field(default_factory=dict)
 
 
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """log ρ, in ±20: exp() of one stale outlier would swamp the mean of the batch."""
+    """Return log ρ clamped to ±20: exp() of one stale outlier would swamp the mean of the batch."""
     return (log_probs - old_log_probs).clamp(-20, 20)
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """[b, 1]: mean of each row over the cells where mask is True; 0 where it is True nowhere."""
+    """Return [b, 1], the mean of each row over the cells where mask is True; 0 if there are none."""
     return torch.where(mask, values, 0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -55,18 +54,25 @@ def _indicator(condition: Tensor, like: Tensor) -> Tensor:
 
 
 def vanilla_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, config: ActorConfig
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_ratio_c: float,
 ) -> TokenLosses:
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7), with the dual clip (Ye et al.
     2019, arXiv:1912.09729, eq. 5).
 
-    max(−ρA, −clip(ρ, 1 − low, 1 + high)·A); where A < 0 at most −c·A with c = clip_ratio_c, so that one token
-    which the new policy finds far likelier cannot take over the step.
+    max(−ρA, −clip(ρ, 1 − low, 1 + high)·A). Where A < 0 the loss is at most −c·A with c = clip_ratio_c. This
+    keeps a token that the new policy finds far likelier from dominating the step.
     """
     d = log_ratio(log_probs, old_log_probs)
-    free, clipped = _surrogates(d.exp(), advantages, config)
+    free, clipped = _surrogates(d.exp(), advantages, clip_low, clip_high)
     single = torch.maximum(free, clipped)
-    bound = -config.clip_ratio_c * advantages
+    bound = -clip_ratio_c * advantages
     negative = advantages < 0
     shares = {
         "ppo_kl": -d.detach(),
@@ -76,57 +82,85 @@ def vanilla_policy_loss(
     return TokenLosses(torch.where(negative, torch.minimum(single, bound), single), shares)
 
 
-def _surrogates(ratio: Tensor, advantages: Tensor, config: ActorConfig) -> tuple[Tensor, Tensor]:
-    """−ρA, and the same with ρ held in [1 − low, 1 + high]."""
-    return -ratio * advantages, -ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages
+def _surrogates(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """Return −ρA, and the same with ρ clipped to [1 − low, 1 + high]."""
+    return -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+
+
+def supervised_loss(log_probs: Tensor, response_mask: Tensor) -> TokenLosses:
+    """Supervised fine-tuning (Ouyang et al. 2022, arXiv:2203.02155, section 3.5): −log π, the cross-entropy of
+    the tokens of response_mask."""
+    return TokenLosses(-log_probs)
 
 
 def gpg_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, config: ActorConfig
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor
 ) -> TokenLosses:
-    """−A·log π, REINFORCE (Williams 1992), as Group Policy Gradient takes it (Chu et al. 2025,
-    arXiv:2504.02546). No ratio: for one optimizer step on each batch."""
+    """REINFORCE (Williams 1992), as in Group Policy Gradient (Chu et al. 2025, arXiv:2504.02546): −A·log π.
+
+    It has no ratio, so it is meant for one optimizer step on each batch.
+    """
     return TokenLosses(-advantages * log_probs)
 
 
 def gspo_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, config: ActorConfig
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> TokenLosses:
     """Group Sequence Policy Optimization (Zheng et al. 2025, arXiv:2507.18071, eq. 13).
 
-    PPO's clip, not dual, on s = sg(exp(mean_t log ρ))·π/sg(π): the value of the response's ratio, its length
-    taken out, and the gradient of the token's. s is at most e^10. The paper's mean is over the tokens of a row
-    and then over rows: loss_agg_mode seq-mean-token-mean.
+    PPO's clip, without the dual clip, on s = sg(exp(mean_t log ρ))·π/sg(π). s has the value of the response's
+    length-normalized ratio and the gradient of the token's π. s is at most e^10. The paper's mean is over the
+    tokens of a row and then over rows: loss_agg_mode seq-mean-token-mean.
     """
     d = log_ratio(log_probs, old_log_probs)
     log_s = row_mean(d.detach(), response_mask) + log_probs - log_probs.detach()
-    free, clipped = _surrogates(log_s.clamp(max=10).exp(), advantages, config)
+    free, clipped = _surrogates(log_s.clamp(max=10).exp(), advantages, clip_low, clip_high)
     shares = {"ppo_kl": -d.detach(), "pg_clipfrac": _indicator(clipped > free, d)}
     return TokenLosses(torch.maximum(free, clipped), shares)
 
 
 def cispo_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, config: ActorConfig
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> TokenLosses:
-    """−sg(clip(ρ, 1 − low, 1 + high))·A·log π: what is clipped is the weight, so that no token loses its
-    gradient (MiniMax-M1 2025, arXiv:2506.13585, eq. 4). low may be 1 or more: then only high holds."""
+    """CISPO (MiniMax-M1 2025, arXiv:2506.13585, eq. 4): −sg(clip(ρ, 1 − low, 1 + high))·A·log π.
+
+    Only the weight is clipped, so every token keeps its gradient. If low is 1 or more, only high applies.
+    """
     d = log_ratio(log_probs, old_log_probs)
     ratio = d.detach().exp()
-    weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     shares = {"ppo_kl": -d.detach(), "pg_clipfrac": _indicator(ratio != weight, d)}
     return TokenLosses(-weight * advantages * log_probs, shares)
 
 
 def sapo_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, config: ActorConfig
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    tau_pos: float,
+    tau_neg: float,
 ) -> TokenLosses:
     """Soft Adaptive Policy Optimization (Gao et al. 2025, arXiv:2511.20347): −A·sigmoid(τ(ρ − 1))·4/τ.
 
-    A gate in place of the clip: its slope in ρ is 1 at ρ = 1 and falls off smoothly, with τ = tau_pos where
-    A > 0, else tau_neg.
+    The gate replaces the clip: its slope in ρ is 1 at ρ = 1 and falls off smoothly. τ is tau_pos where A > 0,
+    else tau_neg.
     """
     d = log_ratio(log_probs, old_log_probs)
-    above, below = advantages.new_tensor([config.tau_pos, config.tau_neg])
+    above, below = advantages.new_tensor([tau_pos, tau_neg])
     tau = torch.where(advantages > 0, above, below)
     gate = torch.sigmoid(tau * (d.exp() - 1)) * 4 / tau
     return TokenLosses(-gate * advantages, {"ppo_kl": -d.detach()})
@@ -137,18 +171,20 @@ def clip_cov_policy_loss(
     old_log_probs: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    config: ActorConfig,
     *,
+    clip_low: float,
+    clip_high: float,
     chosen: Tensor,
 ) -> TokenLosses:
-    """Clip-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 12): PPO's clip, not dual, with a few of the tokens that
-    cost the most entropy taken out.
+    """Clip-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 12): PPO's clip, without the dual clip.
+
+    The loss of the chosen tokens, some of those that reduce the entropy most, is 0.
 
     Args:
-        chosen: [b, T] bool, those, from covariance.choose_clip_cov.
+        chosen: [b, T] bool, from covariance.choose_clip_cov.
     """
     d = log_ratio(log_probs, old_log_probs)
-    losses = torch.maximum(*_surrogates(d.exp(), advantages, config))
+    losses = torch.maximum(*_surrogates(d.exp(), advantages, clip_low, clip_high))
     shares = {"ppo_kl": -d.detach(), "pg_clipfrac": _indicator(chosen, d)}
     return TokenLosses(torch.where(chosen, 0, losses), shares)
 
@@ -158,34 +194,40 @@ def kl_cov_policy_loss(
     old_log_probs: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    config: ActorConfig,
     *,
+    ppo_kl_coef: float,
     chosen: Tensor,
 ) -> TokenLosses:
     """KL-Cov (Cui et al. 2025, arXiv:2505.22617, eq. 13): −ρA, and on the chosen tokens ppo_kl_coef·|log ρ|.
 
-    ppo_kl is here the mean of |log ρ|.
+    The metric ppo_kl is the mean of |log ρ| here.
 
     Args:
         chosen: [b, T] bool, from covariance.choose_kl_cov.
     """
     d = log_ratio(log_probs, old_log_probs)
-    penalty = config.policy_loss.ppo_kl_coef * d.abs()
+    penalty = ppo_kl_coef * d.abs()
     losses = -d.exp() * advantages + torch.where(chosen, penalty, 0)
     return TokenLosses(losses, {"ppo_kl": d.detach().abs()})
 
 
 def geo_mean_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, config: ActorConfig
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> TokenLosses:
     """Geometric-Mean Policy Optimization (Zhao et al. 2025, arXiv:2507.20673, eq. 4).
 
-    −Ā·exp(mean_t log ρ), each log ρ held in [−low, high] where that lowers A·log ρ; Ā is the row's mean
-    advantage, so an estimator with one advantage for a response is meant. The mean over the batch is
-    seq-mean-token-mean, as each of a row's tokens bears the row's loss.
+    −Ā·exp(mean_t log ρ), with each log ρ clipped to [−low, high] where that lowers A·log ρ. Ā is the row's mean
+    advantage, so use an estimator with one advantage for a response. Each of a row's tokens holds the row's
+    loss, so the mean over the batch is seq-mean-token-mean.
     """
     d = log_ratio(log_probs, old_log_probs)
-    held = d.clamp(-config.clip_low, config.clip_high)
+    held = d.clamp(-clip_low, clip_high)
     sign = advantages.sign()
     least = sign * torch.minimum(sign * d, sign * held)
     losses = -row_mean(advantages, response_mask) * row_mean(least, response_mask).exp()
@@ -198,54 +240,73 @@ def geo_mean_policy_loss(
 
 
 def dppo_tv_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, config: ActorConfig
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_ratio_c: float,
 ) -> TokenLosses:
-    """Divergence PPO, total variation (arXiv:2602.04879): −A·sg(min(ρ, c))·log π with c = clip_ratio_c, masked
-    where the token's probability has moved further than high up (A > 0) or low down (else)."""
+    """Divergence PPO, total variation (arXiv:2602.04879): −A·sg(min(ρ, c))·log π with c = clip_ratio_c.
+
+    A token is masked if its probability has risen by more than high (A > 0) or fallen by more than low (else).
+    """
     moved = (log_probs.exp() - old_log_probs.exp()).detach()
-    inside = torch.where(advantages > 0, moved <= config.clip_high, moved >= -config.clip_low)
-    return _dppo(log_probs, old_log_probs, advantages, inside, config)
+    inside = torch.where(advantages > 0, moved <= clip_high, moved >= -clip_low)
+    return _dppo(log_probs, old_log_probs, advantages, inside, clip_ratio_c)
 
 
 def dppo_kl_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, config: ActorConfig
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_ratio_c: float,
 ) -> TokenLosses:
-    """Divergence PPO, KL (arXiv:2602.04879): as dppo_tv, where the divergence is KL(π_old ‖ π) of "this token
-    or another", and only a token that has moved in A's direction is masked."""
+    """Divergence PPO, KL (arXiv:2602.04879): as dppo_tv, with KL(π_old ‖ π) of "this token or another".
+
+    A token is masked only if its probability has moved in the direction of A.
+    """
     new, old = log_probs.detach().exp(), old_log_probs.exp()
-    # 1e-8: a token that is all but certain leaves nothing for the others
+    # 1e-8: if the token has probability 1, the others have 0, and the ratio would be 0/0
     others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
     kl = old * (old_log_probs - log_probs.detach()) + others
     inside = torch.where(
         advantages > 0,
-        (kl <= config.clip_high) | (new <= old),
-        (kl <= config.clip_low) | (new >= old),
+        (kl <= clip_high) | (new <= old),
+        (kl <= clip_low) | (new >= old),
     )
-    return _dppo(log_probs, old_log_probs, advantages, inside, config)
+    return _dppo(log_probs, old_log_probs, advantages, inside, clip_ratio_c)
 
 
 def _dppo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, inside: Tensor, config: ActorConfig
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, inside: Tensor, clip_ratio_c: float
 ) -> TokenLosses:
     d = log_ratio(log_probs, old_log_probs).detach()
     ratio = d.exp()
-    losses = -advantages * ratio.clamp(max=config.clip_ratio_c) * log_probs
+    losses = -advantages * ratio.clamp(max=clip_ratio_c) * log_probs
     shares = {
         "ppo_kl": -d,
         "pg_clipfrac": _indicator(~inside, d),
-        "pg_clipfrac_lower": _indicator((ratio > config.clip_ratio_c) & inside, d),
+        "pg_clipfrac_lower": _indicator((ratio > clip_ratio_c) & inside, d),
     }
     return TokenLosses(torch.where(inside, losses, 0), shares)
 
 
 def dro_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, config: ActorConfig
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, dro_beta: float
 ) -> TokenLosses:
-    """Direct Reward Optimisation (Richemond et al. 2024, arXiv:2405.19107): −(A·log π − ½β·log²ρ), a quadratic
-    penalty in place of the clip; β = dro_beta."""
-    assert config.policy_loss.dro_beta is not None, "refused when the job is read"
+    """Direct Reward Optimisation (Richemond et al. 2024, arXiv:2405.19107): −(A·log π − ½β·log²ρ).
+
+    A quadratic penalty with β = dro_beta replaces the clip.
+    """
     d = log_ratio(log_probs, old_log_probs)
-    losses = -(advantages * log_probs - 0.5 * config.policy_loss.dro_beta * d.square())
+    losses = -(advantages * log_probs - 0.5 * dro_beta * d.square())
     return TokenLosses(losses, {"ppo_kl": -d.detach()})
 
 
@@ -254,15 +315,17 @@ def bypass_policy_loss(
     old_log_probs: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    config: ActorConfig,
     *,
+    clip_low: float,
+    clip_high: float,
+    clip_ratio_c: float,
     correction: RolloutCorrectionConfig,
 ) -> TokenLosses:
-    """Two policies in place of three (Liu et al. 2025, "When Speed Kills Stability"): π_old is the engine's.
+    """The loss of bypass mode (Liu et al. 2025, "When Speed Kills Stability"): the engine's policy is π_old.
 
-    loss_type ppo_clip is vanilla; its ratio corrects for the engine. reinforce is −w·A·log π with
-    w = sg(π/π_rollout), which rollout_is and its threshold bound; without rollout_is w is 1. What rollout_rs
-    rejects, by the policy under training, is out of the loss.
+    loss_type ppo_clip is the vanilla loss, and its ratio corrects for the engine. reinforce is −w·A·log π with
+    w = sg(π/π_rollout), by token or sequence as rollout_is says and bounded by its threshold. Without
+    rollout_is w is 1. Tokens that rollout_rs rejects, by the policy under training, are left out of the loss.
 
     Args:
         old_log_probs: the engine's.
@@ -271,7 +334,15 @@ def bypass_policy_loss(
     now = log_probs.detach()
     accepted = accepted_tokens(now, old_log_probs, response_mask, correction.criteria)
     if correction.loss_type == "ppo_clip":
-        tokens = vanilla_policy_loss(log_probs, old_log_probs, advantages, response_mask, config)
+        tokens = vanilla_policy_loss(
+            log_probs,
+            old_log_probs,
+            advantages,
+            response_mask,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            clip_ratio_c=clip_ratio_c,
+        )
         losses, shares = tokens.losses, tokens.shares
     else:
         losses, shares = -advantages * log_probs, {"ppo_kl": -log_ratio(now, old_log_probs)}
@@ -281,43 +352,14 @@ def bypass_policy_loss(
     return TokenLosses(losses, shares, accepted)
 
 
-@dataclass(frozen=True)
-class PolicyLoss:
-    """A loss, and what it needs besides.
+def scale_losses(losses: Tensor, weights: Tensor, mask: Tensor, *, by_row: bool) -> Tensor:
+    """Multiply the losses of tokens by their importance weights.
 
     Args:
-        of_tokens: the function.
-        aggregation: in place of actor.loss_agg_mode, where the loss has one of its own.
-        choose: which tokens are `chosen`, among all of the mini-batch: covariance.choose_clip_cov and
-            choose_kl_cov.
-        corrects: it takes `correction`.
-        row_weights: it is the loss of a row, so a token's importance weight is the row's geometric mean.
+        losses: [b, T].
+        weights: [b, T], rollout_is_weights.
+        mask: [b, T] bool, the tokens of the loss.
+        by_row: the loss is defined for rows, so each token gets the geometric mean of its row's weights.
     """
-
-    of_tokens: Callable[..., TokenLosses]
-    aggregation: str | None = None
-    choose: Callable[..., Tensor] | None = None
-    corrects: bool = False
-    row_weights: bool = False
-
-    def weights(self, weights: Tensor, mask: Tensor) -> Tensor:
-        """What a token's loss is multiplied by, from rollout_is_weights [b, T]."""
-        # 1e-10: a weight of 0, as IcePop gives, makes the row's very small
-        return row_mean((weights + 1e-10).log(), mask).exp() if self.row_weights else weights
-
-
-ROWS = "seq-mean-token-mean"
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "vanilla": PolicyLoss(vanilla_policy_loss),
-    "gpg": PolicyLoss(gpg_policy_loss),
-    "gspo": PolicyLoss(gspo_policy_loss),
-    "cispo": PolicyLoss(cispo_policy_loss),
-    "sapo": PolicyLoss(sapo_policy_loss, aggregation=ROWS),
-    "clip_cov": PolicyLoss(clip_cov_policy_loss, choose=choose_clip_cov),
-    "kl_cov": PolicyLoss(kl_cov_policy_loss, choose=choose_kl_cov),
-    "geo_mean": PolicyLoss(geo_mean_policy_loss, aggregation=ROWS, row_weights=True),
-    "dppo_tv": PolicyLoss(dppo_tv_policy_loss),
-    "dppo_kl": PolicyLoss(dppo_kl_policy_loss),
-    "dro": PolicyLoss(dro_policy_loss),
-    "bypass": PolicyLoss(bypass_policy_loss, corrects=True),
-}
+    # 1e-10: a weight of 0, which IcePop may give, makes the row's weight very small
+    return losses * (row_mean((weights + 1e-10).log(), mask).exp() if by_row else weights)

@@ -1,8 +1,8 @@
-"""The engine's distribution against the trainer's: other kernels, another precision, or older weights drew the
-tokens than those that learn from them.
+"""Corrects for the mismatch between the engine's distribution and the trainer's.
 
-d = old_log_probs − rollout_log_probs, both of the drawn token. w = exp(d) is its importance weight: what the
-engine drew too often counts less.
+The engine samples with other kernels, another precision, or older weights than the trainer.
+d = old_log_probs − rollout_log_probs, both of the sampled token. w = exp(d) is its importance weight: a token
+that the engine sampled too often counts less.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def importance_weights(
     *,
     level: Literal["token", "sequence"],
 ) -> Tensor:
-    """w = exp(d) of each token, or exp(Σ d) of the whole response on each of its tokens.
+    """Compute w = exp(d) for each token, or exp(Σ d) of the whole response on each of its tokens.
 
-    The response's weight is unbiased, and its variance grows with the length. The token's stays small, and
-    leaves out that the engine drew what stands before the token, too (Precup et al. 2000, "Eligibility traces
-    for off-policy policy evaluation").
+    The weight of a response is unbiased, but its variance grows with the length. The weight of a token has a
+    small variance, but ignores that the engine sampled the tokens before it too (Precup et al. 2000,
+    "Eligibility traces for off-policy policy evaluation").
 
     Args:
         old_log_probs: [B, T], the actor's, before the update.
@@ -48,11 +48,14 @@ def importance_weights(
 
 
 def bounded(weights: Tensor, low: float | None, high: float) -> Tensor:
-    """min(w, high): a little bias for a variance that is bounded (Ionides 2008, "Truncated importance
-    sampling"; Espeholt et al. 2018, arXiv:1802.01561, eq. 1). With `low`, w where it lies in [low, high], else
-    0: IcePop (Ling Team 2025), which learns nothing from a token that the two see too differently.
+    """Truncate weights to min(w, high), which bounds the variance at the cost of some bias.
+
+    Sources: Ionides 2008, "Truncated importance sampling"; Espeholt et al. 2018, arXiv:1802.01561, eq. 1. With
+    `low`, weights outside [low, high] become 0 instead (IcePop, Ling Team 2025): a token on which engine and
+    trainer differ too much is not trained on.
 
     Args:
+        weights: from importance_weights.
         low, high: RolloutCorrectionConfig.bounds.
     """
     if low is None:
@@ -63,14 +66,15 @@ def bounded(weights: Tensor, low: float | None, high: float) -> Tensor:
 def normalised(
     weights: Tensor, response_mask: Tensor, *, level: Literal["token", "sequence"]
 ) -> tuple[Tensor, float]:
-    """Weights over their mean, so that the correction does not change the size of the step.
+    """Divide weights by their mean, so that the correction does not change the size of the step.
 
     Args:
         weights: [B, T], bounded, of the whole batch.
-        level: the mean is over tokens, or over responses, which have one weight each.
+        response_mask: [B, T] bool.
+        level: token: the mean is over tokens. sequence: it is over responses, which have one weight each.
 
     Returns:
-        the weights; and their mean before, or 1 where it is 0 (IcePop may leave nothing) and they stay.
+        The weights, and the divisor: their mean, or 1 if that is at most 1e-8 (IcePop may reject every token).
     """
     if level == "sequence":
         mean = masked_mean(weights.amax(-1), response_mask.any(-1)).item()
@@ -80,13 +84,13 @@ def normalised(
     return weights / factor, factor
 
 
-# Of d (Schulman 2020, joschu.net/blog/kl-approx.html): estimates of KL(engine ‖ trainer).
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+# Estimates of KL(engine ‖ trainer) from d (Schulman 2020, joschu.net/blog/kl-approx.html).
+MISMATCH_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: 0.5 * d.square(),
-    "k3": lambda d: torch.expm1(d) - d,  # expm1: between equal policies exp(d) − 1 would be rounding alone
+    "k3": lambda d: torch.expm1(d) - d,  # expm1: for near-equal policies exp(d) − 1 is mostly rounding
 }
-# Of an estimate [b, T] that is 0 on masked cells: its statistic, [b, T] or [b, 1].
+# Statistics, [b, T] or [b, 1], of an estimate [b, T] that is 0 on masked cells.
 STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token": lambda values, mask: values,
     "seq_sum": lambda values, mask: values.sum(-1, keepdim=True),
@@ -98,10 +102,10 @@ STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def accepted_tokens(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, criteria: Iterable[Criterion]
 ) -> Tensor:
-    """response_mask without what any criterion rejects: single tokens, or whole responses (Liu et al. 2025,
-    "When Speed Kills Stability").
+    """Return response_mask without the tokens or whole responses that any criterion rejects.
 
-    k1 is −d, so its bounds are of the ratio rollout/old, the inverse of w.
+    Source: Liu et al. 2025, "When Speed Kills Stability". k1 is −d, so its bounds apply to the log of the ratio
+    rollout/old, the inverse of w.
 
     Args:
         old_log_probs, rollout_log_probs: [b, T].
@@ -121,12 +125,12 @@ def accepted_tokens(
 def _statistic(
     criterion: Criterion, old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
 ) -> Tensor:
-    """What the criterion bounds, [b, T] or [b, 1]."""
+    """Compute the statistic that the criterion bounds, [b, T] or [b, 1]."""
     d = torch.where(response_mask, old_log_probs - rollout_log_probs, 0).clamp(-20, 20)
-    return STATISTICS[criterion.over](ESTIMATORS[criterion.estimator](d), response_mask)
+    return STATISTICS[criterion.over](MISMATCH_ESTIMATORS[criterion.estimator](d), response_mask)
 
 
-# What `spread` tells, to its metric: of the bounded weights, and of those before.
+# Each key of `spread` to its metrics: of the bounded weights, and of the weights before they are bounded.
 SPREAD_NAMES = {
     "mean": ("rollout_is_mean", "rollout_is_raw_mean"),
     "min": ("rollout_is_min", "rollout_is_raw_min"),
@@ -138,12 +142,12 @@ SPREAD_NAMES = {
 
 @dataclass(frozen=True)
 class Correction:
-    """What algorithm.rollout_correction makes of a batch.
+    """The result of algorithm.rollout_correction for a batch.
 
     Args:
-        weights: [B, T], what the policy loss is multiplied by; None without rollout_is.
+        weights: [B, T], multiply the policy loss; None without rollout_is.
         accepted: [B, T] bool, the tokens of the loss; None without rollout_rs.
-        metrics: under their names, each explained in docs/metrics.md.
+        metrics: by name; docs/metrics.md explains each.
     """
 
     weights: Tensor | None
@@ -154,10 +158,11 @@ class Correction:
 def correct(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
 ) -> Correction:
-    """Weights, mask and metrics of a batch.
+    """Compute weights, mask and metrics of a batch.
 
     Args:
-        as importance_weights; config: the job's.
+        old_log_probs, rollout_log_probs, response_mask: as importance_weights.
+        config: algorithm.rollout_correction.
     """
     log_probs = (old_log_probs, rollout_log_probs, response_mask)
     raw = importance_weights(*log_probs, level=config.rollout_is or "token")
@@ -180,7 +185,7 @@ def correct(
 
 
 def rejection_metrics(accepted: Tensor, response_mask: Tensor) -> dict[str, float]:
-    """The share of the sampled tokens that is rejected, and of the responses that lose some."""
+    """Compute the share of sampled tokens that are rejected, and of rows that lose at least one."""
     rejected = response_mask & ~accepted
     return {
         "rollout_rs_masked_fraction": masked_mean(rejected.float(), response_mask).item(),
@@ -191,16 +196,19 @@ def rejection_metrics(accepted: Tensor, response_mask: Tensor) -> dict[str, floa
 def mismatch_metrics(
     old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
 ) -> dict[str, float]:
-    """How far the trainer's policy is from the engine's.
+    """Measure how far the trainer's policy is from the engine's.
 
-    kl is the mean of −d, k3_kl that of exp(d) − 1 − d, which is never negative and has less variance: nats per
-    token drawn by the engine. A row's perplexity is exp(−mean log-probability): training_ppl and rollout_ppl
-    are means over the rows, training_log_ppl and rollout_log_ppl those of its logarithm. log_ppl_diff is the
-    trainer's logarithm less the engine's: mean, mean size, greatest and least over the rows; ppl_ratio is the
-    mean of the ratio. χ²(trainer ‖ engine) = E[w²] − 1, w of a token (chi2_token) or of a response (chi2_seq).
+    kl: mean of −d, in nats per token sampled by the engine.
+    k3_kl: mean of exp(d) − 1 − d, which is never negative and has less variance; nats per token.
+    training_ppl, rollout_ppl: mean over rows of the perplexity exp(−mean log-probability).
+    training_log_ppl, rollout_log_ppl: mean over rows of its logarithm.
+    log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min: the trainer's log perplexity less the
+        engine's: mean, mean absolute value, maximum and minimum over the rows.
+    ppl_ratio: mean over rows of the trainer's perplexity over the engine's.
+    chi2_token, chi2_seq: χ²(trainer ‖ engine) = E[w²] − 1, with w of a token or of a response.
 
     Args:
-        as importance_weights.
+        old_log_probs, rollout_log_probs, response_mask: as importance_weights.
     """
     mask = response_mask
     d = torch.where(mask, old_log_probs - rollout_log_probs, 0)
@@ -211,7 +219,7 @@ def mismatch_metrics(
     told = apart[rows] if rows.any() else apart.new_zeros(1)
     means = {
         "kl": masked_mean(-d, mask),
-        "k3_kl": masked_mean(ESTIMATORS["k3"](near), mask),
+        "k3_kl": masked_mean(MISMATCH_ESTIMATORS["k3"](near), mask),
         "training_ppl": masked_mean(trainer.exp(), rows),
         "rollout_ppl": masked_mean(engine.exp(), rows),
         "training_log_ppl": masked_mean(trainer, rows),
@@ -230,13 +238,16 @@ def mismatch_metrics(
 def weight_metrics(
     weights: Tensor, raw: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
 ) -> dict[str, float]:
-    """rollout_is_{mean,max,min,std,eff_sample_size} of the bounded weights, over the sampled tokens, as verl
-    tells them: before rollout_is_batch_normalize; and max and min of a response's weight before it is bounded,
-    where verl's are. With IcePop's two bounds rollout_is_oob_ratio is the share of the tokens beyond them.
+    """Compute rollout_is_{mean,max,min,std,eff_sample_size} over the sampled tokens, with verl's definitions.
+
+    They describe the bounded weights, before rollout_is_batch_normalize. With rollout_is sequence, max and min
+    are of the weights before they are bounded, as in verl. With IcePop's two bounds, rollout_is_oob_ratio is
+    the share of tokens outside them.
 
     Args:
-        weights, raw: [B, T], bounded and not.
-        config: with rollout_is.
+        weights, raw: [B, T], after and before bounding.
+        response_mask: [B, T] bool.
+        config: algorithm.rollout_correction, with rollout_is set.
     """
     told = spread(weights, response_mask)
     if config.rollout_is == "sequence":
@@ -250,12 +261,11 @@ def weight_metrics(
 
 
 def spread(weights: Tensor, response_mask: Tensor) -> dict[str, float]:
-    """Mean, least, greatest, deviation and effective sample size of weights over the sampled tokens; nothing
-    where there are none.
+    """Compute mean, min, max, std and effective sample size of weights over the sampled tokens.
 
-    The effective sample size is (Σw)²/(n·Σw²), the share of the n tokens that would tell as much if they were
-    weighted alike (Kish 1965, "Survey Sampling"): 1 where all weights are equal, 1/n where one is all, 0 where
-    none is left.
+    The result is empty if there are no sampled tokens. The effective sample size is (Σw)²/(n·Σw²) (Kish 1965,
+    "Survey Sampling"), the share of the n tokens that would be as informative with equal weights. It is 1 if
+    all weights are equal, 1/n if only one is not 0, and 0 if all are 0.
 
     Args:
         weights: [B, T].

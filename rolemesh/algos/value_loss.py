@@ -19,7 +19,7 @@ def clipped_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """½·agg max((v − R)², (clip(v, v_old ± cliprange_value) − R)²).
 
-    A value may gain nothing by moving further than cliprange_value from the old one, as a ratio may not in
+    Moving a value further than cliprange_value from the old one does not reduce the loss, as with the ratio in
     the policy's loss.
 
     Args:
@@ -30,9 +30,9 @@ def clipped_value_loss(
         aggregate: of the mini-batch that these rows are part of.
 
     Returns:
-        The rows' share of the loss; 1 where the clipped term was the larger one, else 0: [B, T].
+        The rows' share of the loss; and [B, T], 1 where the clipped term is the larger, else 0.
     """
-    # not the old value plus a clamped difference: within its range a value must stay the same, bit for bit
+    # not the old value plus a clamped difference: inside the range a value must stay bit-identical
     near = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     free, clipped = (values - returns).square(), (near - returns).square()
     loss = 0.5 * aggregate(torch.maximum(free, clipped), response_mask)

@@ -1,11 +1,22 @@
-"""actor: and reference: the policy under training, and the one that it is held close to."""
+"""The sections actor, reference and critic: what is trained, and the policy of the KL penalty."""
 
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rolemesh.config.base import Config
-from rolemesh.config.model import JudgingModelConfig, OptimConfig, PolicyModelConfig
+from rolemesh.catalog.policy_losses import POLICY_LOSSES, PolicyLossSpec
+from rolemesh.config.base import Config, name_in, options_of
+from rolemesh.config.model import (
+    CriticModelConfig,
+    CriticOptimConfig,
+    FsdpConfig,
+    JudgingModelConfig,
+    OptimConfig,
+    PolicyModelConfig,
+    TrainedFsdpConfig,
+    Ulysses,
+)
 
 KLPenalty = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3",
@@ -16,25 +27,35 @@ LossAggMode = Literal[
 ]
 
 
-LossMode = Literal[
-    "vanilla", "gpg", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "geo_mean",
-    "dppo_tv", "dppo_kl", "dro", "bypass",
-]  # fmt: skip
-
-
 class PolicyLossConfig(Config):
-    loss_mode: LossMode = Field("vanilla", description="the per-token policy loss")
-    clip_cov_ratio: float = Field(0.0002, gt=0, le=1, description="clip_cov: share of the tokens taken out")
-    clip_cov_lb: float = Field(1.0, description="clip_cov: of tokens whose covariance is above this")
-    clip_cov_ub: float = Field(5.0, description="clip_cov: and below this")
-    kl_cov_ratio: float = Field(0.0002, gt=0, le=1, description="kl_cov: share of the tokens that pay a KL")
-    ppo_kl_coef: float = Field(0.1, ge=0, description="kl_cov: weight of that KL")
-    dro_beta: float | None = Field(None, gt=0, description="dro: weight of the squared log-ratio; 0.05, say")
+    loss_mode: Annotated[str, name_in(POLICY_LOSSES)] = Field(
+        "vanilla", description="the policy loss per token; vanilla: PPO's clipped loss with the dual clip"
+    )
+    options: Annotated[dict[str, Any], options_of(POLICY_LOSSES, "loss_mode")] = Field(
+        {}, description="options of a plug-in's policy loss"
+    )
+    clip_cov_ratio: float = Field(
+        0.0002, gt=0, le=1, description="clip_cov: share of a mini-batch's tokens whose loss is dropped"
+    )
+    clip_cov_lb: float = Field(
+        1.0, description="clip_cov: only tokens with a covariance above this are dropped"
+    )
+    clip_cov_ub: float = Field(
+        5.0, description="clip_cov: only tokens with a covariance below this are dropped"
+    )
+    kl_cov_ratio: float = Field(
+        0.0002, gt=0, le=1, description="kl_cov: share of a mini-batch's tokens with a KL penalty"
+    )
+    ppo_kl_coef: float = Field(0.1, ge=0, description="kl_cov: weight of that KL penalty")
+    dpo_beta: float = Field(0.1, gt=0, description="dpo, dpo_norm, ipo: how close to the reference; IPO's tau")
+    dro_beta: float | None = Field(
+        None, gt=0, description="dro: weight of the squared log-ratio, required for dro; 0.05 is usual"
+    )
 
     @model_validator(mode="after")
     def _dro_has_a_weight(self) -> "PolicyLossConfig":
-        if self.loss_mode == "dro" and self.dro_beta is None:
-            raise ValueError("loss_mode is dro and dro_beta is not set; 0.05 is usual")
+        if "dro_beta" in POLICY_LOSSES[self.loss_mode].keys and self.dro_beta is None:
+            raise ValueError(f"loss_mode is {self.loss_mode}, but dro_beta is not set; 0.05 is usual")
         return self
 
     @model_validator(mode="after")
@@ -47,59 +68,92 @@ class PolicyLossConfig(Config):
 class ActorConfig(Config):
     model: PolicyModelConfig = PolicyModelConfig()
     optim: OptimConfig = OptimConfig()
+    fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
+    ulysses_sequence_parallel_size: Ulysses = 1
     ppo_mini_batch_size: int = Field(
-        256, gt=0, description="prompts per optimizer step (times rollout.n rows); at most train_batch_size"
+        256,
+        gt=0,
+        description="prompts per optimizer step, with rollout.n rows each; must divide data.train_batch_size",
     )
     ppo_micro_batch_size_per_gpu: int = Field(
-        8, gt=0, description="rows per forward and backward pass; changes memory, never the result"
+        8, gt=0, description="rows per forward and backward pass; affects memory, never the result"
     )
     use_dynamic_bsz: bool = Field(
-        False, description="as many rows per pass as ppo_max_token_len_per_gpu holds, not a fixed number"
+        False,
+        description="fill each pass up to ppo_max_token_len_per_gpu tokens; false: a fixed number of rows",
     )
     ppo_max_token_len_per_gpu: int = Field(
-        16384, gt=0, description="tokens per pass; padding counts where model.use_remove_padding is false"
+        16384,
+        gt=0,
+        description="use_dynamic_bsz: maximum tokens per pass; padding counts if model.use_remove_padding is "
+        "false",
     )
     ppo_epochs: int = Field(1, gt=0, description="passes over each batch")
-    shuffle: bool = Field(False, description="a new order of rows in every pass")
-    clip_ratio: float = Field(0.2, gt=0, description="PPO clip range epsilon; dppo: the divergence allowed")
-    clip_ratio_low: float | None = Field(None, gt=0, description="lower range; null: clip_ratio")
-    clip_ratio_high: float | None = Field(None, gt=0, description="upper range; null: clip_ratio")
-    clip_ratio_c: float = Field(
-        3.0, gt=1, description="dual clip: bound of the loss where A < 0; dppo: of the ratio"
+    shuffle: bool = Field(False, description="shuffle the rows in every pass")
+    clip_ratio: float = Field(
+        0.2, gt=0, description="PPO's clip range epsilon; dppo losses: the allowed divergence"
     )
-    tau_pos: float = Field(1.0, gt=0, description="sapo: how sharp the gate is where A > 0")
-    tau_neg: float = Field(1.05, gt=0, description="sapo: and where it is not")
+    clip_ratio_low: float | None = Field(None, gt=0, description="lower clip range; null: clip_ratio")
+    clip_ratio_high: float | None = Field(None, gt=0, description="upper clip range; null: clip_ratio")
+    clip_ratio_c: float = Field(
+        3.0,
+        gt=1,
+        description="dual clip: the loss is at most -clip_ratio_c * A where A < 0; dppo: upper bound of the "
+        "ratio",
+    )
+    tau_pos: float = Field(
+        1.0, gt=0, description="sapo: temperature of the gate where A > 0; larger is sharper"
+    )
+    tau_neg: float = Field(1.05, gt=0, description="sapo: temperature of the gate elsewhere")
     loss_agg_mode: LossAggMode = Field(
-        "token-mean", description="sapo and geo_mean are seq-mean-token-mean whatever it says"
+        "token-mean",
+        description="how the losses of tokens are aggregated; sapo and geo_mean always use seq-mean-token-mean",
     )
     loss_scale_factor: int | None = Field(
-        None, gt=0, description="divisor of seq-mean-token-sum-norm; null: the response length"
+        None, gt=0, description="divisor of seq-mean-token-sum-norm; null: data.max_response_length"
     )
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    entropy_coeff: float = Field(0.0, description="weight of the entropy bonus")
+    entropy_coeff: float = Field(0.0, description="weight of the entropy bonus; 0: no bonus")
     use_kl_loss: bool = Field(False, description="add kl_loss_coef * KL(actor, reference) to the loss")
-    kl_loss_coef: float = Field(0.001, ge=0)
-    kl_loss_type: KLPenalty = "low_var_kl"
-    grad_clip: float = Field(1.0, gt=0, description="largest gradient norm")
-    seed: int = Field(42, description="of the shuffle, of clip_cov's choice and of a new adapter")
+    kl_loss_coef: float = Field(0.001, ge=0, description="weight of that KL")
+    kl_loss_type: KLPenalty = Field(
+        "low_var_kl",
+        description="the estimator of that KL: kl = k1, abs, mse = k2, low_var_kl = k3; with + the gradient is "
+        "k2's",
+    )
+    grad_clip: float = Field(1.0, gt=0, description="maximum norm of the gradient; larger ones are scaled down")
+    seed: int = Field(
+        42, description="seed of the shuffle, of the tokens that clip_cov selects, and of a new adapter"
+    )
 
     @model_validator(mode="after")
     def _later_passes_have_a_ratio(self) -> "ActorConfig":
-        if self.policy_loss.loss_mode == "gpg" and self.ppo_epochs > 1:
+        if not self.loss.has_ratio and self.ppo_epochs > 1:
             raise ValueError(
-                f"ppo_epochs is {self.ppo_epochs} and policy_loss.loss_mode gpg, which has no ratio: a later "
-                "pass would not see how far the policy has moved; set ppo_epochs to 1, or loss_mode to vanilla"
+                f"ppo_epochs is {self.ppo_epochs}, but policy_loss.loss_mode {self.loss.name} has no ratio, so "
+                "later passes could not correct for the policy's change; set ppo_epochs to 1, or loss_mode to "
+                "vanilla"
             )
         return self
 
     @model_validator(mode="after")
     def _ratio_is_held_above_zero(self) -> "ActorConfig":
-        if self.policy_loss.loss_mode in ("vanilla", "gspo", "clip_cov", "bypass") and self.clip_low >= 1:
+        if self.loss.clips_below and self.clip_low >= 1:
             raise ValueError(
-                f"the lower clip range is {self.clip_low:g} (clip_ratio_low, or clip_ratio where that is null) "
-                f"and loss_mode {self.policy_loss.loss_mode} holds the ratio above 1 minus it; set it below 1"
+                f"the lower clip range is {self.clip_low:g} (clip_ratio_low, or clip_ratio if that is null), "
+                "but "
+                f"loss_mode {self.policy_loss.loss_mode} clips the ratio at 1 minus it; set it below 1"
             )
         return self
+
+    @property
+    def loss(self) -> PolicyLossSpec:
+        """The declaration of policy_loss.loss_mode."""
+        return POLICY_LOSSES[self.policy_loss.loss_mode]
+
+    def values_of(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Return the values of keys of this section or of policy_loss, by name."""
+        return {key: getattr(self if hasattr(self, key) else self.policy_loss, key) for key in keys}
 
     @property
     def clip_low(self) -> float:
@@ -112,10 +166,63 @@ class ActorConfig(Config):
 
 class ReferenceConfig(Config):
     model: JudgingModelConfig = JudgingModelConfig()
+    fsdp_config: FsdpConfig = FsdpConfig()
+    ulysses_sequence_parallel_size: Ulysses = 1
     log_prob_micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward pass")
     log_prob_use_dynamic_bsz: bool | None = Field(
-        None, description="as many rows per pass as the tokens allow; null: actor.use_dynamic_bsz"
+        None,
+        description="fill each pass up to log_prob_max_token_len_per_gpu tokens; null: actor.use_dynamic_bsz",
     )
     log_prob_max_token_len_per_gpu: int | None = Field(
-        None, gt=0, description="tokens per pass; null: actor.ppo_max_token_len_per_gpu"
+        None, gt=0, description="maximum tokens per pass; null: actor.ppo_max_token_len_per_gpu"
     )
+
+
+# If one of these is null, JobConfig fills in the actor's value, so that config.yaml and every reader see it.
+FOLLOWS_ACTOR = ("ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
+
+
+class CriticConfig(Config):
+    enable: bool | None = Field(
+        None,
+        description="whether the job has a critic; null: if the estimator or the page needs one; the chart "
+        "requires "
+        "it with plug-ins",
+    )
+    model: CriticModelConfig = Field(
+        CriticModelConfig(), description="a causal LM or a reward model; an empty path: the actor's"
+    )
+    ulysses_sequence_parallel_size: Ulysses = 1
+    optim: CriticOptimConfig = CriticOptimConfig()
+    ppo_mini_batch_size: int | None = Field(
+        None, gt=0, description="prompts per optimizer step, with rollout.n rows each; null: the actor's"
+    )
+    ppo_micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward and backward pass")
+    use_dynamic_bsz: bool | None = Field(
+        None, description="fill each pass up to ppo_max_token_len_per_gpu tokens; null: actor.use_dynamic_bsz"
+    )
+    ppo_max_token_len_per_gpu: int = Field(32768, gt=0, description="maximum tokens per pass")
+    ppo_epochs: int | None = Field(None, gt=0, description="passes over each batch; null: the actor's")
+    shuffle: bool | None = Field(None, description="shuffle the rows in every pass; null: the actor's")
+    cliprange_value: float = Field(
+        0.5, gt=0, description="clip range of the value loss: distance of a value from the old one"
+    )
+    loss_agg_mode: LossAggMode | None = Field(
+        None, description="how the losses of tokens are aggregated; null: the actor's"
+    )
+    loss_scale_factor: int | None = Field(
+        None, gt=0, description="divisor of seq-mean-token-sum-norm; null: the actor's"
+    )
+    grad_clip: float = Field(1.0, gt=0, description="maximum norm of the gradient; larger ones are scaled down")
+    seed: int = Field(42, description="seed of a new value head and of the shuffle")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_trained_whole(cls, data: Any) -> Any:
+        model = data.get("model") if isinstance(data, Mapping) else None
+        if isinstance(model, Mapping) and model.get("lora_rank"):
+            raise ValueError(
+                f"critic.model.lora_rank is {model['lora_rank']}, but only the actor can train an adapter "
+                "(actor.model.lora_rank); leave it out"
+            )
+        return data

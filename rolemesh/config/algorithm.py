@@ -1,75 +1,100 @@
-"""algorithm: advantages and the KL penalty."""
+"""The section algorithm: advantages, the KL penalty, and the order of a step."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rolemesh.catalog.estimators import BY_COMPONENTS, ESTIMATORS
+from rolemesh.catalog.pages import PAGES
 from rolemesh.config.actor import KLPenalty
-from rolemesh.config.base import Config
+from rolemesh.config.base import Config, name_in, options_of
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
-
-AdvEstimator = Literal[
-    "gae", "grpo", "grpo_passk", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-    "rloo", "opo", "remax", "gpg", "optimal_token_baseline", "egpo",
-]  # fmt: skip
-# What these know of a response comes from the others to its prompt: one alone would keep its bare reward.
-# (reinforce_plus_plus_baseline is not among them: it compares with the batch, too.)
-COMPARING = ("grpo", "grpo_passk", "gdpo", "rloo", "opo", "gpg", "optimal_token_baseline", "egpo")
 
 
 class KLControlConfig(Config):
-    type: Literal["fixed", "adaptive"] = "fixed"
-    kl_coef: float = Field(0.001, ge=0, description="beta, or its first value")
-    horizon: int = Field(10000, gt=0, description="adaptive: samples over which beta follows")
-    target_kl: float = Field(0.1, gt=0, description="adaptive: the KL that beta steers to")
+    type: Literal["fixed", "adaptive"] = Field(
+        "fixed", description="fixed: beta stays kl_coef; adaptive: beta is adapted to reach target_kl"
+    )
+    kl_coef: float = Field(0.001, ge=0, description="beta, the weight of the KL; adaptive: its initial value")
+    horizon: int = Field(10000, gt=0, description="adaptive: samples over which beta adapts; larger is slower")
+    target_kl: float = Field(0.1, gt=0, description="adaptive: the target KL, in nats per token")
 
 
 class FilterGroupsConfig(Config):
-    """Dynamic sampling (DAPO, arXiv:2503.14476): the answers to one prompt that are all as good make way for
-    those to another one."""
+    """Dynamic sampling (DAPO, arXiv:2503.14476): prompts whose answers are all equally good are replaced by
+    others."""
 
     enable: bool = Field(
         False, description="answer more prompts until the batch is full of groups whose answers differ"
     )
     metric: Literal["acc", "score", "seq_reward", "seq_final_reward"] = Field(
-        "acc", description="in what they must differ: whether they are right, or the reward"
+        "acc", description="what must differ: acc: correctness; the others: the reward"
     )
     max_num_gen_batches: int = Field(
-        0, ge=0, description="batches of data.gen_batch_size that a step may take, then it fails; 0: no limit"
+        0,
+        ge=0,
+        description="maximum batches of data.gen_batch_size prompts per step, after which it fails; 0: no "
+        "limit",
     )
 
     @model_validator(mode="after")
     def _limits_what_is_on(self) -> "FilterGroupsConfig":
         if self.max_num_gen_batches and not self.enable:
             raise ValueError(
-                f"max_num_gen_batches is {self.max_num_gen_batches} and enable false: a step then takes one; "
-                "set enable to true, or max_num_gen_batches to 0"
+                f"max_num_gen_batches is {self.max_num_gen_batches}, but enable is false, so a step takes one "
+                "batch; set enable to true, or max_num_gen_batches to 0"
             )
         return self
 
 
 class PFPPOConfig(Config):
-    """PF-PPO (arXiv:2409.06957): rows are drawn anew, by weights of their scores."""
+    """PF-PPO (arXiv:2409.06957): rows to train on are drawn with weights from their scores."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = Field(
-        "pow", description="weights: |score|**weight_pow; 1 for best and worst, else 0; 0.4 for best, else 0.1"
+        "pow",
+        description="pow: weight |score|**weight_pow; max_min: 1 for the best and the worst score, else 0; "
+        "max_random: 0.4 for the best, else 0.1",
     )
-    weight_pow: float = Field(2.0, gt=0, description="of pow")
+    weight_pow: float = Field(2.0, gt=0, description="pow: the exponent")
 
 
 class AlgorithmConfig(Config):
-    adv_estimator: AdvEstimator = Field("gae", description="chooses the page: gae is PPO")
-    gamma: float = Field(1.0, ge=0, le=1, description="discount")
-    lam: float = Field(1.0, ge=0, le=1, description="GAE lambda")
-    norm_adv_by_std_in_grpo: bool = Field(True, description="false is Dr. GRPO")
+    adv_estimator: Annotated[str, name_in(ESTIMATORS)] = Field(
+        "gae", description="how advantages are computed; gae is PPO"
+    )
+    options: Annotated[dict[str, Any], options_of(ESTIMATORS, "adv_estimator")] = Field(
+        {}, description="options of a plug-in's estimator"
+    )
+    page: Annotated[str | None, name_in(PAGES)] = Field(
+        None,
+        description="the page, which is the order of a step's calls; null: dapo with filter_groups.enable, "
+        "else the "
+        "estimator's",
+    )
+    page_options: Annotated[dict[str, Any], options_of(PAGES, "page")] = Field(
+        {}, description="options of a plug-in's page"
+    )
+    gamma: float = Field(1.0, ge=0, le=1, description="discount factor of rewards; 1: no discount")
+    lam: float = Field(1.0, ge=0, le=1, description="gae: lambda")
+    norm_adv_by_std_in_grpo: bool = Field(
+        True, description="divide by the standard deviation of the group's rewards; false is Dr. GRPO"
+    )
     gdpo_reward_keys: tuple[str, ...] = Field(
         (), description="gdpo: components of the reward, keys of the dict that compute_score returns"
     )
-    gdpo_reward_weights: tuple[float, ...] | None = Field(None, description="gdpo: theirs; null: all 1")
+    gdpo_reward_weights: tuple[float, ...] | None = Field(
+        None, description="gdpo: one weight for each component; null: all 1"
+    )
     egpo_lambda: float = Field(0.4, ge=0, description="egpo: weight of the entropy bonus")
-    egpo_alpha: float = Field(2.0, gt=0, description="egpo: the bonus is at most |A| / egpo_alpha")
-    use_kl_in_reward: bool = Field(False, description="token rewards lose kl_coef * KL(actor, reference)")
-    kl_penalty: KLPenalty = Field("kl", description="the estimator of that KL")
+    egpo_alpha: float = Field(
+        2.0, gt=0, description="egpo: the entropy is clipped to ± |A| / egpo_alpha before it is weighted"
+    )
+    use_kl_in_reward: bool = Field(
+        False, description="subtract kl_ctrl.kl_coef * KL(actor, reference) from the reward of each token"
+    )
+    kl_penalty: KLPenalty = Field(
+        "kl", description="the estimator of that KL; the same names as actor.kl_loss_type"
+    )
     kl_ctrl: KLControlConfig = KLControlConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
@@ -80,7 +105,7 @@ class AlgorithmConfig(Config):
     def _adaptive_kl_is_weighed(self) -> "AlgorithmConfig":
         if self.kl_ctrl.type == "adaptive" and not self.use_kl_in_reward:
             raise ValueError(
-                "kl_ctrl.type is adaptive and use_kl_in_reward false, so there is no KL to steer "
+                "kl_ctrl.type is adaptive, but use_kl_in_reward is false, so there is no KL to control "
                 "(actor.kl_loss_coef is fixed); set kl_ctrl.type to fixed, or use_kl_in_reward to true"
             )
         return self
@@ -90,21 +115,21 @@ class AlgorithmConfig(Config):
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
         if weights is not None and len(weights) != len(keys):
             raise ValueError(
-                f"gdpo_reward_weights has {len(weights)} numbers and gdpo_reward_keys {len(keys)} components; "
-                "give each component its weight"
+                f"gdpo_reward_weights has {len(weights)} numbers, but gdpo_reward_keys has {len(keys)} "
+                "components; give each component one weight"
             )
         if len(set(keys)) < len(keys):
             raise ValueError(f"gdpo_reward_keys names a component twice: {', '.join(keys)}")
-        if self.adv_estimator != "gdpo":
+        if BY_COMPONENTS not in ESTIMATORS[self.adv_estimator].reads:
             return self
         if not keys:
             raise ValueError(
-                "adv_estimator is gdpo and gdpo_reward_keys is empty: name the components of the reward, "
-                "keys of the dict that compute_score returns"
+                f"adv_estimator is {self.adv_estimator}, but gdpo_reward_keys is empty; name the components of "
+                "the reward, keys of the dict that compute_score returns"
             )
         if self.use_kl_in_reward:
             raise ValueError(
-                "use_kl_in_reward takes the KL from the reward, and adv_estimator gdpo learns from its "
-                "components alone; set actor.use_kl_loss instead"
+                f"use_kl_in_reward subtracts the KL from the reward, but adv_estimator {self.adv_estimator} "
+                "uses only the reward's components; set actor.use_kl_loss instead"
             )
         return self

@@ -1,20 +1,22 @@
-"""What every section of the job file is: typed, frozen, and an error for what it does not know."""
+"""The base of every section of the job file: typed, frozen, and strict about unknown keys."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from rolemesh.catalog.catalog import Catalog
 from rolemesh.config.yaml_file import EXPONENT, MAX_DEPTH, one_line, parse_yaml, read_yaml
 from rolemesh.errors import InvalidConfig
 
-# Where the names of other systems' job files went.
+# Hints for section names of other systems' job files.
 ELSEWHERE = {
     "actor_rollout_ref": "its parts are the top-level sections actor, rollout and reference, and actor.model",
     "ref": "the section is called reference",
@@ -23,11 +25,11 @@ ELSEWHERE = {
     "custom_reward_function": "it is reward.custom_reward_function",
 }
 KINDS = {bool: "boolean", int: "number", float: "number", str: "string"}
-MAX_TOLD = 20  # errors of one job
+MAX_TOLD = 20  # errors reported at once
 
 
 class Config(BaseModel):
-    """A section of the job file. Unknown keys are errors; a section is not changed after it is made."""
+    """Base of the job file's sections. Unknown keys are errors, and a section is immutable."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=False, validate_default=True, allow_inf_nan=False
@@ -36,21 +38,62 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _kinds_stay_apart(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic takes true for 1, 1 for true, and "1" for either; the chart's schema takes neither. Its own
-        strict mode would also refuse a list for a tuple, 8.0 for a whole number, as Helm may write 8, and 1e-6,
-        which is text to other readers of YAML."""
+        """Refuse conversions between booleans, numbers and strings, as the chart's schema does.
+
+        pydantic accepts true for 1, 1 for true, and "1" for either. Its strict mode would refuse too much: a
+        list for a tuple, 8.0 for an integer (as Helm may write 8), and 1e-6, which other YAML readers parse as
+        text.
+        """
         kinds = kinds_of(cls.model_fields[str(info.field_name)].annotation)
         if kinds & {"boolean", "number"}:
             for scalar in _scalars(value):
                 kind = KINDS.get(type(scalar))
                 if kind and kind not in kinds and not (kind == "string" and EXPONENT.match(scalar)):
                     expected = " or ".join(sorted(kinds))
-                    raise PydanticCustomError("kind", f"Input should be a valid {expected}, and is a {kind}")
+                    raise PydanticCustomError("kind", f"Input should be a valid {expected}, but is a {kind}")
         return value
 
 
+def name_in(catalog: Catalog[Any]) -> AfterValidator:
+    """Make a field's annotation: the value must be a name in the catalog, built in or from a plug-in."""
+
+    def check(name: str | None) -> str | None:
+        if name is not None and name not in catalog:
+            raise PydanticCustomError("unknown_name", "{known}", {"known": catalog.unknown(name)})
+        return name
+
+    return AfterValidator(check)
+
+
+def options_of(catalog: Catalog[Any], name_key: str) -> AfterValidator:
+    """Make the annotation of `options`: they must fit the declared part, whose defaults are filled in.
+
+    Args:
+        catalog: the catalog of the part.
+        name_key: the key with the part's name, in the same section and above this key.
+    """
+
+    def check(given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if name_key not in info.data:  # the name itself is invalid
+            return given
+        name = info.data[name_key]
+        schema = None if name is None else catalog[name].options
+        if schema is not None:
+            try:
+                return dict(schema.model_validate(given).model_dump())
+            except ValidationError as error:
+                raise ValueError(str(explain(error, schema, name))) from error
+        if given and name is None:
+            raise ValueError(f"{next(iter(given))} is set, and {name_key} is null; name the {name_key}, too")
+        if given:
+            raise ValueError(f"{next(iter(given))} is set, but {name_key} {name} has no options")
+        return {}
+
+    return AfterValidator(check)
+
+
 def kinds_of(annotation: Any) -> set[str]:
-    """Which of KINDS a field takes, by itself or in a list or mapping; none where it takes anything."""
+    """Return which of KINDS a field accepts, also in a list or mapping; empty if it accepts anything."""
     if isinstance(annotation, type) and annotation in KINDS:
         return {KINDS[annotation]}
     return {kind for part in get_args(annotation) for kind in kinds_of(part)}
@@ -67,12 +110,14 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """What a command line lays on its job file: other files (`configs/recipes/dapo.yaml`), each on those left
-    of it, and on all of them single keys: `["trainer.save_freq=5"]` is `{"trainer": {"save_freq": 5}}`. Values
-    are YAML.
+    """Parse the command line's overrides of a job file.
+
+    An override is another file (`configs/recipes/dapo.yaml`) or a single key with a YAML value:
+    `["trainer.save_freq=5"]` is `{"trainer": {"save_freq": 5}}`. A file overrides the files to its left, and
+    keys override all files.
 
     Raises:
-        InvalidConfig: neither key=value nor a YAML file, or a file that cannot be read.
+        InvalidConfig: an override is neither key=value nor a YAML file, or a file cannot be read.
     """
     files: dict[str, Any] = {}
     tree: dict[str, Any] = {}
@@ -88,18 +133,18 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         *parents, leaf = key.split(".")
         if len(parents) >= MAX_DEPTH:
             raise InvalidConfig(
-                f"override {override!r:.200}: {len(parents) + 1} parts in a key; 5 are the most"
+                f"override {override!r:.200}: the key has {len(parents) + 1} parts; no key has more than 5"
             )
         for part in parents:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise InvalidConfig(f"override {override!r} contradicts another one above it")
+                raise InvalidConfig(f"override {override!r} contradicts an earlier override")
         node[leaf] = value
     return merge(files, tree)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `over` laid on it, section by section; a value of `over` replaces one of `base`."""
+    """Merge `over` into `base`, section by section; a value of `over` replaces the value of `base`."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -110,7 +155,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain(error: ValidationError, schema: type[BaseModel], where: str) -> InvalidConfig:
-    """pydantic's findings in one line, with the nearest valid key or value for an unknown one."""
+    """Put pydantic's errors into one line, with the nearest valid key or value for an unknown one."""
     findings = error.errors()
     told = [_told(finding, schema) for finding in findings[:MAX_TOLD]]
     if len(findings) > MAX_TOLD:
@@ -126,6 +171,8 @@ def _told(finding: ErrorDetails, schema: type[BaseModel]) -> str:
             return f"unknown key {key!r:.200}{_hint(schema, path)}"
         case "literal_error":
             return f"{key!r} is {given}{_choice(finding)}"
+        case "unknown_name":
+            return f"{key!r} is {given}, {finding['ctx']['known']}"
         case "missing":
             return f"{key!r} is missing and has no default"
         case "value_error":
@@ -153,7 +200,7 @@ def _hint(schema: type[BaseModel], path: list[str]) -> str:
 
 
 def _choice(finding: ErrorDetails) -> str:
-    """All values that a key may have, and the nearest one."""
+    """List all valid values of a key, and the nearest one."""
     known = re.findall(r"'([^']*)'", finding["ctx"]["expected"])
     near = difflib.get_close_matches(str(finding["input"]), known, n=1, cutoff=0.6)
     return ", which is none of " + ", ".join(known) + "".join(f"; did you mean {name!r}?" for name in near)
@@ -163,15 +210,84 @@ def _section(schema: type[BaseModel], name: str) -> type[BaseModel] | None:
     known = schema.model_fields.get(name)
     if known is None:
         return None
+    if get_origin(known.annotation) is dict:  # of sections by a name of the user's: a key itself
+        return None
     options = (known.annotation, *get_args(known.annotation))
     return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
 
 
 def leaves(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a schema."""
+    """Yield every dotted key of a schema."""
     for name in schema.model_fields:
         section = _section(schema, name)
         if section is None:
             yield prefix + name
         else:
             yield from leaves(section, f"{prefix}{name}.")
+
+
+# ------------------------------------------------------------------------- keys without effect
+
+# The rule for every key of the job file: it has an effect, or it is refused with a message, or the run starts
+# with a warning (docs/decisions/0009-no-key-is-ignored-in-silence.md).
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Marks a field that is accepted without effect, because other systems' job files have it.
+
+    Args:
+        reason: completes the sentence "KEY has no effect: …".
+        value: the only value without effect; None: no value has an effect.
+    """
+
+    reason: str
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class IdleKey:
+    """A key that has no effect in a job.
+
+    Args:
+        key: dotted.
+        reason: why it has no effect.
+        is_set: whether the job file or the command line sets it.
+    """
+
+    key: str
+    reason: str
+    is_set: bool
+
+
+def idle_keys(
+    section: Config, overruled: Mapping[str, str], prefix: str = "", reason: str = ""
+) -> Iterator[IdleKey]:
+    """Yield the keys that are marked with NoEffect, and those that other keys of the job override.
+
+    Args:
+        section: the section.
+        overruled: dotted key, or section (for all its keys), to the reason.
+        prefix: prefix of the section's keys.
+        reason: why the whole section is overridden; empty: it is not.
+    """
+    for name, field in type(section).model_fields.items():
+        key, value = prefix + name, getattr(section, name)
+        why = reason or overruled.get(key, "")
+        if isinstance(value, Config):
+            yield from idle_keys(value, overruled, f"{key}.", why)
+            continue
+        marks = [mark for mark in field.metadata if isinstance(mark, NoEffect) and mark.value in (None, value)]
+        if why or marks:
+            yield IdleKey(key, why or marks[0].reason, name in section.model_fields_set)
+
+
+def without(data: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Delete dotted keys from nested sections, in place, and return the sections."""
+    for key in keys:
+        *parents, leaf = key.split(".")
+        section = data
+        for part in parents:
+            section = section[part]
+        del section[leaf]
+    return data

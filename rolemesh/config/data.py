@@ -1,10 +1,11 @@
-"""data: Parquet in verl's layout."""
+"""The section data: prompts, from files in verl's layout or a plug-in's data set."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from rolemesh.config.base import Config
+from rolemesh.catalog.datasets import DATASETS, DatasetSpec
+from rolemesh.config.base import Config, name_in, options_of
 
 Files = Annotated[
     list[str],
@@ -16,27 +17,89 @@ Files = Annotated[
 
 
 class DataConfig(Config):
-    train_files: Files = Field([], description="one Parquet file or several")
-    val_files: Files = Field([], description="one Parquet file or several; none: no validation")
+    dataset: Annotated[str, name_in(DATASETS)] = Field(
+        "parquet", description="the kind of data set; parquet: files"
+    )
+    options: Annotated[dict[str, Any], options_of(DATASETS, "dataset")] = Field(
+        {}, description="options of a plug-in's data set"
+    )
+    train_files: Files = Field(
+        [],
+        description="one file or a list of them: Parquet or JSON Lines, also in a data set of the Hugging Face "
+        "Hub: hf://datasets/OWNER/NAME/FILE",
+    )
+    val_files: Files = Field([], description="one file or a list of them, as train_files; empty: no validation")
     train_batch_size: int = Field(1024, gt=0, description="prompts per step")
     gen_batch_size: int | None = Field(
-        None, gt=0, description="prompts answered at once in dynamic sampling; null: train_batch_size"
+        None, gt=0, description="dynamic sampling: prompts answered at once; null: train_batch_size"
     )
     val_batch_size: int | None = Field(None, gt=0, description="prompts per validation call; null: all at once")
-    max_prompt_length: int = Field(512, gt=0, description="P, tokens")
-    max_response_length: int = Field(512, gt=0, description="T, tokens")
-    prompt_key: str = Field("prompt", description="the column with the chat messages")
-    reward_fn_key: str = Field("data_source", description="the column that picks the reward function")
-    truncation: Literal["error", "left", "right", "middle"] = Field(
-        "error", description="what becomes of a longer prompt: error, or which end is cut"
+    max_prompt_length: int = Field(512, gt=0, description="P, the maximum length of a prompt, in tokens")
+    max_response_length: int = Field(512, gt=0, description="T, the maximum length of a response, in tokens")
+    max_length: int | None = Field(
+        None,
+        gt=1,
+        description="sft: the maximum length of a row, in tokens, wherever its prompt ends; sets "
+        "max_prompt_length to 1, and max_response_length to the rest",
     )
-    filter_overlong_prompts: bool = Field(False, description="leave longer prompts out before training")
-    shuffle: bool = Field(True, description="a new order of prompts in every epoch")
-    seed: int = Field(42, description="of that order")
-    train_max_samples: int = Field(-1, ge=-1, description="use only so many rows; -1: all")
-    val_max_samples: int = Field(-1, ge=-1, description="use only so many rows; -1: all")
+    prompt_key: str = Field("prompt", description="the column with the chat messages")
+    response_key: str = Field(
+        "response",
+        description="sft: the column with the response to prompt_key, or a path as in extra_info.answer",
+    )
+    chosen_key: str = Field("chosen", description="dpo: the column with the response that was preferred")
+    rejected_key: str = Field("rejected", description="dpo: the column with the other response")
+    messages_key: str = Field(
+        "messages",
+        description="sft: the column with whole conversations, in place of prompt_key and response_key",
+    )
+    tools_key: str = Field("tools", description="sft: the column with the tools that a prompt describes")
+    reward_fn_key: str = Field("data_source", description="the column that selects the reward function")
+    reward_model_key: str = Field(
+        "reward_model", description="the column with style and ground_truth, which responses are judged by"
+    )
+    truncation: Literal["error", "left", "right", "middle"] = Field(
+        "error",
+        description="for a prompt longer than max_prompt_length: an error, or where tokens are cut off",
+    )
+    filter_overlong_prompts: bool = Field(
+        False, description="drop prompts longer than max_prompt_length before training"
+    )
+    shuffle: bool = Field(True, description="shuffle the prompts in every epoch")
+    seed: int = Field(42, description="seed of the shuffle")
+    train_max_samples: int = Field(-1, ge=-1, description="maximum number of training rows; -1: all")
+    val_max_samples: int = Field(-1, ge=-1, description="maximum number of validation rows; -1: all")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _splits_the_whole_length(cls, values: Any) -> Any:
+        """Split max_length into a prompt of one token, which is never learned, and the rest."""
+        longest = values.get("max_length") if isinstance(values, dict) else None
+        if not isinstance(longest, int):
+            return values
+        return {"max_prompt_length": 1, "max_response_length": max(1, longest - 1), **values}
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> "DataConfig":
+        parts = self.max_prompt_length, self.max_response_length
+        if self.max_length is not None and sum(parts) != self.max_length:
+            raise ValueError(
+                f"max_length is {self.max_length}, but max_prompt_length is {parts[0]} and max_response_length "
+                f"{parts[1]}; set the former alone, or both of the latter"
+            )
+        return self
+
+    @property
+    def source(self) -> DatasetSpec:
+        """The declaration of `dataset`."""
+        return DATASETS[self.dataset]
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there is validation data: files, or a data set that needs no files."""
+        return bool(self.val_files) or not self.source.reads_files
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts that are answered together."""
+        """Number of prompts answered together."""
         return self.gen_batch_size or self.train_batch_size

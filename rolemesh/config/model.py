@@ -1,4 +1,4 @@
-"""A model directory and how it is run."""
+"""The sections model and optim of roles."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rolemesh.config.base import Config
-from rolemesh.config.effects import NoEffect
+from rolemesh.config.base import Config, NoEffect
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -15,16 +14,32 @@ NO_BACKWARD = NoEffect("the role is not trained, so it has no backward pass to k
 
 
 class ModelConfig(Config):
-    path: str = Field("", description="a Hugging Face model directory; empty: the actor's")
-    trust_remote_code: bool = Field(False, description="run Python that comes with the model directory")
+    path: str = Field(
+        "",
+        description="a Hugging Face model directory, or a name of the Hugging Face Hub, ORGANISATION/MODEL; "
+        "empty: the actor's",
+    )
+    revision: str = Field(
+        "",
+        pattern=r"^([\w-][\w./-]*)?$",
+        description="branch, tag or commit of a path that is a Hub name; empty: main",
+    )
+    trust_remote_code: bool = Field(False, description="run Python code from the model directory")
     use_remove_padding: bool = Field(
         True,
-        description="rows go through the model end to end, what they begin with alike once; false: padded to "
-        "P + T tokens each",
+        description="run rows without padding, end to end, with shared prefixes computed once; false: pad each "
+        "row "
+        "to P + T tokens",
     )
     dtype: Precision = Field(
-        "float32", description="what matrix products run in; weights and optimizer stay float32 (autocast)"
+        "float32", description="type of matrix products (autocast); weights and optimizer stay float32"
     )
+
+    @model_validator(mode="after")
+    def _a_revision_is_of_a_path(self) -> "ModelConfig":
+        if self.revision and not self.path:
+            raise ValueError(f"revision is {self.revision!r}, but path is empty; set both")
+        return self
 
 
 class JudgingModelConfig(ModelConfig):
@@ -40,90 +55,150 @@ class TrainedModelConfig(ModelConfig):
     )
     enable_activation_offload: bool = Field(
         False,
-        description="what gradient checkpointing keeps lies in the host's memory; on a CPU it does anyway",
+        description="keep gradient checkpointing's activations in host memory; no effect on a CPU",
     )
 
     @model_validator(mode="after")
     def _offload_is_of_checkpoints(self) -> "TrainedModelConfig":
         if self.enable_activation_offload and not self.enable_gradient_checkpointing:
             raise ValueError(
-                "enable_activation_offload is true and enable_gradient_checkpointing false, and what is moved "
-                "is what the latter keeps; set both to true, or neither"
+                "enable_activation_offload is true, but enable_gradient_checkpointing is false; offload moves "
+                "the activations that checkpointing keeps, so set both to true, or neither"
             )
         return self
 
 
 class PolicyModelConfig(TrainedModelConfig):
-    """The actor's, which may be trained by a low-rank adapter alone (docs/lora.md)."""
+    """The actor's model. Training may be limited to a low-rank adapter (docs/lora.md)."""
 
-    lora_rank: int = Field(0, ge=0, description="train an adapter of this rank and nothing else; 0: train all")
-    lora_alpha: int = Field(16, gt=0, description="the adapter counts lora_alpha / lora_rank times")
+    lora_rank: int = Field(0, ge=0, description="train only a LoRA adapter of this rank; 0: train all weights")
+    lora_alpha: int = Field(
+        16, gt=0, description="scale of the adapter: its product counts lora_alpha / lora_rank"
+    )
     target_modules: str | tuple[str, ...] = Field(
         "all-linear",
-        description="which modules are adapted: names, as [q_proj, v_proj]; or a pattern of the whole name; "
-        "all-linear: every matrix but the head",
+        description="modules with an adapter: a list of names, e.g. [q_proj, v_proj], or a regular expression "
+        "for "
+        "the whole name; all-linear: every matrix except the head",
     )
     lora_adapter_path: str = Field(
-        "", description="start from this adapter, whose own target modules hold; empty: from a new one"
+        "", description="start from this adapter and its target modules; empty: from a new adapter"
     )
 
     @model_validator(mode="after")
     def _targets_can_be_looked_for(self) -> "PolicyModelConfig":
         targets = self.target_modules
         if not targets or "" in (targets if isinstance(targets, tuple) else ()):
-            raise ValueError("target_modules names nothing; all-linear is every matrix but the head")
+            raise ValueError("target_modules names nothing; all-linear is every matrix except the head")
         try:
             re.compile(targets if isinstance(targets, str) else "")
         except re.error as error:
-            raise ValueError(f"target_modules {targets!r} is no pattern: {error}") from error
+            raise ValueError(f"target_modules {targets!r} is not a regular expression: {error}") from error
         return self
 
 
 def is_target(module: str, targets: str | Sequence[str]) -> bool:
-    """Whether a module is adapted, as peft decides it: a string is a pattern of the whole name, an entry of a
-    list the name or its end."""
+    """Return whether a module gets an adapter, by peft's rule.
+
+    A string is a regular expression for the whole name. An entry of a list matches the name or its last parts.
+    """
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in targets)
 
 
+Ulysses = Annotated[
+    int,
+    Field(
+        gt=0,
+        description="ranks that compute the same rows together, each a part of the tokens (Ulysses); "
+        "divides the role's ranks and the model's attention heads",
+    ),
+]
+
+
+class FsdpConfig(Config):
+    """How a role of several ranks shards its model (FSDP2, docs/ranks.md). One rank has the model whole."""
+
+    fsdp_size: int = Field(
+        -1,
+        ge=-1,
+        description="ranks that share one copy of the model; -1: all. A smaller number must divide the role's "
+        "ranks, and every group of so many ranks has a copy (HSDP)",
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="free a block's gathered weights after its forward pass and gather them again for the "
+        "backward pass; false: less communication, more memory",
+    )
+    forward_prefetch: bool = Field(
+        False, description="gather a block's weights while the block before it computes"
+    )
+    param_offload: bool = Field(
+        False, description="keep weights, gradients and the optimizer's state in host memory"
+    )
+    optimizer_offload: Annotated[bool, NoEffect("the role is not trained, so it has no optimizer")] = Field(
+        False, description="no effect"
+    )
+
+    @model_validator(mode="after")
+    def _a_copy_needs_ranks(self) -> "FsdpConfig":
+        if self.fsdp_size == 0:
+            raise ValueError("fsdp_size is 0; expected a number of ranks, or -1 for all")
+        return self
+
+
+class TrainedFsdpConfig(FsdpConfig):
+    """FsdpConfig of a role that is trained."""
+
+    optimizer_offload: bool = Field(
+        False,
+        description="keep the optimizer's state in host memory between its steps; also with one rank",
+    )
+
+
+class CriticModelConfig(TrainedModelConfig):
+    fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
+
+
 class OptimConfig(Config):
-    lr: float = Field(1e-6, gt=0, description="AdamW's learning rate, the greatest of its schedule")
+    lr: float = Field(1e-6, gt=0, description="AdamW's learning rate, the maximum of the schedule")
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="how the rate falls after the warm-up, until trainer.total_training_steps"
+        "constant", description="shape of the decay after the warm-up, until trainer.total_training_steps"
     )
     min_lr_ratio: float = Field(
-        0.0, ge=0, le=1, description="linear, cosine: what the rate falls to, as a share of lr"
+        0.0, ge=0, le=1, description="linear, cosine: final learning rate, as a share of lr"
     )
     lr_warmup_steps: int = Field(
-        -1, ge=-1, description="training steps in which the rate rises from 0; 0 or -1: by the ratio"
+        -1, ge=-1, description="training steps in which the rate rises from 0; 0 or -1: lr_warmup_steps_ratio"
     )
     lr_warmup_steps_ratio: float = Field(
-        0.0, ge=0, le=1, description="warm-up as a share of trainer.total_training_steps"
+        0.0, ge=0, le=1, description="warm-up as a share of trainer.total_training_steps; 0: no warm-up"
     )
-    weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates of both moments")
-    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's weight decay; 0: none")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's decay rates of the two moments")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon, added to the denominator")
 
     @model_validator(mode="before")
     @classmethod
     def _schedule_has_its_new_name(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and "warmup_style" in data:
-            raise ValueError("warmup_style is called lr_scheduler_type, here as in newer versions of verl")
+            raise ValueError("warmup_style is now lr_scheduler_type, as in newer versions of verl")
         return data
 
     @model_validator(mode="after")
     def _constant_falls_to_nothing(self) -> "OptimConfig":
         if self.min_lr_ratio and self.lr_scheduler_type == "constant":
             raise ValueError(
-                f"min_lr_ratio is {self.min_lr_ratio:g} and lr_scheduler_type constant, which does not fall; "
+                f"min_lr_ratio is {self.min_lr_ratio:g}, but lr_scheduler_type is constant, which does not "
+                "decay; "
                 "set lr_scheduler_type to cosine or linear, or min_lr_ratio to 0"
             )
         return self
 
     @property
     def depends_on_total(self) -> str | None:
-        """The key by which the schedule depends on the number of all steps, if one does."""
+        """The key that makes the schedule depend on the total number of steps; None if it does not."""
         if self.lr_scheduler_type != "constant":
             return "lr_scheduler_type"
         by_ratio = self.lr_warmup_steps <= 0 and self.lr_warmup_steps_ratio > 0
@@ -131,4 +206,4 @@ class OptimConfig(Config):
 
 
 class CriticOptimConfig(OptimConfig):
-    lr: float = Field(1e-5, gt=0, description="AdamW's learning rate, the greatest of its schedule")
+    lr: float = Field(1e-5, gt=0, description="AdamW's learning rate, the maximum of the schedule")

@@ -1,98 +1,128 @@
-"""reward: what a response is worth."""
+"""The section reward: how responses are scored."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rolemesh.config.base import Config
-from rolemesh.config.effects import NoEffect
-from rolemesh.config.model import JudgingModelConfig
+from rolemesh.catalog.reward_managers import REWARD_MANAGERS, RewardManagerSpec
+from rolemesh.config.base import Config, NoEffect, name_in, options_of
+from rolemesh.config.model import FsdpConfig, JudgingModelConfig, Ulysses
 
 PRIME = NoEffect("prime does what naive does: rows in parallel, each with a time limit", "prime")
 
 
 class CustomRewardConfig(Config):
-    path: str | None = Field(None, description="a Python file of yours")
+    path: str | None = Field(
+        None, description="your Python file with the reward function; null: built-in rules"
+    )
     name: str = Field(
         "compute_score",
-        description="the function in it: (data_source, solution_str, ground_truth, extra_info); with "
+        description="name of the function: (data_source, solution_str, ground_truth, extra_info); with "
         "reward_manager batch: (data_sources, solution_strs, ground_truths, extra_infos)",
     )
-    reward_kwargs: dict[str, str | int | float | bool] = Field({}, description="further keyword arguments")
+    reward_kwargs: dict[str, str | int | float | bool] = Field(
+        {}, description="further keyword arguments of the function"
+    )
+
+
+class ScoringModelConfig(JudgingModelConfig):
+    fsdp_config: FsdpConfig = FsdpConfig()
 
 
 class RewardModelConfig(Config):
-    enable: bool = Field(False, description="score rows whose reward_model.style is 'model' by a model")
-    model: JudgingModelConfig = Field(
-        JudgingModelConfig(), description="a sequence- or token-classification directory"
+    enable: bool = Field(False, description="score rows whose reward_model.style is 'model' with a model")
+    model: ScoringModelConfig = Field(
+        ScoringModelConfig(), description="a sequence- or token-classification model"
     )
     micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward pass")
+    ulysses_sequence_parallel_size: Ulysses = 1
 
 
 class OverlongBufferConfig(Config):
     """Soft overlong punishment (DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13)."""
 
-    enable: bool = Field(False, description="punish responses that come near data.max_response_length")
-    len: int = Field(0, ge=0, description="tokens before the maximum over which the punishment grows")
-    penalty_factor: float = Field(1.0, ge=0, description="of the full punishment, at the maximum")
+    enable: bool = Field(False, description="penalize responses close to data.max_response_length")
+    len: int = Field(0, ge=0, description="number of tokens before the maximum in which the penalty grows")
+    penalty_factor: float = Field(1.0, ge=0, description="penalty at the maximum length")
     log: bool = Field(
-        False, description="metrics: reward/overlong_reward/mean, and reward/overlong/mean, the share"
+        False,
+        description="report metrics: the mean penalty, reward/overlong_reward/mean, and the share of penalized "
+        "responses, reward/overlong/mean",
     )
 
 
 class SandboxConfig(Config):
-    """Programs of prime_code."""
+    """The sandbox for programs of prime_code."""
 
-    continuous: bool = Field(True, description="score the share of the first ten tests; false: all or nothing")
-    timeout_s: int = Field(
-        10, gt=0, description="CPU seconds of a test, and seconds that a row's tests may sleep together"
+    continuous: bool = Field(
+        True, description="score the share of the first ten tests that pass; false: 1 if all tests pass, else 0"
     )
-    memory_limit_mb: int = Field(1024, ge=64, description="MiB of a test, the interpreter's own included")
+    timeout_s: int = Field(
+        10, gt=0, description="CPU seconds of one test; also the seconds that all tests of a row may sleep"
+    )
+    memory_limit_mb: int = Field(1024, ge=64, description="memory of one test with its interpreter, in MiB")
 
 
 class RewardConfig(Config):
     custom_reward_function: CustomRewardConfig = CustomRewardConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
-    reward_manager: Annotated[Literal["naive", "batch", "dapo", "prime"], PRIME] = Field(
+    reward_manager: Annotated[str, name_in(REWARD_MANAGERS), PRIME] = Field(
         "naive",
-        description="naive and prime: rows in parallel; dapo: with overlong_buffer; batch: your function gets "
-        "all rows of a call at once",
+        description="naive, prime: score rows in parallel; dapo: the same, with overlong_buffer; batch: call "
+        "your "
+        "function with all rows of a call at once",
+    )
+    options: Annotated[dict[str, Any], options_of(REWARD_MANAGERS, "reward_manager")] = Field(
+        {}, description="options of a plug-in's reward manager"
     )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     num_workers: int | None = Field(
-        None, gt=0, description="processes that score rows; null: as many as there are CPUs, 8 at most"
+        None, gt=0, description="number of scoring processes; null: the number of CPUs, at most 8"
     )
-    timeout_s: float = Field(300.0, gt=0, description="for a row (batch: a call); then the run ends, naming it")
-    format_score: float = Field(0.0, description="gsm8k: of a well-formed wrong answer")
+    timeout_s: float = Field(
+        300.0,
+        gt=0,
+        description="seconds to score a row (batch: a call), after which the run fails and names it",
+    )
+    format_score: float = Field(0.0, description="gsm8k: score of a wrong answer in the right format")
     answer_chars: int | None = Field(
         300,
         gt=0,
-        description="gsm8k, dapo: read so many characters at the end of a response, as verl does; null: all",
+        description="gsm8k, dapo: number of characters to search at the end of a response, as in verl; null: "
+        "all",
     )
     math: Literal["hendrycks", "math_verify"] = Field(
-        "hendrycks", description="MATH's answers are equal as normalised text, or as mathematics"
+        "hendrycks",
+        description="MATH: compare answers as normalized text (hendrycks) or as mathematics (math_verify)",
     )
     sandbox: SandboxConfig = SandboxConfig()
 
     @property
+    def manager(self) -> RewardManagerSpec:
+        """The declaration of reward_manager."""
+        return REWARD_MANAGERS[self.reward_manager]
+
+    @property
     def tells_more(self) -> bool:
-        """Whether further numbers may come with a score, for the step's metrics."""
-        return self.custom_reward_function.path is not None or self.overlong_buffer.log
+        """Whether scores may come with further numbers, for the step's metrics."""
+        own = self.custom_reward_function.path is not None or not self.manager.quick
+        return own or self.overlong_buffer.log
 
     @model_validator(mode="after")
     def _manager_fits(self) -> RewardConfig:
-        if self.reward_manager == "batch" and self.custom_reward_function.path is None:
+        if self.manager.needs_function and self.custom_reward_function.path is None:
             raise ValueError(
-                "reward_manager is batch, which calls a function of yours with all rows at once, and "
+                f"reward_manager is {self.reward_manager}, which calls your function with all rows at once, "
+                "but "
                 "custom_reward_function.path is not set; name your file, or set reward_manager to naive"
             )
-        if self.overlong_buffer.enable and self.reward_manager != "dapo":
+        if self.overlong_buffer.enable and not self.manager.punishes_length:
             raise ValueError(
-                f"overlong_buffer.enable is true and reward_manager is {self.reward_manager}, which does not "
-                "punish length; set reward_manager to dapo"
+                f"overlong_buffer.enable is true, but reward_manager {self.reward_manager} does not penalize "
+                "length; set reward_manager to dapo"
             )
         if self.overlong_buffer.enable and self.overlong_buffer.len == 0:
-            raise ValueError("overlong_buffer.enable is true and overlong_buffer.len is 0; say how many tokens")
+            raise ValueError("overlong_buffer.enable is true, but overlong_buffer.len is 0; set it above 0")
         return self

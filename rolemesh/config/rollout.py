@@ -1,46 +1,39 @@
-"""rollout: generation."""
+"""The section rollout: generation."""
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rolemesh.config.base import Config
-from rolemesh.config.effects import NoEffect
+from rolemesh.catalog.agents import AGENTS
+from rolemesh.catalog.call_formats import CALL_FORMATS
+from rolemesh.catalog.engines import ENGINES, EngineSpec
+from rolemesh.catalog.tools import TOOLS
+from rolemesh.config.base import Config, NoEffect, name_in, options_of
 from rolemesh.config.model import Precision
 
-# Keys of other systems' job files that ask for what a rollout here does not do.
-NOT_HERE = {
-    "multi_turn": "a response is one turn: nothing speaks in between",
-    "agent": "a response is one turn: there are no agent loops",
-}
-# What only an engine with a scheduler and a cache of its own can do; the default elsewhere.
-VLLM_ONLY = (
-    *("stop", "gpu_memory_utilization", "enforce_eager", "tensor_model_parallel_size"),
-    *("max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats"),
-)
-
-# A batch is judged in about this many calls: enough that judging overlaps with generation, few enough that
-# every call fills the accelerator. Both the controller and the planner count with it.
+# A batch is judged in about this many calls: enough to overlap judging with generation, and few enough that
+# every call fills the accelerator. Controller and planner both use it.
 CHUNKS_PER_BATCH = 4
 
-# Of a truncated distribution the trainer is sent every token that could be drawn, [B, T, top_k].
+# If sampling truncates, the trainer gets every token that could be sampled, [B, T, top_k].
 MAX_KEPT = 512
 
 
 class SamplingConfig(Config):
-    """How tokens are drawn. top_k is applied before top_p, both on logits / temperature."""
+    """Sampling of tokens. top_k is applied before top_p, both on logits / temperature."""
 
-    temperature: float = Field(1.0, ge=0, description="0 is greedy")
-    top_k: int = Field(-1, ge=-1, description="draw from the k likeliest tokens; -1: from all")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw from the smallest set with this mass")
-    do_sample: bool = Field(True, description="false: greedy")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0: greedy")
+    top_k: int = Field(-1, ge=-1, description="sample from the k likeliest tokens; -1: from all")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the smallest set of tokens with this probability; 1: from all"
+    )
+    do_sample: bool = Field(True, description="sample tokens; false: greedy")
     n: int = Field(1, gt=0, description="responses per prompt")
 
     @model_validator(mode="after")
     def _top_k_is_not_zero(self) -> "SamplingConfig":
         if self.top_k == 0:
-            raise ValueError("top_k is 0, which leaves no token; -1 takes all")
+            raise ValueError("top_k is 0, which leaves no token; set it to -1 for all tokens")
         return self
 
     @property
@@ -49,36 +42,151 @@ class SamplingConfig(Config):
 
     @property
     def truncates(self) -> bool:
-        """Some tokens cannot be drawn."""
+        """Whether some tokens cannot be sampled."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property
     def num_kept(self) -> int:
-        """K of the column kept_ids; 0: no such column. Only what is trained on has it."""
+        """K of the column kept_ids, which only training rows have; 0: no such column."""
         return 0
 
 
 class ValSamplingConfig(SamplingConfig):
-    do_sample: bool = Field(False, description="false: greedy")
+    do_sample: bool = Field(False, description="sample tokens; false: greedy")
 
 
 class OpenAIConfig(Config):
-    """Servers that the engine openai works with; docs/openai-engine.md says how to start one."""
+    """Servers for the engine openai; docs/openai-engine.md describes how to start one."""
 
-    urls: tuple[str, ...] = Field((), description="of the servers, as [http://10.0.0.7:8000]; all of one model")
-    api: Literal["vllm", "sglang"] = Field("vllm", description="whose servers they are")
-    weights_dir: str = Field("", description="a directory shared with the servers, at the same path there")
-    api_key_env: str = Field("", description="the environment variable with the servers' API key; none: no key")
-    timeout_s: float = Field(600.0, gt=0, description="a row, or a load of weights, that takes longer is lost")
+    urls: tuple[str, ...] = Field(
+        (), description="URLs of the servers, e.g. [http://10.0.0.7:8000]; all must serve the same model"
+    )
+    api: Literal["vllm", "sglang"] = Field("vllm", description="the kind of server")
+    weights_dir: str = Field("", description="a directory shared with the servers, at the same path on them")
+    api_key_env: str = Field(
+        "", description="name of the environment variable with the servers' API key; empty: no key"
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="deadline of a row or a load of weights, in seconds, after which it fails"
+    )
+
+
+class McpServerConfig(Config):
+    """A server that speaks the Model Context Protocol: a program that the role starts, or a URL."""
+
+    command: tuple[str, ...] = Field(
+        (), description="program and arguments; it is spoken to by stdin and stdout"
+    )
+    env: tuple[str, ...] = Field(
+        (), description="names of environment variables that the program gets beside PATH, HOME and the like"
+    )
+    url: str = Field("", description="of a server that runs already; it is spoken to by streamable HTTP")
+    headers: dict[str, str] = Field(
+        {}, description="headers for the url, each with the name of the environment variable that has its value"
+    )
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> "McpServerConfig":
+        if bool(self.command) == bool(self.url):
+            raise ValueError("a server has either command or url")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url is {self.url!r:.200}; a URL with http:// or https:// expected")
+        if (self.env and self.url) or (self.headers and self.command):
+            raise ValueError("env is for a command, and headers are for a url")
+        return self
+
+    def __str__(self) -> str:
+        return self.url or self.command[0]
+
+
+class MultiTurnConfig(Config):
+    enable: bool = Field(False, description="rows may be conversations of many turns, with a role environment")
+    max_assistant_turns: int | None = Field(
+        None, gt=0, description="most turns of the policy in a conversation; null: as many as fit"
+    )
+    max_user_turns: int | None = Field(
+        None, gt=0, description="most times that the environment answers; null: as many as fit"
+    )
+    max_parallel_calls: int = Field(
+        1, gt=0, description="most calls of tools in a turn; further ones are refused"
+    )
+    max_tool_response_length: int = Field(256, gt=0, description="most characters of a tool's answer")
+    tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
+        "middle",
+        description="which part of a longer answer of a tool is kept: left, right, or some from each side",
+    )
+    format: Annotated[str, name_in(CALL_FORMATS)] = Field(
+        "hermes", description="how the policy writes calls of tools"
+    )
+    template_rewrites: Literal["refuse", "keep", "split"] = Field(
+        "refuse",
+        description="a chat template that changes earlier turns: refuse it; keep the ids as sampled; or split "
+        "the row there, and show the policy what the template makes of the whole conversation",
+    )
+    tool_config_path: str | None = Field(None, description="verl's YAML file of tools")
+    interaction_config_path: str | None = Field(None, description="verl's YAML file of interactions")
+    tools: tuple[Annotated[str, name_in(TOOLS)], ...] = Field(
+        (), description="tools by name: built in, or of a plug-in"
+    )
+    mcp_servers: dict[str, McpServerConfig] = Field(
+        {}, description="servers of the Model Context Protocol by name; tool_agent offers all their tools"
+    )
+    call_timeout_s: float = Field(60.0, gt=0, description="seconds for one turn of an environment")
+    episode_timeout_s: float = Field(600.0, gt=0, description="seconds for a conversation, generation included")
+    on_tool_error: Literal["tell", "fail"] = Field(
+        "tell", description="a tool that raises or hangs: tell the policy, or fail the run with the row's name"
+    )
+    max_attempts: int = Field(
+        3, gt=0, description="how often a conversation may begin anew because its environment was lost"
+    )
+    max_episodes: int = Field(4096, gt=0, description="most open conversations of a replica of environment")
+    turn_reward_weight: float = Field(1.0, description="weight of the environment's rewards of turns")
+    episode_reward_weight: float = Field(
+        1.0, description="weight of the environment's rewards of conversations"
+    )
+
+
+class ExternalConfig(Config):
+    """The agent external; docs/agents.md describes its program."""
+
+    command: tuple[str, ...] = Field(
+        (), description="the program of an episode and its arguments, e.g. [node, agent.mjs]; no shell reads it"
+    )
+    pass_env: tuple[str, ...] = Field(
+        (),
+        description="names of environment variables that the program gets besides PATH, HOME, LANG and TMPDIR",
+    )
+    reward_at_limit: float | None = Field(
+        None,
+        description="reward of an episode whose program fails because its conversation reached a limit; null: "
+        "the run fails, with the row's name",
+    )
+
+
+class AgentConfig(Config):
+    default_agent_loop: Annotated[str, name_in(AGENTS)] = Field(
+        "single_turn_agent", description="the agent of rows without agent_name"
+    )
+    num_workers: Annotated[int, NoEffect("one controller drives all conversations")] = Field(
+        8, gt=0, description="no effect: verl's processes that drive conversations"
+    )
+    external: ExternalConfig = ExternalConfig()
 
 
 class RolloutConfig(SamplingConfig):
-    name: Literal["hf", "vllm", "openai"] = Field("hf", description="the engine")
-    mode: Literal["sync", "async"] = Field(
-        "sync", description="async: rollouts run ahead of training by trainer.max_staleness steps"
+    name: Annotated[str, name_in(ENGINES)] = Field("hf", description="the engine that generates")
+    options: Annotated[dict[str, Any], options_of(ENGINES, "name")] = Field(
+        {}, description="options of a plug-in's engine"
     )
-    ignore_eos: bool = Field(False, description="always use the whole response length")
-    stop: tuple[str, ...] = Field((), description="texts that end a response too; their tokens are part of it")
+    mode: Literal["sync", "async"] = Field(
+        "sync",
+        description="sync: generate rows when their step needs them; async: up to trainer.max_staleness steps "
+        "ahead",
+    )
+    ignore_eos: bool = Field(False, description="generate data.max_response_length tokens in every response")
+    stop: tuple[str, ...] = Field(
+        (), description="texts that also end a response; their tokens are part of the response"
+    )
     prompt_length: Annotated[int | None, NoEffect("data.max_prompt_length holds everywhere")] = Field(
         None, gt=0, description="no effect; must equal data.max_prompt_length"
     )
@@ -88,64 +196,87 @@ class RolloutConfig(SamplingConfig):
     calculate_log_probs: Annotated[bool, NoEffect("a token always comes with its log-probability")] = Field(
         True, description="no effect; false is refused"
     )
-    dtype: Precision = Field("float32", description="what the engine computes in")
-    max_num_seqs: int = Field(256, ge=4, description="rows decoded at once")
-    seed: int = Field(42, description="of the rows' random streams")
+    dtype: Precision = Field("float32", description="type in which the engine computes")
+    max_num_seqs: int = Field(
+        256, ge=4, description="maximum number of rows decoded at once, per engine or server"
+    )
+    seed: int = Field(42, description="seed of the rows' random streams")
     tensor_model_parallel_size: int = Field(
-        1, gt=0, description="GPUs over which one replica's layers are split"
+        1, gt=0, description="number of GPUs over which one replica's layers are split"
     )
     gpu_memory_utilization: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="share of a GPU's memory for weights and KV cache; of the free RAM on a CPU",
+        description="share of a GPU's memory for weights and KV cache; on a CPU, of the free RAM",
     )
-    free_cache_engine: bool = Field(True, description="sleeping gives the memory back; false: it only pauses")
-    max_num_batched_tokens: int = Field(8192, gt=0, description="tokens of one forward, prompts' and new ones")
+    free_cache_engine: bool = Field(
+        True, description="release the memory while the role sleeps; false: only pause"
+    )
+    max_num_batched_tokens: int = Field(
+        8192, gt=0, description="maximum tokens of one forward pass, of prompts and decoding rows together"
+    )
     enable_chunked_prefill: bool = Field(
-        True, description="long prompts are read in pieces, beside decoding rows; not on a CPU"
+        True, description="split long prompts into chunks that are batched with decoding rows; off on a CPU"
     )
-    enable_prefix_caching: bool = Field(True, description="rows with the same beginning share its KV cache")
-    enforce_eager: bool = Field(False, description="neither CUDA graphs nor compilation; on a CPU always so")
+    enable_prefix_caching: bool = Field(True, description="share the KV cache of rows with the same prefix")
+    enforce_eager: bool = Field(
+        False, description="disable CUDA graphs and compilation; on a CPU they are always disabled"
+    )
     load_format: Annotated[Literal["auto", "safetensors"], NoEffect("weights are read from safetensors")] = (
-        Field("auto", description="no effect: safetensors always, pickles never")
+        Field("auto", description="no effect: weights are always read from safetensors, never from pickles")
     )
-    disable_log_stats: bool = Field(True, description="false: vLLM logs its throughput and cache use")
+    disable_log_stats: bool = Field(True, description="false: let vLLM log its throughput and cache use")
     val_kwargs: ValSamplingConfig = ValSamplingConfig()
     openai: OpenAIConfig = OpenAIConfig()
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    agent: AgentConfig = AgentConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _one_turn(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        for key, reason in NOT_HERE.items():
-            if key in data and data[key] not in (None, {}, {"enable": False}):
-                raise ValueError(f"rollout.{key} is set, and {reason}")
-        return {key: value for key, value in data.items() if key not in NOT_HERE}
+    @model_validator(mode="after")
+    def _who_converses_has_an_environment(self) -> "RolloutConfig":
+        agent = self.agent.default_agent_loop
+        if AGENTS[agent].converses and not self.multi_turn.enable:
+            raise ValueError(
+                f"rollout.agent.default_agent_loop is {agent}, which converses, but rollout.multi_turn.enable "
+                "is false; set enable to true"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _external_has_a_program(self) -> "RolloutConfig":
+        if self.agent.default_agent_loop == "external" and not self.agent.external.command:
+            raise ValueError(
+                "rollout.agent.default_agent_loop is external, but rollout.agent.external.command is empty; "
+                "set it to the program, as in [python, agent.py]"
+            )
+        return self
 
     @model_validator(mode="after")
     def _tokens_have_log_probs(self) -> "RolloutConfig":
         if not self.calculate_log_probs:
             raise ValueError(
-                "calculate_log_probs is false; the correction and the metrics use them, so they stay"
+                "calculate_log_probs is false, but correction and metrics need log-probabilities; set it to "
+                "true"
             )
         return self
 
     @model_validator(mode="after")
     def _engine_has_the_key(self) -> "RolloutConfig":
         fields = type(self).model_fields
-        foreign = [key for key in VLLM_ONLY if getattr(self, key) != fields[key].default]
-        if self.name != "vllm" and foreign:
-            raise ValueError(f"rollout.{foreign[0]} is the engine vllm's, and rollout.name is {self.name}")
+        for engine in ENGINES.values():
+            for key in engine.keys:
+                if key not in self.engine.keys and getattr(self, key) != fields[key].default:
+                    raise ValueError(
+                        f"rollout.{key} is a key of engine {engine.name}, but rollout.name is {self.name}"
+                    )
         return self
 
     @model_validator(mode="after")
     def _other_servers_are_named(self) -> "RolloutConfig":
-        if self.name == "openai" and not (self.openai.urls and self.openai.weights_dir):
+        if self.works_with_servers and not (self.openai.urls and self.openai.weights_dir):
             raise ValueError(
-                "rollout.name is openai: set rollout.openai.urls to the servers, as in [http://10.0.0.7:8000], "
-                "and rollout.openai.weights_dir to a directory that they see too"
+                f"rollout.name is {self.name}: set rollout.openai.urls to the servers, as in "
+                "[http://10.0.0.7:8000], and rollout.openai.weights_dir to a directory shared with them"
             )
         return self
 
@@ -153,10 +284,26 @@ class RolloutConfig(SamplingConfig):
     def _kept_tokens_are_bounded(self) -> "RolloutConfig":
         if self.truncates and not 0 < self.top_k <= MAX_KEPT:
             raise ValueError(
-                f"top_p {self.top_p:g} with top_k {self.top_k}: the trainer is sent the tokens that could be "
-                f"drawn, at most {MAX_KEPT} of them; set rollout.top_k between 1 and {MAX_KEPT}"
+                f"top_p is {self.top_p:g} and top_k {self.top_k}, but the trainer gets at most {MAX_KEPT} "
+                "tokens "
+                f"that could be sampled; set rollout.top_k between 1 and {MAX_KEPT}"
             )
         return self
+
+    @property
+    def engine(self) -> EngineSpec:
+        """The declaration of `name`."""
+        return ENGINES[self.name]
+
+    @property
+    def works_with_servers(self) -> bool:
+        """Whether the engine sends its rows to the servers of rollout.openai."""
+        return "openai" in self.engine.keys
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that one engine decodes at once."""
+        return self.max_num_seqs * (len(self.openai.urls) if self.works_with_servers else 1)
 
     @property
     def num_kept(self) -> int:
@@ -164,5 +311,5 @@ class RolloutConfig(SamplingConfig):
 
     @property
     def sampling(self) -> dict[str, SamplingConfig]:
-        """How tokens are drawn, and how many responses to a prompt, by a request's meta_info["sampling"]."""
+        """Sampling parameters and responses per prompt, by a request's meta_info["sampling"]."""
         return {"train": self, "validation": self.val_kwargs, "greedy": SamplingConfig(do_sample=False)}

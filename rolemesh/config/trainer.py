@@ -1,8 +1,8 @@
-"""trainer: the loop around the steps."""
+"""The section trainer: the training loop, checkpoints, logs and timeouts."""
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from rolemesh.config.base import Config
 
@@ -10,43 +10,91 @@ Logger = Literal["console", "file", "tensorboard", "wandb", "mlflow"]
 
 
 class TrainerConfig(Config):
-    project_name: str = "rolemesh"
-    experiment_name: str = "run"
+    project_name: str = Field("rolemesh", description="project of the run in wandb and mlflow")
+    experiment_name: str = Field("run", description="name of the run in loggers, metrics and its directory")
     default_local_dir: str | None = Field(
         None, description="the run directory; null: outputs/<experiment_name>"
     )
-    total_epochs: int = Field(1, gt=0, description="passes over the prompts")
-    total_training_steps: int | None = Field(None, gt=0, description="null: as many as the epochs hold")
-    max_staleness: int = Field(
-        1, ge=0, description="rollout.mode async: steps by which a token's weights may be behind; 0 is sync"
+    total_epochs: int = Field(1, gt=0, description="passes over the prompts, if total_training_steps is null")
+    total_training_steps: int | None = Field(
+        None, gt=0, description="number of steps; null: as many as total_epochs gives"
     )
-    critic_warmup: int = Field(0, ge=0, description="first steps in which the critic alone is trained")
+    max_staleness: int = Field(
+        1,
+        ge=0,
+        description="rollout.mode async: how many steps old the weights that generated a token may be; 0 is "
+        "sync",
+    )
+    critic_warmup: int = Field(0, ge=0, description="first steps, in which only the critic is trained")
     balance_batch: bool = Field(
         True,
-        description="rows of a mini-batch go to micro-batches by length, answers to one prompt together where "
-        "they can: each has about as many tokens",
+        description="distribute a mini-batch's rows so that micro-batches have similar numbers of tokens, with "
+        "answers to one prompt together where possible",
     )
-    val_before_train: bool = True
-    val_only: bool = False
-    test_freq: int = Field(-1, ge=-1, description="validate every so many steps and at the end; -1: never")
-    save_freq: int = Field(-1, ge=-1, description="checkpoint every so many steps and at the end; -1: never")
-    max_actor_ckpt_to_keep: int | None = Field(None, gt=0, description="older ones are deleted; null: keep all")
+    val_before_train: bool = Field(
+        True, description="validate before the first step, if there is validation data"
+    )
+    val_only: bool = Field(False, description="validate once and make no step")
+    test_freq: int = Field(-1, ge=-1, description="validate every N steps and after the last; 0 or -1: never")
+    save_freq: int = Field(
+        -1, ge=-1, description="save a checkpoint every N steps and after the last; 0 or -1: never"
+    )
+    save_best: str = Field(
+        "",
+        description="a metric of validation: when it is the best so far, a checkpoint is saved, and the "
+        "best one is kept; higher is better, except for a loss; empty: none",
+    )
+    max_actor_ckpt_to_keep: int | None = Field(
+        None, gt=0, description="checkpoints to keep; older ones are deleted; null: keep all"
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(
-        "auto", description="auto: from the run directory's latest checkpoint if there is one"
+        "auto",
+        description="auto: resume from the run directory's latest checkpoint, if any; disable: start a new "
+        "run; "
+        "resume_path: resume from resume_from_path",
     )
-    resume_from_path: str | None = Field(None, description="a global_step_<n> directory, for resume_path")
+    resume_from_path: str | None = Field(None, description="resume_path: a global_step_<n> directory")
     logger: list[Logger] = Field(
-        ["console", "file"], description="where step metrics go; to metrics.jsonl, which is file, always"
+        ["console", "file"], description="outputs of step metrics; metrics.jsonl (file) is always written"
     )
-    rollout_data_dir: str | None = Field(None, description="one JSONL of responses per training step")
-    validation_data_dir: str | None = Field(None, description="one JSONL of responses per validation")
-    log_val_generations: int = Field(3, ge=0, description="validation answers shown at the end")
+    rollout_data_dir: str | None = Field(
+        None, description="directory for one JSONL file of responses per training step; null: none"
+    )
+    validation_data_dir: str | None = Field(
+        None, description="directory for one JSONL file of responses per validation; null: none"
+    )
+    log_val_generations: int = Field(3, ge=0, description="number of validation answers shown at the end")
     profile_steps: tuple[PositiveInt, ...] = Field(
-        (), description="steps of which profile/step_<n> gets a timeline and each role's trace, as [2, 5]"
+        (),
+        description="steps to profile, e.g. [2, 5]: profile/step_<n> gets a timeline and a trace of each role",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
-    rpc_timeout_s: float = Field(1800.0, gt=0, description="seconds; deadline of every call to a role")
+    n_gpus_per_node: int | None = Field(
+        None,
+        gt=0,
+        description="verl's name: with nnodes the default of placement.ranks for each group with a model on a "
+        "device, except one of the rollout alone; null: 1",
+    )
+    nnodes: int = Field(1, gt=0, description="verl's name: machines with n_gpus_per_node GPUs each")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
+    rpc_timeout_s: float = Field(1800.0, gt=0, description="deadline of every call to a role, in seconds")
     weight_sync_timeout_s: float = Field(
-        300.0, gt=0, description="seconds for a rollout to take new weights; a replica that cannot is left out"
+        300.0,
+        gt=0,
+        description="time for a rollout to load new weights, in seconds; a slower replica gets no work until "
+        "it has "
+        "them",
     )
-    ready_timeout_s: float = Field(600.0, gt=0, description="seconds until every role must be ready")
+    ready_timeout_s: float = Field(600.0, gt=0, description="time for every role to become ready, in seconds")
+
+    @property
+    def world_size(self) -> int | None:
+        """What verl calls the world: n_gpus_per_node times nnodes; None if the job does not say."""
+        return None if self.n_gpus_per_node is None else self.n_gpus_per_node * self.nnodes
+
+    @model_validator(mode="after")
+    def _nodes_have_gpus(self) -> "TrainerConfig":
+        if self.nnodes > 1 and self.n_gpus_per_node is None:
+            raise ValueError(
+                f"nnodes is {self.nnodes}, but n_gpus_per_node is not set; set both, or placement.ranks instead"
+            )
+        return self

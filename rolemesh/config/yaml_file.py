@@ -1,7 +1,7 @@
-"""YAML of jobs: their files, what is laid on them, recorded ones, and values on the command line.
+"""Read and write the YAML of jobs: job files, overrides, recorded jobs, and values on the command line.
 
-Whatever is in it, the answer is its content or one line that says what is wrong and where: size, depth and the
-number of values (with what aliases repeat) are bounded, and nothing is read twice or half.
+Any input gives its content, or an error of one line that says what is wrong and where. Size, depth and the
+number of values (counting repetitions by aliases) are limited. Duplicate keys are errors.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from yaml.nodes import MappingNode, Node, ScalarNode
 from rolemesh.errors import InvalidConfig
 
 MAX_BYTES = 1 << 20  # of a file; a resolved job is about 10 kB
-MAX_DEPTH = 32  # of lists and sections in one another; a job has 5
+MAX_DEPTH = 32  # of nested lists and sections; a job has 5
 MAX_VALUES = 20_000
 MAX_NUMBER = 100  # characters of a number
 
 TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
-# YAML 1.1 wants a point in the mantissa and a sign in the exponent; people, Helm and YAML 1.2 write 1e-6.
+# YAML 1.1 requires a point in the mantissa and a sign in the exponent; users, Helm and YAML 1.2 write 1e-6.
 EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
-NO_TEXT = re.compile("[\0\ud800-\udfff]")  # which no path, process or file takes
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # characters that no path, process or file accepts
 NOT_THOUSANDS = re.compile(r"_(?![0-9]{3}(?![0-9]))")
 
 
@@ -38,8 +38,10 @@ def _too_deep(event: yaml.Event) -> _Error:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1, but: keys are text as written and stand there once; 1e-6 is a number; a date is text, and so is
-    1_5, of which YAML 1.1 makes 15, as two bounds are (10_000 stays a number)."""
+    """Loads YAML 1.1 with changes: keys are text as written, and duplicate keys are errors; 1e-6 is a number;
+    a date is text. 1_5, which YAML 1.1 reads as 15, is text too, because it may be two bounds; 10_000 is a
+    number.
+    """
 
     yaml_constructors: ClassVar[dict[Any, Any]] = {
         tag: read
@@ -54,19 +56,21 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = self._deepest = self._num_values = 0
-        self._read: dict[Node | None, tuple[int, int]] = {}  # values in a node, levels below it; aliases too
+        self._read: dict[
+            Node | None, tuple[int, int]
+        ] = {}  # number of values in a node and levels below it, with aliases
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         others, before = self._deepest, self._num_values
         self._depth += 1
         self._deepest = self._depth
-        if self._depth > MAX_DEPTH:  # else the recursion would go on
+        if self._depth > MAX_DEPTH:  # stops the recursion
             raise _too_deep(event)
         node = super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent):
             if node not in self._read:
-                raise _Error(f"*{event.anchor} stands within what it stands for", event)
+                raise _Error(f"*{event.anchor} refers to a value that contains it", event)
             num_values, levels = self._read[node]
             self._num_values += num_values
             self._deepest += levels
@@ -74,7 +78,7 @@ class _Loader(yaml.SafeLoader):
             self._num_values += 1
             self._read[node] = (self._num_values - before, self._deepest - self._depth)
         if self._num_values > MAX_VALUES:
-            raise _Error(f"more than {MAX_VALUES:,} values, with those that aliases repeat", event)
+            raise _Error(f"more than {MAX_VALUES:,} values, counting repetitions by aliases", event)
         if self._deepest > MAX_DEPTH:
             raise _too_deep(event)
         self._depth -= 1
@@ -82,7 +86,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_scalar_node(self, anchor: Any) -> ScalarNode:
-        """A key or a value. JSON writes a character beyond U+FFFF as two escapes, a surrogate pair."""
+        """Compose a key or a value. JSON writes a character beyond U+FFFF as two escapes, a surrogate pair."""
         node = super().compose_scalar_node(anchor)
         node.value = node.value.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         if found := NO_TEXT.search(node.value):
@@ -94,10 +98,10 @@ class _Loader(yaml.SafeLoader):
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, ScalarNode):
-                raise _Error("a key should be a name", key)
+                raise _Error("a key must be a name", key)
             if key.value in lines:
                 several = "; write <<: [*a, *b]" if key.value == "<<" else ""
-                raise _Error(f"{key.value!r:.80} is there already, in line {lines[key.value]}{several}", key)
+                raise _Error(f"duplicate key {key.value!r:.80}, first in line {lines[key.value]}{several}", key)
             lines[key.value] = key.start_mark.line + 1
         return node
 
@@ -109,7 +113,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep=deep)
         except (ValueError, LookupError, OverflowError) as error:
-            raise _Error(f"{node.value!r:.80} is no {node.tag.rpartition(':')[2]}", node) from error
+            raise _Error(f"{node.value!r:.80} is not a valid {node.tag.rpartition(':')[2]}", node) from error
 
 
 def _number(read: Callable[[Any, ScalarNode], Any]) -> Callable[[Any, ScalarNode], Any]:
@@ -118,7 +122,7 @@ def _number(read: Callable[[Any, ScalarNode], Any]) -> Callable[[Any, ScalarNode
         if NOT_THOUSANDS.search(text):
             return text
         if len(text) > MAX_NUMBER:
-            raise _Error(f"a number of {len(text):,} characters; {MAX_NUMBER} is the most", node)
+            raise _Error(f"a number of {len(text):,} characters; the limit is {MAX_NUMBER}", node)
         return read(loader, node)
 
     return number
@@ -129,7 +133,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _number(yaml.SafeLoader.const
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts a text in quotes that _Loader would take for a number."""
+    """Quotes a text that _Loader would read as a number."""
 
 
 for _side in (_Loader, _Dumper):
@@ -137,10 +141,10 @@ for _side in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What a YAML document holds; `where` begins an error's text.
+    """Parse a YAML document; error messages begin with `where`.
 
     Raises:
-        InvalidConfig: not YAML, or more of it than a job needs; names the line.
+        InvalidConfig: it is not valid YAML, or exceeds a limit; the message names the line.
     """
     try:
         return _Loader(text).get_single_data()
@@ -153,20 +157,21 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def to_yaml(sections: dict[str, Any]) -> str:
-    """What read_yaml reads the same sections from, in their order."""
+    """Write sections as YAML, in their order, such that read_yaml reads the same sections."""
     return str(yaml.dump(sections, Dumper=_Dumper, sort_keys=False))
 
 
 def one_line(text: str) -> str:
-    """A text without line breaks and other control characters, which come from a value that it quotes."""
+    """Escape line breaks and other control characters, which may come from a quoted value."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
+    """Read the mapping in a YAML file.
 
     Raises:
-        InvalidConfig: no such file, too large, not YAML, or not a mapping; names file and line.
+        InvalidConfig: the file is absent, too large, not YAML, or not a mapping; the message names file and
+            line.
     """
     try:
         with path.open("rb") as file:
@@ -176,7 +181,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise InvalidConfig(f"{path} cannot be read: {error}") from error
     if len(data) > MAX_BYTES:
-        raise InvalidConfig(f"{path} is larger than {MAX_BYTES >> 20} MiB, which no job file is")
+        raise InvalidConfig(f"{path} is larger than {MAX_BYTES >> 20} MiB, the limit for a job file")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -187,5 +192,5 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         kind = type(content).__name__
-        raise InvalidConfig(f"{path} should hold sections (actor:, data:, …); it holds a {kind}")
+        raise InvalidConfig(f"{path}: expected sections (actor:, data:, …); got a {kind}")
     return content

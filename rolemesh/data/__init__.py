@@ -1,12 +1,13 @@
-"""Data: from Parquet in verl's layout to batches of prompts, and from other files to that layout.
+"""Reads rows in verl's layout (Parquet) as batches of prompts, and converts other data to that layout.
 
-parquet.py reads and writes rows (column_process.py reads columns of unknown size), dataset.py tokenises them
-into batches, order.py says which rows are step k's, gsm8k.py and arithmetic.py write data sets.
+source.py loads the rows of data.dataset, parquet.py reads and writes Parquet (column_process.py reads columns
+of unknown size), dataset.py tokenises rows into batches, order.py picks each batch's rows, gsm8k.py and
+arithmetic.py write data sets.
 """
 
 from rolemesh.data.arithmetic import write_arithmetic
 from rolemesh.data.dataset import PromptDataset
-from rolemesh.data.gsm8k import write_gsm8k
 from rolemesh.data.order import PromptOrder
+from rolemesh.data.publishers.gsm8k import write_gsm8k
 
 __all__ = ["PromptDataset", "PromptOrder", "write_arithmetic", "write_gsm8k"]

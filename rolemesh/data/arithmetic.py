@@ -1,6 +1,6 @@
-"""The demo's task: additions of two-digit numbers, "37+48=" to be answered "#### 85".
+"""Writes the demo's task: additions of two-digit numbers. The right answer to "37+48=" is "#### 85".
 
-Small enough for a model of a hundred thousand parameters, and scored by gsm8k's rule.
+A model of a hundred thousand parameters can learn it. gsm8k's rule scores it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from rolemesh.data.order import permutation
 from rolemesh.data.parquet import write_rows
-from rolemesh.data.progress import track
+from rolemesh.data.progress_bar import track
 from rolemesh.errors import InvalidData
 
 DATA_SOURCE = "rolemesh/arithmetic"
@@ -22,14 +22,20 @@ Problem = tuple[int, int]
 
 
 def arithmetic_problems(num_val: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """All pairs of two-digit numbers as (train, val). A pair and its mirror image (a+b, b+a) are on the same
-    side, so that no held-out sum can be read off a training row.
+    """Split all ordered pairs of two-digit numbers into (train, val).
+
+    A pair and its mirror image (a+b, b+a) are in the same split, so that no training row reveals a held-out
+    sum.
+
+    Args:
+        num_val: largest number of held-out problems.
+        seed: chooses the held-out problems.
 
     Raises:
         InvalidData: not 0 < num_val < 8,100.
     """
     if not 0 < num_val < NUM_PROBLEMS:
-        raise InvalidData(f"{num_val} held-out problems of {NUM_PROBLEMS}")
+        raise InvalidData(f"{num_val} held-out problems; expected 1 to {NUM_PROBLEMS - 1} of {NUM_PROBLEMS}")
     numbers = range(SMALLEST, LARGEST + 1)
     pairs = [(a, b) for a in numbers for b in numbers if a <= b]
     val: list[Problem] = []
@@ -46,12 +52,12 @@ def question(problem: Problem) -> str:
 
 
 def answer(number: str) -> str:
-    """The form that gsm8k's rule reads."""
+    """Return the answer in the form that gsm8k's rule reads."""
     return f"#### {number}"
 
 
 def write_arithmetic(out: Path, *, num_val: int = 256, seed: int = 0) -> list[Path]:
-    """Writes OUT/train.parquet and OUT/val.parquet; the seed says which problems are held out.
+    """Write OUT/train.parquet and OUT/val.parquet; the seed chooses the held-out problems.
 
     Returns:
         The two files.

@@ -1,8 +1,9 @@
-"""One column of a Parquet file, read in a process that may have so much memory and no more.
+"""Reads one column of a Parquet file in a process with bounded memory.
 
-Texts in a delta encoding share their beginnings, and Arrow has no way to hold a beginning once: a page of
-kilobytes may hold any size, and nothing in it says so before it is unpacked. So a process of its own unpacks it
-and sends it on, a few rows at a time. Outside Linux only its rows are counted, not its memory.
+Texts in a delta encoding share prefixes, and Arrow cannot store a shared prefix once. So a page of kilobytes
+may unpack to any size, and nothing reveals that size beforehand. A separate process unpacks the column and
+sends it on, a few rows at a time. Outside Linux its memory is not limited; only the size of the rows it sends
+is.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROWS_AT_ONCE = 64
-SPARE_BYTES = 64 << 20  # to decompress a page, and to write
-MERGED_BYTES = 64 << 20  # a table of very many parts is slow
-TOO_LARGE = 3  # exit code
+SPARE_BYTES = 64 << 20  # memory beyond the limit, for decompressing a page and for writing
+MERGED_BYTES = 64 << 20  # merge batches into parts of about this size: a table of very many parts is slow
+TOO_LARGE = 3  # exit code of the reader
 AS = resource.RLIMIT_AS
 
 
 class TooLarge(Exception):
-    """The column holds more bytes than it may."""
+    """The column unpacks to more bytes than allowed."""
 
 
 def read_bounded(file: Path, column: str, max_bytes: int) -> pa.Table:
-    """A table of this column alone.
+    """Read one column, as a table with only that column.
 
     Raises:
         TooLarge: it unpacks to more than max_bytes.
@@ -42,15 +43,15 @@ def read_bounded(file: Path, column: str, max_bytes: int) -> pa.Table:
         assert reader.stderr is not None
         try:
             table = pa.concat_tables(_merged(reader.stdout))
-        except (pa.ArrowInvalid, OSError):  # the reader ended before it had begun, or in the middle
+        except (pa.ArrowInvalid, OSError):  # the reader ended before or during its stream
             table = None
         finally:
-            reader.stdout.close()  # a reader that still writes ends
+            reader.stdout.close()  # ends a reader that is still writing
             words = reader.stderr.read().decode(errors="replace").strip()
     if reader.returncode == TOO_LARGE:
         raise TooLarge
     if reader.returncode or table is None:
-        raise pa.ArrowInvalid(f"column {column!r}: {words or f'its reader ended with {reader.returncode}'}")
+        raise pa.ArrowInvalid(f"column {column!r}: {words or f'its reader exited with {reader.returncode}'}")
     return table
 
 
@@ -69,7 +70,7 @@ def _merged(stream: Any) -> Iterator[pa.Table]:
 
 
 def _send(file: str, column: str, max_bytes: int) -> None:
-    pa.set_memory_pool(pa.system_memory_pool())  # others take memory in advance
+    pa.set_memory_pool(pa.system_memory_pool())  # the other pools reserve memory in advance
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most, (_, hard) = pages * resource.getpagesize() + max_bytes + SPARE_BYTES, resource.getrlimit(AS)

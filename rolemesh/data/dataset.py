@@ -1,9 +1,10 @@
-"""PromptDataset: rows of Parquet files as batches of tokenised prompts."""
+"""PromptDataset: turns rows of a data set into batches of tokenised prompts."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,29 +12,45 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rolemesh.catalog.agents import AGENTS, ONE_TURN
 from rolemesh.config.data import DataConfig
 from rolemesh.data.order import Rows, permutation
-from rolemesh.data.parquet import ParquetRows
-from rolemesh.data.progress import track
+from rolemesh.data.progress_bar import track
+from rolemesh.data.source import load_rows
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidData
 
 logger = logging.getLogger(__name__)
 
-TOKENISE_AT_ONCE = 512  # prompts; the tokenizer works on a list in parallel
+TOKENISE_AT_ONCE = 512  # prompts per call; the tokenizer processes a list in parallel
+
+
+@dataclass(frozen=True)
+class Agents:
+    """What a data set knows of the job's agents.
+
+    Args:
+        default: the agent of rows without agent_name.
+        tools: that each agent offers, as OpenAI's API takes them; prompts describe them.
+    """
+
+    default: str
+    tools: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
 
 class PromptDataset:
-    """The prompts of a set of Parquet files, tokenised at once, so that a bad row is an error at start.
+    """The prompts of a data set. All are tokenised at the start, so that a bad row fails early.
 
     Args:
-        files: Parquet files in verl's layout; their schemas may differ.
+        files: data.train_files or data.val_files, in verl's layout. Their columns may differ.
         config: keys, lengths, truncation, filter, limits.
         tokenizer: a Hugging Face tokenizer with a chat template.
-        split: "train" or "val": the first part of every uid, and which limit on rows holds.
+        split: "train" or "val"; the prefix of every uid. Selects train_max_samples or val_max_samples.
+        agents: of a job with conversations, whose rows have an agent_name; None: a row has one turn.
+        judged: whether rows have what judges responses; False: only the prompt is read.
 
     Raises:
-        InvalidData: a file or a row is not usable, or no row is left; names file, row and column.
+        InvalidData: a file or a row is unusable, or no row is left. The message names file, row and column.
     """
 
     def __init__(
@@ -43,62 +60,72 @@ class PromptDataset:
         tokenizer: Any,
         *,
         split: Literal["train", "val"] = "train",
+        agents: Agents | None = None,
+        judged: bool = True,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise InvalidData(
-                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template for the prompts"
+                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which prompts need"
             )
-        self.config, self.split = config, split
+        self.config, self.split, self._agents, self._judged = config, split, agents, judged
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        required = dict.fromkeys((config.prompt_key, config.reward_fn_key, "reward_model"))
-        self._source = ParquetRows(files, tuple(required), ("extra_info",))
+        self._source = load_rows(files, config, split, "prompts" if judged else "bare prompts")
         self._most_characters = config.max_prompt_length * longest_token(tokenizer)
         limit = config.train_max_samples if split == "train" else config.val_max_samples
-        positions = _limited(len(self._source), limit, config)
+        positions = limited(len(self._source), limit, config)
         self._rows: list[dict[str, Any]] = []
-        self._ids: list[NDArray[np.int32]] = []  # an eighth of what lists of int take
-        self._positions: list[int] = []
+        self._ids: list[NDArray[np.int32]] = []  # takes an eighth of the memory of a list of int
+        self.positions: list[int] = []  # in the files
         for position, row, num_characters, ids in self._tokenised(positions, tokenizer):
             if (kept := self._within_length(position, num_characters, ids)) is not None:
                 self._rows.append(row)
                 self._ids.append(np.array(kept, np.int32))
-                self._positions.append(position)
+                self.positions.append(position)
         self.num_filtered = len(positions) - len(self._ids)
         if self.num_filtered:
             logger.info(
-                "%s: left out %d of %d prompts longer than data.max_prompt_length %d",
+                "%s: filtered out %d of %d prompts, longer than data.max_prompt_length %d",
                 split, self.num_filtered, len(positions), config.max_prompt_length,
             )  # fmt: skip
         if not self._ids:
             raise InvalidData(
-                f"none of the {len(positions)} prompts of {[str(f) for f in files]} is within "
-                f"data.max_prompt_length {config.max_prompt_length}"
+                f"none of the {len(positions)} prompts in {[str(f) for f in files] or config.dataset} is "
+                f"within data.max_prompt_length {config.max_prompt_length}"
             )
 
     def __len__(self) -> int:
         return len(self._ids)
 
+    @property
+    def agents(self) -> set[str]:
+        """The agents of the rows of a job with conversations."""
+        return {row["agent_name"] for row in self._rows} if self._agents else set()
+
     def batch(self, indices: Sequence[int] | Rows) -> DataProto:
-        """Prompts as a batch: prompts [B, P] int64 left-padded, prompt_mask [B, P] bool, uid, data_source,
-        reward_model, extra_info. A uid is the split and the row's position in the files: "train-000012"."""
+        """Return the prompts at these indices as a batch.
+
+        Its columns are prompts [B, P] int64 (left-padded), prompt_mask [B, P] bool, uid; if rows are judged
+        data_source, reward_model and extra_info; and in a job with conversations agent_name and messages. A uid
+        is the split and the row's position in the files: "train-000012".
+        """
         width = self.config.max_prompt_length
         ids = [self._ids[index] for index in indices]
         mask = np.arange(width) >= width - np.array([len(row) for row in ids], np.int64)[:, None]
         prompts = np.full(mask.shape, self.pad_id, np.int64)
         prompts[mask] = np.concatenate([np.zeros(0, np.int32), *ids])
         rows = [self._rows[index] for index in indices]
+        talking = ("agent_name", "messages") if self._agents else ()
         return DataProto.from_dict(
             {"prompts": torch.from_numpy(prompts), "prompt_mask": torch.from_numpy(mask)},
             {
-                "uid": [f"{self.split}-{self._positions[index]:06d}" for index in indices],
-                "data_source": [row[self.config.reward_fn_key] for row in rows],
-                "reward_model": [row["reward_model"] for row in rows],
-                "extra_info": [row.get("extra_info") or {} for row in rows],
+                "uid": [f"{self.split}-{self.positions[index]:06d}" for index in indices],
+                **(judging_columns(rows, self.config) if self._judged else {}),
+                **{name: [row[name] for row in rows] for name in talking},
             },
         )
 
     def batches(self, batch_size: int | None = None) -> Iterator[DataProto]:
-        """All prompts once, in the files' order; the last batch may be shorter. None: all in one."""
+        """Yield all prompts once, in the files' order; None: as one batch. The last batch may be shorter."""
         size = batch_size or len(self)
         for start in range(0, len(self), size):
             yield self.batch(range(start, min(start + size, len(self))))
@@ -108,7 +135,7 @@ class PromptDataset:
     def _tokenised(
         self, positions: Rows, tokenizer: Any
     ) -> Iterator[tuple[int, dict[str, Any], int, list[int]]]:
-        """Position, the row without its prompt, the prompt's characters, and the ids of as many as matter."""
+        """Yield position, row without its prompt, the prompt's length in characters and its ids (`_ids_of`)."""
         starts = range(0, len(positions), TOKENISE_AT_ONCE)
         for start in track(starts, f"tokenising {self.split} prompts", len(starts)):
             some = positions[start : start + TOKENISE_AT_ONCE].tolist()
@@ -117,45 +144,62 @@ class PromptDataset:
             yield from zip(some, rows, map(len, texts), self._ids_of(texts, tokenizer), strict=True)
 
     def _render(self, position: int, row: dict[str, Any], tokenizer: Any) -> str:
-        """The text of a row's prompt, of which the template has written the special tokens."""
+        """Check a row and render its prompt as text; the chat template writes the special tokens."""
         prompt = row[self.config.prompt_key]
-        for column, kind in ((self.config.reward_fn_key, str), ("reward_model", dict)):
-            if not row[column] or not isinstance(row[column], kind):
-                raise self._wrong(
-                    position, column, f"should hold a {kind.__name__}; it holds {row[column]!r:.200}"
-                )
-        if not_a_number := [key for key, value in row["reward_model"].items() if value != value]:
-            raise self._wrong(position, "reward_model", f"has no {not_a_number[0]!r}, but NaN")
+        if self._judged:
+            check_judging(row, self.config, self._source.where(position))
         if not is_chat(prompt):
             raise self._wrong(
                 position,
                 self.config.prompt_key,
                 f"should hold a list of {{role, content}}, both text; it holds {prompt!r:.200}",
             )
-        del row[self.config.prompt_key]  # it is not needed as text again
-        # Arrow fills the keys that only other rows' messages have with None; a template may test "is defined".
+        del row[self.config.prompt_key]  # saves memory: only the ids are needed from here on
+        # Arrow adds keys of other rows' messages with value None. Drop them: a template may test "is defined".
         messages = [{k: v for k, v in message.items() if v is not None} for message in prompt]
+        tools = self._tools_of(position, row)
+        opens = True
+        if self._agents:
+            row["messages"] = messages
+            opens = not AGENTS[row["agent_name"]].speaks_first
         try:
-            text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template may raise anything: it is the model's own code
+            text: str = tokenizer.apply_chat_template(
+                messages, tools=tools or None, add_generation_prompt=opens, tokenize=False
+            )
+        except Exception as error:  # the template is the model's code and may raise anything
             said = f"is refused by the chat template: {error}"
             raise self._wrong(position, self.config.prompt_key, said) from error
         return text
 
+    def _tools_of(self, position: int, row: dict[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the tools of a row's agent, and fill in its agent_name."""
+        agent = row.pop("agent_name", None) or (self._agents.default if self._agents else ONE_TURN)
+        if not isinstance(agent, str) or agent not in AGENTS:
+            raise self._wrong(position, "agent_name", f"is {agent!r:.100}, {AGENTS.unknown(str(agent))}")
+        if self._agents:
+            row["agent_name"] = agent
+            return list(self._agents.tools.get(agent, ()))
+        if AGENTS[agent].converses:
+            raise self._wrong(position, "agent_name", f"is {agent}, but rollout.multi_turn.enable is false")
+        return []
+
     def _ids_of(self, texts: list[str], tokenizer: Any) -> list[list[int]]:
-        """Token ids of each text; of a longer one than `_most_characters`, which has more tokens than a prompt
-        may have, those of that many characters at the end, or at both, that data.truncation keeps."""
+        """Tokenise each text.
+
+        A text of more than `_most_characters` has more tokens than a prompt may have. Only that many characters
+        at the start, at the end or at both are tokenised, whichever data.truncation keeps.
+        """
         most, ends = self._most_characters, self.config.truncation
         cut = [text if len(text) <= most else _ends(text, most, ends) for text in texts]
         ids: list[list[int]] = tokenizer(cut, add_special_tokens=False)["input_ids"]
         for at, text in enumerate(texts):
-            # Where a token may stand for more than its text (an unknown word), a long prompt may fit after all.
+            # If one token can stand for a longer text (an unknown word), a long prompt may fit after all.
             if len(text) > most and len(ids[at]) <= self.config.max_prompt_length:
                 ids[at] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
     def _within_length(self, position: int, num_characters: int, ids: list[int]) -> list[int] | None:
-        """The ids cut as data.truncation says; None where filter_overlong_prompts leaves the prompt out."""
+        """Cut the ids as data.truncation says; None if filter_overlong_prompts drops the prompt."""
         limit, how = self.config.max_prompt_length, self.config.truncation
         if len(ids) <= limit:
             return ids
@@ -184,9 +228,37 @@ class PromptDataset:
         return InvalidData(f"{self._source.where(position)}: column {column!r} {problem}")
 
 
+def judging_columns(rows: Sequence[Mapping[str, Any]], config: DataConfig) -> dict[str, list[Any]]:
+    """Return the columns data_source, reward_model and extra_info of checked rows."""
+    return {
+        "data_source": [row[config.reward_fn_key] for row in rows],
+        "reward_model": [row[config.reward_model_key] for row in rows],
+        "extra_info": [row.get("extra_info") or {} for row in rows],
+    }
+
+
+def check_judging(row: Mapping[str, Any], config: DataConfig, where: str) -> None:
+    """Check that a row has what its responses are judged by.
+
+    Raises:
+        InvalidData: it does not. The message begins with `where`.
+    """
+    for column, kind in ((config.reward_fn_key, str), (config.reward_model_key, dict)):
+        if not row[column] or not isinstance(row[column], kind):
+            raise InvalidData(
+                f"{where}: column {column!r} should hold a {kind.__name__}; it holds {row[column]!r:.200}"
+            )
+    if not_a_number := [key for key, value in row[config.reward_model_key].items() if value != value]:
+        raise InvalidData(
+            f"{where}: column {config.reward_model_key!r} has NaN as {not_a_number[0]!r}; expected a value"
+        )
+
+
 def is_chat(prompt: Any) -> bool:
-    """Whether it is a list of messages: each with a role, and content that is text, a list of parts, or none
-    where the message has something else to say (tool_calls)."""
+    """True for a non-empty list of messages, each with a role and content.
+
+    Content is text or a list of parts. It may be missing if the message has another value (tool_calls).
+    """
     return (
         isinstance(prompt, list)
         and bool(prompt)
@@ -201,20 +273,22 @@ def _is_message(message: dict[str, Any]) -> bool:
 
 
 def longest_token(tokenizer: Any) -> int:
-    """In characters; of a byte-level one in bytes, which are no fewer."""
+    """Length of the longest token in characters; for a byte-level tokenizer in bytes, which are no fewer."""
     return max(map(len, tokenizer.get_vocab()))
 
 
 def _ends(text: str, num_characters: int, truncation: str) -> str:
-    """As many characters at the beginning, at the end, or at both, as truncation has an eye for."""
+    """Keep `num_characters` at the start, at the end or at both, wherever `truncation` keeps tokens."""
     if truncation == "left":
         return text[-num_characters:]
     return text[:num_characters] + (text[-num_characters:] if truncation == "middle" else "")
 
 
-def _limited(num_rows: int, limit: int, config: DataConfig) -> Rows:
-    """Positions of at most `limit` rows (-1: all) in the files' order: the first ones, or with data.shuffle
-    a seeded choice, so that a file sorted by source or difficulty is still seen as a whole."""
+def limited(num_rows: int, limit: int, config: DataConfig) -> Rows:
+    """Choose at most `limit` rows (-1: all), and return their positions in the files' order.
+
+    These are the first rows, or with data.shuffle a seeded sample, which represents a sorted file as a whole.
+    """
     if limit < 0 or limit >= num_rows:
         return np.arange(num_rows)
     if limit == 0:

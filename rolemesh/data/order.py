@@ -1,5 +1,8 @@
-"""Which prompts belong to batch k: a pure function of the seed and k, so that a resumed run needs no saved
-iterator, only a number: its step's, or with dynamic sampling how many batches have been answered."""
+"""Picks the prompts of batch k, as a pure function of the seed and k.
+
+So a resumed run needs no saved iterator, only a number: its step, or with dynamic sampling the number of
+batches answered so far.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ Rows = NDArray[np.int64]
 
 
 class PromptOrder:
-    """Epoch after epoch of all rows, each in an order of its own, cut into batches.
+    """A stream of epochs over all rows, each in its own order, cut into batches.
 
-    The stream runs on across the end of an epoch: a batch that the epoch does not fill is filled from the
-    next one, so that no row is skipped however the numbers divide. No batch holds a row twice: where one
-    spans two epochs, the later epoch begins with rows that the earlier one's tail does not hold.
+    Batches continue across the end of an epoch: a batch that an epoch does not fill is filled from the next
+    one. So no row is skipped, even if the batch size does not divide the rows. No batch holds a row twice: if a
+    batch spans two epochs, the later epoch begins with rows that are not in the earlier one's tail.
 
     Args:
         num_rows: rows of the data set.
@@ -36,15 +39,15 @@ class PromptOrder:
         self._epoch, self._order = 0, self._permutation(0)
 
     def total_steps(self, total_epochs: int) -> int:
-        """Whole batches in so many epochs."""
+        """Number of whole batches in `total_epochs` epochs."""
         return total_epochs * self.num_rows // self.batch_size
 
     def epoch(self, batch: int) -> int:
-        """The epoch, from 0, in which batch `batch` (from 1) begins."""
+        """Epoch, counted from 0, in which batch `batch` (counted from 1) begins."""
         return (batch - 1) * self.batch_size // self.num_rows
 
     def rows(self, batch: int) -> Rows:
-        """The rows of batch `batch`, counted from 1: [batch_size] int64."""
+        """Rows of batch `batch` (counted from 1): [batch_size] int64."""
         if batch < 1:
             raise ValueError(f"batches count from 1; got {batch}")
         epoch, start = divmod((batch - 1) * self.batch_size, self.num_rows)
@@ -53,8 +56,11 @@ class PromptOrder:
         return np.concatenate([head, self._epoch_order(epoch + 1)[:missing]]) if missing else head.copy()
 
     def _epoch_order(self, epoch: int) -> Rows:
-        """An epoch's order depends on the tail of the one before, so it is followed from the last one asked
-        for, or from the first."""
+        """Order of an epoch: [num_rows] int64.
+
+        It depends on the previous epoch's tail. So it is computed forward from the epoch asked for last, or
+        from epoch 0.
+        """
         if epoch < self._epoch:
             self._epoch, self._order = 0, self._permutation(0)
         while self._epoch < epoch:
@@ -71,14 +77,16 @@ class PromptOrder:
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> Rows:
-    """A permutation of num_rows rows by (seed, epoch). It sorts raw Philox words, whose stream numpy keeps
-    the same in all versions (that of Generator.permutation it does not)."""
+    """Permute num_rows rows by (seed, epoch), by sorting raw Philox words.
+
+    numpy keeps the stream of raw Philox words the same in all versions, unlike Generator.permutation.
+    """
     words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_rows)
     return np.argsort(words, kind="stable").astype(np.int64)
 
 
 def _without_at_start(order: Rows, unwanted: Rows, num_first: int) -> Rows:
-    """The same rows, the unwanted ones among the first moved behind the first `num_first` others."""
+    """Move the first `num_first` rows that are not in `unwanted` to the front; keep the others in order."""
     if not len(unwanted):
         return order
     allowed = np.flatnonzero(~np.isin(order, unwanted))[:num_first]

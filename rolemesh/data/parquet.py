@@ -1,17 +1,9 @@
-"""Rows of Parquet files in verl's layout (one dict a row), read as one set and written.
-
-data_source: str                           picks the reward function
-prompt: list of {role: str, content: str}  the chat so far
-ability: str
-reward_model: {style: "rule" | "model", ground_truth: str | list | {target}}
-extra_info: {split: str, index: int, ...}  anything
-"""
+"""Reads a Parquet file, of any size and from anybody, and writes such files."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,70 +14,25 @@ import pyarrow.parquet as pq
 from rolemesh.data.column_process import TooLarge, read_bounded
 from rolemesh.errors import InvalidData
 
-MAX_DEPTH = 64  # of lists and dicts in one another, as on the wire
-# For each column of a file: a file of kilobytes may hold any size, since equal cells pack well.
-MAX_COLUMN_BYTES = 4 << 30  # of cells, unpacked; all prompts of a run are held in memory
+MAX_DEPTH = 64  # nesting of lists and dicts, as on the wire
+# Limits for each column of a file. A file of kilobytes may unpack to any size, since equal cells compress well.
+MAX_COLUMN_BYTES = 4 << 30  # unpacked cells; all prompts of a run are held in memory
 MAX_COLUMN_VALUES = 1 << 26  # texts, numbers and booleans
-LIST_BYTES = 8  # where a list begins
-AT_ONCE = 1 << 20  # texts that are measured
-LONGEST_NUMBER = 32  # bytes: a decimal's, of 256 bits
-# Of texts that Arrow can read as dictionaries, each different one once.
+LIST_BYTES = 8  # for a list's offset
+AT_ONCE = 1 << 20  # cells measured at once
+ROWS_AT_ONCE = 500  # rows written at once; a row with tests may have megabytes
+LONGEST_NUMBER = 32  # bytes of the longest number, a decimal of 256 bits
+# Encodings of texts that Arrow can read as dictionaries, which hold each distinct text once.
 SHARED = {"PLAIN", "PLAIN_DICTIONARY", "RLE_DICTIONARY", "RLE", "BIT_PACKED"}
 
 
-class ParquetRows:
-    """The rows of several files, one after the other. Files may differ in their schemas: each keeps its own.
-
-    Args:
-        files: Parquet files.
-        required: columns that every file must have.
-        optional: columns that are read where a file has them. Others are not read.
-
-    Raises:
-        InvalidData: no file, no such file, not Parquet, a file without rows or without a required column,
-            a cell that JSON has no place for.
-    """
-
-    def __init__(
-        self, files: Sequence[str | Path], required: Sequence[str], optional: Sequence[str] = ()
-    ) -> None:
-        if not files:
-            raise InvalidData("no Parquet file given (data.train_files, data.val_files)")
-        self.files = [Path(file) for file in files]
-        self._tables = [read_table(file, required, optional) for file in self.files]
-        self._ends = list(accumulate(len(table) for table in self._tables))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def rows(self, positions: Iterable[int]) -> list[dict[str, Any]]:
-        """The rows at these positions, which count over all files."""
-        places = [self._find(position) for position in positions]
-        rows: list[dict[str, Any]] = []
-        # A row at a time takes six times as long as neighbours together.
-        for (file, _), run in groupby(enumerate(places), key=lambda item: (item[1][0], item[1][1] - item[0])):
-            together = [at for _, (_, at) in run]
-            rows += self._tables[file].slice(together[0], len(together)).to_pylist()
-        return rows
-
-    def where(self, row: int) -> str:
-        """ "train.parquet, row 12": for messages. Rows count from 0 in each file."""
-        file, at = self._find(row)
-        return f"{self.files[file]}, row {at}"
-
-    def _find(self, row: int) -> tuple[int, int]:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        file = bisect_right(self._ends, row)
-        return file, row - (self._ends[file - 1] if file else 0)
-
-
 def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()) -> pa.Table:
-    """One file's table, of these columns, with texts as dictionaries: each different one is held once. Columns
-    with texts in a delta encoding are read as they are, in a process of bounded memory.
+    """Read these columns of one file. Texts become dictionaries, which hold each distinct text once.
+
+    Columns with texts in a delta encoding are read without dictionaries, in a process with bounded memory.
 
     Raises:
-        InvalidData: as ParquetRows does, or a column is larger than MAX_COLUMN_BYTES or MAX_COLUMN_VALUES.
+        InvalidData: as FileRows. A column is too large above MAX_COLUMN_BYTES or MAX_COLUMN_VALUES.
     """
     if not file.is_file():
         raise InvalidData(f"no such file: {file}")
@@ -101,7 +48,7 @@ def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()
             _check_claim(metadata, wanted, file)
             table = _read(opened, wanted, file)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        if getattr(error, "errno", None):  # the disk's, and not the file's fault: it may be there again later
+        if getattr(error, "errno", None):  # an I/O error, which may pass; the file is not to blame
             raise
         raise InvalidData(f"{file} cannot be read as Parquet: {error}") from error
     if not len(table):
@@ -111,14 +58,32 @@ def read_table(file: Path, required: Sequence[str], optional: Sequence[str] = ()
     return table
 
 
+def read_whole(file: Path) -> pa.Table:
+    """Read all columns of one file, of any type.
+
+    Raises:
+        InvalidData: no such file, not Parquet, or a column is too large by the file's own account.
+    """
+    if not file.is_file():
+        raise InvalidData(f"no such file: {file}")
+    try:
+        with pq.ParquetFile(file) as opened:
+            _check_claim(opened.metadata, opened.schema_arrow.names, file)
+            return opened.read()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if getattr(error, "errno", None):
+            raise
+        raise InvalidData(f"{file} cannot be read as Parquet: {error}") from error
+
+
 def _texts(metadata: Any, wanted: Sequence[str]) -> list[str]:
-    """Paths of the columns, and of the parts of columns, that are text or bytes and can be dictionaries."""
+    """Return the paths of text and bytes in the wanted columns that Arrow can read as dictionaries."""
     texts = {leaf.path for leaf in _leaves(metadata, wanted) if leaf.physical_type == "BYTE_ARRAY"}
     return sorted(texts - _unshared(metadata))
 
 
 def _leaves(metadata: Any, wanted: Sequence[str]) -> list[Any]:
-    """The parts of these columns that hold values."""
+    """Return the Parquet leaf columns (which hold values) of the wanted columns."""
     leaves = map(metadata.schema.column, range(len(metadata.schema)))
     return [leaf for leaf in leaves if any(_is_part(leaf.path, column) for column in wanted)]
 
@@ -133,20 +98,20 @@ def _chunks(metadata: Any) -> Iterator[Any]:
 
 
 def _unshared(metadata: Any) -> set[str]:
-    """Paths of texts or bytes that are somewhere in an encoding which Arrow reads only as it is."""
+    """Return the paths of text and bytes that have, in some chunk, an encoding outside SHARED."""
     texts = (chunk for chunk in _chunks(metadata) if chunk.physical_type == "BYTE_ARRAY")
     return {chunk.path_in_schema for chunk in texts if not SHARED.issuperset(chunk.encodings)}
 
 
 def _check_claim(metadata: Any, wanted: Sequence[str], file: Path) -> None:
-    """Refuses a file that says of itself that it is too large, before a page of it is unpacked."""
+    """Refuse a file whose own metadata exceeds the limits, before unpacking any page."""
     for leaf in _leaves(metadata, wanted):
-        # Of equal ones kilobytes hold any size, and Arrow has no dictionaries of them.
+        # Equal cells compress to almost nothing, and Arrow has no dictionaries of this type.
         if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > LONGEST_NUMBER:
             raise InvalidData(
                 f"{file}: column {leaf.path!r} holds bytes, {leaf.length:,} in a cell; write them as text"
             )
-    claims: dict[str, tuple[int, int]] = {}  # bytes and values, by path
+    claims: dict[str, tuple[int, int]] = {}  # path to bytes and values
     for chunk in _chunks(metadata):
         num_bytes, num_values = claims.get(chunk.path_in_schema, (0, 0))
         num_bytes, num_values = num_bytes + chunk.total_uncompressed_size, num_values + chunk.num_values
@@ -162,12 +127,12 @@ def _check_claim(metadata: Any, wanted: Sequence[str], file: Path) -> None:
 def _too_large(file: Path, column: str, size: str) -> InvalidData:
     return InvalidData(
         f"{file}: column {column!r} unpacks to {size}; at most {MAX_COLUMN_BYTES:,} bytes and "
-        f"{MAX_COLUMN_VALUES:,} values are read of a file: split it"
+        f"{MAX_COLUMN_VALUES:,} values are read from one file: split it"
     )
 
 
 def _read(opened: Any, wanted: Sequence[str], file: Path) -> pa.Table:
-    """The table, as long as no column is too large."""
+    """Read the wanted columns. Raises InvalidData if one is too large."""
     unshared = _unshared(opened.metadata)
     apart = [column for column in wanted if any(_is_part(path, column) for path in unshared)]
     together = _read_groups(opened, [column for column in wanted if column not in apart], file)
@@ -181,7 +146,7 @@ def _read(opened: Any, wanted: Sequence[str], file: Path) -> pa.Table:
 
 
 def _read_groups(opened: Any, wanted: Sequence[str], file: Path) -> pa.Table:
-    """A row group at a time."""
+    """Read columns one row group at a time. Raises InvalidData once a column is too large."""
     groups, sizes = [opened.schema_arrow.empty_table().select(wanted)], dict.fromkeys(wanted, 0)
     for at in range(opened.num_row_groups if wanted else 0):
         groups.append(opened.read_row_group(at, columns=wanted).select(wanted))
@@ -193,13 +158,13 @@ def _read_groups(opened: Any, wanted: Sequence[str], file: Path) -> pa.Table:
 
 
 def unpacked_bytes(array: Any) -> int:
-    """What an array's cells take, each with a text of its own."""
+    """Bytes of an array's cells if each had its own copy of its text."""
     kind = array.type
     if isinstance(array, pa.ExtensionArray):
         return unpacked_bytes(array.storage)
     if pa.types.is_struct(kind):
         return sum(map(unpacked_bytes, array.flatten()))
-    if pa.types.is_map(kind):  # it has no flatten
+    if pa.types.is_map(kind):  # a map array has no flatten
         return unpacked_bytes(array.keys) + unpacked_bytes(array.items)
     if pa.types.is_nested(kind):
         return LIST_BYTES * len(array) + unpacked_bytes(array.flatten())
@@ -219,11 +184,10 @@ def _has_lengths(kind: pa.DataType) -> bool:
 
 
 def check_cells(column: pa.ChunkedArray, named: str, file: Path) -> None:
-    """Refuses what no row could be sent with: text that is not UTF-8, dates, bytes, decimals and whatever else
-    JSON does not have.
+    """Refuse cells that cannot be sent: text that is not UTF-8, dates, bytes, decimals, other non-JSON types.
 
     Raises:
-        InvalidData: names file, row and column.
+        InvalidData: such a cell; the message names file, row and column.
     """
     try:
         column.validate(full=True)
@@ -239,16 +203,16 @@ def check_cells(column: pa.ChunkedArray, named: str, file: Path) -> None:
             [cell] = column.slice(row, 1).to_pylist()
         except UnicodeDecodeError as error:
             raise InvalidData(f"{where} is not UTF-8: {error.reason} in {error.object!r:.80}") from error
-        except (ValueError, OverflowError, pa.ArrowException) as error:  # a date that Python does not have
+        except (ValueError, OverflowError, pa.ArrowException) as error:  # e.g. a date outside Python's range
             raise InvalidData(f"{where} of {column.type} cannot be read: {error}") from error
-        if found := _foreign(cell, ""):
+        if found := not_json(cell, ""):
             raise InvalidData(f"{where} {found}")
     if damage is not None:
         raise InvalidData(f"{file}: {named} is damaged: {damage}") from damage
 
 
 def _is_plain(kind: pa.DataType, levels: int) -> bool:
-    """Whether all that a column of this type can hold is made of lists, dicts, text, numbers and booleans."""
+    """True if this type holds only lists, dicts, text, numbers and booleans, nested at most `levels` deep."""
     if not levels:
         return False
     if pa.types.is_struct(kind):
@@ -268,25 +232,37 @@ def _is_plain(kind: pa.DataType, levels: int) -> bool:
     )
 
 
-def _foreign(value: Any, path: str, levels: int = MAX_DEPTH) -> str:
-    """What of a cell JSON has no place for, and where in it; empty where there is nothing."""
+def not_json(value: Any, path: str, levels: int = MAX_DEPTH) -> str:
+    """Describe the first value of a cell that JSON cannot represent, and its place; empty if there is none."""
     if isinstance(value, dict | list) and not levels:
         return f"nests deeper than {MAX_DEPTH} levels"
     if isinstance(value, dict):
         below = ((f"{path}.{key}", inner) for key, inner in value.items())
-        return next(filter(None, (_foreign(inner, at, levels - 1) for at, inner in below)), "")
+        return next(filter(None, (not_json(inner, at, levels - 1) for at, inner in below)), "")
     if isinstance(value, list):
-        return next(filter(None, (_foreign(inner, f"{path}[]", levels - 1) for inner in value)), "")
+        return next(filter(None, (not_json(inner, f"{path}[]", levels - 1) for inner in value)), "")
     if value is None or type(value) in (str, int, float, bool):
         return ""
     at = f"(in it {path.removeprefix('.')}) " * bool(path)
     return f"{at}holds a {type(value).__name__}, {value!r:.80}; write it as text or a number"
 
 
-def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Writes rows as one Parquet file, whole or not at all. Directories are made."""
+def write_rows(file: Path, rows: Iterable[Mapping[str, Any]], schema: pa.Schema | None = None) -> Path:
+    """Write rows as one Parquet file, atomically. Missing directories are created.
+
+    Args:
+        file: the file.
+        rows: dicts; with a schema, ROWS_AT_ONCE are in memory at once.
+        schema: of the rows; None: found from all rows.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(file.name + ".unfinished")
-    pq.write_table(pa.Table.from_pylist(list(rows)), unfinished)
+    if schema is None:
+        pq.write_table(pa.Table.from_pylist(list(rows)), unfinished)
+    else:
+        rows = iter(rows)
+        with pq.ParquetWriter(unfinished, schema) as writer:
+            while some := list(islice(rows, ROWS_AT_ONCE)):
+                writer.write_table(pa.Table.from_pylist(some, schema))
     unfinished.replace(file)
     return file

@@ -1,8 +1,8 @@
-"""DataProto, the batch that travels between the roles: named columns of tensors and Python objects.
+"""DataProto, the batch that the roles exchange: named columns of tensors and Python objects.
 
-dataproto.py has the class, padding.py makes its rows divide, column.py has one column of Python objects,
-equality.py compares to the bit, tensordict.py converts from and to TensorDict. Files are the codec's
-(rolemesh/wire/codec.py: save_batch, load_batch).
+dataproto.py defines the class, padding.py pads its rows to a divisor, column.py checks and joins columns,
+equality.py compares bit for bit, tensordict.py converts to and from TensorDict. To save or load a file, use
+save_batch and load_batch of rolemesh/wire/codec.py.
 """
 
 from rolemesh.dataproto.dataproto import DataProto

@@ -1,4 +1,4 @@
-"""What a column of a batch may be, and how columns of several batches become one."""
+"""Checks the columns of a batch, and joins the columns of several batches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ C = TypeVar("C")
 
 
 def as_column(values: Any) -> Column:
-    """A numpy array whose axis 0 is the rows.
+    """Convert values to a numpy array whose axis 0 is the rows.
 
-    An array of numbers or bools stays as it is, trailing axes included. Strings, lists, dicts and None become
-    cells of one axis.
+    An array of numbers or bools is returned as it is, trailing axes included; so is an object array of one
+    axis. Other values become an array [B]: bool, int64 or float64 if all cells have that type and fit, else
+    object.
 
     Raises:
         InvalidBatch: an array without an axis.
@@ -30,7 +31,7 @@ def as_column(values: Any) -> Column:
         if (values.dtype.kind in "biuf" and values.ndim) or (values.dtype.kind == "O" and values.ndim == 1):
             return values
         if values.ndim == 0:
-            raise InvalidBatch(f"a column needs a cell for each row; got {values!r}")
+            raise InvalidBatch(f"a column needs one cell for each row; got the single value {values!r}")
     cells = values.tolist() if isinstance(values, np.ndarray) else list(values)
     kinds = set(map(type, cells))
     for kind, dtype in ((bool, np.bool_), (int, np.int64), (float, np.float64)):
@@ -40,32 +41,38 @@ def as_column(values: Any) -> Column:
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
-    """Raises InvalidBatch where the tensor cannot be a column: nested, sparse or without an axis."""
+    """Raise InvalidBatch if the tensor cannot be a column: nested, sparse or without an axis."""
     if tensor.is_nested:
         raise InvalidBatch(
-            f"column {name!r} is a nested tensor; pad it with torch.nested.to_padded_tensor and send a mask "
-            "along (padding costs nothing on the wire)"
+            f"column {name!r} is a nested tensor; pad it with torch.nested.to_padded_tensor and add a mask "
+            "(constant padding is not sent)"
         )
     if tensor.layout != torch.strided:
-        raise InvalidBatch(f"column {name!r} has layout {tensor.layout}; a column is a dense (strided) tensor")
+        raise InvalidBatch(
+            f"column {name!r} has layout {tensor.layout}; a column must be a dense (strided) tensor"
+        )
     if tensor.dim() == 0:
         raise InvalidBatch(f"column {name!r} has no axis; every tensor needs axis 0, the rows")
 
 
 def positions(idxs: Any, num_rows: int) -> NDArray[np.int64]:
-    """Rows that a list or array of positions chooses, or a mask of `num_rows` bools.
+    """Convert a list or array of positions, or a mask of `num_rows` bools, to row numbers [N] int64.
+
+    Negative positions count from the end.
 
     Raises:
-        InvalidBatch: neither.
-        IndexError: a position beyond the rows.
+        InvalidBatch: `idxs` is neither.
+        IndexError: a position is out of range.
     """
     index = torch.as_tensor(idxs)
     if index.dtype == torch.bool:
         if index.shape != (num_rows,):
-            raise InvalidBatch(f"a mask of shape {list(index.shape)} cannot choose of {num_rows} rows")
+            raise InvalidBatch(f"a mask of shape {list(index.shape)} cannot select from {num_rows} rows")
         index = index.nonzero().flatten()
     if index.dim() != 1 or (len(index) and index.is_floating_point()):
-        raise InvalidBatch(f"rows are chosen by a list of positions, not by {index.dtype} {list(index.shape)}")
+        raise InvalidBatch(
+            f"rows are selected by a list of integer positions or a mask; got {index.dtype} {list(index.shape)}"
+        )
     at: NDArray[np.int64] = index.to(torch.int64).cpu().numpy()
     if len(at) and not -num_rows <= at.min() <= at.max() < num_rows:
         raise IndexError(f"rows {at.min()} to {at.max()} of a batch of {num_rows}")
@@ -73,7 +80,7 @@ def positions(idxs: Any, num_rows: int) -> NDArray[np.int64]:
 
 
 def merged(mine: dict[str, C], theirs: Mapping[str, C], same: Callable[[C, C], bool]) -> dict[str, C]:
-    """The columns of two batches by name. Raises InvalidBatch where two of one name differ."""
+    """Merge the columns of two batches by name. Raises InvalidBatch if two of one name differ."""
     for name in (name for name in theirs if name in mine):
         try:
             is_same = same(mine[name], theirs[name])
@@ -87,8 +94,10 @@ def merged(mine: dict[str, C], theirs: Mapping[str, C], same: Callable[[C, C], b
 def check_alike(
     mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], names: set[str], other_names: set[str]
 ) -> None:
-    """Raises InvalidBatch unless rows of two batches can follow one another: the same names, and tensors of the
-    same element type and trailing shape."""
+    """Raise InvalidBatch unless two batches can be concatenated.
+
+    They need the same column names, and tensors of the same dtype and trailing shape.
+    """
     if names != other_names:
         raise InvalidBatch(f"concat: one batch has {sorted(names)}, another {sorted(other_names)}")
     for name, tensor in mine.items():
@@ -98,8 +107,10 @@ def check_alike(
 
 
 def joined_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The meta_info of batches that follow one another; their metrics joined, all else equal where it stands
-    twice. Raises InvalidBatch where it is not."""
+    """Join the meta_info of concatenated batches: collect their metrics, and merge the other keys.
+
+    Raises InvalidBatch if two batches have different values for a key other than "metrics".
+    """
     meta: dict[str, Any] = {}
     if any("metrics" in part for part in parts):
         meta["metrics"] = joined_metrics([part.get("metrics") for part in parts])
@@ -111,13 +122,16 @@ def joined_meta(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def joined_metrics(parts: Sequence[Any]) -> dict[str, list[Any]]:
-    """Name to the values of all parts. A part is a dict, a list of dicts, or None."""
+    """Collect each metric's values over all parts. A part is a dict, a list of dicts, or None.
+
+    Raises InvalidBatch if a part holds anything else.
+    """
     joined: dict[str, list[Any]] = {}
     for part in parts:
         for metrics in part if isinstance(part, list) else [part or {}]:
             if not isinstance(metrics, dict):
                 raise InvalidBatch(
-                    f"concat: meta_info['metrics'] is a dict or a list of dicts; got {metrics!r}"
+                    f"concat: meta_info['metrics'] must be a dict or a list of dicts; got {metrics!r}"
                 )
             for name, value in metrics.items():
                 joined.setdefault(name, []).append(value)
@@ -125,7 +139,10 @@ def joined_metrics(parts: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def joined_column(name: str, columns: Sequence[Column]) -> Column:
-    """One column of all cells. Arrays of different types become cells: no number is rounded to fit."""
+    """Concatenate columns. Arrays of different dtypes become object cells, so that no number is rounded.
+
+    Raises InvalidBatch if the trailing shapes differ.
+    """
     if len({column.shape[1:] for column in columns}) > 1:
         raise InvalidBatch(f"concat: column {name!r} differs in trailing shape: {[c.shape for c in columns]}")
     if len({column.dtype for column in columns}) > 1:

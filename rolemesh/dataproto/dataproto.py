@@ -1,8 +1,8 @@
-"""DataProto: one batch. Named tensors that share axis 0, non-tensor columns of the same length, and meta.
+"""DataProto: one batch of named tensors that share axis 0, non-tensor columns of the same length, and meta.
 
-The operations have the names and meanings of verl's class of the same name, except that a batch is changed
-by `pop`, `reorder` and assignment to a column alone: `union` and `rename` return another one. Tensors are
-shared, not copied, where torch can share them.
+The operations have the names and semantics of verl's DataProto, with one exception: only `pop`, `reorder` and
+assignment to a column change a batch. `union` and `rename` return a new one. Tensors are shared instead of
+copied if torch can share them.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class DataProto:
 
     Args:
         tensors: name to strided tensor [B, ...].
-        non_tensors: name to numpy array [B], or [B, ...] of numbers or bools; of dtype object where the cells
-            are strings, lists or dicts. Other sequences of B cells are taken too and become such arrays.
+        non_tensors: name to numpy array: [B, ...] of numbers or bools, or [B] of dtype object for strings,
+            lists and dicts. Other sequences of B cells are converted to such arrays.
         meta_info: JSON-like data about the batch as a whole.
-        num_rows: B of a batch without columns; None where the columns tell it, or nothing does.
+        num_rows: B of a batch without columns; None: the columns tell it, or it is unknown.
 
     Raises:
         InvalidBatch: a tensor is nested or sparse, the columns differ in length, a name is both a tensor and
-            a non-tensor column, or num_rows is no count.
+            a non-tensor column, or num_rows is not a non-negative int.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -66,10 +66,10 @@ class DataProto:
         lengths |= {name: len(column) for name, column in self.non_tensors.items()}
         if self.num_rows is not None:
             if type(self.num_rows) is not int or self.num_rows < 0:
-                raise InvalidBatch(f"num_rows is {self.num_rows!r:.80}; an int of 0 or more expected")
+                raise InvalidBatch(f"num_rows is {self.num_rows!r:.80}; expected an int of 0 or more")
             lengths["num_rows"] = self.num_rows
         if len(set(lengths.values())) > 1:
-            raise InvalidBatch(f"columns of one batch have the same number of rows; got {lengths}")
+            raise InvalidBatch(f"columns of one batch need the same number of rows; got {lengths}")
         self.num_rows = next(iter(lengths.values()), None)
         if both := self.tensors.keys() & self.non_tensors.keys():
             raise InvalidBatch(f"{sorted(both)} are both tensors and non-tensor columns")
@@ -83,12 +83,12 @@ class DataProto:
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> DataProto:
-        """A batch of these columns; non-tensor columns may be lists."""
+        """Build a batch of these columns; non-tensor columns may be lists."""
         return cls(dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {}))
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """A batch of mixed columns: torch tensors become tensors, everything else non-tensor columns."""
+        """Build a batch of mixed columns: torch tensors become tensors, all others non-tensor columns."""
         tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in data.items() if not isinstance(value, Tensor)}
         return cls.from_dict(tensors, others, meta_info)
@@ -107,7 +107,7 @@ class DataProto:
         return name in self.tensors or name in self.non_tensors
 
     def __getitem__(self, key: str | Index) -> Any:
-        """`batch["values"]` is a column; an int, slice, list, mask or index array gives rows."""
+        """Return a column for a name, else a batch of rows for an int, slice, list, mask or index array."""
         if isinstance(key, str):
             if key in self.tensors:
                 return self.tensors[key]
@@ -117,7 +117,7 @@ class DataProto:
         return self._rows(key)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Puts a column in place of any of that name."""
+        """Add a column, or replace the one of that name."""
         tensors = {other: tensor for other, tensor in self.tensors.items() if other != name}
         columns = {other: column for other, column in self.non_tensors.items() if other != name}
         if isinstance(value, Tensor):
@@ -158,10 +158,10 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """The named columns; None takes all of a kind.
+        """Return a batch of the named columns and meta keys; None selects all of a kind.
 
         Raises:
-            InvalidBatch: a name is not there.
+            InvalidBatch: a name does not exist.
         """
         picked = DataProto(
             _pick("tensor", self.tensors, batch_keys),
@@ -176,7 +176,7 @@ class DataProto:
         return copied
 
     def select_columns(self, names: Sequence[str]) -> DataProto:
-        """The named columns of either kind, with all meta. Raises InvalidBatch on a name not there."""
+        """Select columns of either kind by name, with all meta. Raises InvalidBatch if one is missing."""
         if missing := [name for name in names if name not in self]:
             raise InvalidBatch(f"needs columns {missing}; the batch has {sorted(self.columns)}")
         return DataProto(
@@ -187,7 +187,7 @@ class DataProto:
         )
 
     def select_idxs(self, idxs: Index) -> DataProto:
-        """Rows by a list or array of positions, or by a mask of B bools."""
+        """Select rows by a list or array of positions, or by a mask of B bools."""
         at = positions(idxs, len(self))
         index = torch.from_numpy(at)
         return self._map(
@@ -200,7 +200,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
     ) -> DataProto:
-        """Takes the named columns out of this batch and returns them as another."""
+        """Remove the named columns and meta keys from this batch, and return them as another."""
         taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         for name in batch_keys:
             del self.tensors[name]
@@ -216,14 +216,14 @@ class DataProto:
         new_keys: str | Sequence[str] | None = None,
         **names: str,
     ) -> DataProto:
-        """Columns under other names: `rename("a", "b")`, `rename(["a"], ["b"])` or `rename(a="b")`."""
+        """Rename columns: `rename("a", "b")`, `rename(["a"], ["b"])` or `rename(a="b")`."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys or ())
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys or ())
         if len(old) != len(new):
             raise InvalidBatch(f"rename of {len(old)} columns to {len(new)} names")
         names = {**dict(zip(old, new, strict=True)), **names}
         if missing := [name for name in names if name not in self]:
-            raise InvalidBatch(f"rename of {missing}; the batch has {sorted(self.columns)}")
+            raise InvalidBatch(f"cannot rename {missing}; the batch has {sorted(self.columns)}")
         renamed = [names.get(name, name) for name in self.columns]
         if len(set(renamed)) < len(renamed):
             raise InvalidBatch(f"rename {names} would give two columns one name: {sorted(renamed)}")
@@ -237,10 +237,10 @@ class DataProto:
     # ----------------------------------------------------------------- joining
 
     def union(self, *others: DataProto) -> DataProto:
-        """All columns of all batches, row by row. Equal duplicates merge.
+        """Join the columns of all batches, row by row. Equal duplicates merge.
 
         Raises:
-            InvalidBatch: a column or a meta value differs between two batches, or the lengths do.
+            InvalidBatch: two batches differ in length, or in a column or meta value of one name.
         """
         tensors, columns, meta = dict(self.tensors), dict(self.non_tensors), dict(self.meta_info)
         num_rows = self.num_rows
@@ -248,7 +248,7 @@ class DataProto:
             num_rows = other.num_rows if num_rows is None else num_rows
             if other.num_rows not in (None, num_rows):
                 raise InvalidBatch(
-                    f"union: columns of one batch have the same number of rows; got {num_rows} and {len(other)}"
+                    f"union: columns of one batch need the same number of rows; got {num_rows} and {len(other)}"
                 )
             tensors = merged(tensors, other.tensors, same_tensor)
             columns = merged(columns, other.non_tensors, same_array)
@@ -260,17 +260,17 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """The rows of all batches, one after the other, with the meta of all.
+        """Concatenate the rows of all batches, and join their meta_info.
 
         meta_info["metrics"], a dict or a list of dicts in each batch, becomes one dict from each name to the
-        list of its values, in the order of the batches. Other meta values must be equal where they stand twice.
+        list of its values, in the order of the batches. Batches that share another key must agree on its value.
 
         Raises:
             InvalidBatch: no batches, or two that differ in columns, element types or trailing shapes, or
                 disagree on a meta value.
         """
         if not data:
-            raise InvalidBatch("concat of no batches")
+            raise InvalidBatch("concat needs at least one batch; got none")
         first = data[0]
         for other in data[1:]:
             check_alike(first.tensors, other.tensors, set(first.columns), set(other.columns))
@@ -285,19 +285,19 @@ class DataProto:
     # --------------------------------------------------------------- splitting
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Exactly `chunks` parts of equal length.
+        """Cut the rows into exactly `chunks` parts of equal length.
 
         Raises:
-            InvalidBatch: the rows do not divide; `pad_dataproto_to_divisor` makes them.
+            InvalidBatch: the rows do not divide evenly; `pad_dataproto_to_divisor` fixes that.
         """
         if chunks < 1 or len(self) % chunks:
             raise InvalidBatch(f"{len(self)} rows do not divide into {chunks} equal chunks")
         return self.split(max(1, len(self) // chunks)) if len(self) else [self] * chunks
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Parts of `split_size` rows; the last may be shorter."""
+        """Cut the rows into parts of `split_size`; the last may be shorter."""
         if split_size < 1:
-            raise InvalidBatch(f"split into parts of {split_size} rows")
+            raise InvalidBatch(f"split needs parts of 1 row or more; got split_size {split_size}")
         return [self._rows(slice(start, start + split_size)) for start in range(0, len(self), split_size)]
 
     def make_iterator(
@@ -307,21 +307,21 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: Mapping[str, bool] | None = None,
     ) -> Iterator[DataProto]:
-        """`epochs` passes in mini-batches.
+        """Yield mini-batches, for `epochs` passes over the rows.
 
         Args:
-            seed: of the orders; None: the process's own generator.
-            dataloader_kwargs: {"shuffle": True} gives every pass an order of its own; else as the rows come.
+            seed: seed of the shuffled orders; None: use the process's global generator.
+            dataloader_kwargs: {"shuffle": True} shuffles the rows anew for every pass; default: no shuffle.
 
         Raises:
-            InvalidBatch: the rows do not divide into mini-batches, or another of a DataLoader's arguments.
+            InvalidBatch: the rows do not divide into mini-batches, or a kwarg other than shuffle.
         """
         if len(self) % mini_batch_size:
             raise InvalidBatch(f"{len(self)} rows do not divide into mini-batches of {mini_batch_size}")
         options = dict(dataloader_kwargs or {})
         shuffle = options.pop("shuffle", False)
         if options:
-            raise InvalidBatch(f"make_iterator knows shuffle, and not {sorted(options)}")
+            raise InvalidBatch(f"dataloader_kwargs can contain only shuffle; got {sorted(options)}")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         for _ in range(epochs):
             rows = self.select_idxs(torch.randperm(len(self), generator=generator)) if shuffle else self
@@ -330,21 +330,21 @@ class DataProto:
     # -------------------------------------------------------------- rearranging
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Every row `repeat_times` times: a a b b when interleaved, else a b a b."""
+        """Repeat every row `repeat_times` times: a a b b if interleaved, else a b a b."""
         index = torch.arange(len(self))
         return self.select_idxs(
             index.repeat_interleave(repeat_times) if interleave else index.repeat(repeat_times)
         )
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | Tensor) -> DataProto:
-        """Row b `repeat_times[b]` times, interleaved."""
+        """Repeat row b `repeat_times[b]` times, interleaved."""
         times = torch.as_tensor(repeat_times)
         if times.shape != (len(self),):
-            raise InvalidBatch(f"{len(times)} repeat counts for {len(self)} rows")
+            raise InvalidBatch(f"{len(times)} repeat counts for {len(self)} rows; expected one for each row")
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
 
     def reorder(self, indices: Index) -> None:
-        """Puts the rows into another order, in place: row i becomes what row indices[i] was."""
+        """Reorder the rows in place: new row i is old row indices[i]."""
         order = torch.as_tensor(indices)
         if sorted(order.tolist()) != list(range(len(self))):
             raise InvalidBatch(f"reorder needs a permutation of {len(self)} rows")
@@ -352,13 +352,13 @@ class DataProto:
         self.tensors, self.non_tensors = other.tensors, other.non_tensors
 
     def to(self, device: torch.device | str) -> DataProto:
-        """The batch with its tensors on a device."""
+        """Return the batch with its tensors on `device`."""
         return self._map(lambda tensor: tensor.to(device), lambda column: column, len(self))
 
     # -------------------------------------------------------------- tensordict
 
     def to_tensordict(self) -> TensorDict:
-        """The batch as a TensorDict: tensors, a NonTensorStack for each other column, NonTensorData for meta.
+        """Convert to a TensorDict: tensors, a NonTensorStack for each other column, NonTensorData for meta.
 
         Raises:
             InvalidBatch: a name is both a column and a meta_info key.
@@ -370,10 +370,10 @@ class DataProto:
 
     @staticmethod
     def from_tensordict(data: TensorDict, meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """The batch of a TensorDict with one batch axis, with `meta_info` added to its own.
+        """Convert a TensorDict with one batch axis; `meta_info` is added to its own.
 
         Raises:
-            InvalidBatch: another number of batch axes, or an entry that is no column (nested).
+            InvalidBatch: another number of batch axes, or a nested TensorDict.
             Unsupported: tensordict is not installed (`pip install 'rolemesh[tensordict]'`).
         """
         from rolemesh.dataproto.tensordict import from_tensordict
@@ -382,7 +382,7 @@ class DataProto:
         return DataProto(tensors, columns, {**meta, **(meta_info or {})}, num_rows=data.batch_size[0])
 
     def print_size(self, prefix: str = "") -> None:
-        """Prints how much memory the columns take. Of cells that are objects only the references count."""
+        """Print the memory that the columns take. Of object cells, only the references count."""
         tensors = sum(tensor.nbytes for tensor in self.tensors.values()) / 2**30
         columns = sum(column.nbytes for column in self.non_tensors.values()) / 2**30
         print(f"{prefix}{prefix and ', '}tensors: {tensors:.6f} GiB, non-tensor columns: {columns:.6f} GiB")
@@ -396,5 +396,5 @@ def _pick(kind: str, source: Mapping[str, Any], names: Sequence[str] | None) -> 
     if names is None:
         return dict(source)
     if missing := [name for name in names if name not in source]:
-        raise InvalidBatch(f"no {kind} {missing}; there are {sorted(source)}")
+        raise InvalidBatch(f"no {kind} {missing}; the batch has {sorted(source)}")
     return {name: source[name] for name in names}

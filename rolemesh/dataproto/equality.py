@@ -1,4 +1,4 @@
-"""Equal to the bit: what a column or a meta value must be for two batches to agree on it. NaN equals itself."""
+"""Compares columns and meta values bit for bit, to decide whether two batches agree. NaN equals itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def same_tensor(left: Tensor, right: Tensor) -> bool:
-    """The same shape, element type and bits, on whatever devices."""
+    """True if shape, dtype and bits are equal; the devices may differ."""
     if left is right:
         return True
     if left.shape != right.shape or left.dtype != right.dtype:
@@ -24,7 +24,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def same_array(left: NDArray[Any], right: NDArray[Any]) -> bool:
-    """The same shape and element type; and the same bits, or objects that are equal one by one."""
+    """True if shape, dtype and bits are equal; object arrays are compared cell by cell."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     if left.dtype == object:
@@ -33,7 +33,7 @@ def same_array(left: NDArray[Any], right: NDArray[Any]) -> bool:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Equal values, tensors and arrays within dicts and lists included."""
+    """True if two values are equal, including tensors and arrays inside dicts, lists and tuples."""
     if left is right:
         return True
     if isinstance(left, Tensor) or isinstance(right, Tensor):

@@ -1,4 +1,4 @@
-"""Batches whose number of rows must divide."""
+"""Pads a batch so that its number of rows is divisible, and removes the padding again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from rolemesh.errors import InvalidBatch
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Repeats rows from the start until the length divides. Returns the batch and the number added."""
+    """Repeat rows from the start until `size_divisor` divides their number.
+
+    Returns the batch and the number of rows added. Raises InvalidBatch for a batch without rows.
+    """
     if not len(data):
         raise InvalidBatch("a batch without rows cannot be padded")
     pad_size = -len(data) % size_divisor
@@ -18,5 +21,5 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Takes the last `pad_size` rows off again."""
+    """Remove the last `pad_size` rows."""
     return data[: len(data) - pad_size] if pad_size else data

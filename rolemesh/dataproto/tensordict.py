@@ -1,4 +1,4 @@
-"""DataProto to torch's TensorDict and back, for code that takes one. Needs the extra `tensordict`."""
+"""Converts DataProto to torch's TensorDict and back, for code that takes one. Needs the extra `tensordict`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from rolemesh.errors import InvalidBatch
 def to_tensordict(
     tensors: Mapping[str, Tensor], columns: Mapping[str, Column], meta_info: Mapping[str, Any], num_rows: int
 ) -> TensorDict:
-    """Tensors as they are (shared, not copied), a NonTensorStack for each other column, NonTensorData for each
-    key of meta_info. Numbers in non-tensor columns are numpy scalars, so that they keep their dtype.
+    """Build a TensorDict of tensors (shared, not copied), other columns and meta.
+
+    Each non-tensor column becomes a NonTensorStack, each key of meta_info a NonTensorData.
+    Cells of numeric columns are numpy scalars (arrays for several axes), so that they keep their dtype.
 
     Raises:
         InvalidBatch: a name is both a column and a meta_info key.
     """
     if both := (tensors.keys() | columns.keys()) & meta_info.keys():
         raise InvalidBatch(
-            f"{sorted(both)} are both columns and meta_info keys; a TensorDict has one of each name"
+            f"{sorted(both)} are both columns and meta_info keys; a TensorDict can hold each name once"
         )
     entries: dict[str, Any] = dict(tensors)
     for name, column in columns.items():
@@ -41,15 +43,16 @@ def to_tensordict(
 
 
 def from_tensordict(data: TensorDict) -> tuple[dict[str, Tensor], dict[str, Column], dict[str, Any]]:
-    """Tensors, other columns and meta_info of what `to_tensordict` makes, or of any other TensorDict of tensors
-    and non-tensor data with one batch axis.
+    """Return the tensors, other columns and meta_info of a TensorDict, made by `to_tensordict` or otherwise.
+
+    It must have one batch axis, and hold only tensors and non-tensor data.
 
     Raises:
-        InvalidBatch: another number of batch axes, or an entry of another kind (a TensorDict within).
+        InvalidBatch: another number of batch axes, or a nested TensorDict.
     """
     if len(data.batch_size) != 1:
         raise InvalidBatch(
-            f"a batch has one axis of rows; the TensorDict has batch_size {list(data.batch_size)}"
+            f"expected a TensorDict with one batch axis, the rows; it has batch_size {list(data.batch_size)}"
         )
     tensors: dict[str, Any] = {}
     columns: dict[str, Column] = {}
@@ -60,7 +63,7 @@ def from_tensordict(data: TensorDict) -> tuple[dict[str, Tensor], dict[str, Colu
         elif isinstance(entry, NonTensorData):
             meta[name] = entry.data
         elif isinstance(entry, TensorDict):
-            raise InvalidBatch(f"entry {name!r} is a TensorDict within; flatten it: data.flatten_keys()")
+            raise InvalidBatch(f"entry {name!r} is a nested TensorDict; flatten it with data.flatten_keys()")
         else:
             tensors[name] = entry
     return tensors, columns, meta

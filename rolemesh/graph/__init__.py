@@ -1,7 +1,7 @@
-"""The step graph: which call of a step runs after which, and the columns that flow between them.
+"""The step graph: the calls of a step, their order, and the columns that flow between them.
 
-nodes.py marks what the controller computes itself, recording.py runs a page with roles that only record, and
-graph.py is what comes of it.
+nodes.py marks the controller's own functions, recording.py runs a page with roles that only record, and
+graph.py holds the resulting graph.
 """
 
 from rolemesh.graph.graph import Edge, Node, StepGraph

@@ -1,4 +1,4 @@
-"""The step graph: the calls of one step and what flows between them, as text and as a Mermaid flowchart."""
+"""The step graph: the calls of one step and the columns between them, as text or as a Mermaid flowchart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Edge:
 
 @dataclass
 class StepGraph:
-    """The calls of one step in the order of the page, and what flows between them."""
+    """The calls of one step, in the order in which the page made them, and the flows between them."""
 
     title: str
     nodes: list[Node] = field(default_factory=list)
@@ -35,14 +35,14 @@ class StepGraph:
 
     @property
     def unread(self) -> dict[str, list[str]]:
-        """Columns that no later call reads, by the call that writes them."""
+        """Columns that no other call reads, by the name of the call that writes them."""
         read = {(edge.source, column) for edge in self.edges for column in edge.columns}
         unread = {n.name: [c for c in n.writes if (n.name, c) not in read] for n in self.nodes}
         return {name: columns for name, columns in unread.items() if columns}
 
     @property
     def stages(self) -> list[list[Node]]:
-        """The calls by depth: those of one stage wait only for earlier stages, not for each other."""
+        """The calls by depth. Calls of one stage wait only for earlier stages, not for each other."""
         depth: dict[str, int] = {}
         for each in self.nodes:
             sources = [depth[edge.source] for edge in self.edges if edge.target == each.name]
@@ -53,7 +53,7 @@ class StepGraph:
         return levels
 
     def to_text(self) -> str:
-        """A line for each call, numbered by stage: what it reads, and what it writes."""
+        """Render the graph as text: each call, numbered by stage, with the columns it reads and writes."""
         lines = [self.title]
         for number, stage in enumerate(self.stages, 1):
             for i, each in enumerate(stage):
@@ -61,13 +61,13 @@ class StepGraph:
                 lines += _listed("reads ", each.reads) + _listed("writes", each.writes)
         lines += ["", "Calls under one number do not wait for each other."]
         if self.unread:
-            lines.append("No call reads these; metrics and dumps do, or nobody does:")
+            lines.append("No call reads these columns; only metrics or dumps may:")
         for name, columns in self.unread.items():
             lines += _listed(f"{name}:", columns)
         return "\n".join(lines)
 
     def to_mermaid(self) -> str:
-        """A Mermaid flowchart: a box for each call, an arrow for each flow, labelled with its columns."""
+        """Render the graph as a Mermaid flowchart: a box for each call, an arrow with columns for each flow."""
         lines = ["flowchart TD"]
         for each in self.nodes:
             role, _, method = each.name.partition(".")
@@ -93,7 +93,7 @@ MERMAID_STYLES = {
 
 
 def _listed(verb: str, columns: Sequence[str]) -> list[str]:
-    """Columns on lines of at most 100 characters."""
+    """Format columns as lines of at most 100 characters."""
     first = f"      {verb} "
     indent = " " * len(first)
     return textwrap.wrap(", ".join(columns), 100, initial_indent=first, subsequent_indent=indent)

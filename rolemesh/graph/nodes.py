@@ -1,4 +1,4 @@
-"""What the controller computes itself, as nodes of the step graph."""
+"""Marks the controller's own functions as nodes of the step graph."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ControllerNode:
 
     Args:
         name: the function's name.
-        phase: the `timing_s/` key that it counts towards; empty for none.
-        reads: the columns that it needs, of a job.
-        writes: the columns that it adds, of a job.
+        phase: the `timing_s/` key that its time counts towards; empty for none.
+        reads: returns the columns that it needs in a job.
+        writes: returns the columns that it adds in a job.
     """
 
     name: str
@@ -34,10 +34,10 @@ class ControllerNode:
 
 
 class Observer(Protocol):
-    """Who wants to know when the controller computes: the recorder, or the loop's stopwatch."""
+    """Is told when the controller computes. Implemented by the recorder and by the loop's stopwatch."""
 
     def during(self, node: ControllerNode, batch: DataProto) -> AbstractContextManager[None]:
-        """Entered before the function runs, left after it."""
+        """Return a context that is entered before the function runs and left after it."""
         ...
 
 
@@ -49,7 +49,7 @@ Columns = tuple[str, ...] | Callable[[JobConfig], tuple[str, ...]]
 def node(
     reads: Columns, writes: Columns, phase: str = ""
 ) -> Callable[[Callable[Concatenate[DataProto, P], R]], Callable[Concatenate[DataProto, P], R]]:
-    """Marks a function of the controller, whose first argument is the batch, as a node of the step graph."""
+    """Mark a function of the controller as a node of the step graph. Its first argument must be the batch."""
 
     def decorate(function: Callable[Concatenate[DataProto, P], R]) -> Callable[Concatenate[DataProto, P], R]:
         this = ControllerNode(function.__name__, phase, _of_job(reads), _of_job(writes))

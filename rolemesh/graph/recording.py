@@ -1,9 +1,8 @@
-"""A page run once with roles that compute nothing and write everything down.
+"""Runs a page once with roles that compute nothing and record every call.
 
-The recording roles are Protocol implementations like workers and clients. Each checks the batch it is given
-against `rolemesh.roles.methods` and answers with columns of the declared shape and dtype, so that a page
-which forgets a column fails in milliseconds, before any model loads. What the controller itself computes is
-marked with `@node`.
+The recording roles implement the same Protocols as workers and clients. Each checks its batch against
+`rolemesh.roles.methods`, and answers with columns of the declared shape and dtype. So a page that forgets a
+column fails in milliseconds, before any model loads. The controller's own functions are marked with `@node`.
 """
 
 from __future__ import annotations
@@ -12,39 +11,55 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from rolemesh.catalog.catalog import load
+from rolemesh.catalog.roles import ROLES
+from rolemesh.columns import COLUMNS
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.graph import nodes
 from rolemesh.graph.graph import Edge, Node, StepGraph
-from rolemesh.roles import COLUMNS, Method, Metrics, Roles, methods
+from rolemesh.roles import Method, Metrics, Roles, methods
+from rolemesh.v1.environment_pb2 import (
+    ActRequest,
+    ActResponse,
+    Agent,
+    CloseEpisodeRequest,
+    CloseEpisodeResponse,
+    DescribeRequest,
+    DescribeResponse,
+    OpenEpisodeRequest,
+    OpenEpisodeResponse,
+)
 from rolemesh.weights.source import Fits, WeightSource
 
 Page = Callable[[DataProto, Roles], Awaitable[object]]
 
-# Sizes of the recording: enough for groups of responses, small enough to cost nothing.
+# Sizes of the recorded batches: enough for groups of responses, small enough to cost nothing.
 NUM_PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS, KEPT_TOKENS = 2, 3, 4, 5
+PAGE = "controller.page"  # writes the columns that the page itself sets
 FROM_THE_DATA = ("prompts", "prompt_mask", "uid", "data_source", "reward_model", "extra_info")
+ANSWERED = ("prompts", "prompt_mask", "responses", "response_mask", "turns", "uid", "data_source")
+COLUMNS_OF = {"prompts": FROM_THE_DATA, "responses": ANSWERED, "pairs": (*ANSWERED, "contexts")}
 
 
 async def record(page: Page, job: JobConfig, title: str) -> StepGraph:
-    """Runs a page on a few empty rows with recording roles.
+    """Run a page on a few blank rows with recording roles, and return its graph.
 
     Args:
         page: takes prompts and roles.
-        job: says which columns each method reads.
-        title: of the graph.
+        job: determines the columns that each method reads.
+        title: title of the graph.
 
     Raises:
-        InvalidBatch: a call reads a column that no call before it wrote, or one of a wrong shape or dtype.
+        InvalidBatch: a call reads a column that no earlier call wrote, or one of a wrong shape or dtype.
     """
     recorder = Recorder(job, StepGraph(title))
-    recorder.add(Node("data", (), FROM_THE_DATA))
+    recorder.add(Node("data", (), COLUMNS_OF[job.page.learns_from]))
     token = nodes.observer.set(recorder)
     try:
         await page(_some_prompts(job), recorder.roles())
@@ -54,7 +69,7 @@ async def record(page: Page, job: JobConfig, title: str) -> StepGraph:
 
 
 class Recorder:
-    """Writes down each call: its columns, and who wrote them."""
+    """Records each call, its columns, and the calls that wrote them."""
 
     def __init__(self, job: JobConfig, graph: StepGraph) -> None:
         self.job = job
@@ -63,23 +78,27 @@ class Recorder:
         self._writer: dict[str, str] = {}
 
     def roles(self) -> Roles:
-        """Roles that record."""
-        return Roles.of(self.job, {role: RECORDED[role](self) for role in self.job.roles})
+        """Return the job's roles as recording roles."""
+        return Roles.of(self.job, {role: load(ROLES[role].recorded)(self) for role in self.job.roles})
 
     def add(self, this: Node) -> None:
-        """A call, with an edge from the last writer of each column that it reads. A call that is made once
-        for each chunk is one node."""
+        """Add a call, with an edge from the last writer of each column that it reads.
+
+        A call that is repeated for each chunk is one node.
+        """
         if this in self.graph.nodes:
             return
         flows: dict[str, list[str]] = {}
         for column in this.reads:
-            flows.setdefault(self._writer[column], []).append(column)
+            flows.setdefault(self._writer.get(column, PAGE), []).append(column)
+        if PAGE in flows and not any(node.name == PAGE for node in self.graph.nodes):
+            self.graph.nodes.append(Node(PAGE, (), tuple(flows[PAGE])))
         self.graph.nodes.append(this)
         self.graph.edges += [Edge(source, this.name, tuple(columns)) for source, columns in flows.items()]
         self._writer |= dict.fromkeys(this.writes, this.name)
 
     def call(self, name: str, batch: DataProto) -> DataProto:
-        """Checks and records a role's call; returns its answer."""
+        """Check and record a role's call; return its answer."""
         method = self.methods[name]
         optional = tuple(column for column in method.optional if column in batch)
         self.check(name, (*method.reads, *optional), batch)
@@ -95,14 +114,14 @@ class Recorder:
         )
 
     def check(self, reader: str, reads: Iterable[str], batch: DataProto) -> None:
-        """Raises InvalidBatch unless every column is there and is what `COLUMNS` says."""
+        """Raise InvalidBatch unless the batch has every column, with the shape and dtype of `COLUMNS`."""
         for name in reads:
             if name not in batch:
                 writers = self._could_write(name)
                 way_out = f"call {' or '.join(writers)} before it" if writers else "no call writes it"
                 raise InvalidBatch(
-                    f"{self.graph.title}: {reader} reads column {name!r}, which the batch does not have "
-                    f"there; {way_out}. The batch has {sorted(batch.columns)}"
+                    f"{self.graph.title}: {reader} reads column {name!r}, which the batch does not have; "
+                    f"{way_out}. The batch has {sorted(batch.columns)}"
                 )
             if name in batch.tensors and name in COLUMNS:
                 wanted, got = _blank(name, len(batch), self.job), batch.tensors[name]
@@ -118,14 +137,14 @@ class Recorder:
         calls += [
             f"controller.{n.name}" for n in nodes.CONTROLLER_NODES.values() if column in n.writes(self.job)
         ]
-        return calls + ["the data set"] * (column in FROM_THE_DATA)
+        return calls + ["the data set"] * (column in COLUMNS_OF[self.job.page.learns_from])
 
     @contextmanager
     def during(self, node: nodes.ControllerNode, batch: DataProto) -> Iterator[None]:
         name = f"controller.{node.name}"
         self.check(name, node.reads(self.job), batch)
         yield
-        if node.reads(self.job) or node.writes(self.job):  # else it has nothing to do in this job
+        if node.reads(self.job) or node.writes(self.job):  # otherwise it does nothing in this job
             self.add(Node(name, node.reads(self.job), node.writes(self.job)))
 
 
@@ -147,7 +166,10 @@ class RecordedActor:
     async def publish_weights(self, version: int) -> WeightSource:
         return RecordedWeights(version)
 
-    async def save_checkpoint(self, directory: Path) -> None:
+    async def begin_checkpoint(self, directory: Path) -> None:
+        raise AssertionError("a page saves no checkpoint; the loop does")
+
+    async def finish_checkpoint(self, directory: Path) -> None:
         raise AssertionError("a page saves no checkpoint; the loop does")
 
     async def load_checkpoint(self, directory: Path | None) -> None:
@@ -189,11 +211,30 @@ class RecordedReward:
     recorder: Recorder
 
     async def compute_scores(self, batch: DataProto) -> DataProto:
-        """No two scores are equal: a page that waits for answers which differ comes to its end."""
+        """Answer with scores that all differ, so that dynamic sampling finds groups to keep and ends."""
         answer = self.recorder.call("reward.compute_scores", batch)
         answer["acc"] = torch.arange(len(batch), dtype=torch.float32)
         answer["token_level_scores"][:, -1] = answer["acc"]
         return answer
+
+
+@dataclass
+class RecordedEnvironment:
+    """Answers nothing and ends every conversation: it has no columns to record."""
+
+    recorder: Recorder
+
+    async def describe(self, request: DescribeRequest) -> DescribeResponse:
+        return DescribeResponse(agents=[Agent(name=name) for name in request.agents])
+
+    async def open_episode(self, request: OpenEpisodeRequest) -> OpenEpisodeResponse:
+        return OpenEpisodeResponse()
+
+    async def act(self, request: ActRequest) -> ActResponse:
+        return ActResponse(done=True, why="recorded")
+
+    async def close_episode(self, request: CloseEpisodeRequest) -> CloseEpisodeResponse:
+        return CloseEpisodeResponse()
 
 
 @dataclass
@@ -207,24 +248,18 @@ class RecordedCritic:
         self.recorder.call("critic.update", batch)
         return {}
 
-    async def save_checkpoint(self, directory: Path) -> None:
+    async def begin_checkpoint(self, directory: Path) -> None:
+        raise AssertionError("a page saves no checkpoint; the loop does")
+
+    async def finish_checkpoint(self, directory: Path) -> None:
         raise AssertionError("a page saves no checkpoint; the loop does")
 
     async def load_checkpoint(self, directory: Path | None) -> None:
         raise AssertionError("a page loads no checkpoint; the loop does")
 
 
-RECORDED: dict[str, Callable[[Recorder], Any]] = {
-    "actor": RecordedActor,
-    "rollout": RecordedRollout,
-    "reference": RecordedReference,
-    "critic": RecordedCritic,
-    "reward": RecordedReward,
-}
-
-
 def _blank(name: str, num_rows: int, job: JobConfig) -> Tensor:
-    """A column of the declared shape and dtype: masks all True, the rest zero."""
+    """Make a column of the declared shape and dtype: masks all True, all others zero."""
     column = COLUMNS[name]
     sizes = {
         "B": num_rows,
@@ -239,12 +274,15 @@ def _blank(name: str, num_rows: int, job: JobConfig) -> Tensor:
 
 
 def _some_prompts(job: JobConfig) -> DataProto:
+    """Make rows as the job's data set has them."""
+    columns = COLUMNS_OF[job.page.learns_from]
+    cells = {
+        "uid": [f"prompt-{i}" for i in range(NUM_PROMPTS)],
+        "data_source": ["recording"] * NUM_PROMPTS,
+        "reward_model": [{"style": "rule", "ground_truth": ""}] * NUM_PROMPTS,
+        "extra_info": [{}] * NUM_PROMPTS,
+    }
     return DataProto.from_dict(
-        {name: _blank(name, NUM_PROMPTS, job) for name in ("prompts", "prompt_mask")},
-        {
-            "uid": [f"prompt-{i}" for i in range(NUM_PROMPTS)],
-            "data_source": ["recording"] * NUM_PROMPTS,
-            "reward_model": [{"style": "rule", "ground_truth": ""}] * NUM_PROMPTS,
-            "extra_info": [{}] * NUM_PROMPTS,
-        },
+        {name: _blank(name, NUM_PROMPTS, job) for name in columns if name not in cells},
+        {name: cells[name] for name in columns if name in cells},
     )

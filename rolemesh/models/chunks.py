@@ -1,4 +1,4 @@
-"""How many logits are in memory at a time. Free of torch, since the planner reads it."""
+"""Limits on the number of logits in memory at a time. Does not import torch, because the planner uses it."""
 
 CHUNK_LOGITS = 2**25  # minimum when split; a chunk holds under twice this: 128 to 256 MiB of float32
 MIN_MATRIX_ROWS = 256  # tokens in a forward pass; rolemesh/models/sequence.py says why

@@ -1,42 +1,74 @@
-"""What every reader of a model's directory asks of it first. `rolemesh plan` does so without torch."""
+"""Finds and checks a model's directory. Does not import torch, because `rolemesh plan` uses it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from rolemesh import hub
 from rolemesh.config.model import ModelConfig
 from rolemesh.errors import ModelNotFound
 
 
-def existing_directory(config: ModelConfig, role: str) -> Path:
-    """The directory of a role's model.
+def existing_directory(config: ModelConfig, role: str, files: hub.Patterns | None = None) -> Path:
+    """Return the directory of a role's model: its path, or of a Hub name the snapshot in the Hub's cache.
 
     Args:
-        config: the role's model section, its path filled in.
+        config: the role's model section, with its path filled in.
         role: for the message, e.g. "actor".
+        files: of a Hub name: patterns of the files that the cache must have; None: all of a model.
 
     Raises:
-        ModelNotFound: none is given, or there is none; with the commands that make one.
+        ModelNotFound: no path is given, the directory does not exist, or the cache lacks files of the Hub name.
+            The message has commands that create or fetch one.
     """
     if not config.path:
         raise ModelNotFound(f"{role}: no model directory is given; set {role}.model.path")
+    if hub.is_name(config.path):
+        return hub_directory(config, role, files)
     directory = Path(config.path)
     if not directory.is_dir():
         raise ModelNotFound(
-            f"{role}: no such model directory: {directory}. `rolemesh model {directory}` makes a small random "
-            f"one, `hf download ORGANISATION/MODEL --local-dir {directory}` fetches a real one, and "
-            "`rolemesh demo` makes that of configs/tiny.yaml"
+            f"{role}: no such model directory: {directory}. It is not a name of the Hugging Face Hub either, "
+            f"which is ORGANISATION/MODEL. `rolemesh model {directory}` makes a small random one, and "
+            "`rolemesh demo` makes the one of configs/tiny.yaml"
+        )
+    if config.revision:
+        raise ModelNotFound(
+            f"{role}: model.revision is {config.revision}, but {directory} is a directory; only a Hub name has "
+            "revisions"
         )
     return directory
 
 
-def described_directory(config: ModelConfig, role: str) -> Path:
-    """The same, and it has a config.json.
+def hub_directory(
+    config: ModelConfig, role: str, files: hub.Patterns | None = None, *, fetch: bool = False
+) -> Path:
+    """Return the snapshot of a model with a Hub name.
+
+    Args:
+        config, role, files: as of existing_directory.
+        fetch: download what the cache lacks; of one process, before the roles start.
 
     Raises:
-        ModelNotFound: what is missing, and where.
+        ModelNotFound, HubUnavailable: as hub.snapshot.
     """
-    directory = existing_directory(config, role)
+    wanted = hub.model_files(config.trust_remote_code) if files is None else files
+    repository = hub.Repository(config.path, config.revision)
+    return hub.snapshot(repository, wanted, f"{role}.model.path", fetch=fetch)
+
+
+def described_directory(config: ModelConfig, role: str, *, weights: bool = False) -> Path:
+    """Return the directory of a role's model, checked to have a config.json.
+
+    Args:
+        config, role: as of existing_directory.
+        weights: of a Hub name, the cache must have all files, and not the configuration alone.
+
+    Raises:
+        ModelNotFound: as existing_directory, or there is no config.json.
+    """
+    files = None if weights else hub.configuration_files(config.trust_remote_code)
+    directory = existing_directory(config, role, files)
     if not (directory / "config.json").is_file():
         raise ModelNotFound(f"{role}: {directory} is not a Hugging Face model directory: it has no config.json")
     return directory

@@ -1,13 +1,13 @@
-"""From hidden states to numbers of the distributions over the vocabulary, a chunk of tokens at a time.
+"""Compute statistics of the distributions over the vocabulary from hidden states, a chunk of tokens at a time.
 
-The logits of a batch are far larger than its hidden states: at a vocabulary of 152,000, 0.6 MB of float32 a
-token. So no more of them exist than a chunk's, and in the backward pass they are computed again.
+The logits of a batch are far larger than its hidden states: with a vocabulary of 152,000, 0.6 MB of float32 per
+token. Therefore only one chunk's logits are in memory at a time. The backward pass recomputes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +16,17 @@ from torch.utils.checkpoint import checkpoint
 
 from rolemesh.models.chunks import MIN_MATRIX_ROWS, tokens_at_once
 
-BLOCK_LOGITS = 2**20  # as many logits are worked on at a time where no gradient is kept: what caches hold
-NO_MASS = -1e30  # a logit whose exp() is 0; of -inf, and of the lowest number, gradients would be NaN
+BLOCK_LOGITS = 2**20  # logits in a block without gradients, so that it fits in the CPU's caches
+NO_MASS = -1e30  # a logit whose exp() is 0; -inf or the lowest float would make gradients NaN
 
 
 class TokenStats(NamedTuple):
-    """Of the distribution that each response token is drawn from.
+    """Statistics of the distribution that each response token is sampled from.
 
     Args:
-        log_probs: [b, T], of the token.
-        entropys: [b, T] in nats; None unless asked for.
-        sum_pi_squared: [b, T], the sum of the squared probabilities of all tokens; None unless asked for.
+        log_probs: [b, T], of the sampled token.
+        entropys: [b, T] in nats; None unless requested.
+        sum_pi_squared: [b, T], the sum of the squared probabilities of all tokens; None unless requested.
     """
 
     log_probs: Tensor
@@ -34,19 +34,19 @@ class TokenStats(NamedTuple):
     sum_pi_squared: Tensor | None
 
     def each(self, function: Callable[[Tensor], Tensor]) -> TokenStats:
-        """The function of each that was asked for."""
+        """Apply a function to each statistic that was requested."""
         entropys, squares = (None if t is None else function(t) for t in self[1:])
         return TokenStats(function(self.log_probs), entropys, squares)
 
 
 class Wanted(NamedTuple):
-    """What is computed of a distribution, and of which.
+    """The statistics to compute, and the temperature of the distribution.
 
     Args:
         temperature: logits are divided by it; 0 (greedy) counts as 1.
-        entropy: the entropy.
-        entropy_gradient: whether gradient flows through it.
-        sum_pi_squared: the sum of squares; no gradient flows through it.
+        entropy: compute the entropy.
+        entropy_gradient: whether gradient flows through the entropy.
+        sum_pi_squared: compute the sum of squared probabilities; no gradient flows through it.
     """
 
     temperature: float
@@ -55,7 +55,10 @@ class Wanted(NamedTuple):
     sum_pi_squared: bool
 
     def of(self, logits: Tensor, drawn: Tensor, kept_ids: Tensor | None) -> TokenStats:
-        """Of the softmax of logits [n, V], for the tokens drawn [n]; over kept_ids [n, K] alone if given."""
+        """Compute TokenStats [n] of the softmax of logits [n, V], for the sampled tokens [n].
+
+        If kept_ids [n, K] is given, the softmax is over those tokens only.
+        """
         wide = torch.promote_types(logits.dtype, torch.float32)
         place = drawn[:, None]
         if kept_ids is not None:
@@ -78,14 +81,15 @@ class Wanted(NamedTuple):
 def distribution_stats(
     model: Any, output: Any, hidden: Tensor, drawn: Tensor, kept_ids: Tensor | None, wanted: Wanted
 ) -> TokenStats:
-    """TokenStats [n] of the tokens that are drawn after the hidden states.
+    """Compute TokenStats [n] of the tokens that were sampled after the hidden states.
 
     Args:
         model: a transformers causal LM.
-        output: what its body returned.
-        hidden: [n, H] of it.
-        drawn: [n] token ids.
-        kept_ids: [n, K] token ids, what could be drawn, -1 beyond; None: any token.
+        output: the output of its body.
+        hidden: [n, H], hidden states of that output.
+        drawn: [n], ids of the sampled tokens.
+        kept_ids: [n, K], ids that could be sampled, padded with -1; None: any token.
+        wanted: which statistics to compute.
     """
     num_tokens = len(hidden)
     if 0 < num_tokens < MIN_MATRIX_ROWS:
@@ -111,7 +115,7 @@ def distribution_stats(
 def _cut(
     num_parts: int, rows: Tensor, drawn: Tensor, kept_ids: Tensor | None
 ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """In as many parts, at least one, of even sizes: none is so small that kernels would treat it otherwise."""
+    """Split into `num_parts` parts, at least one, of even sizes: a small part could get another kernel."""
     parts = max(1, num_parts)
     kept = [None] * parts if kept_ids is None else kept_ids.tensor_split(parts)
     return list(zip(rows.tensor_split(parts), drawn.tensor_split(parts), kept, strict=True))
@@ -126,24 +130,32 @@ def _joined(parts: list[TokenStats]) -> TokenStats:
 
 
 def head(model: Any, output: Any, hidden: Tensor) -> Tensor:
-    """Logits [n, V] of hidden states [n, H]: what the model makes of its body's output. Whatever it does to
-    them (a scale, a soft cap) is done, since it is the model itself that is run, on a body that has answered.
+    """Compute logits [n, V] from hidden states [n, H], as the model does from its body's output.
+
+    transformers has no function for this step. Each causal LM has it in its own `forward`, with a scale
+    (Cohere, Granite) or a soft cap (Gemma) after the matrix product. So this runs `forward` on a copy of the
+    model whose body returns the given hidden states at once. The copy shares all weights with the model, and
+    the model is not changed.
 
     Args:
         model: a transformers causal LM.
-        output: what its body returned, for what else is in it.
+        output: the output of its body; its other fields are kept.
+        hidden: [n, H].
     """
+    body = model.get_decoder()
     answer = type(output)(**{**output, "last_hidden_state": hidden[None]})
-    with _answering(model.get_decoder(), answer):
-        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    answered = copy.copy(body)  # not a new module: Falcon-H1 reads the scale of its logits from the body
+    answered.forward = lambda *_, **__: answer
+    ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+    logits: Tensor = _with_module(model, body, answered)(input_ids=ids, use_cache=False).logits[0]
     return logits
 
 
-@contextmanager
-def _answering(body: nn.Module, answer: Any) -> Iterator[None]:
-    body.forward = lambda *_, **__: answer
-    try:
-        yield
-    finally:
-        del body.forward
+def _with_module(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """Make a shallow copy of the model with one module replaced, at any depth."""
+    if model is old:
+        return new
+    [name] = [name for name, child in model.named_children() if any(each is old for each in child.modules())]
+    made = copy.copy(model)
+    made._modules = model._modules | {name: _with_module(model.get_submodule(name), old, new)}
+    return made

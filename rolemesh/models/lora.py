@@ -1,20 +1,20 @@
-"""Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685): a matrix W stays as it is and computes as
-W + B·A·alpha/r, of which A [r, in] and B [out, r] alone are trained. The layers are peft's.
+"""Low-rank adaptation (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
-On disk an adapter is what peft lays out and reads:
+A matrix W is frozen and replaced by W + B·A·alpha/r. Only A [r, in] and B [out, r] are trained. The layers are
+peft's. On disk an adapter has peft's layout:
 
     adapter_model.safetensors   A and B of each module
     adapter_config.json         rank, alpha, target modules, the base model's directory
-    base_model.xxh3             ours: a checksum of the base model's weights
+    base_model.xxh3             added by Rolemesh: a checksum of the base model's weights
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,25 @@ import torch
 import xxhash
 from peft import LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rolemesh.config.model import PolicyModelConfig, is_target
 from rolemesh.errors import InvalidConfig
+from rolemesh.hub import is_name
 from rolemesh.models.loading import load_state, named_weights
+from rolemesh.ranks.agreement import on_first
+from rolemesh.ranks.files import copied, write_rows
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.sharding import local, memory_of, own_rows, whole
 
 ALL_LINEAR = "all-linear"
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 BASE_FILE = "base_model.xxh3"
-# What of an adapter's configuration, beside the rank, says how much A and B count.
+# Keys of an adapter's configuration that, with the rank, determine the scale of B·A.
 SCALING = ("lora_alpha", "use_rslora", "alpha_pattern")
-# What another adapter's configuration may say beside the job's. Any other key changes what the layers compute.
+# Keys in which the adapter to start from may differ from the job. Any other key changes what the layers
+# compute.
 ITS_OWN = {
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
     "alpha_pattern", "use_rslora", "lora_dropout", "task_type", "inference_mode", "base_model_name_or_path",
@@ -44,20 +49,21 @@ ITS_OWN = {
 
 
 class Adapter:
-    """The adapter of a policy. With it the model's other weights do not require gradients.
+    """Adds a trainable adapter to a policy. The model's other weights then do not require gradients.
 
     Args:
-        model: a transformers causal LM; its target modules are wrapped where they are.
+        model: a transformers causal LM; its target modules are wrapped in place.
         config: rank, alpha and target modules, or the adapter to start from.
-        seed: of A, which is uniform in ±1/√in; B is 0, so that the policy begins as the base model.
+        seed: of A, which is uniform in ±1/√in; B is 0, so the policy starts equal to the base model.
+        ranks: over which the model will be sharded. If it is on the device `meta`, call `begin` once it is not.
 
     Raises:
-        InvalidConfig: a target module that is none of the model's matrices, or an adapter to start from that
-            is not there, of another rank or alpha, or of another kind.
+        InvalidConfig: a target module is not a matrix of the model, or the adapter to start from is absent or
+            has another rank, alpha, kind or base model.
     """
 
-    def __init__(self, model: Any, config: PolicyModelConfig, seed: int) -> None:
-        self._config, self._seed = config, seed
+    def __init__(self, model: Any, config: PolicyModelConfig, seed: int, ranks: Ranks | None = None) -> None:
+        self._config, self._seed, self._ranks = config, seed, ranks or Ranks.alone()
         self._lora = _read_config(config) if config.lora_adapter_path else _new_config(config)
         _check_targets(model, self._lora)
         with torch.random.fork_rng(devices=[]):  # A is drawn here, and drawn again below
@@ -66,21 +72,33 @@ class Adapter:
         self._layers: dict[str, Any] = {
             name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)
         }
-        self.weights: dict[str, Tensor] = {  # by parameter, as the model holds them
-            name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad
-        }
-        initial = self.read(None)
-        if {n: t.shape for n, t in initial.items()} != {n: t.shape for n, t in self.weights.items()}:
+        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        shapes = {name: tensor.shape for name, tensor in self.weights.items()}
+        if {name: tensor.shape for name, tensor in self._initial(shapes).items()} != shapes:
             raise InvalidConfig(
-                f"actor.model.lora_adapter_path: {config.lora_adapter_path} is of another model than "
+                f"actor.model.lora_adapter_path: {config.lora_adapter_path} does not fit "
                 f"actor.model.path {config.path}: its matrices have other names or shapes"
             )
-        for name, tensor in initial.items():
-            self.weights[name].copy_(tensor)
+        if not any(tensor.is_meta for tensor in self.weights.values()):
+            self.begin()
+
+    def begin(self) -> None:
+        """Set A and B to what training starts with."""
+        weights = self.weights
+        for name, rows in self.read(None).items():
+            local(weights[name]).copy_(rows)
+        if self._ranks.size > 1:
+            self._base_checksum  # noqa: B018  # here, where all ranks are, because it gathers the weights
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """A and B, by parameter, as the model holds them."""
+        state = self._model.state_dict()
+        return {name: state[name] for name in self._names}
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """While it is entered, the model is the base model, bit for bit."""
+        """Disable the adapter within the context: the model then equals the base model, bit for bit."""
         self._enable(False)
         try:
             yield
@@ -89,77 +107,125 @@ class Adapter:
 
     def _enable(self, on: bool) -> None:
         for layer in self._layers.values():
-            layer.enable_adapters(on)
+            # enable_adapters would change requires_grad too, of the gathered weights or of the shards.
+            layer._disable_adapters = not on
 
     def base_weights(self) -> dict[str, Tensor]:
-        """The base model's weights under their Hugging Face names, without the adapter."""
+        """Return the base model's weights by Hugging Face name, without the adapter."""
         return {
             name.replace(".base_layer.", "."): tensor
             for name, tensor in named_weights(self._model).items()
-            if name not in self.weights
+            if name not in self._names
         }
 
     def deltas(self) -> dict[str, Callable[[], Tensor]]:
-        """Hugging Face name to B·A·alpha/r, of the weight's shape, computed when it is called."""
-        return {
-            f"{name}.weight": lambda layer=layer: layer.get_delta_weight("default").detach()  # type: ignore[misc]
-            for name, layer in self._layers.items()
-        }
+        """Map Hugging Face names to functions that compute B·A·alpha/r, in the weight's shape.
 
-    def save(self, directory: Path) -> None:
-        """Writes the adapter as peft lays it out."""
-        tensors = {_on_disk(name): tensor.cpu().contiguous() for name, tensor in self.weights.items()}
-        save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-        (directory / BASE_FILE).write_text(self._base_checksum + "\n")
-        base = str(Path(self._config.path).absolute())
+        Every rank calls each of them, in the same order, since they gather A and B.
+        """
+        return {f"{name}.weight": partial(_delta, layer) for name, layer in self._layers.items()}
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add B·A·alpha/r to the model's weights, and take the adapter's layers out of the model.
+
+        The weights are then those that rollouts get, bit for bit. For a model that is not sharded.
+        """
+        for name, layer in self._layers.items():
+            plain = layer.get_base_layer()
+            plain.weight.add_(_delta(layer))
+            self._model.set_submodule(name, plain)
+
+    def copy(self) -> Callable[[Path, Ranks], None]:
+        """Copy the adapter to host memory. Return what writes the copy in peft's layout, with the base model's
+        checksum. Every rank calls both."""
+        tensors = copied({_on_disk(name): tensor for name, tensor in self.weights.items()}, self._ranks)
+        checksum = self._base_checksum  # computed here: the model may be parked while the copy is written
+
+        def write(into: Path, ranks: Ranks) -> None:
+            write_rows(into / WEIGHTS_FILE, tensors, ranks, {"format": "pt"})
+            on_first(ranks, self._save_texts, into, checksum)
+
+        return write
+
+    def _save_texts(self, directory: Path, base_checksum: str) -> None:
+        (directory / BASE_FILE).write_text(base_checksum + "\n")
+        path, revision = self._config.path, self._config.revision or None
+        base = path if is_name(path) else str(Path(path).absolute())
         settings = {**_settings(self._lora), "base_model_name_or_path": base, "inference_mode": True}
+        settings["revision"] = revision
         text = json.dumps(settings, indent=2, sort_keys=True, default=sorted)  # a set has no order to save
         (directory / CONFIG_FILE).write_text(text + "\n")
 
     def read(self, directory: Path | None) -> dict[str, Tensor]:
-        """A and B, by parameter, that `save` wrote there; None: those that training begins with.
+        """Read this rank's rows of A and B, by parameter, that `save` wrote. None: what training starts with.
 
         Raises:
-            ModelNotFound: the file is not there or damaged.
-            ValueError: what was saved there counts otherwise, or lies on a base of other weights.
+            ModelNotFound: the file is absent or damaged.
+            ValueError: the saved adapter has another scale, or another base model.
         """
-        if directory is None and not self._config.lora_adapter_path:
-            return self._drawn()
-        tensors = load_state((directory or Path(self._config.lora_adapter_path)) / WEIGHTS_FILE)
-        if directory is not None:
+        weights = self.weights
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        if directory is None:
+            found = self._initial(shapes)
+        else:
+            found = self._read(directory)
             self._check_same(directory)
-        of_file = {_on_disk(name): name for name in self.weights}
+        if {name: tensor.shape for name, tensor in found.items()} != shapes:
+            raise ValueError("its weights differ from the model's in names or shapes")
+        return {name: own_rows(tensor, weights[name]) for name, tensor in found.items()}
+
+    def _initial(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        path = self._config.lora_adapter_path
+        return self._read(Path(path)) if path else self._drawn(shapes)
+
+    def _read(self, directory: Path) -> dict[str, Tensor]:
+        tensors = load_state(directory / WEIGHTS_FILE)
+        of_file = {_on_disk(name): name for name in self._names}
         return {of_file.get(name, name): tensor.float() for name, tensor in tensors.items()}
 
     def _check_same(self, directory: Path) -> None:
         saved, mine = json.loads((directory / CONFIG_FILE).read_text()), _settings(self._lora)
         for name in SCALING:
             if saved[name] != mine[name]:
-                raise ValueError(f"its adapter has {name} {saved[name]!r}, and the job's has {mine[name]!r}")
+                raise ValueError(f"its adapter has {name} {saved[name]!r}; the job's has {mine[name]!r}")
+        self.check_base(directory)
+
+    def check_base(self, directory: Path) -> None:
+        """Check by its checksum that an adapter on disk is of this base model. Raises ValueError if not."""
         if (directory / BASE_FILE).read_text().strip() != self._base_checksum:
-            raise ValueError(f"the base model's weights were not those of actor.model.path {self._config.path}")
+            raise ValueError(f"the base model's weights were not those of {self._config.path}")
 
     @cached_property
     def _base_checksum(self) -> str:
-        """Of weights and not of a path, which may change: hexadecimal."""
+        """Checksum of the base model's weights, hexadecimal. Independent of their path, which may change."""
         checksum = xxhash.xxh3_64()
         for name, tensor in self.base_weights().items():
             checksum.update(name.encode())
-            checksum.update(tensor.detach().cpu().contiguous().numpy().data)
+            rows = whole(tensor).detach().cpu().contiguous()
+            checksum.update(memory_of(rows))
         return checksum.hexdigest()
 
-    def _drawn(self) -> dict[str, Tensor]:
+    def _drawn(self, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         generator, tensors = torch.Generator().manual_seed(self._seed), {}
-        for name, weight in self.weights.items():
-            tensors[name] = torch.zeros(weight.shape)
+        for name, shape in shapes.items():
+            tensors[name] = torch.zeros(shape)
             if ".lora_A." in name:
-                bound = 1 / math.sqrt(weight.shape[1])
+                bound = 1 / math.sqrt(shape[1])
                 tensors[name].uniform_(-bound, bound, generator=generator)
         return tensors
 
 
+def _delta(layer: Any) -> Tensor:
+    """Compute B·A·alpha/r as peft's get_delta_weight does, of whole A and B."""
+    a, b = (whole(part["default"].weight).detach() for part in (layer.lora_A, layer.lora_B))
+    product = b @ a
+    delta: Tensor = product.T if layer.fan_in_fan_out else product
+    return delta.mul_(layer.scaling["default"])  # in place: a whole matrix is large
+
+
 def _on_disk(parameter: str) -> str:
-    """peft's name of it: below two wrappers, and without the adapter's own name."""
+    """Return peft's name of a parameter on disk: inside two wrappers, without the name of the adapter."""
     return "base_model.model." + parameter.replace(".default.", ".")
 
 
@@ -183,33 +249,40 @@ def _read_config(config: PolicyModelConfig) -> LoraConfig:
         raise InvalidConfig(f"{key}: {directory} is not an adapter: it needs {CONFIG_FILE} and {WEIGHTS_FILE}")
     try:
         found = PeftConfig.from_pretrained(str(directory))
-    except Exception as error:  # JSON's, and whatever peft's classes raise
+    except Exception as error:  # JSON errors, and any error of peft's classes
         raise InvalidConfig(f"{key}: {directory / CONFIG_FILE} cannot be read: {error}") from error
     if not isinstance(found, LoraConfig):
-        raise InvalidConfig(f"{key}: {directory} holds a {found.peft_type} adapter; LoRA is the kind there is")
+        raise InvalidConfig(f"{key}: {directory} holds a {found.peft_type} adapter; expected LoRA")
     own = (found.r, found.lora_alpha)
     if not all(isinstance(number, int | float) for number in own):
         raise InvalidConfig(
-            f"{key}: {directory / CONFIG_FILE} has r {own[0]!r} and lora_alpha {own[1]!r}: numbers?"
+            f"{key}: {directory / CONFIG_FILE} has r {own[0]!r} and lora_alpha {own[1]!r}; expected numbers"
         )
     if own != (config.lora_rank, config.lora_alpha):
         raise InvalidConfig(
-            f"{key}: {directory} has rank {own[0]} and alpha {own[1]:g}; actor.model.lora_rank is "
+            f"{key}: {directory} has rank {own[0]} and alpha {own[1]:g}, but actor.model.lora_rank is "
             f"{config.lora_rank} and lora_alpha {config.lora_alpha:g}; set them to the adapter's"
         )
     plain, its = _settings(_new_config(config)), _settings(found)
-    its["init_lora_weights"] = its["init_lora_weights"] in (True, False, "gaussian")  # others change the base
+    its["init_lora_weights"] = its["init_lora_weights"] in (
+        True,
+        False,
+        "gaussian",
+    )  # other values change the base model
     if strange := [name for name in its if name not in ITS_OWN and its[name] != plain.get(name)]:
         raise InvalidConfig(
-            f"{key}: {directory} has {strange[0]} {getattr(found, strange[0])!r}, which plain LoRA has not"
+            f"{key}: {directory} has {strange[0]} {getattr(found, strange[0])!r}; only plain LoRA is supported"
         )
     found.lora_dropout, found.inference_mode = 0.0, False  # nothing random: rolemesh/models/loading.py
     return found
 
 
 def _check_targets(model: Any, lora: LoraConfig) -> None:
-    """peft passes over a target that matches nothing where another one matches; and an embedding that is the
-    head too has no merged weight that both could use."""
+    """Check that every target module matches, and only matrices that can have an adapter.
+
+    peft ignores a target without a match if another target matches. An embedding that is tied to the head
+    cannot have an adapter: there is no merged weight that both could use.
+    """
     targets = lora.target_modules
     if targets == ALL_LINEAR:
         return
@@ -228,7 +301,7 @@ def _check_targets(model: Any, lora: LoraConfig) -> None:
         other = next((name or "the model itself" for name in matched if name not in usable), "")
         raise InvalidConfig(
             f"actor.model.target_modules: {target!r} matches "
-            + (f"{other}, which is no matrix of its own" if other else "no module")
-            + f"; there are {sorted({name.rpartition('.')[2] for name in usable})}, or {ALL_LINEAR} for every "
-            "matrix but the head. A name is written as a list; a string is a pattern of the whole name"
+            + (f"{other}, which is not a separate matrix" if other else "no module")
+            + f"; expected some of {sorted({name.rpartition('.')[2] for name in usable})}, or {ALL_LINEAR} for "
+            "every matrix but the head. Write names as a list; a string is a pattern of the whole name"
         )

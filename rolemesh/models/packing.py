@@ -1,17 +1,19 @@
-"""Forward passes without padding: rows are laid end to end, and each token attends to its own row alone. What
-rows have in common at their beginning (the prompt of a group's answers, a chat template) is there once: a
-token's numbers follow from the tokens before it.
+"""Forward passes without padding: rows are laid end to end, and each token attends only to its own row.
 
-On a CPU rows of like lengths are given to one attention kernel together, padded to a width which depends on
-the row's own length alone; so a row's bits do not depend on its neighbours. On CUDA, where the type allows, a
-kernel for uneven lengths needs no padding at all. Attention is over whole rows either way: keys and values of
-a beginning are copied to each row that has it.
+Rows with a common prefix (the prompt of a group's answers, a chat template) share it: its tokens are computed
+once, because a token's numbers depend only on the tokens before it.
+
+On a CPU, rows of similar lengths go to one attention kernel together, padded to a width that depends only on
+the row's own length. So a row's bits do not depend on its neighbours. On CUDA, in float16 and bfloat16, a
+kernel for uneven lengths needs no padding at all. Either way attention is over whole rows: keys and values of a
+shared prefix are copied to each of its rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,16 @@ from transformers import AttentionInterface
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.chunks import MIN_MATRIX_ROWS
+from rolemesh.ranks.ulysses import Ulysses
 
 PACKED = "rolemesh_packed"  # the name of packed_attention among transformers' attention functions
-KERNEL_TYPES = (torch.float16, torch.bfloat16)  # of varlen_attn
-SMALLEST_WIDTH = 16  # widths up to 64 are its multiples, then four for each doubling
-# torch's CPU kernel sums over columns 512 at a time, and MKL over up to 384 in one piece.
+KERNEL_TYPES = (torch.float16, torch.bfloat16)  # supported by varlen_attn
+# Heads may share keys and values. torch 2.11 has no such argument; there the kernel shares them unasked.
+KERNEL_OPTIONS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+)
+SMALLEST_WIDTH = 16  # widths up to 128 are its multiples; beyond, there are four widths per doubling
+# torch's CPU attention kernel sums over blocks of 512 columns, and MKL over up to 384 columns in one piece.
 BLOCK, PIECE = 512, 384
 
 Integers = NDArray[np.int64]
@@ -37,14 +44,14 @@ Truths = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tokens of a pass lie row by row, those of a shared beginning in each of its rows.
+    """Where the tokens of a pass lie row by row. A token of a shared prefix has a place in each of its rows.
 
     Args:
-        tokens: [places] the token in each; behind a row's end, where there are such places, its last one again.
-        first: [N] a place for each token.
-        others: all places but these.
-        again: those of them that hold a token, and are not behind a row's end.
-        repeated: the tokens that these hold.
+        tokens: [places], the token at each place; padding after a row's end repeats the row's last token.
+        first: [N], one place for each token.
+        others: all places except `first`.
+        again: the places in `others` that hold a token, i.e. not padding.
+        repeated: the tokens at `again`.
     """
 
     tokens: Tensor
@@ -55,13 +62,14 @@ class Places:
 
     @classmethod
     def of(cls, table: Integers, new: Truths, lengths: Integers, widths: Integers, order: Integers) -> Places:
-        """
+        """Lay out rows one after the other.
+
         Args:
-            table: [rows, longest] the token at each position of a row; behind its end anything.
-            new: the same, where a row is the one that numbers the token.
-            lengths: [rows] tokens.
-            widths: [rows] places; at least as many.
-            order: of the rows.
+            table: [rows, longest], the token at each position of a row; arbitrary after its end.
+            new: [rows, longest], True where a token occurs for the first time (see tokens_of).
+            lengths: [rows], number of tokens.
+            widths: [rows], number of places, at least the length.
+            order: the order in which the rows are laid out.
         """
         widths = widths[order]
         row = order.repeat(widths)
@@ -81,14 +89,16 @@ class Places:
 
 @dataclass(frozen=True)
 class Segments:
-    """Rows laid end to end.
+    """The layout of rows laid end to end, for attention.
 
     Args:
-        bounds: [rows + 1] int32, where each row begins among `rows`, and the end of the last.
-        longest: tokens.
-        rows: row after row; on CUDA, whose kernel for uneven lengths takes them so.
-        buckets: (rows, width) of each group of rows that attention takes together.
+        bounds: [rows + 1] int32, the start of each row in `rows`, and the end of the last.
+        longest: tokens of the longest row.
+        rows: row after row without padding, for CUDA's kernel for uneven lengths; None on a CPU.
+        buckets: (number of rows, width) of each group of rows that attention processes together.
         cells: bucket after bucket, each row padded to its bucket's width.
+        num_tokens: N, of all rows.
+        ulysses: the ranks over which the tokens are spread; None: they are all here.
     """
 
     bounds: Tensor
@@ -96,25 +106,27 @@ class Segments:
     rows: Places | None
     buckets: tuple[tuple[int, int], ...]
     cells: Places
+    num_tokens: int
+    ulysses: Ulysses | None = None
 
 
 def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """A forward pass over the tokens of rows, equal beginnings once.
+    """Prepare a forward pass over the tokens of rows; shared prefixes occur once.
 
     Args:
-        input_ids, attention_mask, position_ids: [b, S]; a row may have no token, but one of them has.
+        input_ids, attention_mask, position_ids: [b, S]; a row may have no token, but at least one row has some.
 
     Returns:
-        input_ids and position_ids [1, N] and their segments; and [b, S], which of the N tokens is at each place
-        (of padding: some other).
+        The model's inputs: input_ids and position_ids [1, N], and segments. And [b, S], the index of each
+        cell's token among the N (arbitrary for padding).
     """
     device = input_ids.device
     ids, positions = (x.to("cpu", torch.int64).numpy().ravel() for x in (input_ids, position_ids))
     mask = attention_mask.bool().cpu().numpy()
     lengths = mask.sum(1)
     widths = np.array([padded_width(int(length)) for length in lengths])
-    inside = np.arange(lengths.max()) < lengths[:, None]  # [b, longest]: rows begin at the left here
-    cell = np.zeros(inside.shape, np.int64)  # of [b * S]
+    inside = np.arange(lengths.max()) < lengths[:, None]  # [b, longest]: rows are left-aligned here
+    cell = np.zeros(inside.shape, np.int64)  # index into [b * S]
     cell[inside] = mask.ravel().nonzero()[0]
     kinds = kinds_of(widths) if device.type == "cpu" else np.zeros_like(widths)
     keys = np.where(inside, positions[cell] << 32 | ids[cell], -1)
@@ -125,7 +137,9 @@ def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> tup
     places = np.zeros(mask.size, np.int64)
     places[cell[inside]] = table[inside]
 
-    copies = -(-MIN_MATRIX_ROWS // num_tokens)  # of all rows, for matrices to have as many
+    copies = -(
+        -MIN_MATRIX_ROWS // num_tokens
+    )  # of all rows, so that matrices have at least MIN_MATRIX_ROWS rows
     segments = segments_of(
         np.concatenate([table + copy * num_tokens for copy in range(copies)]),
         np.tile(new, (copies, 1)),
@@ -142,7 +156,7 @@ def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> tup
 def segments_of(
     table: Integers, new: Truths, lengths: Integers, widths: Integers, device: torch.device
 ) -> Segments:
-    """See Places.of."""
+    """Make the Segments of rows; for the arguments see Places.of."""
     of_width, num_rows = (array.tolist() for array in np.unique(widths[widths > 0], return_counts=True))
     rows = None
     if device.type == "cuda":
@@ -153,30 +167,34 @@ def segments_of(
         rows,
         tuple(zip(num_rows, of_width, strict=True)),
         Places.of(table, new, lengths, widths, widths.argsort(kind="stable")).to(device),
+        int(new.sum()),
     )
 
 
 def kinds_of(widths: Integers) -> Integers:
-    """Return the class of each attention width. Rows in one class share kernel blocking, so equal prefixes have
-    equal bits. A last block that is neither full nor within one piece makes the width a class of its own.
-    (float32; MKL in strict mode.)"""
+    """Return the class of each attention width.
+
+    Rows in one class share kernel blocking, so equal prefixes have equal bits. A width is a class of its own if
+    its last block is neither full nor at most one piece. This holds for float32 with MKL in strict mode.
+    """
     blocks, rest = np.divmod(widths, BLOCK)
     return np.where(rest == 0, 0, np.where(rest <= PIECE, 1 + blocks, -widths))
 
 
 def tokens_of(keys: Integers, inside: Truths) -> tuple[Integers, Truths]:
-    """Numbers tokens so that two have one number if they and all before them are alike.
+    """Number tokens so that two have the same number if they and all tokens before them are equal.
 
     Args:
-        keys: [b, 1 + L] what a row and each of its tokens must have in common with others.
-        inside: [b, L], where a row has a token; from the left, without holes.
+        keys: [b, 1 + L], a key of the row and of each of its tokens; tokens are equal if their keys are.
+        inside: [b, L], True where a row has a token; from the left, without holes.
 
     Returns:
-        The token at each place [b, L], where a row has none anything; and which row numbers each token.
+        The number of the token at each place [b, L], arbitrary where there is none. And [b, L], True at one
+        place for each number.
     """
     keys = np.ascontiguousarray(keys)
     order = keys.view(np.dtype((np.void, keys.itemsize * keys.shape[1])))[:, 0].argsort(kind="stable")
-    keys, inside = keys[order], inside[order]  # rows with a common beginning are neighbours now
+    keys, inside = keys[order], inside[order]  # rows with a common prefix are adjacent now
     alike = np.logical_and.accumulate(keys[1:] == keys[:-1], axis=1)[:, 1:] & inside[1:]
     new = inside.copy()
     new[1:] &= ~alike
@@ -188,14 +206,20 @@ def tokens_of(keys: Integers, inside: Truths) -> tuple[Integers, Truths]:
 
 
 def padded_width(length: int) -> int:
-    """Up to a quarter more than the length, and few different ones."""
+    """Return a width that is at least the length, and under a quarter more or under 16 more.
+
+    Few different widths exist, so rows share them.
+    """
     step = max(SMALLEST_WIDTH, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step
 
 
 class Take(torch.autograd.Function):
-    """x[index] along the first axis, and its gradient by an index as well, which is faster than to add it up
-    everywhere: that of the result at `back`; 0 at `none`; and at `repeated` that at `again` is added."""
+    """Computes x[index] along the first axis; its gradient uses indices too, faster than a scatter-add.
+
+    The gradient is the result's gradient at `back`, with 0 at `none`. The result's gradient at `again` is added
+    at `repeated`.
+    """
 
     @staticmethod
     def forward(
@@ -221,12 +245,12 @@ taken: Callable[..., Tensor] = Take.apply
 
 
 def to_places(x: Tensor, places: Places) -> Tensor:
-    """[N, ...] to [places, ...]. What follows must let no gradient flow to a place behind a row's end."""
+    """Map tokens [N, ...] to places [places, ...]. No gradient may flow to the padding after a row's end."""
     return taken(x, places.tokens, places.first, None, places.again, places.repeated)
 
 
 def to_tokens(x: Tensor, places: Places) -> Tensor:
-    """[places, ...] to [N, ...]."""
+    """Map places [places, ...] to tokens [N, ...]."""
     nowhere = places.again[:0]
     return taken(x, places.first, places.tokens, places.others, nowhere, nowhere)
 
@@ -246,22 +270,34 @@ def packed_attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row, as transformers calls it.
+    """Compute causal attention within each row, with the signature that transformers calls.
 
     Args:
         query, key, value: [1, heads, N, width]; keys and values may have fewer heads.
-        sliding_window: how many tokens back a token sees, itself included.
+        segments: from `pack`.
+        sliding_window: number of tokens that a token attends to, itself included; None: all before it.
 
     Returns:
         [1, N, heads, width].
 
     Raises:
-        InvalidConfig: an architecture asks for what is not done here.
+        InvalidConfig: the architecture needs something else, e.g. a soft cap or attention that is not causal.
     """
     strange = softcap is not None or s_aux is not None or position_bias is not None
     if segments is None or strange or not getattr(module, "is_causal", True):
-        raise InvalidConfig("its attention is not the usual one")
+        raise InvalidConfig("its attention is not plain causal attention")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if segments.ulysses is not None:
+        q, k, v = (segments.ulysses.to_heads(x)[: segments.num_tokens] for x in (q, k, v))
+        output = attention_by_row(q, k, v, segments, scaling, sliding_window)
+        return segments.ulysses.to_tokens(output)[None], None
+    return attention_by_row(q, k, v, segments, scaling, sliding_window)[None], None
+
+
+def attention_by_row(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    """Compute causal attention within each row over tokens [N, heads, width]; see packed_attention."""
     if q.is_cuda and torch.is_autocast_enabled("cuda"):
         q, k, v = (x.to(torch.get_autocast_dtype("cuda")) for x in (q, k, v))
     if segments.rows and q.dtype in KERNEL_TYPES:
@@ -269,12 +305,12 @@ def packed_attention(
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         q, k, v = (to_places(x, segments.rows) for x in (q, k, v))
         output = varlen_attn(
-            q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, enable_gqa=True
+            q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=window, **KERNEL_OPTIONS
         )
         assert isinstance(output, Tensor)
-        return to_tokens(output, segments.rows)[None], None
+        return to_tokens(output, segments.rows)
     sizes = [rows * width for rows, width in segments.buckets]
-    # split and not slices: the gradient of a slice is as large as what it was cut from
+    # split, not slices: the gradient of a slice is as large as the tensor that it was cut from
     cells = [torch.split(to_places(x, segments.cells), sizes) for x in (q, k, v)]
     outputs = []
     for (rows, width), *parts in zip(segments.buckets, *cells, strict=True):
@@ -282,30 +318,30 @@ def packed_attention(
         seen = None
         if sliding_window is not None and sliding_window < width:
             seen = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
-        # Causal: what stands behind a row's end is seen by what stands there alone.
+        # Causal: only padding attends to the padding after a row's end.
         part = F.scaled_dot_product_attention(
             padded[0], padded[1], padded[2],
             attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=True,
         )  # fmt: skip
         outputs.append(part.transpose(1, 2).flatten(0, 1))
-    return to_tokens(torch.cat(outputs) if len(outputs) > 1 else outputs[0], segments.cells)[None], None
+    return to_tokens(torch.cat(outputs) if len(outputs) > 1 else outputs[0], segments.cells)
 
 
 AttentionInterface.register(PACKED, packed_attention)
 
 
 def remove_padding(body: Any, role: str) -> None:
-    """From now on the model attends within the rows of a pass without padding.
+    """Switch a model to packed attention, and test that it works.
 
-    Whether it can is tried: two short rows end to end, which begin alike, must give what each gives alone. That
-    tells apart every architecture whose tokens meet elsewhere than in transformers' attention interface.
+    The test lays two short rows with a common prefix end to end; they must give the same numbers as separately.
+    It detects every architecture in which tokens interact outside of transformers' attention interface.
 
     Args:
         body: a transformers model without its head.
         role: for the message.
 
     Raises:
-        InvalidConfig: its numbers come out otherwise; use_remove_padding says so.
+        InvalidConfig: the model gives other numbers or an error; the message says to set use_remove_padding.
     """
     device = next(body.parameters()).device
     columns = torch.arange(7, device=device)
@@ -319,15 +355,15 @@ def remove_padding(body: Any, role: str) -> None:
             inputs, places = pack(ids, mask, positions)
             together = body(**inputs, use_cache=False).last_hidden_state[0][places[mask]]
             if not torch.allclose(together, alone.last_hidden_state[mask], rtol=1e-3, atol=1e-4):
-                raise InvalidConfig("rows that lie end to end change each other's numbers")
+                raise InvalidConfig("rows laid end to end change each other's numbers")
         except (InvalidConfig, RuntimeError, TypeError, ValueError) as error:
             raise InvalidConfig(
-                f"{role}.model.use_remove_padding is true, and {type(body).__name__} cannot go without padding "
-                f"({error}); set it to false"
+                f"{role}.model.use_remove_padding is true, but {type(body).__name__} cannot run without "
+                f"padding ({error}); set it to false"
             ) from error
 
 
 def is_packed(body: Any) -> bool:
-    """Whether remove_padding was called on it."""
+    """Return whether remove_padding was called on the model."""
     config = getattr(body, "config", None)
     return config is not None and config._attn_implementation == PACKED

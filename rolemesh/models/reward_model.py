@@ -2,44 +2,80 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from rolemesh.config.model import ModelConfig
+from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.errors import ModelNotFound
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.packing import is_packed, remove_padding
 from rolemesh.models.sequence import autocast, lay_out
+from rolemesh.models.sharded import load_score_model
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.sharding import Root
+from rolemesh.ranks.ulysses import Ulysses, check_heads
 
 
 class RewardModel:
-    """A sequence- or token-classification model whose head gives one number."""
+    """A sequence- or token-classification model whose head has one output.
 
-    def __init__(self, model: ScoreModel, config: ModelConfig, device: torch.device | str) -> None:
-        self.model = model.to(device)
-        self.config = config
-        self.device = torch.device(device)
+    Args:
+        root: of the model, which may be spread over ranks.
+        config: its section.
+        device: of this rank.
+        ulysses: the ranks that compute the same rows together; None: this one alone.
+    """
+
+    def __init__(
+        self, root: Root, config: ModelConfig, device: torch.device, ulysses: Ulysses | None = None
+    ) -> None:
+        self.root, self.config, self.device, self._ulysses = root, config, device, ulysses
 
     @classmethod
-    def load(cls, config: ModelConfig, device: torch.device | str = "cpu") -> RewardModel:
-        """From a Hugging Face directory.
+    def load(
+        cls,
+        config: ModelConfig,
+        device: torch.device | str = "cpu",
+        ranks: Ranks | None = None,
+        fsdp: FsdpConfig | None = None,
+    ) -> RewardModel:
+        """Load a reward model from a Hugging Face directory.
+
+        Args:
+            config: its section.
+            device: of this rank.
+            ranks: over which it is spread; None: this one alone.
+            fsdp: how it is spread.
 
         Raises:
-            ModelNotFound: the directory is not there, not whole, or has no head with one number.
+            ModelNotFound: the directory is absent or incomplete, or has no head with one output.
+            InvalidConfig: its heads do not divide among the ranks that compute the same rows.
         """
-        model = ScoreModel.load(config, "reward.reward_model")
-        if not model.has_trained_head:
+        role, on, ranks = "reward.reward_model", torch.device(device), ranks or Ranks.alone()
+        root = load_score_model(config, role, ranks, fsdp or FsdpConfig(), on, seed=0)
+        if not root.model.has_trained_head:
             raise ModelNotFound(
-                f"reward.reward_model: {config.path} is not a reward model: it has no score head (a sequence- "
-                "or token-classification directory has one)"
+                f"{role}: {config.path} is not a reward model: it has no score head (a sequence- or "
+                "token-classification directory has one)"
             )
         if config.use_remove_padding:
-            remove_padding(model.body, "reward.reward_model")
-        return cls(model, config, device)
+            root(lambda model: remove_padding(model.body, role))
+        if ranks.ulysses:
+            key = f"{role}.ulysses_sequence_parallel_size"
+            check_heads(root.model.body.config.get_text_config(), ranks.ulysses.size, key)
+        return cls(root, config, on, ranks.ulysses)
+
+    @property
+    def model(self) -> ScoreModel:
+        """Body and head; their weights are whole only within a call of `root`."""
+        model: ScoreModel = self.root.model
+        return model
 
     @torch.no_grad()
     def score(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """The head's number at the last token that is not padding.
+        """Compute the head's output at each row's last token that is not padding. Every rank calls it.
 
         Args:
             input_ids, attention_mask, position_ids: [B, S] integers or bool; padding on either side.
@@ -50,9 +86,15 @@ class RewardModel:
         ids, positions = input_ids.to(self.device), position_ids.to(self.device)
         columns = torch.arange(ids.shape[1], device=self.device)
         last = (attention_mask.to(self.device) * columns).argmax(-1, keepdim=True)
-        mask = attention_mask.to(self.device).long().scatter(1, last, 1)  # a row without tokens has one
+        mask = attention_mask.to(self.device).long().scatter(1, last, 1)  # a row without tokens gets one
         inputs, places = lay_out(ids, mask, positions, is_packed(self.model.body))
+        return self.root(self._scores, inputs, places.gather(1, last)[:, 0]).float().cpu()
+
+    def _scores(self, model: ScoreModel, inputs: dict[str, Any], last: Tensor) -> Tensor:
+        ulysses, num_rows = self._ulysses, len(last)
+        if ulysses is not None:
+            inputs, mine, last = ulysses.part(inputs, last)
         with autocast(self.device, self.config.dtype):
-            hidden = self.model(**inputs).flatten(0, 1)
-        scores: Tensor = self.model.score(hidden[places.gather(1, last)[:, 0]])
-        return scores.float().cpu()
+            hidden = model(**inputs).flatten(0, 1)
+        scores: Tensor = model.score(hidden[last])
+        return scores if ulysses is None else ulysses.whole(scores, mine, num_rows)

@@ -1,10 +1,10 @@
-"""From a batch of sequences to a number for each response token.
+"""Compute a number for each response token of a batch of sequences.
 
-A row's numbers must not depend on its neighbours, bit for bit. On a CPU they do not, as long as a padded
-row's width is the same (the job's P and T are fixed; without padding attention sees to it) and matrix products
-do not take other kernels for fewer rows. On Intel's processors MKL's strict mode sees to that
-(rolemesh/__init__.py). On others no forward pass has fewer than MIN_MATRIX_ROWS tokens: on one thread 16 were
-enough for every shape tried.
+A row's numbers must not depend on its neighbours, bit for bit. On a CPU this holds under two conditions. First,
+a padded row always has the same width: the job's P and T are fixed, and packed attention pads by the row's own
+length. Second, matrix products do not choose other kernels for fewer rows. On Intel's processors MKL's strict
+mode ensures that (rolemesh/__init__.py). For others, no forward pass has fewer than MIN_MATRIX_ROWS tokens; on
+one thread 16 were enough for every shape tried.
 """
 
 from __future__ import annotations
@@ -21,28 +21,53 @@ from rolemesh.models.chunks import MIN_MATRIX_ROWS
 from rolemesh.models.distribution import TokenStats, Wanted, distribution_stats
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.packing import is_packed, pack
+from rolemesh.ranks.ulysses import Ulysses
+from rolemesh.wire.limits import MAX_CONTEXTS
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
-    """Matrix products in `dtype` (a ModelConfig's); weights stay float32."""
+    """Return a context for matrix products in `dtype` (a ModelConfig's); weights stay float32."""
     return torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32")
 
 
 def lay_out(
     input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, packed: bool
 ) -> tuple[dict[str, Any], Tensor]:
-    """A forward pass over rows, with padding or without.
+    """Prepare a forward pass over rows, with padding or without.
+
+    A row in which another prompt takes the place of all before it (its positions begin again at 0) is computed
+    as several: a token sees its own context alone.
 
     Args:
         input_ids, attention_mask, position_ids: [b, S].
-        packed: lay the rows' tokens end to end, equal beginnings once; rolemesh/models/packing.py.
+        packed: lay the rows' tokens end to end, with shared prefixes once; rolemesh/models/packing.py.
 
     Returns:
-        What the model's body is called with; and [b, S], where in its flattened output each position is (of
-        padding: some other).
+        The inputs of the model's body; and [b, S], the index of each position in its flattened output
+        (arbitrary for padding).
     """
+    if (part := contexts(attention_mask, position_ids)).any():
+        num_parts = part.amax(1) + 1
+        row = torch.arange(len(part), device=part.device).repeat_interleave(num_parts)
+        first = num_parts.cumsum(0) - num_parts
+        own = part[row] == (torch.arange(len(row), device=part.device) - first[row])[:, None]
+        inputs, places = _laid_out(input_ids[row], attention_mask[row] * own, position_ids[row], packed)
+        return inputs, places.gather(0, first[:, None] + part)
+    return _laid_out(input_ids, attention_mask, position_ids, packed)
+
+
+def contexts(attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+    """Return [b, S], how often the positions of a row have begun again at 0 up to each cell."""
+    attended = attention_mask.bool()
+    again = attended[:, 1:] & attended[:, :-1] & (position_ids[:, 1:] == 0)
+    return torch.cat([torch.zeros_like(attended[:, :1]), again], dim=1).cumsum(1)
+
+
+def _laid_out(
+    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, packed: bool
+) -> tuple[dict[str, Any], Tensor]:
     rows, width = input_ids.shape
     if not packed:
         ids, mask, positions = steady_rows(input_ids, attention_mask, position_ids)
@@ -53,14 +78,15 @@ def lay_out(
 
 
 def before_responses(rows: DataProto, packed: bool) -> tuple[dict[str, Any], Tensor]:
-    """A forward pass over what response tokens are predicted from, which a row's last token is not.
+    """Prepare a forward pass that predicts the response tokens; it leaves out each row's last token.
 
     Args:
         rows: the columns of roles.SEQUENCE [b, ...].
+        packed: as in lay_out.
 
     Returns:
-        What the model's body is called with; and [tokens], where in its flattened output the token before each
-        response token is.
+        The inputs of the model's body; and [tokens], the index in its flattened output of the token before each
+        response token.
     """
     ids, attended, positions = (rows[name] for name in ("input_ids", "attention_mask", "position_ids"))
     fed = attended[:, :-1].bool()
@@ -72,13 +98,15 @@ def before_responses(rows: DataProto, packed: bool) -> tuple[dict[str, Any], Ten
 
 
 def scatter(cells: Tensor, mask: Tensor) -> Tensor:
-    """Numbers [n] where mask [b, T] is True, 0 elsewhere; n of them are."""
+    """Put numbers [n] into the n cells where mask [b, T] is True; other cells are 0."""
     return torch.zeros(mask.shape, dtype=cells.dtype, device=cells.device).masked_scatter(mask, cells)
 
 
 def steady_rows(*tensors: Tensor) -> list[Tensor]:
-    """Tensors [b, S] with their rows repeated until there are MIN_MATRIX_ROWS tokens. Where b or S is of the
-    usual size there are."""
+    """Repeat the rows of tensors [b, S] until there are at least MIN_MATRIX_ROWS tokens.
+
+    Batches of the usual size have enough and are returned unchanged.
+    """
     rows, width = tensors[0].shape
     wanted = max(rows, -(-MIN_MATRIX_ROWS // width))
     if wanted == rows:
@@ -88,43 +116,60 @@ def steady_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def check_sequences(batch: DataProto, method: str) -> None:
-    """Raises InvalidBatch where the columns of roles.SEQUENCE, and loss_mask and kept_ids if they are there, do
-    not fit together."""
+    """Raise InvalidBatch unless the columns of roles.SEQUENCE, loss_mask and kept_ids (if any) fit together."""
     sequences = {name: list(batch[name].shape) for name in ("input_ids", "attention_mask", "position_ids")}
     mask = batch["response_mask"]
     width = batch["input_ids"].shape[-1]
     if len({tuple(shape) for shape in sequences.values()}) > 1 or mask.dim() != 2 or mask.shape[1] >= width:
         raise InvalidBatch(
-            f"{method}: input_ids, attention_mask and position_ids [B, P + T] and response_mask [B, T] with "
-            f"P > 0 expected; got {sequences | {'response_mask': list(mask.shape)}}"
+            f"{method}: expected input_ids, attention_mask and position_ids [B, P + T] and response_mask "
+            f"[B, T] with P > 0; got {sequences | {'response_mask': list(mask.shape)}}"
         )
     attended, sampled = (x.bool().cpu().numpy() for x in (batch["attention_mask"], mask))
     prompt = width - mask.shape[1]
     if not attended[:, prompt - 1].all() or (sampled > attended[:, prompt:]).any():
         raise InvalidBatch(
-            f"{method}: a prompt's last token at column P - 1, and response_mask True on tokens alone, "
-            "expected; attention_mask says otherwise"
+            f"{method}: expected a prompt's last token at column P - 1, and response_mask True only on tokens; "
+            "attention_mask contradicts this"
         )
     if "loss_mask" in batch and (batch["loss_mask"] > mask).any():
         raise InvalidBatch(f"{method}: loss_mask is True where response_mask is False")
     begins = (attended[:, 1:] > attended[:, :-1]).sum(1) + attended[:, 0]
     if (begins > 1).any():
         raise InvalidBatch(
-            f"{method}: row {int(begins.argmax())} of attention_mask has a hole; prompt and response are to "
-            "lie end to end, with padding on the left and on the right alone"
+            f"{method}: row {int(begins.argmax())} of attention_mask has a hole; expected prompt and response "
+            "without a gap, with padding only on the left and on the right"
+        )
+    positions = batch["position_ids"]
+    goes_on = torch.cat([positions[:, :1] == 0, positions[:, 1:] == positions[:, :-1] + 1], dim=1)
+    if len(bad := ((positions != 0) & ~goes_on & batch["attention_mask"].bool()).nonzero()):
+        row, token = bad[0].tolist()
+        raise InvalidBatch(
+            f"{method}: token {token} of row {row} has position {int(positions[row, token])}; 0, or one more "
+            "than the token before it, expected"
+        )
+    part = contexts(batch["attention_mask"], positions)
+    if len(bad := (part[:, -mask.shape[1] :] > part[:, -mask.shape[1] - 1 : -1]).logical_and(mask).nonzero()):
+        row, token = bad[0].tolist()
+        raise InvalidBatch(
+            f"{method}: response token {token} of row {row} is sampled, but has position 0, as a prompt's first"
+        )
+    if len(many := (part.amax(1) >= MAX_CONTEXTS).nonzero()):
+        raise InvalidBatch(
+            f"{method}: the positions of row {int(many[0])} begin again at 0 more than {MAX_CONTEXTS - 1} times"
         )
     if "kept_ids" in batch:
         kept_ids, responses = batch["kept_ids"], batch["input_ids"][:, width - mask.shape[1] :]
         if kept_ids.shape[:-1] != mask.shape:
             raise InvalidBatch(
-                f"{method}: kept_ids [B, T, K] of response_mask {list(mask.shape)} expected; got "
+                f"{method}: expected kept_ids [B, T, K] for response_mask {list(mask.shape)}; got "
                 f"{list(kept_ids.shape)}"
             )
         if (strange := mask & (kept_ids != responses[..., None]).all(-1)).any():
             row, token = strange.nonzero()[0].tolist()
             raise InvalidBatch(
                 f"{method}: response token {token} of row {row} is {int(responses[row, token])}, which is not "
-                "among the kept_ids that it was drawn from"
+                "among the kept_ids that it was sampled from"
             )
 
 
@@ -137,6 +182,7 @@ def token_stats(
     entropy: bool = True,
     entropy_gradient: bool = False,
     sum_pi_squared: bool = False,
+    ulysses: Ulysses | None = None,
 ) -> TokenStats:
     """Return statistics of the response tokens under the distribution that they were sampled from.
 
@@ -154,6 +200,7 @@ def token_stats(
         entropy: compute it too.
         entropy_gradient: whether gradient flows through it.
         sum_pi_squared: compute it too; no gradient flows through it.
+        ulysses: the ranks that compute these rows together; None: this one alone.
 
     Returns:
         float32 (float64 of a float64 model). Cells where response_mask is False hold some finite number.
@@ -164,23 +211,37 @@ def token_stats(
     drawn = rows["input_ids"][:, -mask.shape[1] :][mask]
     kept_ids = rows["kept_ids"][mask].long() if "kept_ids" in rows else None
     wanted = Wanted(temperature, entropy, entropy_gradient, sum_pi_squared)
+    num_tokens = len(drawn)
+    if ulysses is not None:
+        inputs, mine, before = ulysses.part(inputs, before)
+        drawn, kept_ids = drawn[mine], None if kept_ids is None else kept_ids[mine]
     with autocast(mask.device, dtype):
         output = body(**inputs)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, before)
         stats = distribution_stats(model, output, hidden, drawn, kept_ids, wanted)
+    if ulysses is not None:
+        stats = stats.each(lambda cells: ulysses.whole(cells, mine, num_tokens))
     return stats.each(lambda cells: scatter(cells, mask))
 
 
-def token_values(model: ScoreModel, rows: DataProto, *, dtype: str = "float32") -> Tensor:
-    """The critic's value [b, T] before each response token is sampled, float32 (float64 of a float64 model).
+def token_values(
+    model: ScoreModel, rows: DataProto, *, dtype: str = "float32", ulysses: Ulysses | None = None
+) -> Tensor:
+    """Compute the critic's value [b, T] before each response token is sampled; float64 for a float64 model,
+    else float32.
 
     Args:
         model: body and value head.
         rows: the columns of roles.SEQUENCE [b, ...], on the model's device.
         dtype: a ModelConfig's.
+        ulysses: the ranks that compute these rows together; None: this one alone.
     """
     mask = rows["response_mask"]
     inputs, before = before_responses(rows, is_packed(model.body))
+    num_tokens = len(before)
+    if ulysses is not None:
+        inputs, mine, before = ulysses.part(inputs, before)
     with autocast(mask.device, dtype):
         hidden = model(**inputs).flatten(0, 1)
-    return scatter(model.score(hidden.index_select(0, before)), mask)
+    values = model.score(hidden.index_select(0, before))
+    return scatter(values if ulysses is None else ulysses.whole(values, mine, num_tokens), mask)

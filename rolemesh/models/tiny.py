@@ -1,4 +1,4 @@
-"""Small randomly initialised models with a byte-level tokenizer, for demos and tests: no download needed."""
+"""Small randomly initialised models with a byte-level tokenizer, for demos and tests without a download."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLASSES: dict[str, tuple[type[Any], type[Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen's ChatML without its default system message: short prompts stay short.
+# Qwen's ChatML without its default system message, which would lengthen every prompt.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each of the 256 bytes, and ChatML's special tokens: 259 ids, any text, no merges."""
+    """Make a tokenizer for any text: one token per byte, and ChatML's special tokens; 259 ids, no merges."""
     vocab = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -59,20 +59,25 @@ def make_tiny_model(
     max_position_embeddings: int = 2048,
     initializer_range: float = 0.02,
     seed: int = 0,
+    tokenizer: PreTrainedTokenizerFast | None = None,
 ) -> Path:
-    """Writes a randomly initialised causal LM with its tokenizer as a Hugging Face directory.
+    """Write a randomly initialised causal LM and its tokenizer as a Hugging Face directory.
 
     Args:
-        directory: where to; made if absent.
-        architecture: which of the Hugging Face classes.
+        directory: to write to; created if absent.
+        architecture: selects the Hugging Face classes.
         hidden_size: model width; the MLP is four times as wide.
         num_layers: transformer blocks.
         num_heads: attention heads; half as many key-value heads.
-        max_position_embeddings: longest sequence, tokens.
+        max_position_embeddings: longest sequence, in tokens.
         initializer_range: standard deviation of the weights.
         seed: of the weights.
+        tokenizer: None: byte_tokenizer().
+
+    Returns:
+        The directory.
     """
-    tokenizer = byte_tokenizer()
+    tokenizer = tokenizer or byte_tokenizer()
     config_class, model_class = CLASSES[architecture]
     config = config_class(
         vocab_size=len(tokenizer),

@@ -1,6 +1,6 @@
-"""The placement planner: what a job takes in memory and time before anything starts. `docs/planner.md`.
+"""The placement planner: estimates a job's memory and time before anything starts (`docs/planner.md`).
 
-shapes reads a model directory, memory and cost are formulas, devices knows the hardware, plan puts groups of
-roles on devices, search looks through the groupings. Nothing here loads a model, and torch is imported only
-where a directory holds no weights to count.
+shapes reads a model directory, memory and cost have the formulas, devices describes the hardware, plan places
+groups of roles on devices, and search compares groupings. Nothing here loads a model. torch is imported only if
+a directory has no weights to count.
 """

@@ -1,15 +1,18 @@
-"""Seconds that a role needs for its part of a step.
+"""Estimates the seconds that a role needs for its part of a step.
 
-A pass is matrix products at the device's FLOP/s, plus the bytes that the rest reads and writes at its
-bandwidth, plus a constant for each block. Every response is taken to use its whole length: of shorter ones the
-generation takes less, and what is trained too where padding is left out.
+The time of a pass is its matrix products at the device's FLOP/s, plus the bytes of all other operations at its
+bandwidth, plus a constant for each block. Every response is assumed to have the maximum length. Shorter ones
+take less time to generate, and less to train on without padding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
+from rolemesh.config.rollout import CHUNKS_PER_BATCH
 from rolemesh.planner.devices import Device
 from rolemesh.planner.memory import (
     FLOAT32,
@@ -21,14 +24,24 @@ from rolemesh.planner.memory import (
     vllm_memory,
 )
 from rolemesh.planner.shapes import ModelShape
+from rolemesh.planner.spread import Spread, exchange_seconds, gather_seconds, sum_seconds
 
 # Bytes per parameter and optimizer step: AdamW reads four tensors and writes three, clipping reads the gradient
 # twice and writes it once.
 OPTIMIZER_TRAFFIC = 10 * FLOAT32
-# A backward pass multiplies twice for each product of the forward pass; checkpointing makes that pass again.
+# A backward pass has two products for each product of the forward pass; checkpointing repeats the forward pass.
 BACKWARD = 2
-# Launches besides the blocks', in blocks: embedding, positions, mask and head; loss or sampling.
+# Launches outside of the blocks, in units of a block: embedding, positions, mask and head; loss or sampling.
 OUTSIDE = 2
+# Rank 0's orders (benchmarks/ranks/): seconds of an order to one more rank and of one that all have answered,
+# and the bytes of a row's columns per token on the wire.
+ORDER_S = 1e-3
+FOLLOWER_S = 5e-4
+TOKEN_BYTES = 24
+
+# A rollout's process receives so many times as much from several holders as from one: its busiest thread took
+# 0.61 and 0.92 s for a GiB (two cores, four holders).
+STREAMS_GAIN = 1.5
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,7 @@ class Pass:
     """One forward pass over `rows` rows of `width` tokens.
 
     Args:
-        predicted: positions per row whose logits are computed; 0 of a value or reward model.
+        predicted: positions per row whose logits are computed; 0 for a value or reward model.
     """
 
     shape: ModelShape
@@ -47,8 +60,8 @@ class Pass:
 
     @property
     def flops(self) -> float:
-        """2 for each weight and token; in attention 4 for each pair of tokens and each of the heads' columns
-        (the masked half is computed as well)."""
+        """Operations: 2 for each weight and token; in attention 4 for each pair of tokens and each column of
+        the heads (the masked half is computed too)."""
         shape = self.shape
         pairs = 4 * self.width**2 * shape.heads * shape.head_dim * shape.layers
         head = 2 * shape.hidden * shape.vocabulary * self.predicted
@@ -56,78 +69,154 @@ class Pass:
 
     @property
     def traffic(self) -> float:
-        """Bytes: what a backward pass would keep is written and read, the float32 logits are passed over six
-        times (copy, maximum, sum, result, gather, entropy)."""
+        """Bytes: a write and a read of everything that a backward pass would keep, and six passes over the
+        float32 logits (copy, maximum, sum, result, gather, entropy)."""
         blocks = 2 * self.shape.layers * block_bytes(self.shape, 1, self.dtype) * self.width
         return self.rows * (blocks + 6 * self.predicted * self.shape.vocabulary * FLOAT32)
 
-    def seconds(self, device: Device, micro_batch: float, passes: float = 1) -> float:
-        """`passes` forward passes' worth of work, in micro-batches."""
+    def seconds(self, device: Device, micro_batch: float, passes: float = 1, together: int = 1) -> float:
+        """Return the seconds for the work of `passes` forward passes, in micro-batches.
+
+        `together` ranks compute each micro-batch, each a part of its tokens.
+        """
         once = self.flops / device.flops[self.dtype] + self.traffic / device.memory_bandwidth
         calls = max(1.0, self.rows / micro_batch)
-        return passes * (once + calls * (self.shape.layers + OUTSIDE) * device.block_s)
+        return passes * (once / together + calls * (self.shape.layers + OUTSIDE) * device.block_s)
 
 
 def role_seconds(
-    job: JobConfig, role: str, shapes: Shapes, device: Device, devices: int = 1
+    job: JobConfig, role: str, shapes: Shapes, device: Device, devices: int = 1, ranks: int | None = None
 ) -> dict[str, float]:
-    """Seconds by phase ("generate", "judge", "update") of one role on `devices` devices; without a model none.
+    """Return the seconds of one role on `devices` devices by phase ("generate", "judge", "update").
 
-    Rows are spread evenly. A trained role of several ranks gathers its weights for each forward and backward
-    pass and scatters its gradients while it computes: the longer of the two counts.
+    The result is empty for a role without a model. Rows are spread evenly.
+
+    Args:
+        job: the job.
+        role: the role.
+        shapes: by role.
+        device: the kind of device.
+        devices: number of them.
+        ranks: of each replica; None: all devices if the role is trained, else 1.
     """
     if role not in shapes:
         return {}
-    shape, data = shapes[role], job.data
-    greedy = job.algorithm.adv_estimator == "remax" and role in ("rollout", "reward")  # one more to each prompt
-    rows = data.train_batch_size * (job.rollout.n + greedy) / devices
-    width = data.max_prompt_length + data.max_response_length
-    predicted = data.max_response_length + 1
-    if role == "rollout":  # a replica of several devices is taken to be as many times as fast
+    if role == "rollout":  # a replica's speed is assumed to grow linearly with its devices
         split = job.rollout.tensor_model_parallel_size
-        return {"generate": generation_seconds(job, shape, device, rows * split) / split}
-    if role == "reference":
-        one = Pass(shape, rows, width, predicted, job.reference_model.dtype)
-        return {"judge": one.seconds(device, tokens_of_pass(job, role) / width)}
-    if role == "reward":
-        config = job.reward.reward_model
-        one = Pass(shape, rows, width, 0, config.model.dtype)
-        return {"judge": one.seconds(device, tokens_of_pass(job, role) / width)}
-    if role == "actor":
-        one = Pass(shape, rows, width, predicted, job.actor.model.dtype)
-        epochs = job.actor.ppo_epochs
-        recomputes = job.actor.model.enable_gradient_checkpointing
-        mini, learnt = job.actor.ppo_mini_batch_size, shape.trained_parameters(job.actor.model)
-        parameters = shape.policy_parameters
-    else:
-        one = Pass(shape, rows, width, 0, job.critic_model.dtype)
-        assert job.critic.ppo_epochs is not None, "JobConfig fills it in"
-        epochs = job.critic.ppo_epochs
-        recomputes = job.critic_model.enable_gradient_checkpointing
-        mini, parameters = job.critic_mini_batch_size, shape.score_parameters
-        learnt = parameters
+        rows = _rows(job, role) / devices * split
+        return {"generate": generation_seconds(job, shapes[role], device, rows) / split}
+    if ranks is None:
+        ranks = devices if ROLES[role].trained else 1
+    rows = _rows(job, role) * ranks / devices
+    parts = role_parts(job, role, shapes[role], device, ranks, rows)
+    return {phase: elapsed(of_phase, device) for phase, of_phase in parts.items()}
 
-    gathering = FLOAT32 * parameters * (devices - 1) / devices / device.link_bandwidth
+
+def elapsed(parts: Mapping[str, float], device: Device) -> float:
+    """Return the seconds of a phase. GPUs gather weights and add gradients while they compute."""
+    if device.shared:
+        return sum(parts.values())
+    behind = parts["gathers"] + parts["sums"]
+    rest = sum(seconds for name, seconds in parts.items() if name not in ("compute", "gathers", "sums"))
+    return max(parts["compute"], behind) + rest
+
+
+def role_parts(
+    job: JobConfig, role: str, shape: ModelShape, device: Device, ranks: int, rows: float
+) -> dict[str, dict[str, float]]:
+    """Return the seconds that a rank of a role but the rollout spends, by phase and part.
+
+    Args:
+        job: the job.
+        role: the role.
+        shape: of its model.
+        device: of each rank; a shared one computes for all ranks.
+        ranks: of the replica.
+        rows: of a step that this replica computes.
+
+    Returns:
+        For "judge", and for a trained role also "update": "compute"; "gathers" of weights; "sums" of gradients;
+        "exchanges" of tokens for heads (Ulysses); "optimizer"; and "orders", rank 0's, with their rows.
+    """
+    spec, spread = ROLES[role], Spread.of(job, role, ranks)
+    width = job.data.max_prompt_length + job.data.max_response_length
+    predicted = 0 if spec.scores else job.data.max_response_length + 1
+    model, parameters = spec.model(job), shape.parameters(scores=spec.scores)
+    share = rows / spread.streams
     micro = tokens_of_pass(job, role) / width
-    calls = max(1.0, rows / micro)
-    judge = max(one.seconds(device, micro), calls * gathering)
-    backward = BACKWARD if learnt >= parameters else 1  # fixed matrices have no gradients of their own
-    passes = 1 + backward + recomputes
+    calls = max(1.0, share / micro)
+    one = Pass(shape, share * (ranks / spread.together if device.shared else 1), width, predicted, model.dtype)
+    together = 1 if device.shared else spread.together
+
+    in_blocks = min(parameters, shape.multiplied_parameters)
+    block, outside = in_blocks / shape.layers, parameters - in_blocks
+    gathers = calls * (
+        shape.layers * gather_seconds(device, WIDTH[model.dtype] * block, spread.shards)
+        + gather_seconds(device, FLOAT32 * outside, spread.shards)
+    )
+    heads = shape.heads * shape.head_dim * WIDTH[model.dtype]  # of each of q, k, v and the output
+    tokens = micro * width / spread.together
+    exchanges = calls * shape.layers * 4 * exchange_seconds(device, tokens * heads, spread.together)
+    sent = rows * width * TOKEN_BYTES * spread.together * (ranks - 1) / ranks / device.wire_bandwidth
+    order = ORDER_S + FOLLOWER_S * (ranks - 2) if ranks > 1 else 0.0
+    judge = {
+        "compute": one.seconds(device, micro, together=together),
+        "gathers": gathers,
+        "sums": 0.0,
+        "exchanges": exchanges,
+        "orders": CHUNKS_PER_BATCH * order + sent,
+    }
     if role == "actor" and job.ref_in_actor:
-        judge *= 2  # once more with the adapter off
-    learn = max(one.seconds(device, micro, passes), 3 * calls * gathering)
-    steps = data.train_batch_size // mini
-    adamw = steps * OPTIMIZER_TRAFFIC * learnt / devices / device.memory_bandwidth
-    return {"judge": judge, "update": epochs * (learn + adamw)}
+        judge = {name: 2 * seconds for name, seconds in judge.items()}  # a second pass with the adapter off
+    if not spec.trained:
+        return {"judge": judge}
+    if not job.answers:  # nothing is judged: the responses are given
+        judge = dict.fromkeys(judge, 0.0)
+
+    section = job.actor if role == "actor" else job.critic
+    learnt = shape.trained_parameters(job.actor.model) if role == "actor" else parameters
+    backward = BACKWARD if learnt >= parameters else 1  # fixed matrices have no gradients of their own
+    passes = 1 + backward + section.model.enable_gradient_checkpointing
+    mini = job.actor.ppo_mini_batch_size if role == "actor" else job.critic_mini_batch_size
+    steps = job.data.train_batch_size // mini
+    epochs = section.ppo_epochs
+    assert epochs is not None, "JobConfig fills it in"
+    # A pass of each rank in every mini-batch, be it for a few rows.
+    in_mini = min(micro, share / steps)
+    repeated = steps * max(1.0, share / steps / micro) / calls
+    of_block = shape.layers * gather_seconds(device, FLOAT32 * learnt / shape.layers, spread.shards)
+    copies = sum_seconds(device, FLOAT32 * learnt / spread.shards, spread.copies)
+    adamw = OPTIMIZER_TRAFFIC * learnt / spread.shards / device.memory_bandwidth
+    if spread.is_offloaded and not device.shared:
+        adamw = OPTIMIZER_TRAFFIC * learnt / spread.shards / device.host_bandwidth
+    elif spread.fetches_moments:
+        adamw += 2 * 2 * FLOAT32 * learnt / spread.shards / device.host_bandwidth
+    update = {
+        "compute": one.seconds(device, in_mini, passes, together),
+        "gathers": (1 + spread.is_gathered_twice) * repeated * gathers,
+        "sums": repeated * calls * (of_block + copies),
+        "exchanges": passes * repeated * exchanges,
+        "optimizer": steps * adamw * (ranks if device.shared else 1),
+        "orders": steps * order + sent,
+    }
+    return {"judge": judge, "update": {name: epochs * seconds for name, seconds in update.items()}}
+
+
+def _rows(job: JobConfig, role: str) -> int:
+    """Return the rows of a step for a role, with ReMax's greedy ones."""
+    greedy = job.page.answers_greedily and role in ("rollout", "reward")  # one more answer to each prompt
+    return job.data.train_batch_size * (job.rollout.n + greedy)
 
 
 def generation_seconds(job: JobConfig, shape: ModelShape, device: Device, rows: float) -> float:
-    """Prompts are read, then T tokens made one after another, of at most max_num_seqs rows at once. A token
-    reads all weights and the cache: of few rows that is what takes the time."""
+    """Return the seconds to read the prompts and generate T tokens, with at most max_num_seqs rows at once.
+
+    Each token reads all weights and the cache, which dominates if there are few rows.
+    """
     prompt, response = job.data.max_prompt_length, job.data.max_response_length
-    vllm, dtype = job.rollout.name == "vllm", job.rollout.dtype
+    vllm, dtype = job.engine.reserves_memory, job.rollout.dtype
     together = min(rows, job.rollout.max_num_seqs)
-    if vllm:  # no more than the cache has room for
+    if vllm:  # limited by the size of the cache
         sequence = (
             (prompt + response) * kv_bytes_per_token(shape, dtype) / job.rollout.tensor_model_parallel_size
         )
@@ -144,7 +233,7 @@ def generation_seconds(job: JobConfig, shape: ModelShape, device: Device, rows: 
     sampling = together * shape.vocabulary * (4 * FLOAT32 if vllm else 8 * 8)
     flops = 2 * (shape.multiplied_parameters + head) + 4 * width * shape.heads * shape.head_dim * shape.layers
     passed = 2 * together * shape.layers * block_bytes(shape, 1, dtype)
-    # vLLM's CUDA graphs launch a whole token at once.
+    # vLLM's CUDA graphs launch all operations of a token at once.
     launching = 0.0 if vllm and not device.shared else (shape.layers + OUTSIDE) * device.block_s
     token = (
         max(together * flops / device.flops[dtype], read / device.memory_bandwidth)
@@ -154,9 +243,22 @@ def generation_seconds(job: JobConfig, shape: ModelShape, device: Device, rows: 
     return batches * (reading + response * token)
 
 
-def handover_seconds(job: JobConfig, shapes: Shapes, device: Device, *, together: bool) -> float:
-    """The actor's float32 weights to the rollouts: through memory where they share a group, else over the wire
-    once, however many rollouts there are, since they relay."""
+def handover_seconds(job: JobConfig, shapes: Shapes, device: Device, ranks: int, *, together: bool) -> float:
+    """Return the seconds to bring the actor's float32 weights to the rollouts.
+
+    A machine first gets the rows of its part that its ranks lack, unless they have a copy of the model (HSDP).
+    If actor and rollout share a group, each machine gets all. Else the machines send their parts at the same
+    time to a rollout, which relays to the others.
+
+    Args:
+        ranks: of the actor.
+        together: whether actor and rollout share a group.
+    """
     num_bytes = FLOAT32 * shapes["actor"].policy_parameters
-    copied = 2 * num_bytes / device.memory_bandwidth
-    return copied if together else copied + num_bytes / device.wire_bandwidth
+    machines = -(-ranks // device.per_node)
+    elsewhere = 0 if Spread.of(job, "actor", ranks).shards <= device.per_node else 1 - 1 / machines
+    copied, sent = 2 * num_bytes / device.memory_bandwidth, num_bytes / device.wire_bandwidth
+    if together:
+        return copied + elsewhere * sent
+    received = sent if machines == 1 else max(sent / machines, sent / STREAMS_GAIN)
+    return copied + elsewhere * sent / machines + received

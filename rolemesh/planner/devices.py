@@ -1,4 +1,4 @@
-"""What a device can hold and do, and sizes as people write them."""
+"""Memory and speed of devices, and parsing and printing of sizes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ UNITS = {"B": 1} | {
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 GIB = 2**30
-FILE_BANDWIDTH = 1.5e9  # bytes per second: a role that sleeps on a CPU leaves its tensors in a file
+FILE_BANDWIDTH = 1.5e9  # bytes per second; on a CPU, a sleeping role's tensors are in a file
+# Of all-gathers among processes of one machine by gloo, over the loopback interface (benchmarks/plan.py).
+GLOO_BANDWIDTH = 1e9
+GLOO_LATENCY = 2e-4
 
 
 def parse_size(text: str) -> int:
-    """`"80GiB"` and `"24 GB"` to bytes.
+    """Parse a size, e.g. `"80GiB"` or `"24 GB"`, to bytes.
 
     Raises:
-        InvalidConfig: not a positive number with a unit.
+        InvalidConfig: it is not a positive number with a unit.
     """
     match = SIZE.fullmatch(text)
     units = {unit.lower(): size for unit, size in UNITS.items()}
@@ -36,7 +39,7 @@ def parse_size(text: str) -> int:
 
 
 def human_size(num_bytes: float) -> str:
-    """Bytes for people, three digits or so: `"12.6 GiB"`."""
+    """Format bytes with about three digits, e.g. `"12.6 GiB"`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1000:
             return (
@@ -50,19 +53,24 @@ def human_size(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class Device:
-    """Rates that programs reach, which are not those of the data sheet.
+    """A device, with the rates that programs reach, which are below its data sheet.
 
     Args:
-        name: for people.
+        name: to display.
         memory_bytes: of one device.
-        flops: matrix products per second by dtype, additions and multiplications counted apart.
+        flops: FLOP/s of matrix products by dtype; an addition and a multiplication count as two.
         memory_bandwidth: bytes per second, read or written.
-        link_bandwidth: bytes per second between two such devices of one group.
-        host_bandwidth: bytes per second to where a role that sleeps leaves its tensors: host memory, on a CPU a
-            file.
+        link_bandwidth: bytes per second from such a device to another one of its machine.
+        network_bandwidth: bytes per second from one machine to another, over all of its network cards.
+        host_bandwidth: bytes per second between the device and the tensors of a sleeping role, which are in
+            host memory, on a CPU in a file.
         wire_bandwidth: bytes per second from service to service.
         block_s: seconds of launches and Python in one pass through a transformer block.
-        shared: all groups run on this one device: their memory and their time add up.
+        per_node: devices of one machine.
+        call_latency: seconds of a collective's start.
+        link_latency: seconds of one turn of a ring between two devices of a machine.
+        network_latency: of one turn between two machines.
+        shared: all groups run on this one device, so their memory and time add up.
     """
 
     name: str
@@ -70,55 +78,83 @@ class Device:
     flops: Mapping[str, float]
     memory_bandwidth: float
     link_bandwidth: float
+    network_bandwidth: float
     host_bandwidth: float
     wire_bandwidth: float = 2e9  # gRPC frames of 1 MiB between two processes: 1.4 to 2.4 GB/s
     block_s: float = 2e-4  # some 40 kernels of 5 µs
+    per_node: int = 8
+    # NCCL's own model, for a ring of its protocol Simple (its source, src/graph/tuning.cc); NVLink's turn.
+    call_latency: float = 8.4e-6
+    link_latency: float = 3.4e-6
+    network_latency: float = 14e-6
     shared: bool = False
 
 
 def _gpu(
-    name: str, memory_gib: int, half: float, single: float, memory: float, link: float, host: float
+    name: str,
+    memory_gib: int,
+    half: float,
+    single: float,
+    memory: float,
+    link: float,
+    network: float,
+    host: float,
 ) -> Device:
-    """From a data sheet: TFLOP/s (dense, without TF32, which torch does not use unless told) and GB/s. Large
-    matrix products reach about half of it in training, copies about three quarters."""
+    """Make a GPU from its data sheet: TFLOP/s (dense, without TF32, off in torch by default), and GB/s.
+
+    In training, large matrix products reach about half of the data sheet's rate, copies about three quarters.
+    """
     flops = {"bfloat16": half * 5e11, "float16": half * 5e11, "float32": single * 5e11}
-    memory, link, host = memory * 7.5e8, link * 7.5e8, host * 7.5e8
-    return Device(name, memory_gib * GIB, flops, memory, link, host)
+    memory, link, network, host = memory * 7.5e8, link * 7.5e8, network * 7.5e8, host * 7.5e8
+    return Device(name, memory_gib * GIB, flops, memory, link, network, host)
 
 
-# Data sheets: TFLOP/s in half and in single precision, GB/s of memory, of NVLink (one way; PCIe where there is
-# none) and of PCIe (one way).
+# Data sheets: GiB of memory, TFLOP/s in half and in single precision, GB/s of memory, of NVLink (one way; PCIe
+# if there is none), of a machine's network cards (eight of 200 or 400 Gbit/s; one of 100 without NVLink) and of
+# PCIe (one way).
 GPUS = {
-    "a100": _gpu("A100 80GB SXM", 80, 312, 19.5, 2039, 300, 32),
-    "h100": _gpu("H100 SXM", 80, 989, 67, 3350, 450, 64),
-    "h200": _gpu("H200 SXM", 141, 989, 67, 4800, 450, 64),
-    "b200": _gpu("B200", 180, 2250, 80, 8000, 900, 64),
-    "l40s": _gpu("L40S", 48, 362, 91.6, 864, 32, 32),
-    "rtx4090": _gpu("RTX 4090", 24, 165, 82.6, 1008, 32, 32),
+    "a100": _gpu("A100 80GB SXM", 80, 312, 19.5, 2039, 300, 200, 32),
+    "h100": _gpu("H100 SXM", 80, 989, 67, 3350, 450, 400, 64),
+    "h200": _gpu("H200 SXM", 141, 989, 67, 4800, 450, 400, 64),
+    "b200": _gpu("B200", 180, 2250, 80, 8000, 900, 400, 64),
+    "l40s": _gpu("L40S", 48, 362, 91.6, 864, 32, 12.5, 32),
+    "rtx4090": _gpu("RTX 4090", 24, 165, 82.6, 1008, 32, 12.5, 32),
 }
 
 
 def cpu(memory_bytes: int, *, flops: float = 1e11, bandwidth: float = 1e10, block_s: float = 4e-4) -> Device:
-    """This machine's processor, on which all roles run beside each other. The default rates are those of two
-    cores; `benchmarks/calibration.py` measures them."""
+    """Describe this machine's processor, on which all roles run side by side.
+
+    The default rates are of two cores; `benchmarks/calibration.py` measures them.
+    """
     rates = dict.fromkeys(("bfloat16", "float16", "float32"), flops)
     return Device(
-        "CPU", memory_bytes, rates, bandwidth, bandwidth, FILE_BANDWIDTH, block_s=block_s, shared=True
+        "CPU",
+        memory_bytes,
+        rates,
+        memory_bandwidth=bandwidth,
+        link_bandwidth=GLOO_BANDWIDTH,
+        network_bandwidth=GLOO_BANDWIDTH,
+        host_bandwidth=FILE_BANDWIDTH,
+        block_s=block_s,
+        call_latency=GLOO_LATENCY,
+        link_latency=GLOO_LATENCY,
+        shared=True,
     )
 
 
 def available_memory() -> int:
-    """Bytes that this machine can still give to processes, a container's limit respected."""
+    """Return the bytes that processes can still allocate on this machine, within a container's limit."""
     try:
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = sum(int(fields[key].split()[0]) * 1024 for key in ("MemAvailable", "SwapFree"))
-    except OSError:  # no Linux: all that there is
+    except OSError:  # not Linux: use the total memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         cache = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())[
             "file"
         ]
-    except (OSError, ValueError, KeyError):  # no control group, or "max": none
+    except (OSError, ValueError, KeyError):  # no control group, or no limit ("max")
         return free
     return min(free, limit - used + int(cache))

@@ -1,24 +1,26 @@
-"""Bytes that a role needs on its device.
+"""Estimates the bytes that a role needs on its device.
 
-What Rolemesh's trainers really do: weights are float32 and stay so; bfloat16 is the type of matrix products
-(torch.autocast), which keeps a copy of each matrix for as long as a pass lasts; gradients are float32; AdamW
-has two float32 moments. So a trained parameter is 16 bytes, a fixed one 4; where an adapter is trained, all of
-the model's are fixed.
+The model follows Rolemesh's trainers. Weights are always float32. bfloat16 is the type of matrix products
+(torch.autocast), which keeps a copy of each matrix during a pass. Gradients are float32, and AdamW has two
+float32 moments. So a trained parameter takes 16 bytes and a frozen one 4. With an adapter, all of the model's
+own parameters are frozen.
 
-Rows are taken to have their whole length S = P + T, whether padding is left out or not. Nothing is counted for
-the allocator's gaps, for kernels' scratch or for the CUDA context (about half a GiB).
+Rows are assumed to have the full length S = P + T, with or without padding. The allocator's fragmentation,
+kernels' scratch memory and the CUDA context (about half a GiB) are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
-from rolemesh.config.model import ModelConfig, TrainedModelConfig
+from rolemesh.config.model import TrainedModelConfig
 from rolemesh.models.chunks import tokens_at_once
 from rolemesh.planner.devices import Device
 from rolemesh.planner.shapes import ModelShape, read_shape
+from rolemesh.planner.spread import Spread
 
 FLOAT32 = 4
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
@@ -26,14 +28,14 @@ WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one role on one device, at their peak.
+    """Peak bytes of one role on one device.
 
     Args:
-        weights: of the model; on a CPU also the version that is published or fetched.
-        gradients: while a step is made.
+        weights: of the model; on a CPU also of the version that is published or fetched.
+        gradients: during an update.
         optimizer: AdamW's moments.
-        activations: of a micro-batch, logits and autocast's copies included; of sampling.
-        kv_cache: keys and values of the rows that are decoded at once.
+        activations: of a micro-batch, with logits and autocast's copies; or of sampling.
+        kv_cache: keys and values of the rows that are decoded at once, and of turns that may be continued.
     """
 
     weights: int = 0
@@ -48,91 +50,85 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """What moves to the host when the role sleeps, and back when it wakes."""
+        """Bytes that move to the host when the role sleeps, and back when it wakes."""
         return self.weights + self.optimizer
 
     def parts(self) -> dict[str, int]:
-        """By name, as they are declared."""
+        """Return the parts by name, in the order of declaration."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 Shapes = Mapping[str, ModelShape]
 
 
-def role_shapes(job: JobConfig) -> Shapes:
-    """The model of each role that has one here; a reward of rules has none, nor a rollout of other servers.
+def role_shapes(job: JobConfig, roles: Sequence[str] = ()) -> Shapes:
+    """Read the model shape of each role that loads a model; of these roles alone, if there are any.
+
+    A reward by rules has no model, nor has a rollout that uses other servers.
 
     Raises:
         ModelNotFound: a directory is missing or does not describe a model.
     """
-    models: dict[str, ModelConfig] = {"actor": job.actor.model}
-    if job.rollout.name != "openai":
-        models["rollout"] = job.actor.model
-    if "reference" in job.roles:
-        models["reference"] = job.reference_model
-    if job.uses_critic:
-        models["critic"] = job.critic_model
-    if job.reward.reward_model.enable:
-        models["reward"] = job.reward.reward_model.model
-    read: dict[str, ModelShape] = {}
+    models = {role: ROLES[role].model(job) for role in roles or job.roles if job.on_device(role)}
+    read: dict[tuple[str, str], ModelShape] = {}
     for role, model in models.items():
-        if model.path not in read:
-            read[model.path] = read_shape(model, role)
-    return {role: read[model.path] for role, model in models.items()}
+        if (model.path, model.revision) not in read:
+            read[model.path, model.revision] = read_shape(model, role)
+    return {role: read[model.path, model.revision] for role, model in models.items()}
 
 
 def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks: int = 1) -> Memory:
-    """What a role needs on each of its devices.
+    """Return the memory that a role needs on each of its devices.
 
     Args:
-        shapes: by role; a role that is not in it needs nothing.
-        ranks: over which a trained role is sharded (FSDP: every rank holds its share of weights, gradients
-            and moments, and gathers block by block). Other roles have a whole replica on each device.
+        job: the job.
+        role: the role.
+        shapes: by role; a role without an entry needs no memory.
+        device: the kind of device.
+        ranks: of the role's group. A rollout has a whole replica on each device.
     """
     if role not in shapes:
         return Memory()
-    shape = shapes[role]
+    shape, spread = shapes[role], Spread.of(job, role, ranks)
     if role == "rollout":
-        return vllm_memory(job, shape, device) if job.rollout.name == "vllm" else hf_memory(job, shape, device)
-    tokens = tokens_of_pass(job, role)
+        return vllm_memory(job, shape, device) if job.engine.reserves_memory else hf_memory(job, shape, device)
+    tokens = -(-tokens_of_pass(job, role) // spread.together)
+    on_device = 0 if spread.is_offloaded and not device.shared else 1
     if role == "actor":
-        # log-softmax and the gradients of gather and log-softmax; with an entropy bonus exp and product too
+        # log-softmax and the gradients of gather and log-softmax; with an entropy bonus also exp and product
         head = logits_bytes(job, role, shape, copies=4 if job.actor.entropy_coeff == 0 else 5)
         learnt = shape.trained_parameters(job.actor.model)
-        memory = trained(learnt, shape, job.actor.model, tokens, head, ranks)
-        whole = FLOAT32 * shape.policy_parameters // ranks
+        policy = shape.policy_parameters
+        memory = trained(learnt, policy, shape, job.actor.model, tokens, head, spread, on_device)
+        whole = FLOAT32 * policy // spread.shards
         if job.actor.model.lora_rank:
-            memory = replace(memory, weights=memory.weights + whole)
-        # On a CPU the version that is published lies in the same memory.
-        return replace(memory, weights=memory.weights + whole) if device.shared else memory
+            memory = replace(memory, weights=memory.weights + on_device * whole)
+        if not device.shared:
+            return memory
+        # On a CPU the published version is in the same memory; rank 0 holds what all ranks have written.
+        return replace(memory, weights=memory.weights + FLOAT32 * policy // ranks)
     if role == "critic":
-        return trained(shape.score_parameters, shape, job.critic_model, tokens, 0, ranks)
-    if role == "reference":
-        model, weights = job.reference_model, shape.policy_parameters
-        head = logits_bytes(job, role, shape, copies=2)
-    else:
-        model, weights, head = job.reward.reward_model.model, shape.score_parameters, 0
-    passing = forward_bytes(shape, tokens, model.dtype) + autocast_bytes(shape, model.dtype)
-    return Memory(weights=FLOAT32 * weights, activations=passing + head)
+        scored = shape.score_parameters
+        return trained(scored, scored, shape, job.critic_model, tokens, 0, spread, on_device)
+    spec = ROLES[role]
+    dtype, weights = spec.model(job).dtype, shape.parameters(scores=spec.scores)
+    head = 0 if spec.scores else logits_bytes(job, role, shape, copies=2)
+    passing = forward_bytes(shape, tokens, dtype) + cast_bytes(shape, dtype, spread)
+    gathered = gathered_bytes(weights, shape, dtype) if spread.shards > 1 else 0
+    held = on_device * FLOAT32 * weights // spread.shards
+    return Memory(weights=held, activations=passing + head + gathered)
 
 
 def tokens_of_pass(job: JobConfig, role: str) -> int:
-    """Tokens of a micro-batch whose rows have their whole length; or as many as it may have, if a step's rows
-    come to so many."""
-    if role == "reward":
-        rows, budget = job.reward.reward_model.micro_batch_size_per_gpu, None
-    else:
-        rows, budget = (
-            {
-                "actor": job.actor.ppo_micro_batch_size_per_gpu,
-                "critic": job.critic.ppo_micro_batch_size_per_gpu,
-                "reference": job.reference.log_prob_micro_batch_size_per_gpu,
-            }[role],
-            job.max_tokens(role),
-        )
+    """Return the tokens of a micro-batch of rows with full length.
+
+    With a limit on tokens, it is the limit, or the tokens of all of a step's rows if they are fewer.
+    """
+    pass_rows, budget = ROLES[role].pass_rows, job.max_tokens(role)
+    assert pass_rows is not None, "a role with an engine has no micro-batches"
     width = job.data.max_prompt_length + job.data.max_response_length
     if budget is None:
-        return rows * width
+        return pass_rows(job) * width
     return min(budget, job.data.train_batch_size * job.rollout.n * width)
 
 
@@ -140,30 +136,66 @@ def tokens_of_pass(job: JobConfig, role: str) -> int:
 
 
 def trained(
-    num_parameters: int,
+    learnt: int,
+    parameters: int,
     shape: ModelShape,
     model: TrainedModelConfig,
     tokens: int,
     head_bytes: int,
-    ranks: int,
+    spread: Spread,
+    on_device: int,
 ) -> Memory:
-    """16 bytes a parameter over the ranks, the activations of as many tokens, and a block's gradients on their
-    way."""
+    """Return a trained role's memory: 16 bytes a learnt parameter, divided by the ranks, and activations.
+
+    Args:
+        learnt: number of parameters that are learnt.
+        parameters: of the model.
+        shape: the model's.
+        model: its section.
+        tokens: of a micro-batch on one rank; the backward pass needs one block's gradients besides.
+        head_bytes: of the logits.
+        spread: over ranks.
+        on_device: 1, or 0 if weights, gradients and moments are in host memory.
+    """
     block = block_bytes(shape, tokens, model.dtype)
     stored = block * shape.layers
-    if model.enable_gradient_checkpointing:  # each block's input, and one block as it is computed again
+    if model.enable_gradient_checkpointing:  # each block's input, and one block that is recomputed
         stored = FLOAT32 * shape.hidden * tokens * shape.layers + block
-    gathered = 2 * FLOAT32 * num_parameters // shape.layers if ranks > 1 else 0  # a block, and the next one
-    return Memory(
-        weights=FLOAT32 * num_parameters // ranks,
-        gradients=FLOAT32 * num_parameters // ranks,
-        optimizer=2 * FLOAT32 * num_parameters // ranks,
-        activations=stored + block + head_bytes + autocast_bytes(shape, model.dtype) // ranks + gathered,
-    )
+    passing = stored + block + head_bytes + cast_bytes(shape, model.dtype, spread)
+    if spread.shards > 1:
+        passing = peak_with_gathered_bytes(passing, learnt, parameters, shape, model.dtype)
+    share = on_device * FLOAT32 * learnt // spread.shards
+    # Moments that are fetched for a step come when the activations have gone.
+    moments = max(0, 2 * share - passing) if spread.fetches_moments else 2 * share
+    return Memory(weights=share, gradients=share, optimizer=moments, activations=passing)
+
+
+def gathered_bytes(parameters: int, shape: ModelShape, dtype: str) -> int:
+    """Return the bytes of the weights that FSDP has gathered at once.
+
+    These are two blocks in the type of matrix products, and everything outside of blocks in float32.
+    """
+    in_blocks = min(parameters, shape.multiplied_parameters)
+    return WIDTH[dtype] * 2 * in_blocks // shape.layers + FLOAT32 * (parameters - in_blocks)
+
+
+def peak_with_gathered_bytes(passing: int, learnt: int, parameters: int, shape: ModelShape, dtype: str) -> int:
+    """Return the peak bytes of activations, gathered weights and gathered gradients of a backward pass.
+
+    In the middle of it there are one block's gradients, and their float32 copies that are being added up over
+    the ranks. At its end, without activations, the same of everything outside of blocks. A model with an
+    adapter has such gradients of the adapter alone, which are small.
+    """
+    in_blocks = min(parameters, shape.multiplied_parameters)
+    outside = FLOAT32 * (parameters - in_blocks)
+    learns_all = learnt >= parameters
+    block = learns_all * in_blocks // shape.layers
+    middle = passing + gathered_bytes(parameters, shape, dtype) + (WIDTH[dtype] + 2 * FLOAT32) * block
+    return max(middle, outside * (1 + 2 * learns_all))
 
 
 def block_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
-    """What a block keeps for its backward pass.
+    """Return the bytes that a block keeps for its backward pass.
 
     Counted from the operations of a Llama block under autograd: both norms keep their input and the normalised
     input in float32 and what follows them keeps their output; attention keeps q, k, v (of all heads: grouped
@@ -178,19 +210,23 @@ def block_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
 
 
 def logits_bytes(job: JobConfig, role: str, shape: ModelShape, *, copies: int) -> int:
-    """The policy's head at its peak: float32 copies of a chunk of the logits."""
+    """Return the peak bytes of the policy's head: float32 copies of a chunk of the logits."""
     width = job.data.max_prompt_length + job.data.max_response_length
     predicted = tokens_of_pass(job, role) * (job.data.max_response_length + 1) // width
     return copies * min(predicted, 2 * tokens_at_once(shape.vocabulary)) * shape.vocabulary * FLOAT32
 
 
-def autocast_bytes(shape: ModelShape, dtype: str) -> int:
-    """Copies of the matrices in the type of the products; none in float32."""
-    return 0 if dtype == "float32" else (shape.multiplied_parameters + shape.head_parameters) * WIDTH[dtype]
+def cast_bytes(shape: ModelShape, dtype: str, spread: Spread) -> int:
+    """Return the bytes of autocast's copies of the matrices; none in float32.
+
+    Sharded blocks are gathered in this type, and only the head's matrix is copied.
+    """
+    blocks = 0 if spread.shards > 1 else shape.multiplied_parameters
+    return 0 if dtype == "float32" else (blocks + shape.head_parameters) * WIDTH[dtype]
 
 
 def forward_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
-    """A pass without gradients at its peak: one block's residual, norm, and MLP or attention."""
+    """Return the peak bytes of a pass without gradients: one block's residual, norm, and MLP or attention."""
     inside = max(3 * shape.intermediate, 6 * shape.heads * shape.head_dim)
     return tokens * (3 * shape.hidden * FLOAT32 + inside * WIDTH[dtype])
 
@@ -199,29 +235,36 @@ def forward_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
-    """Keys and values of one token in all layers."""
+    """Return the bytes of one token's keys and values in all layers."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * WIDTH[dtype]
 
 
 def hf_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
-    """Engine hf: float32 weights, a cache of full width for the rows of a batch, all of whose prompts are read
-    at once, and float64 sampling (scaled logits, log-softmax, exp and cumulative sum)."""
+    """Return the memory of engine hf.
+
+    It has float32 weights, and a KV cache of full width for the rows of a batch. A turn of a conversation is
+    kept for the next one beside that cache, in copies that may fill as much again. All prompts of a batch are
+    read at once. Sampling is in float64 (scaled logits, log-softmax, exp and cumulative sum).
+    """
     prompt, response = job.data.max_prompt_length, job.data.max_response_length
     rows = min(job.rollout.max_num_seqs, job.data.train_batch_size * job.rollout.n)
     reading = forward_bytes(shape, rows * prompt, job.rollout.dtype) + rows * prompt * prompt * FLOAT32
     sampling = rows * shape.vocabulary * 4 * 8
-    copies = 2 if device.shared else 1  # on a CPU the version that comes in lies in the same memory
+    copies = 2 if device.shared else 1  # on a CPU the fetched version is in the same memory
+    caches = 2 if job.rollout.multi_turn.enable else 1
     return Memory(
         weights=copies * FLOAT32 * shape.policy_parameters,
-        activations=max(reading, sampling) + autocast_bytes(shape, job.rollout.dtype),
-        kv_cache=rows * (prompt + response) * kv_bytes_per_token(shape, job.rollout.dtype),
+        activations=max(reading, sampling) + cast_bytes(shape, job.rollout.dtype, Spread()),
+        kv_cache=caches * rows * (prompt + response) * kv_bytes_per_token(shape, job.rollout.dtype),
     )
 
 
 def vllm_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
-    """Engine vllm on one of a replica's tensor_model_parallel_size devices: its share of the weights in
-    rollout.dtype, and what gpu_memory_utilization leaves of the device as cache, on a CPU no more than
-    max_num_seqs rows need; at least one sequence must fit."""
+    """Return the memory of engine vllm on one of a replica's tensor_model_parallel_size devices.
+
+    It has its share of the weights in rollout.dtype. The KV cache gets the rest of gpu_memory_utilization; on a
+    CPU, at most what max_num_seqs rows need. It must have room for at least one sequence.
+    """
     rollout, width = job.rollout, job.data.max_prompt_length + job.data.max_response_length
     devices = rollout.tensor_model_parallel_size
     weights = shape.policy_parameters * WIDTH[rollout.dtype] // devices

@@ -1,4 +1,4 @@
-"""A plan: groups of roles on devices, what each needs, and how long a step takes."""
+"""Plans: groups of roles on devices, with the memory of each group and the seconds of a step."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
+from math import lcm
 
+from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import CHUNKS_PER_BATCH
 from rolemesh.planner.cost import handover_seconds, role_seconds
 from rolemesh.planner.devices import Device
 from rolemesh.planner.memory import Memory, Shapes, role_memory
+from rolemesh.planner.spread import smallest
 
 Grouping = Mapping[str, Sequence[str]]  # a group's name to its roles
 
-TRAINED = ("actor", "critic")
 FITS = "fits"
 PHASES = ("generate", "judge", "update", "weights", "switches")
-# When a role of a shared group has its turn in a step, as the pages ask.
+# The order in which a step's page calls the roles, i.e. their turns on a shared device.
 TURNS = ("rollout", "actor", "reference", "critic", "reward", "critic", "actor")
 
 
@@ -27,7 +29,8 @@ class Cluster:
     """Devices of one kind.
 
     Args:
-        devices: how many; of a shared one (a CPU) 1.
+        device: the kind of device.
+        devices: number of devices; 1 for a shared one (a CPU).
     """
 
     device: Device
@@ -35,11 +38,27 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """How many processes a job gives a group.
+
+    Args:
+        replicas: of the group.
+        ranks: of each replica.
+    """
+
+    replicas: int = 1
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
 class Group:
     """Roles that take turns on the same devices.
 
     Args:
-        devices: how many; 0 of a group without a model.
+        name: of the group.
+        roles: its roles.
+        devices: number of devices; 0 for a group without a model.
+        ranks: of each replica, over which its models are spread.
         memory: of each role, on each of the devices.
         seconds: of each role, by phase.
     """
@@ -47,26 +66,25 @@ class Group:
     name: str
     roles: tuple[str, ...]
     devices: int
+    ranks: int
     memory: Mapping[str, Memory]
     seconds: Mapping[str, Mapping[str, float]]
 
     @property
     def peak_bytes(self) -> int:
-        """Of the role that needs the most: the others sleep."""
+        """Memory of the role that needs the most: the others sleep meanwhile."""
         return max((memory.total for memory in self.memory.values()), default=0)
 
-    @property
-    def needs_ranks(self) -> bool:
-        """It trains on several devices."""
-        return self.devices > 1 and any(role in TRAINED for role in self.roles)
-
     def busy(self, phase: str) -> float:
-        """Seconds of a phase: one role after the other."""
+        """Return the seconds of a phase, in which the group's roles run one after the other."""
         return sum(phases.get(phase, 0.0) for phases in self.seconds.values())
 
     def switching(self, device: Device) -> float:
-        """Seconds a step of leaving and entering the device, where several roles share it. A role that is asked
-        twice in a row stays; the step after begins where this one ends."""
+        """Return the seconds per step of switching roles on a shared device.
+
+        A role that is called twice in a row stays on the device. The next step starts with the role that is on
+        the device at the end of this one.
+        """
         turns = [role for role in TURNS if role in self.roles and self.memory[role].state]
         changes = [(a, b) for a, b in zip(turns, turns[1:] + turns[:1], strict=True) if a != b]
         moved = sum(self.memory[out].state + self.memory[into].state for out, into in changes)
@@ -78,8 +96,12 @@ class Plan:
     """One way to place a job.
 
     Args:
-        ahead: the job's rollouts run ahead of training.
-        handover: seconds from the actor's new weights to the rollouts'.
+        name: of the plan, e.g. its strategy.
+        groups: the groups with their devices.
+        cluster: the devices.
+        ahead: whether the job's rollouts run ahead of training.
+        handover: seconds to send the actor's new weights to the rollouts.
+        split: devices over which the layers of an engine are split.
     """
 
     name: str
@@ -87,22 +109,31 @@ class Plan:
     cluster: Cluster
     ahead: bool
     handover: float
+    split: int = 1
 
     @cached_property
     def blocked(self) -> str:
-        """Why the job may not be placed so, whatever the devices; empty: it may."""
-        home = next(group for group in self.groups if "rollout" in group.roles)
+        """Why this placement is invalid on any devices; empty if it is valid."""
+        home = next((group for group in self.groups if "rollout" in group.roles), None)
+        if home is None:
+            return ""
         others = [role for role in home.roles if role != "rollout" and home.memory[role].total]
         if self.ahead and others:
-            return f"rollout.mode async, and rollout shares its group with {', '.join(others)}"
+            return f"rollout.mode async, but rollout shares its group with {', '.join(others)}"
+        trains = any(ROLES[role].trained for role in home.roles)
+        if self.split > 1 and trains and not self.cluster.device.shared:
+            return (
+                f"rollout.tensor_model_parallel_size {self.split}, but {home.name} trains, so each of its "
+                "ranks has one GPU and an engine of its own"
+            )
         return ""
 
     @cached_property
     def missing_bytes(self) -> int:
-        """By how much devices are too small, added up; 0: it fits."""
+        """Bytes by which devices are too small, summed; 0 if everything fits."""
         memory = self.cluster.device.memory_bytes
         if self.cluster.device.shared:
-            return max(0, sum(group.peak_bytes for group in self.groups) - memory)
+            return max(0, sum(group.peak_bytes * max(1, group.devices) for group in self.groups) - memory)
         return sum(max(0, group.peak_bytes - memory) for group in self.groups)
 
     @property
@@ -111,37 +142,34 @@ class Plan:
         return 0 if self.cluster.device.shared else max(0, used - self.cluster.devices)
 
     @property
-    def needs_ranks(self) -> bool:
-        """A trained role is on several devices, which no role can do yet."""
-        return any(group.needs_ranks for group in self.groups)
-
-    @property
     def verdict(self) -> str:
-        """Whether the job can be run so, in words."""
+        """Whether the job can run with this plan, in words."""
         if self.blocked:
             return "is refused"
         if self.missing_bytes or self.missing_devices:
             return "does not fit"
-        return "cannot be run yet" if self.needs_ranks else FITS
+        return FITS
 
     @property
     def fits(self) -> bool:
-        """The job can be run so, today."""
+        """Whether the job can run with this plan."""
         return self.verdict == FITS
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase. Groups work beside each other, roles of a group one after another. Rows that are
-        finished are judged while others are generated, except in the rollout's own group; the last chunk of
-        them is judged when the generation has ended."""
+        """Seconds by phase.
+
+        Groups run in parallel, and the roles of a group run one after another. Finished rows are judged while
+        others are generated, except in the rollout's own group. The last chunk is judged after the generation.
+        """
         device = self.cluster.device
         together = sum if device.shared else max
         judged = {g.name: g.busy("judge") for g in self.groups}
         generate = sum(g.busy("generate") for g in self.groups)
-        at_rollout = next(g for g in self.groups if "rollout" in g.roles)
-        if not device.shared:
+        at_rollout = {g.name for g in self.groups if "rollout" in g.roles}
+        if at_rollout and not device.shared:
             judged = {
-                name: s if name == at_rollout.name else max(s / CHUNKS_PER_BATCH, s - generate)
+                name: s if name in at_rollout else max(s / CHUNKS_PER_BATCH, s - generate)
                 for name, s in judged.items()
             }
         return {
@@ -154,7 +182,7 @@ class Plan:
 
     @cached_property
     def seconds(self) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         seconds = self.phases
         if not self.ahead or self.blocked or self.cluster.device.shared:
             return sum(seconds.values())
@@ -162,55 +190,66 @@ class Plan:
         return max(seconds["generate"], rest) + seconds["weights"]
 
     def gain_over(self, smaller: Plan) -> tuple[float, float]:
-        """For each device more: bytes that are missing no longer, seconds."""
+        """Return the gain per additional device: missing bytes saved, and seconds saved."""
         more = sum(g.devices for g in self.groups) - sum(g.devices for g in smaller.groups)
         return (smaller.missing_bytes - self.missing_bytes) / more, (smaller.seconds - self.seconds) / more
 
     @property
-    def order(self) -> tuple[bool, int, int, int, float, float]:
-        """Smaller is better: fits, can be run today, is fast, leaves devices idle."""
+    def order(self) -> tuple[bool, int, int, float, float]:
+        """Sort key, smaller is better: a valid plan that fits, is fast, and is least busy."""
         busy = sum(sum(g.busy(phase) for phase in PHASES) for g in self.groups)
-        ranks = sum(g.needs_ranks for g in self.groups)
-        return bool(self.blocked), self.missing_devices, self.missing_bytes, ranks, self.seconds, busy
+        return bool(self.blocked), self.missing_devices, self.missing_bytes, self.seconds, busy
 
 
 class Planner:
-    """Plans of one job on one cluster.
+    """Makes plans of one job on one cluster.
 
     Args:
+        job: the job.
         shapes: rolemesh.planner.memory.role_shapes(job).
+        cluster: the devices.
     """
 
     def __init__(self, job: JobConfig, shapes: Shapes, cluster: Cluster) -> None:
         self.job, self.shapes, self.cluster = job, shapes, cluster
-        self._groups: dict[tuple[tuple[str, ...], int], Group] = {}
+        self._groups: dict[tuple[tuple[str, ...], int, int], Group] = {}
 
-    def plan(self, name: str, grouping: Grouping) -> Plan:
-        """The groups with the devices divided among them.
+    def plan(self, name: str, grouping: Grouping, given: Mapping[str, Counts] | None = None) -> Plan:
+        """Divide the devices among the groups.
 
-        Greedy, as in HybridFlow's mapping (arXiv:2409.19256, §6): every group has the fewest that it can run
-        on; then the groups that do not fit grow, and then those whose growth shortens the step the most for
-        each device. Groups that work beside each other shorten nothing alone, so they grow together too.
-        Devices that shorten nothing stay idle.
+        Args:
+            name: of the plan.
+            grouping: of the job's roles.
+            given: replicas and ranks of the groups whose devices are not to be chosen.
+
+        The search is greedy, as in HybridFlow's mapping (arXiv:2409.19256, §6). Every group starts with the
+        fewest devices that it can run on. Then groups that do not fit get more, and then those whose growth
+        shortens the step the most per device. Groups that run in parallel may shorten the step only together,
+        so several groups may grow at once. Devices that would not shorten the step stay idle.
         """
-        best = self._plan(name, self._smallest(grouping))
-        while grown := [plan for plan in self._grown(best) if plan.order < best.order]:
+        given = given or {}
+        best = self._plan(name, self._smallest(grouping, given))
+        while grown := [plan for plan in self._grown(best, given) if plan.order < best.order]:
             best = max(grown, key=lambda plan: plan.gain_over(best))
         return best
 
-    def _smallest(self, grouping: Grouping) -> dict[str, Group]:
+    def _smallest(self, grouping: Grouping, given: Mapping[str, Counts]) -> dict[str, Group]:
         roles = {
             label: tuple(role for role in roles if role in self.job.roles) for label, roles in grouping.items()
         }
         return {
-            label: self._group(present, self._fewest(present)) for label, present in roles.items() if present
+            label: self._given(present, given[label])
+            if label in given
+            else self._group(present, self._fewest(present))
+            for label, present in roles.items()
+            if present
         }
 
-    def _grown(self, plan: Plan) -> Iterator[Plan]:
-        """With a device, or a replica's devices, more for any of the groups that have devices."""
+    def _grown(self, plan: Plan, given: Mapping[str, Counts]) -> Iterator[Plan]:
+        """Yield plans in which some of the groups with devices have one more device, or one more replica's."""
         if self.cluster.device.shared:
             return
-        growing = [group for group in plan.groups if group.devices]
+        growing = [group for group in plan.groups if group.devices and group.name not in given]
         groups = {group.name: group for group in plan.groups}
         for count in range(1, len(growing) + 1):
             for chosen in combinations(growing, count):
@@ -220,7 +259,7 @@ class Planner:
                     yield candidate
 
     def divided(self, name: str, grouping: Grouping, devices: Mapping[str, int]) -> Plan:
-        """The groups with so many devices each."""
+        """Make a plan with given numbers of devices for each group."""
         return self._plan(
             name, {label: self._group(tuple(grouping[label]), devices[label]) for label in grouping}
         )
@@ -228,26 +267,54 @@ class Planner:
     def _plan(self, name: str, groups: Mapping[str, Group]) -> Plan:
         named = tuple(replace(group, name=label) for label, group in groups.items())
         home = {role: group for group in named for role in group.roles}
-        together = home["actor"].name == home["rollout"].name
-        handover = handover_seconds(self.job, self.shapes, self.cluster.device, together=together)
+        handover = 0.0
+        if "rollout" in home:
+            together = home["actor"].name == home["rollout"].name
+            ranks, device = home["actor"].ranks, self.cluster.device
+            handover = handover_seconds(self.job, self.shapes, device, ranks, together=together)
         ahead = self.job.rollout.mode == "async" and self.job.trainer.max_staleness > 0
-        return Plan(name, named, self.cluster, ahead, handover)
+        split = self.job.rollout.tensor_model_parallel_size if "rollout" in self.shapes else 1
+        return Plan(name, named, self.cluster, ahead, handover, split)
 
-    def _group(self, roles: tuple[str, ...], devices: int) -> Group:
-        if (roles, devices) not in self._groups:
+    def _given(self, roles: tuple[str, ...], counts: Counts) -> Group:
+        devices = self._fewest(roles) and counts.replicas * counts.ranks
+        split = self.job.rollout.tensor_model_parallel_size if "rollout" in roles else 1
+        return self._group(roles, devices * split, counts.ranks)
+
+    def _group(self, roles: tuple[str, ...], devices: int, ranks: int | None = None) -> Group:
+        """Return a group on so many devices, in replicas of so many ranks; None: as many as it needs."""
+        if ranks is None:
+            ranks = self._ranks(roles, max(1, devices))
+        if (roles, devices, ranks) not in self._groups:
             device, count = self.cluster.device, max(1, devices)
-            memory = {
-                role: role_memory(self.job, role, self.shapes, device, count if role in TRAINED else 1)
-                for role in roles
-            }
-            seconds = {role: role_seconds(self.job, role, self.shapes, device, count) for role in roles}
-            self._groups[roles, devices] = Group("", roles, devices, memory, seconds)
-        return self._groups[roles, devices]
+            memory = {role: role_memory(self.job, role, self.shapes, device, ranks) for role in roles}
+            seconds = {role: role_seconds(self.job, role, self.shapes, device, count, ranks) for role in roles}
+            self._groups[roles, devices, ranks] = Group("", roles, devices, ranks, memory, seconds)
+        return self._groups[roles, devices, ranks]
+
+    def _ranks(self, roles: Sequence[str], devices: int) -> int:
+        """Return the ranks of a replica: a trained group's are all devices, another's as few as it fits on."""
+        if any(ROLES[role].trained for role in roles):
+            return devices
+        if "rollout" in roles or self.cluster.device.shared:
+            return 1
+        divisors = [ranks for ranks in range(1, devices + 1) if devices % ranks == 0]
+        most = self.cluster.device.memory_bytes
+        needed = {
+            ranks: max(
+                role_memory(self.job, role, self.shapes, self.cluster.device, ranks).total for role in roles
+            )
+            for ranks in divisors
+        }
+        return next((ranks for ranks in divisors if needed[ranks] <= most), devices)
 
     def _fewest(self, roles: Sequence[str]) -> int:
-        """Devices of one replica; none without a model."""
+        """Return the devices of the smallest replica; 0 without a model."""
         if not any(role in self.shapes for role in roles):
             return 0
+        if any(ROLES[role].trained for role in roles) and not self.cluster.device.shared:
+            spread = [role for role in roles if role in self.shapes and role != "rollout"]
+            return lcm(*(smallest(self.job, role) for role in spread))
         return self.job.rollout.tensor_model_parallel_size if "rollout" in roles else 1
 
 

@@ -1,8 +1,8 @@
-"""The search for a grouping of one's own.
+"""Searches for the best grouping of a job's roles.
 
-Five roles can be grouped in 52 ways, so none is left out; it is the division of the devices that is searched
-greedily (`Planner.plan`), since of that there are millions: HybridFlow's mapping (arXiv:2409.19256, §6) over
-the placements that Xiao et al. (arXiv:2312.11819) call flexible.
+Five roles can be grouped in 52 ways, so every grouping is tried. Devices can be divided in millions of ways, so
+the division is greedy (`Planner.plan`). This is HybridFlow's mapping (arXiv:2409.19256, §6) over the placements
+that Xiao et al. (arXiv:2312.11819) call flexible.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rolemesh.planner.plan import Grouping, Plan, Planner, best_first
 
 
 def partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
-    """All ways to put roles into groups, each once."""
+    """Yield all ways to put roles into groups, each once."""
     if not roles:
         yield []
         return
@@ -25,14 +25,14 @@ def partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
 
 
 def as_grouping(groups: Sequence[Sequence[str]]) -> Grouping:
-    """Groups under names that a job file may give them, and that are short enough for a table."""
+    """Name groups, with names that are valid in a job file and short enough for a table."""
     return {
         roles[0] if len(roles) == 1 else f"group-{place}": tuple(roles) for place, roles in enumerate(groups, 1)
     }
 
 
 def search(planner: Planner, name: str = "custom") -> Plan:
-    """The best plan over all groupings. A role without a model takes no device, so it stays by itself."""
+    """Return the best plan of all groupings. A role without a model needs no device and gets its own group."""
     modelled = [role for role in planner.job.roles if role in planner.shapes]
     rest = [[role] for role in planner.job.roles if role not in planner.shapes]
     plans = [planner.plan(name, as_grouping([*groups, *rest])) for groups in partitions(modelled)]

@@ -1,4 +1,4 @@
-"""The shape of a model from its directory, without loading it."""
+"""Reads the shape of a model from its directory, without loading it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rolemesh.config.model import ModelConfig, PolicyModelConfig, is_target
 from rolemesh.errors import InvalidConfig, ModelNotFound
 from rolemesh.models.directory import described_directory
 
-# The heads of causal LMs and of reward models: whatever a role does not use of them it does not load.
+# Prefixes of heads of causal LMs and of reward models. A role does not load a head that it does not use.
 HEADS = ("lm_head.", "score.", "classifier.", "v_head.")
 
-# What config.json calls a number, in the order of preference.
+# Keys of config.json for each number, in order of preference.
 NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -28,13 +28,13 @@ MLP_NAMES = ("intermediate_size", "n_inner", "ffn_dim")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What memory and time depend on.
+    """The numbers of a model that determine its memory and time.
 
     Args:
         body_parameters: of the model without a head, embeddings included.
-        head_parameters: of the causal LM's own head; 0 where it is tied to the embedding.
-        multiplied_parameters: of the blocks' matrices, those that one token is multiplied by: of experts only
-            as many as a token is routed to.
+        head_parameters: of the causal LM's own head; 0 if it is tied to the embedding.
+        multiplied_parameters: parameters of the blocks' matrices that multiply one token; of experts only those
+            that a token is routed to.
         hidden: width of the residual stream.
         layers: transformer blocks.
         heads, kv_heads, head_dim: of the attention.
@@ -57,19 +57,25 @@ class ModelShape:
 
     @property
     def policy_parameters(self) -> int:
-        """Of the causal LM, a tied head counted once."""
+        """Parameters of the causal LM, with a tied head counted once."""
         return self.body_parameters + self.head_parameters
 
     @property
     def score_parameters(self) -> int:
-        """Of a value or reward model: the body, and a weight and a bias for one number."""
+        """Parameters of a value or reward model: the body, and a head with one output and a bias."""
         return self.body_parameters + self.hidden + 1
 
+    def parameters(self, *, scores: bool) -> int:
+        """Return the parameters of a model with a head for scores, or of a policy."""
+        return self.score_parameters if scores else self.policy_parameters
+
     def trained_parameters(self, model: PolicyModelConfig) -> int:
-        """Of a policy: all, or an adapter's, r for each row and column of a matrix that it adapts.
+        """Return the number of a policy's trained parameters: all, or the adapter's.
+
+        An adapter has r parameters for each row and column of an adapted matrix.
 
         Raises:
-            InvalidConfig: a target module that the model has not.
+            InvalidConfig: a target module matches none of the model's modules.
         """
         if not model.lora_rank:
             return self.policy_parameters
@@ -79,7 +85,7 @@ class ModelShape:
             if not any(is_target(name, target) for name in names):
                 known = sorted({name.rpartition(".")[2] for name in names})
                 raise InvalidConfig(
-                    f"actor.model.target_modules: {target!r} matches no module; there are {known}"
+                    f"actor.model.target_modules: {target!r} matches no module; expected some of {known}"
                 )
         return model.lora_rank * sum(
             size for name, size in self.matrices if everywhere or is_target(name, model.target_modules)
@@ -87,11 +93,13 @@ class ModelShape:
 
 
 def read_shape(config: ModelConfig, role: str) -> ModelShape:
-    """The shape of a role's model. Parameters are counted in the headers of the weights; where config.json
-    stands alone, in a model without storage that transformers builds of it (seconds, for the import of torch).
+    """Read the shape of a role's model.
+
+    Parameters are counted in the headers of the weight files. If there are none, transformers builds the model
+    from config.json without storage, which takes seconds because torch is imported.
 
     Raises:
-        ModelNotFound: no directory, no config.json, or none that describes a transformer.
+        ModelNotFound: there is no directory or config.json, or it does not describe a transformer.
     """
     directory = described_directory(config, role)
     settings = _settings(directory, role)
@@ -130,7 +138,7 @@ def read_shape(config: ModelConfig, role: str) -> ModelShape:
 
 
 def _settings(directory: Path, role: str) -> dict[str, Any]:
-    """config.json; of a model of several kinds of input, the part about text."""
+    """Read config.json; of a multimodal model, the part about text."""
     try:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         return {**settings, **settings.get("text_config", {})}
@@ -142,11 +150,11 @@ def _number(settings: Mapping[str, Any], key: str, directory: Path, role: str) -
     for name in NAMES[key]:
         if isinstance(settings.get(name), int):
             return int(settings[name])
-    raise ModelNotFound(f"{role}: {directory / 'config.json'} does not say {NAMES[key][0]}")
+    raise ModelNotFound(f"{role}: {directory / 'config.json'} has no {NAMES[key][0]}")
 
 
 def _stored(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes in the headers of the directory's *.safetensors; empty where there are none."""
+    """Read names and shapes from the headers of the directory's *.safetensors; empty if there are none."""
     tensors: dict[str, tuple[int, ...]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         try:
@@ -155,9 +163,9 @@ def _stored(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[int
                 header = json.loads(opened.read(length))
             ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         except (OSError, ValueError, MemoryError, OverflowError, LookupError, TypeError) as error:
-            raise ModelNotFound(f"{file} is not whole: its header cannot be read: {error}") from error
+            raise ModelNotFound(f"{file} is incomplete: its header cannot be read: {error}") from error
         if (there := file.stat().st_size) != (wanted := 8 + length + max(ends, default=0)):
-            raise ModelNotFound(f"{file} is not whole: by its header it has {wanted} bytes, it has {there}")
+            raise ModelNotFound(f"{file} is incomplete: expected {wanted} bytes by its header; got {there}")
         tensors |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
     if settings.get("tie_word_embeddings"):  # some writers store the tied head as well
         tensors.pop("lm_head.weight", None)
@@ -174,7 +182,7 @@ def _built(directory: Path, config: ModelConfig, role: str) -> dict[str, tuple[i
         )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # the library raises whatever its parsers raise
+    except Exception as error:  # the library's parsers raise many kinds of errors
         raise ModelNotFound(
             f"{role}: no causal LM can be made of {directory / 'config.json'}: {error}"
         ) from error

@@ -1,11 +1,11 @@
 """Calls between the roles: one server and one client for all of them.
 
-contract.py   what the .proto says about a method, read from the descriptors
-serving/      the server's end: it binds, guards every call, drains
-calling/      the client's end: it finds replicas, spreads a call over them, reads the answers
-batches.py    holds the batches of a call against their method's declaration, at either end
+contract.py   reads the properties of each method from the .proto's descriptors
+serving/      the server side: binds, guards every call, drains
+calling/      the client side: finds replicas, distributes a call over them, reads the answers
+batches.py    checks the batches of a call against their method's declaration, on both sides
 answers.py    reads an answer that is one message
-channels.py   every channel that is made; tls.py has the keys of both ends
+channels.py   opens every channel; tls.py manages the keys of both sides
 metadata.py   the keys of a call's metadata
 errors.py     the one table from error to gRPC status and back
 """

@@ -1,5 +1,8 @@
-"""An answer that is one message, read at the client. It believes a server no more than a server believes it
-(requests.py): gRPC hands over bytes, which are measured and counted before they are parsed."""
+"""Reads an answer that is one message, at the client.
+
+The client does not trust the server, just as the server does not trust the client (requests.py). gRPC hands
+over bytes; their size and fields are checked before they are parsed.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from rolemesh.rpc.contract import Rpc, deserializer
 from rolemesh.wire.frame import fields
 from rolemesh.wire.limits import MAX_ANSWER_BYTES, MAX_ANSWER_FIELDS, MAX_MANIFEST_BYTES
 
-# Of the answers that may have more than MAX_ANSWER_BYTES: a manifest, and where its region is.
+# Limits of the answers that may exceed MAX_ANSWER_BYTES. GetManifest: a manifest, and the place of its region.
 LARGE = {"GetManifest": MAX_MANIFEST_BYTES + MAX_ANSWER_BYTES}
-LARGE_BYTES = 64 << 10  # from here on it is parsed in a thread
+LARGE_BYTES = 64 << 10  # answers of this size or more are parsed in a thread
 
 
 async def read_answer(rpc: Rpc, answer: bytes) -> Message:
-    """The message of an answer, or of one part of it where the answer is a stream.
+    """Parse an answer, or one message of a streamed answer.
 
     Raises:
-        InvalidBatch: larger or of more fields than the rpc's answers are, or no message of its type.
+        InvalidBatch: more bytes or fields than allowed for the rpc, or not a message of its type.
     """
     name, most = rpc.response.name, LARGE.get(rpc.name, MAX_ANSWER_BYTES)
     if len(answer) > most:
@@ -29,9 +32,9 @@ async def read_answer(rpc: Rpc, answer: bytes) -> Message:
     for _ in fields(memoryview(answer), MAX_ANSWER_FIELDS, f"a {name}"):
         pass
     read = deserializer(rpc.response)
-    assert read is not None, f"{rpc.path} answers with frames"
+    assert read is not None, f"{rpc.path} answers with Frames, which the codec reads"
     try:
         message: Message = await asyncio.to_thread(read, answer) if len(answer) >= LARGE_BYTES else read(answer)
     except DecodeError as error:
-        raise InvalidBatch(f"no {rpc.response.full_name}: {error}") from None
+        raise InvalidBatch(f"not a {rpc.response.full_name}: {error}") from None
     return message

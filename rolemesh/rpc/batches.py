@@ -1,5 +1,8 @@
-"""Batches of a call, held against their method's declaration: requests for the guard, answers for a client.
-Apart from requests.py, as it imports torch: a server without batches, the controller's, starts without."""
+"""Checks a call's batches against their method's declaration: requests for the guard, answers for a client.
+
+Separate from requests.py because it imports torch. A server without batches (the controller's) starts without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,21 @@ from rolemesh.wire.streams import LARGE_BYTES, receive
 
 R = TypeVar("R")
 
-LARGE_ROWS = 10_000  # from here on, as from LARGE_BYTES, a batch is looked through in a thread
+LARGE_ROWS = 10_000  # batches of this many rows, or of LARGE_BYTES, are checked in a thread
 
 
 async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], door: Door, stay: Stay) -> DataProto:
-    """The one batch of a request, as its method declares it.
+    """Receive the one batch of a request, and reduce it to the columns that its method declares.
 
     Args:
-        stay: the call's memory.
+        rpc: the method's description.
+        frames: the request.
+        door: checks batches against the role's declarations.
+        stay: accounts for the call's memory.
 
     Raises:
-        InvalidBatch: the frames are no batch, or not one that the method takes, or one that never has room.
-        RoleBusy: there is no memory for it.
+        InvalidBatch: the frames are not a batch, the method does not accept it, or it exceeds the whole budget.
+        RoleBusy: there is no memory for it now.
     """
 
     def check(header: Header) -> None:
@@ -48,14 +54,14 @@ async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], door: Door, stay: Sta
     except InvalidBatch as error:
         method = door.methods[rpc.name]
         raise InvalidBatch(f"{method.role}.{method.name}: {error}") from error
-    return await _looked_through(batch, partial(door.admit, rpc.name, batch))
+    return await _run_check(batch, partial(door.admit, rpc.name, batch))
 
 
 async def check_answer(rpc: Rpc, answer: DataProto, door: Door, request: DataProto) -> None:
-    """Raises RoleFailed unless a batch is what the method answers to the request (Door.check_answer)."""
-    await _looked_through(answer, partial(door.check_answer, rpc.name, answer, request))
+    """Raise RoleFailed unless the batch is a valid answer of the method to the request (Door.check_answer)."""
+    await _run_check(answer, partial(door.check_answer, rpc.name, answer, request))
 
 
-async def _looked_through(batch: DataProto, check: Callable[[], R]) -> R:
+async def _run_check(batch: DataProto, check: Callable[[], R]) -> R:
     large = len(batch) >= LARGE_ROWS or sum(t.nbytes for t in batch.tensors.values()) >= LARGE_BYTES
     return await threads.run_on(None, check) if large else check()

@@ -1,4 +1,4 @@
-"""Every channel of a process is made here."""
+"""Opens every gRPC channel of a process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.rpc import tls
 from rolemesh.wire.limits import MAX_MESSAGE_BYTES
 
-# Of every channel and server.
+# Options of every channel and server.
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
 CLIENT_OPTIONS = [
     *CHANNEL_OPTIONS,
-    ("grpc.enable_http_proxy", 0),  # roles are reached directly, whatever the shell's http_proxy says
-    # A machine that vanishes sends no reset: pings find out, also while a call computes and nothing flows.
+    ("grpc.enable_http_proxy", 0),  # reach roles directly, even if the shell sets http_proxy
+    # A machine that vanishes sends no reset. Pings detect it, also during a computation without data.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),  # without this, gRPC waits 60 s for the answer to a ping
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -30,16 +31,16 @@ CLIENT_OPTIONS = [
 ]
 
 
-# A name of DNS (or of a hosts file, where names have underscores), or an IPv4 address.
+# A DNS name (or a name of a hosts file, which may contain underscores), or an IPv4 address.
 HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
 PORT = re.compile(r"[0-9]{1,5}")
 
 
 def check_address(address: str) -> None:
-    """Raises InvalidConfig unless the address is `host:port` or `[v6]:port`.
+    """Raise InvalidConfig unless the address is `host:port` or `[v6]:port`.
 
-    gRPC accepts other addresses too, such as `unix:/run/some.sock`. An address may come from a caller, and must
-    not make a role speak to anything but a port of a host.
+    gRPC also accepts other addresses, such as `unix:/run/some.sock`. An address may come from a caller, which
+    must not be able to connect a role to anything but a host's port.
     """
     host, _, port = address.rpartition(":")
     if not (PORT.fullmatch(port) and 0 < int(port) < 65536 and (HOST.fullmatch(host) or _is_bracketed(host))):
@@ -55,28 +56,36 @@ def _is_bracketed(host: str) -> bool:
     return host[0] + host[-1] == "[]" and "%" not in host
 
 
-def open_channel(address: str, role: str) -> grpc.aio.Channel:
-    """A channel to host:port, where a server's certificate names the role, with the keys that this process has
-    now; plain where it has none.
+def open_channel(
+    address: str, role: str, options: Sequence[tuple[str, int]] = CLIENT_OPTIONS
+) -> grpc.aio.Channel:
+    """Open a channel to a role at host:port, with this process's current keys, or without TLS if it has none.
+
+    Under TLS, the server's certificate must name the role.
+
+    Args:
+        address: host:port.
+        role: that the server has.
+        options: of the channel.
 
     Raises:
         InvalidConfig: not host:port.
     """
     check_address(address)
-    target = f"dns:///{address}"  # so that `unix:1` is port 1 of a host called unix
+    target = f"dns:///{address}"  # so that `unix:1` means port 1 of a host named unix
     keys = tls.current_keys()
     if keys is None:
-        return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
-    options = [*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", tls.dns_name(role, keys.job))]
-    return grpc.aio.secure_channel(target, keys.channel_credentials(), options=options)
+        return grpc.aio.insecure_channel(target, options=options)
+    named = [*options, ("grpc.ssl_target_name_override", tls.dns_name(role, keys.job))]
+    return grpc.aio.secure_channel(target, keys.channel_credentials(), options=named)
 
 
 class Line:
-    """A channel to a role at one address that lasts as long as the process, whatever becomes of its keys.
+    """A connection to a role at one address that survives key rotation.
 
-    gRPC connects a channel with the keys that it was made with. When there are new ones a second channel is
-    opened beside it, and new calls go there as soon as it is connected: the other end may get its own new keys
-    later. Calls that run stay where they are, to their end.
+    A gRPC channel always uses the keys it was created with. When there are new keys, a second channel is opened
+    beside the first, because the other side may get its new keys later. New calls use the second channel once
+    it is connected, or once the first one no longer is. Running calls finish on their channel.
     """
 
     def __init__(self, address: str, role: str) -> None:
@@ -87,7 +96,7 @@ class Line:
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """Where a call is to be made now. The first is made in the event loop that asks."""
+        """The channel to use for a new call. The first access opens one in the current event loop."""
         keys = tls.current_keys()
         if self._channel is None:
             self._channel, self._keys = open_channel(self._address, self._role), keys
@@ -96,12 +105,12 @@ class Line:
         if self._next is not None:
             ready = grpc.ChannelConnectivity.READY
             if self._next.get_state(try_to_connect=True) is ready or self._channel.get_state() is not ready:
-                # Not closed, which would cancel its calls: its connection ends with the last of them.
+                # Closing the old channel would cancel its calls. Its connection ends after the last of them.
                 self._channel, self._next = self._next, None
         return self._channel
 
     async def close(self) -> None:
-        """Calls that run are cancelled."""
+        """Close the channels; running calls are cancelled."""
         for channel in (self._channel, self._next):
             if channel is not None:
                 await channel.close(None)

@@ -1,4 +1,4 @@
-"""What the .proto says about a method, read from the descriptors: neither server nor client has a table."""
+"""Reads the properties of each method from the .proto's descriptors, so server and client need no table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from rolemesh.v1 import (
     actor_pb2,
     critic_pb2,
     data_pb2,
+    environment_pb2,
     frame_pb2,
+    group_pb2,
     reference_pb2,
     reward_pb2,
     rollout_pb2,
@@ -23,6 +25,8 @@ from rolemesh.v1 import (
 
 ACTOR = actor_pb2.DESCRIPTOR.services_by_name["ActorService"]
 CRITIC = critic_pb2.DESCRIPTOR.services_by_name["CriticService"]
+ENVIRONMENT = environment_pb2.DESCRIPTOR.services_by_name["EnvironmentService"]
+GROUP = group_pb2.DESCRIPTOR.services_by_name["GroupService"]
 REFERENCE = reference_pb2.DESCRIPTOR.services_by_name["ReferenceService"]
 REWARD = reward_pb2.DESCRIPTOR.services_by_name["RewardService"]
 ROLLOUT = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"]
@@ -30,7 +34,7 @@ WEIGHTS = weights_pb2.DESCRIPTOR.services_by_name["WeightsService"]
 FRAME: Any = frame_pb2.Frame.DESCRIPTOR
 
 
-# The roles that a certificate may name: enum Caller, less its prefix, in small letters.
+# The roles that a certificate may name: the values of enum Caller, without prefix, in lower case.
 CALLERS = {
     number: name.removeprefix("CALLER_").lower()
     for name, number in data_pb2.Caller.items()
@@ -45,16 +49,18 @@ class Rpc:
     Args:
         service: full name, e.g. rolemesh.v1.RewardService.
         name: e.g. ComputeScores.
-        dispatch: how a call spreads over replicas, a value of rolemesh.v1.Dispatch; DISPATCH_UNSPECIFIED: its
-            caller chooses one server, and the Dispatcher refuses it.
+        method: its name in Protocol and worker, e.g. compute_scores.
+        dispatch: how a call is distributed over replicas, a value of rolemesh.v1.Dispatch.
+            DISPATCH_UNSPECIFIED: the caller chooses one server, and the Dispatcher refuses the method.
         callers: the roles that may call it under TLS, e.g. controller.
-        pure: a failed call may be tried again, also elsewhere (idempotency_level).
-        streams: (request, response) is a stream.
+        pure: True if a failed call may be retried, also at another replica (idempotency_level).
+        streams: whether (request, response) are streams.
         request, response: the message types.
     """
 
     service: str
     name: str
+    method: str
     dispatch: int
     callers: frozenset[str]
     pure: bool
@@ -68,12 +74,12 @@ class Rpc:
 
     @property
     def takes_batch(self) -> bool:
-        """Whether the request is `stream Frame`: one batch, which a Method of rolemesh/roles.py declares."""
+        """True if the request is `stream Frame`: one batch, which a Method of rolemesh/roles.py declares."""
         return self.streams[0] and self.request is FRAME
 
 
 def rpcs(service: ServiceDescriptor) -> list[Rpc]:
-    """The methods of a service."""
+    """Return the methods of a service."""
     return [_rpc(service, method) for method in service.methods]
 
 
@@ -82,6 +88,7 @@ def _rpc(service: ServiceDescriptor, method: MethodDescriptor) -> Rpc:
     return Rpc(
         service=service.full_name,
         name=method.name,
+        method=_in_python(method),
         dispatch=options.Extensions[data_pb2.dispatch],
         callers=_callers(method),
         pure=options.idempotency_level != MethodOptions.IDEMPOTENCY_UNKNOWN,
@@ -91,20 +98,25 @@ def _rpc(service: ServiceDescriptor, method: MethodDescriptor) -> Rpc:
     )
 
 
+def _in_python(method: MethodDescriptor) -> str:
+    words = "".join(f" {letter}" if letter.isupper() else letter for letter in method.name).split()
+    return "_".join(words).lower()
+
+
 def _callers(method: MethodDescriptor) -> frozenset[str]:
     options: Any = method.GetOptions()
     return frozenset(CALLERS[caller] for caller in options.Extensions[data_pb2.callers])
 
 
 def serializer(message: Descriptor) -> Callable[[Any], bytes] | None:
-    """How a message becomes bytes; None for Frame, which the codec writes itself, free of copies."""
+    """Return a function from message to bytes; None for Frame, which the codec writes with fewer copies."""
     if message is FRAME:
         return None
     return message_factory.GetMessageClass(message).SerializeToString
 
 
 def deserializer(message: Descriptor) -> Callable[[bytes], Any] | None:
-    """How the bytes of an answer become a message; None for Frame, which the codec reads itself."""
+    """Return a function from an answer's bytes to a message; None for Frame, which the codec reads."""
     if message is FRAME:
         return None
     return message_factory.GetMessageClass(message).FromString

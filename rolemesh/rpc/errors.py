@@ -1,7 +1,7 @@
-"""Domain error to gRPC status and back: one table (docs/errors.md shows it to people).
+"""Maps domain errors to gRPC status and back, with one table (documented in docs/errors.md).
 
-The status says what kind of failure it was, to any gRPC client. The trailing metadata `rolemesh-error` names
-the class, so that our own client raises the same one.
+The status tells any gRPC client the kind of failure. The trailing metadata `rolemesh-error` names the class, so
+that our own client raises the same one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rolemesh.errors import RolemeshError
 from rolemesh.rpc import tls
 
 ERROR_KEY = "rolemesh-error"
-# HTTP/2 headers are limited (8 KiB by default) and gRPC percent-encodes what is not ASCII, times three.
+# HTTP/2 headers are limited (8 KiB by default), and gRPC's percent-encoding triples non-ASCII bytes.
 MAX_DETAIL_BYTES = 2000
 
 STATUS: dict[type[RolemeshError], grpc.StatusCode] = {
@@ -23,6 +23,9 @@ STATUS: dict[type[RolemeshError], grpc.StatusCode] = {
     errors.InvalidConfig: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidData: grpc.StatusCode.INVALID_ARGUMENT,
     errors.ModelNotFound: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.UnknownAgent: grpc.StatusCode.NOT_FOUND,
+    errors.EpisodeLost: grpc.StatusCode.NOT_FOUND,
+    errors.EnvironmentFailed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.RewardFailed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CheckpointFailed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.UpdateFailed: grpc.StatusCode.FAILED_PRECONDITION,
@@ -32,27 +35,28 @@ STATUS: dict[type[RolemeshError], grpc.StatusCode] = {
     errors.RoleBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.RoleTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.RoleUnavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.HubUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.RoleFailed: grpc.StatusCode.INTERNAL,
 }
 BY_NAME = {cls.__name__: cls for cls in STATUS}
 
-# A status that comes without a class: from gRPC itself, or from a server that is not ours.
+# Classes for a status without `rolemesh-error`: from gRPC itself, or from a foreign server.
 BARE: dict[grpc.StatusCode, type[RolemeshError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.RoleUnavailable,
-    grpc.StatusCode.CANCELLED: errors.RoleUnavailable,  # the server ended before the call did
+    grpc.StatusCode.CANCELLED: errors.RoleUnavailable,  # the server shut down during the call
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.RoleTimeout,
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidBatch,
     grpc.StatusCode.UNIMPLEMENTED: errors.Unsupported,
     grpc.StatusCode.PERMISSION_DENIED: errors.NotPermitted,
 }
 
-# grpc.aio says this, with INTERNAL, when a call ended (refused, server gone) while its request was being
-# written, if the write's failure is noticed before the call's status. Our servers never send it.
+# grpc.aio reports this, with INTERNAL, if a call ends (refused, server gone) while its request is being written
+# and the failed write is noticed before the call's status. Our servers never send it.
 ENDED_WHILE_WRITING = "Internal error from Core"
 
 
 def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """Code, details and trailing metadata that a server ends a call with."""
+    """Return code, details and trailing metadata for a server to end a call with."""
     for cls in type(error).__mro__:
         if cls in STATUS:
             return STATUS[cls], _shortened(_text(error)), ((ERROR_KEY, cls.__name__),)
@@ -61,10 +65,10 @@ def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[s
 
 
 def from_status(error: grpc.aio.AioRpcError, where: str) -> RolemeshError:
-    """What a client raises.
+    """Return the domain error for a client to raise.
 
     Args:
-        error: how the call ended.
+        error: gRPC's error for the call.
         where: role, method, address and step; the message begins with it.
     """
     trailing: Any = error.trailing_metadata() or ()
@@ -73,18 +77,21 @@ def from_status(error: grpc.aio.AioRpcError, where: str) -> RolemeshError:
     details = error.details() or error.code().name
     if details == ENDED_WHILE_WRITING:
         cls, details = errors.RoleUnavailable, "the call ended while its request was being sent"
-    return cls(f"{where}: {tls.explain(details)}")
+    raised = cls(f"{where}: {tls.explain(details)}")
+    if isinstance(raised, errors.RoleFailed) and not named:
+        raised.status = error.code()
+    return raised
 
 
 def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as another:
-        return f"its message cannot be told ({type(another).__name__})"
+        return f"its message cannot be formatted ({type(another).__name__})"
 
 
 def _shortened(text: str) -> str:
-    """The text as UTF-8 has it, which a lone surrogate in a stranger's string has no place in."""
+    """Cut the text to MAX_DETAIL_BYTES of UTF-8, and escape lone surrogates, which foreign text may contain."""
     encoded = text[: MAX_DETAIL_BYTES + 1].encode(errors="backslashreplace")
     if len(encoded) <= MAX_DETAIL_BYTES:
         return encoded.decode()

@@ -1,9 +1,13 @@
-"""The keys of a call's metadata, at either end."""
+"""Keys of a call's metadata, for client and server."""
 
-# The metadata of a call: for which job and step it is made, its id, and the weights that it counts on.
+# Of a request: its job and step, the call's id, and the version of the weights that the call requires.
 JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
 VERSION_KEY = "rolemesh-weights-version"
-# Asks for what the server did when, which comes with the answer's trailing metadata under the same name.
+# Of a request: asks for the server's timeline, which comes back in trailing metadata under the same key.
 TIMELINE_KEY = "rolemesh-timeline"
-# Of the answer: which life of the server made it. A role that is trained begins anew when it is restarted.
+# Of an answer: a random id of the running server. A change reveals a restart, which loses an actor's training.
 LIFE_KEY = "rolemesh-life"
+# Of the answer to a health check, in trailing metadata: why the role is not ready.
+WHY_KEY = "rolemesh-why"
+# Of GroupService.Follow: the follower's rank, and the group's secret.
+RANK_KEY, SECRET_KEY = "rolemesh-rank", "rolemesh-secret"

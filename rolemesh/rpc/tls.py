@@ -1,11 +1,12 @@
-"""Mutual TLS. The keys of a process lie in a directory: tls.crt, tls.key and ca.crt, as cert-manager has them.
+"""Mutual TLS. A process's keys are the files tls.crt, tls.key and ca.crt of a directory, as in cert-manager.
 
-A process that has keys makes no connection without them and takes none: both ends show a certificate of the
-authority in ca.crt. Its first DNS name is the job's, each further ROLE.JOB says that the process is that role.
-A caller wants to see the role that it calls, whatever the address; a server reads the caller's (access.py).
+A process with keys makes and accepts only TLS connections: both sides show a certificate signed by the
+authority in ca.crt. The certificate's first DNS name is the job's. Each further name ROLE.JOB gives the process
+that role. A client checks that the server has the role it calls, at any address. A server checks the client's
+roles (access.py).
 
-The files may be replaced while the process runs: servers look at each new connection, channels at each call
-(channels.py). A generation that is not whole, or does not fit together, is not taken.
+The files may be replaced while the process runs. Servers check them for each new connection, channels for each
+call (channels.py). A generation of files that is incomplete or inconsistent is not used.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ class Keys:
     """One generation of a directory's files, as PEM.
 
     Args:
+        certificate: the content of tls.crt.
+        key: the content of tls.key.
+        authority: the content of ca.crt.
         names: the certificate's DNS names.
-        expires: when the certificate does.
+        expires: when the certificate expires.
     """
 
     certificate: bytes
@@ -48,28 +52,27 @@ class Keys:
 
     @property
     def job(self) -> str:
-        """The first DNS name, which all processes of the job have."""
+        """The job's name: the first DNS name, shared by all processes of the job."""
         return self.names[0]
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Of a client."""
+        """Build a client's credentials."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
     def server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Of a server."""
+        """Build a server's certificate configuration."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.certificate)], self.authority)
 
 
 class KeyFolder:
-    """The keys in a directory, read again when its files have changed.
+    """Reads the keys in a directory, and reads them again when the files change.
 
     Args:
-        directory: has the files.
-        roles: that the certificate has to name.
+        directory: contains the files.
+        roles: roles that the certificate must name.
 
     Raises:
-        InvalidConfig: a file is absent, is not what it should be, or does not fit the others, or a role is
-            not named.
+        InvalidConfig: a file is missing, is malformed, or does not match the others, or a role is not named.
     """
 
     def __init__(self, directory: Path, roles: Collection[str] = ()) -> None:
@@ -79,20 +82,20 @@ class KeyFolder:
         self._keys = self._read()
 
     def current(self) -> Keys:
-        """The newest generation that is whole. Any thread may ask."""
+        """Return the newest valid generation. Safe to call from any thread."""
         stamp = _stamp(self.directory)
         if stamp != self._stamp:
-            self._stamp = stamp  # what is half written now will have another one when it is whole
+            self._stamp = stamp  # files that are half written now get another stamp when complete
             try:
                 self._keys = self._read()
             except InvalidConfig as error:
-                log.warning("the keys before stay in use: %s", error)
+                log.warning("the new keys are invalid; the previous ones stay in use: %s", error)
             else:
-                log.info("new keys from %s, until %s", self.directory, self._keys.expires)
+                log.info("loaded new keys from %s; they expire at %s", self.directory, self._keys.expires)
         return self._keys
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Every client has to show a certificate. The files are looked at for every new connection."""
+        """Build credentials that require client certificates, and reload the files if needed per connection."""
         return grpc.dynamic_ssl_server_credentials(
             self._keys.server_configuration(),
             lambda: self.current().server_configuration(),
@@ -110,12 +113,12 @@ class KeyFolder:
 
 
 def read_keys(directory: Path) -> Keys:
-    """The files of one generation.
+    """Read and check the files of one generation.
 
     Raises:
-        InvalidConfig: which file is absent, is not what it should be, or does not fit the others.
+        InvalidConfig: a file is missing, is malformed, or does not match the others. The message names it.
     """
-    # Kubernetes swaps the link ..data, behind which the files of one generation lie.
+    # Kubernetes swaps the link ..data, which points to the files of one generation.
     data = directory / "..data"
     generation = (data if data.exists() else directory).resolve()
     try:
@@ -130,7 +133,7 @@ def read_keys(directory: Path) -> Keys:
         x509.load_pem_x509_certificates(authority)
     except (ValueError, TypeError) as error:  # TypeError: the key has a password
         raise InvalidConfig(
-            f"{directory}: {', '.join(FILES)} are to be PEM, without a password: {error}"
+            f"{directory}: {', '.join(FILES)} must be PEM, without a password: {error}"
         ) from error
     if private.public_key() != own.public_key():
         raise InvalidConfig(f"{directory}: {KEY} is not the key of {CERTIFICATE}")
@@ -138,37 +141,39 @@ def read_keys(directory: Path) -> Keys:
     job = next(iter(names), "")
     if not job or "*" in job:
         raise InvalidConfig(
-            f"{directory / CERTIFICATE} is to have a DNS name that all processes of the job share "
-            f"(subjectAltName); its first one is {job!r}"
+            f"{directory / CERTIFICATE} must have a DNS name (subjectAltName) that all processes of the job "
+            f"share; its first one is {job!r}"
         )
     return Keys(certificate, key, authority, tuple(names), own.not_valid_after_utc)
 
 
 def dns_name(role: str, job: str) -> str:
-    """By which a certificate says that its process is this role of the job."""
+    """Return the DNS name that gives a certificate's process this role of the job."""
     return f"{role}.{job}"
 
 
 def roles_in(names: Collection[str], job: str) -> set[str]:
-    """The roles of a process of the job whose certificate has these DNS names."""
+    """Return the roles of the job that a certificate with these DNS names has."""
     end = dns_name("", job)
     return {name.removesuffix(end) for name in names if name.endswith(end)}
 
 
 def _check_names(certificate: Path, keys: Keys) -> None:
-    """A process shows no name that its peers would take for more than it says: gRPC lets `*` stand for a label
-    of a server's name, and `actor.my-job` is the actor of my-job, whatever job it was meant to be.
+    """Reject names that would give the process more than they seem to.
+
+    gRPC lets `*` match one label of a server's name. And a job named `actor.my-job` would be the actor of
+    my-job.
 
     Raises:
-        InvalidConfig: which name.
+        InvalidConfig: names the offending name.
     """
     if wild := [name for name in keys.names if "*" in name]:
         raise InvalidConfig(f"{certificate} has the DNS name {wild[0]!r}; name each role, as ROLE.{keys.job}")
     role, _, job = keys.job.partition(".")
     if job and role.lower() in CALLERS.values():
         raise InvalidConfig(
-            f"{certificate}: the job {keys.job!r}, its first DNS name, has the name of another job's {role}; a "
-            f"job's name does not begin with a role, and in a certificate it comes before ROLE.JOB"
+            f"{certificate}: the first DNS name must be the job's, and {keys.job!r} is the {role} of another "
+            f"job; put the job's name before ROLE.JOB, and let it not begin with a role"
         )
 
 
@@ -177,7 +182,7 @@ def _names_lacking(directory: Path, job: str, roles: Collection[str], absent: Co
     key, certificate = (shlex.quote(str(directory / name)) for name in (KEY, CERTIFICATE))
     return (
         f"{directory / CERTIFICATE} is for job {job!r} (its first DNS name) and does not name "
-        f"{', '.join(sorted(absent))}, which this process is. Sign it anew, where the authority is: "
+        f"{', '.join(sorted(absent))}, which this process is. Sign a new one, where the authority's key is: "
         f"openssl req -new -key {key} -subj /CN=process -addext {shlex.quote(f'subjectAltName={names}')} | "
         f"openssl x509 -req -CA ca.crt -CAkey ca.key -days 90 -copy_extensions copy -out {certificate}"
     )
@@ -192,7 +197,7 @@ def _dns_names(certificate: x509.Certificate) -> list[str]:
 
 
 def _stamp(directory: Path) -> list[tuple[int, int, int] | None]:
-    """Differs once a file was written or replaced."""
+    """Return a value that changes when a file is written or replaced."""
     stamps: list[tuple[int, int, int] | None] = []
     for name in FILES:
         try:
@@ -206,31 +211,31 @@ def _stamp(directory: Path) -> list[tuple[int, int, int] | None]:
 
 # -------------------------------------------------------------------------------- the process's own keys
 
-# Set once, before the process serves or calls. A context variable, so that a test can be two processes.
+# Set once, before the process serves or calls. A context variable, so that a test can play two processes.
 _folder: ContextVar[KeyFolder | None] = ContextVar("keys", default=None)
 
 
 def use_keys(directory: Path | None, *roles: str) -> None:
-    """From now on all gRPC of this process is TLS with the keys in the directory; None: plain.
+    """Use TLS with the keys in the directory for all gRPC of this process from now on; None: no TLS.
 
     Args:
-        directory: the keys'.
-        roles: what this process is: the roles that it serves, or controller, or operator.
+        directory: contains the keys.
+        roles: the roles of this process: those that it serves, or controller, or operator.
 
     Raises:
-        InvalidConfig: what is wrong with the keys.
+        InvalidConfig: the keys are invalid; the message says why.
     """
     _folder.set(KeyFolder(directory, roles) if directory else None)
 
 
 def current_keys() -> Keys | None:
-    """What this process shows now; None: it speaks plain."""
+    """Return the keys that this process uses now; None if it does not use TLS."""
     folder = _folder.get()
     return folder.current() if folder else None
 
 
 def add_port(server: grpc.aio.Server, address: str) -> int:
-    """Binds a server's port for services: with TLS where this process has keys. Returns the port's number.
+    """Bind a server's port for services, with TLS if this process has keys. Returns the port's number.
 
     Raises:
         RuntimeError: gRPC could not bind it.
@@ -242,7 +247,7 @@ def add_port(server: grpc.aio.Server, address: str) -> int:
 
 
 def names_of_caller(context: grpc.aio.ServicerContext[Any, Any]) -> list[str]:
-    """The DNS names of the certificate that the caller showed."""
+    """Return the DNS names of the caller's certificate."""
     return [name.decode(errors="backslashreplace") for name in context.auth_context().get("peer_dns", ())]
 
 
@@ -250,7 +255,7 @@ def names_of_caller(context: grpc.aio.ServicerContext[Any, Any]) -> list[str]:
 
 
 def explain(details: str) -> str:
-    """gRPC's words for how a call ended, or plainer ones where the two ends do not agree on TLS."""
+    """Return gRPC's details of a failed call, with a plainer explanation if the two sides disagree on TLS."""
     cut = "failed to connect" in details and ("Socket closed" in details or "reset by peer" in details)
     folder = _folder.get()
     if folder is None:

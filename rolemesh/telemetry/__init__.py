@@ -1,1 +1,1 @@
-"""What a process tells about itself: logs, Prometheus metrics, timelines, and the context that labels them."""
+"""Logs, Prometheus metrics and timelines of a process, and the context that labels them."""

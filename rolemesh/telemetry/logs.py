@@ -1,8 +1,8 @@
-"""Logs that say for which job, role and step they were written: a line of text, or one JSON object a line.
+"""Logs labelled with job, role, rank and step: one line of text, or one JSON object, per record.
 
-What a line says may come from a stranger: a job's name from metadata, an error's text from what was sent. So
-the formatters, and not those who log, escape every character that cannot be printed. No stranger begins a line
-or speaks to the terminal.
+Log text may be untrusted: a job's name comes from metadata, an error's text from a request. So the formatters,
+not the callers, escape every unprintable character. Untrusted text can neither begin a new line nor control the
+terminal.
 """
 
 from __future__ import annotations
@@ -23,39 +23,42 @@ LogFormat = Literal["text", "json"]
 def setup_logging(
     format: LogFormat = "text", level: int | str = logging.INFO, stream: TextIO | None = None
 ) -> None:
-    """Sends everything logged to one stream, in place of what was set up before.
+    """Send all log records to one stream, replacing any earlier setup.
 
     Args:
-        format: text for people, json for collectors.
-        level: the lowest level that is written.
-        stream: standard error if None.
+        format: text for people, json for log collectors.
+        level: the lowest level written.
+        stream: the stream; None: standard error.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each request
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs every request
 
 
 def origin() -> dict[str, str | int]:
-    """Job, role and step of this context, as far as they are known."""
+    """Return the known ones of job, role, rank and step in this context."""
     known: dict[str, str | int] = {
         "job": context.job.get(),
         "role": context.role.get(),
         "step": context.step.get(),
     }
-    return {name: value for name, value in known.items() if value}
+    rank = context.rank.get()
+    return {name: value for name, value in known.items() if value} | ({} if rank is None else {"rank": rank})
 
 
 def printable(text: str) -> str:
-    r"""The text with an escape of JSON, such as `\n`, `\u001b` or `\u202e`, for each character that cannot be
-    printed: control characters, line ends of every kind, bidirectional overrides, lone surrogates."""
+    r"""Replace each unprintable character by its JSON escape, such as `\n`, `\u001b` or `\u202e`.
+
+    Unprintable are control characters, line ends of every kind, bidirectional overrides and lone surrogates.
+    """
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, job, role, step, message, and exception where there is one."""
+    """Formats a record as one JSON object: time, level, logger, origin, message, and any exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, str | int] = {
@@ -71,13 +74,12 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:00 INFO job/role step 3: message`, and below it a traceback where there is one, indented."""
+    """Formats a record as `12:00:00 INFO job/role rank 1 step 3: message`, then any traceback, indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         known = origin()
         where = "/".join(str(known[name]) for name in ("job", "role") if name in known)
-        if "step" in known:
-            where += f" step {known['step']}"
+        where += "".join(f" {name} {known[name]}" for name in ("rank", "step") if name in known)
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         line = printable(f"{time} {record.levelname} {where or record.name}: {record.getMessage()}")
         error = record.exc_info[1] if record.exc_info else None
@@ -85,12 +87,12 @@ class TextFormatter(logging.Formatter):
 
 
 def shown(error: BaseException) -> str:
-    """An error's traceback with its causes, in printable lines, each of them indented."""
+    """Format an error's traceback with its causes, as printable, indented lines."""
     return "\n".join(f"  {printable(line)}" for line in _traceback(error))
 
 
 def _traceback(error: BaseException | None) -> Iterator[str]:
-    """The lines that Python shows for an error and its causes; its text, which may be a stranger's, is one."""
+    """Yield the traceback's lines for an error and its causes; an error's own text, maybe untrusted, is one."""
     chain: list[tuple[BaseException, str]] = []
     then = ""
     while error is not None and all(error is not known for known, _ in chain):

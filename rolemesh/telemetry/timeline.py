@@ -1,9 +1,9 @@
-"""A step as it passed: which role answered which call, when it waited and for whom, when it computed.
+"""Records the timeline of a step: each call of each role, when it waited and for what, and when it computed.
 
-While a list is in `calls`, whoever makes or answers a call writes it down there: a worker in its own process, a
-client for each request to a replica. A server hands what its workers wrote to the client, in seconds since the
-request came (`told`, `heard`). Clocks of two machines are never compared: what a server did is laid into the
-middle of what its client saw, as if the way there took as long as the way back.
+While the context variable `calls` holds a list, every call is appended to it: by a worker in its own process,
+and by a client for each request to a replica. A server returns its workers' records to the client, in seconds
+since the request arrived (`told`, `heard`). Clocks of two machines are never compared. The client places the
+server's times in the middle of its own call, as if the way there took as long as the way back.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 COMPUTES, TRANSFER, WRITES_TRACE = "computes", "transfer", "writes its trace"
-SHORTEST_S = 20e-6  # what is shorter is nothing that anybody waited for
+COLLECTIVES = "collectives"
+SHORTEST_S = 20e-6  # shorter calls and parts are not recorded
 CONTROLLER, PHASES = "controller", "controller: phases"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a call was doing for a while; seconds of time.perf_counter."""
+    """One activity of a call, or of one of a role's ranks in it; times are seconds of time.perf_counter."""
 
     name: str
     began: float
     ended: float
+    rank: int | None = None
 
 
 @dataclass
@@ -39,12 +41,12 @@ class Call:
     """One call of a method.
 
     Args:
-        where: the row: a role, or a role and its replica's address.
+        where: place in the drawing: a role, or a role and its replica's address.
         name: role and method, e.g. "actor.update".
         began, ended: seconds of time.perf_counter.
-        waits_for: who has what the call needs before it can compute.
-        parts: one after another.
-        sizes: rows and tokens.
+        waits_for: the holder of whatever the call waits for before it can compute.
+        parts: the call's activities, one after another.
+        sizes: number of rows and tokens.
     """
 
     where: str
@@ -55,13 +57,13 @@ class Call:
     parts: list[Part] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
 
-    def add(self, part: str, began: float, ended: float) -> None:
+    def add(self, part: str, began: float, ended: float, rank: int | None = None) -> None:
         if ended - began >= SHORTEST_S:
-            self.parts.append(Part(part, began, ended))
+            self.parts.append(Part(part, began, ended, rank))
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """While it is entered, the call does this."""
+        """Record the block as a part of the call."""
         began = time.perf_counter()
         try:
             yield
@@ -70,14 +72,14 @@ class Call:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """While it is entered, the call computes; until then, it has waited."""
+        """Record the time since the last part as waiting, and the block as computing."""
         waited_since = self.parts[-1].ended if self.parts else self.began
         self.add(f"waits for {self.waits_for}", waited_since, time.perf_counter())
         with self.during(COMPUTES):
             yield
 
     def computed(self, function: Callable[P, R]) -> Callable[P, R]:
-        """The function, as what the call computes."""
+        """Wrap a function so that its run is recorded as computing."""
 
         @wraps(function)
         def timed(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -87,44 +89,73 @@ class Call:
         return timed
 
     def heard(self, told: str) -> None:
-        """What the server told, of a request that was sent when the call began, with an answer that has just
-        come. What is left of the time is the way there and back, the codec's work included."""
+        """Add the parts that a server reported (`told`) for a request sent at `began`, just answered.
+
+        The rest of the time is recorded as transfer, in both directions, the codec's work included.
+        """
         seconds, parts = json.loads(told)
         at, now = self.began, time.perf_counter()
         arrived = at + max(0.0, now - at - seconds) / 2
-        for name, began, ended in parts:
-            self.add(TRANSFER, at, arrived + began)
-            self.add(name, arrived + began, at := min(arrived + ended, now))
+        for name, began, ended, rank in parts:
+            if rank is None:
+                self.add(TRANSFER, at, arrived + began)
+            ends = min(arrived + ended, now)
+            self.add(name, arrived + began, ends, rank)
+            at = ends if rank is None else at
         self.add(TRANSFER, at, now)
 
 
 calls: ContextVar[list[Call] | None] = ContextVar("calls", default=None)
+_current: ContextVar[Call | None] = ContextVar("_current", default=None)  # the innermost call that is recorded
 
 
 @contextmanager
 def recorded(where: str, name: str, batch: object = None, *, waits_for: str = "") -> Iterator[Call]:
-    """A call, written down when it has ended where somebody records."""
+    """Wrap a call; append it to `calls` when it ends, if recording is on and it was not too short."""
     call = Call(where, name, time.perf_counter(), waits_for=waits_for)
+    outer = _current.get()
+    _current.set(call)
     try:
         yield call
     finally:
+        if _current.get() is call:  # not if a generator is closed in another context than it ran in
+            _current.set(outer)
         call.ended = time.perf_counter()
         if (written := calls.get()) is not None and call.ended - call.began >= SHORTEST_S:
             call.sizes = sizes_of(batch)
             written.append(call)
 
 
+def add_ranks(began: float, seconds: Sequence[tuple[float, float]]) -> None:
+    """Record in the running call what each rank did in a command that was given at `began`.
+
+    Clocks of two ranks are never compared: each rank begins when the command was given. Its collectives are
+    drawn as one part after its computing, though the two alternate.
+
+    Args:
+        began: seconds of time.perf_counter.
+        seconds: of the command on each rank, and those of them in collectives.
+    """
+    if (call := _current.get()) is None or calls.get() is None:
+        return
+    for rank, (whole, waited) in enumerate(seconds):
+        call.add(COMPUTES, began, began + whole - waited, rank)
+        call.add(COLLECTIVES, began + whole - waited, began + whole, rank)
+
+
 def told(written: Sequence[Call], began: float) -> str:
-    """What a server did for a request that came then, for `Call.heard`."""
-    parts = [(p.name, round(p.began - began, 6), round(p.ended - began, 6)) for c in written for p in c.parts]
+    """Report a server's parts for a request that arrived at `began`, as JSON for `Call.heard`."""
+    parts = [
+        (p.name, round(p.began - began, 6), round(p.ended - began, 6), p.rank)
+        for call in written
+        for p in call.parts
+    ]
     return json.dumps([round(time.perf_counter() - began, 6), sorted(parts, key=lambda part: part[1])])
 
 
 def sizes_of(batch: object) -> dict[str, int]:
-    """Rows, and tokens that are no padding."""
-    from rolemesh.dataproto import (
-        DataProto,
-    )  # imports torch; a server starts without
+    """Count a batch's rows, and its tokens without padding."""
+    from rolemesh.dataproto import DataProto  # here: it imports torch, and a controller's server starts without
 
     if not isinstance(batch, DataProto):
         return {}
@@ -138,16 +169,17 @@ def sizes_of(batch: object) -> dict[str, int]:
 
 
 def to_chrome(written: Sequence[Call], step: Call) -> dict[str, Any]:
-    """A step in Chrome's trace format, which Perfetto reads: microseconds since 1970 by the controller's clock.
+    """Convert a step to Chrome's trace format, which Perfetto reads.
 
-    Each place is a group of rows: what it computed, and below it the calls as those who made them saw them, on
-    as many rows as were under way at once. What goes beyond the step is cut off there.
+    Times are microseconds since 1970 by the controller's clock. Each place is a group of rows: first its
+    computations, with a row for each rank of several, then the calls as their callers saw them, on as many rows
+    as ran at once. Everything is cut off at the step's begin and end.
     """
     since_1970 = time.time() - time.perf_counter()
     events: list[dict[str, Any]] = []
 
     def draw(group: int, row: int, name: str, began: float, ended: float, **args: object) -> None:
-        # Whole microseconds: slices that touch go on touching.
+        # Round both ends to whole microseconds, so that adjacent slices stay adjacent.
         start, end = (round((since_1970 + min(max(t, step.began), step.ended)) * 1e6) for t in (began, ended))
         if start < end:
             at = {"pid": group, "tid": row, "ts": start, "dur": end - start}
@@ -162,24 +194,31 @@ def to_chrome(written: Sequence[Call], step: Call) -> dict[str, Any]:
         if place == CONTROLLER:
             draw(group, 0, step.name, step.began, step.ended)
         working = [(call, part) for call in mine for part in call.parts if part.name == COMPUTES]
-        working.sort(key=lambda pair: pair[1].began)
+        working = sorted((pair for pair in working if pair[1].rank is None), key=lambda pair: pair[1].began)
         rows = _side_by_side([(part.began, part.ended) for _, part in working])
         for row, (call, part) in zip(rows, working, strict=True):
             labels[row] = COMPUTES
             draw(group, row, call.name, part.began, part.ended, **call.sizes)
+        of_ranks = [(part.rank, call, part) for call in mine for part in call.parts if part.rank is not None]
+        first = len(labels)
+        for rank, call, part in of_ranks:
+            labels[first + rank] = f"rank {rank}"
+            name = call.name if part.name == COMPUTES else part.name
+            draw(group, first + rank, name, part.began, part.ended)
         first = len(labels)
         for row, call in zip(_side_by_side([(c.began, c.ended) for c in mine]), mine, strict=True):
             labels[first + row] = "calls"
             draw(group, first + row, call.name, call.began, call.ended, **call.sizes)
             for part in call.parts:
-                draw(group, first + row, part.name, part.began, part.ended)
+                if part.rank is None:
+                    draw(group, first + row, part.name, part.began, part.ended)
         events += [_named("process_name", group, 0, place), _ordered(group)]
         events += [_named("thread_name", group, row, label) for row, label in labels.items()]
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def _side_by_side(spans: Sequence[tuple[float, float]]) -> list[int]:
-    """The row of each span, sorted by their begins: the first on which nothing is under way."""
+    """Assign each span, sorted by start, to the first row that is free then."""
     ends: list[float] = []
     rows = []
     for began, ended in spans:

@@ -27,7 +27,7 @@ from rolemesh.v1 import data_pb2 as rolemesh_dot_v1_dot_data__pb2
 from rolemesh.v1 import frame_pb2 as rolemesh_dot_v1_dot_frame__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rolemesh/v1/actor.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/checkpoint.proto\x1a\x16rolemesh/v1/data.proto\x1a\x17rolemesh/v1/frame.proto\"(\n\x15PublishWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"9\n\x16PublishWeightsResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t2\xae\x04\n\x0c\x41\x63torService\x12K\n\x0f\x43omputeLogProbs\x12\x12.rolemesh.v1.Frame\x1a\x12.rolemesh.v1.Frame\"\x0c\x90\x02\x01\xe8\xe0\x18\x01\xf2\xe0\x18\x01\x01(\x01\x30\x01\x12N\n\x12\x43omputeRefLogProbs\x12\x12.rolemesh.v1.Frame\x1a\x12.rolemesh.v1.Frame\"\x0c\x90\x02\x01\xe8\xe0\x18\x01\xf2\xe0\x18\x01\x01(\x01\x30\x01\x12\x46\n\x06Update\x12\x12.rolemesh.v1.Frame\x1a\x1b.rolemesh.v1.UpdateResponse\"\t\xe8\xe0\x18\x01\xf2\xe0\x18\x01\x01(\x01\x12g\n\x0ePublishWeights\x12\".rolemesh.v1.PublishWeightsRequest\x1a#.rolemesh.v1.PublishWeightsResponse\"\x0c\x90\x02\x02\xe8\xe0\x18\x02\xf2\xe0\x18\x01\x01\x12g\n\x0eSaveCheckpoint\x12\".rolemesh.v1.SaveCheckpointRequest\x1a#.rolemesh.v1.SaveCheckpointResponse\"\x0c\x90\x02\x02\xe8\xe0\x18\x02\xf2\xe0\x18\x01\x01\x12g\n\x0eLoadCheckpoint\x12\".rolemesh.v1.LoadCheckpointRequest\x1a#.rolemesh.v1.LoadCheckpointResponse\"\x0c\x90\x02\x02\xe8\xe0\x18\x02\xf2\xe0\x18\x01\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17rolemesh/v1/actor.proto\x12\x0brolemesh.v1\x1a\x1crolemesh/v1/checkpoint.proto\x1a\x16rolemesh/v1/data.proto\x1a\x17rolemesh/v1/frame.proto\"(\n\x15PublishWeightsRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"9\n\x16PublishWeightsResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t2\xa0\x05\n\x0c\x41\x63torService\x12K\n\x0f\x43omputeLogProbs\x12\x12.rolemesh.v1.Frame\x1a\x12.rolemesh.v1.Frame\"\x0c\x90\x02\x01\xe8\xe0\x18\x01\xf2\xe0\x18\x01\x01(\x01\x30\x01\x12N\n\x12\x43omputeRefLogProbs\x12\x12.rolemesh.v1.Frame\x1a\x12.rolemesh.v1.Frame\"\x0c\x90\x02\x01\xe8\xe0\x18\x01\xf2\xe0\x18\x01\x01(\x01\x30\x01\x12\x46\n\x06Update\x12\x12.rolemesh.v1.Frame\x1a\x1b.rolemesh.v1.UpdateResponse\"\t\xe8\xe0\x18\x01\xf2\xe0\x18\x01\x01(\x01\x12g\n\x0ePublishWeights\x12\".rolemesh.v1.PublishWeightsRequest\x1a#.rolemesh.v1.PublishWeightsResponse\"\x0c\x90\x02\x02\xe8\xe0\x18\x02\xf2\xe0\x18\x01\x01\x12j\n\x0f\x42\x65ginCheckpoint\x12#.rolemesh.v1.BeginCheckpointRequest\x1a$.rolemesh.v1.BeginCheckpointResponse\"\x0c\x90\x02\x02\xe8\xe0\x18\x02\xf2\xe0\x18\x01\x01\x12m\n\x10\x46inishCheckpoint\x12$.rolemesh.v1.FinishCheckpointRequest\x1a%.rolemesh.v1.FinishCheckpointResponse\"\x0c\x90\x02\x02\xe8\xe0\x18\x02\xf2\xe0\x18\x01\x01\x12g\n\x0eLoadCheckpoint\x12\".rolemesh.v1.LoadCheckpointRequest\x1a#.rolemesh.v1.LoadCheckpointResponse\"\x0c\x90\x02\x02\xe8\xe0\x18\x02\xf2\xe0\x18\x01\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,8 +42,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACTORSERVICE'].methods_by_name['Update']._serialized_options = b'\350\340\030\001\362\340\030\001\001'
   _globals['_ACTORSERVICE'].methods_by_name['PublishWeights']._loaded_options = None
   _globals['_ACTORSERVICE'].methods_by_name['PublishWeights']._serialized_options = b'\220\002\002\350\340\030\002\362\340\030\001\001'
-  _globals['_ACTORSERVICE'].methods_by_name['SaveCheckpoint']._loaded_options = None
-  _globals['_ACTORSERVICE'].methods_by_name['SaveCheckpoint']._serialized_options = b'\220\002\002\350\340\030\002\362\340\030\001\001'
+  _globals['_ACTORSERVICE'].methods_by_name['BeginCheckpoint']._loaded_options = None
+  _globals['_ACTORSERVICE'].methods_by_name['BeginCheckpoint']._serialized_options = b'\220\002\002\350\340\030\002\362\340\030\001\001'
+  _globals['_ACTORSERVICE'].methods_by_name['FinishCheckpoint']._loaded_options = None
+  _globals['_ACTORSERVICE'].methods_by_name['FinishCheckpoint']._serialized_options = b'\220\002\002\350\340\030\002\362\340\030\001\001'
   _globals['_ACTORSERVICE'].methods_by_name['LoadCheckpoint']._loaded_options = None
   _globals['_ACTORSERVICE'].methods_by_name['LoadCheckpoint']._serialized_options = b'\220\002\002\350\340\030\002\362\340\030\001\001'
   _globals['_PUBLISHWEIGHTSREQUEST']._serialized_start=119
@@ -51,5 +53,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_start=161
   _globals['_PUBLISHWEIGHTSRESPONSE']._serialized_end=218
   _globals['_ACTORSERVICE']._serialized_start=221
-  _globals['_ACTORSERVICE']._serialized_end=779
+  _globals['_ACTORSERVICE']._serialized_end=893
 # @@protoc_insertion_point(module_scope)

@@ -57,10 +57,15 @@ class ActorServiceStub:
                 request_serializer=rolemesh_dot_v1_dot_actor__pb2.PublishWeightsRequest.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_actor__pb2.PublishWeightsResponse.FromString,
                 _registered_method=True)
-        self.SaveCheckpoint = channel.unary_unary(
-                '/rolemesh.v1.ActorService/SaveCheckpoint',
-                request_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointRequest.SerializeToString,
-                response_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointResponse.FromString,
+        self.BeginCheckpoint = channel.unary_unary(
+                '/rolemesh.v1.ActorService/BeginCheckpoint',
+                request_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointResponse.FromString,
+                _registered_method=True)
+        self.FinishCheckpoint = channel.unary_unary(
+                '/rolemesh.v1.ActorService/FinishCheckpoint',
+                request_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointResponse.FromString,
                 _registered_method=True)
         self.LoadCheckpoint = channel.unary_unary(
                 '/rolemesh.v1.ActorService/LoadCheckpoint',
@@ -74,47 +79,56 @@ class ActorServiceServicer:
     """
 
     def ComputeLogProbs(self, request_iterator, context):
-        """Log-probabilities and entropies of given responses under the current weights.
-        Pure: may be tried again and split by rows.
+        """Computes log-probabilities and entropies of given responses under the current weights.
+        Pure: may be retried and split by rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ComputeRefLogProbs(self, request_iterator, context):
-        """Log-probabilities under the model that the adapter was laid on: what a reference service would answer
-        if it had that model. Of an actor without an adapter FAILED_PRECONDITION.
-        Pure: may be tried again and split by rows.
+        """Computes log-probabilities under the adapter's base model, like a reference service with that model.
+        FAILED_PRECONDITION: the actor has no adapter.
+        Pure: may be retried and split by rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Update(self, request_iterator, context):
-        """Trains on a whole batch: mini-batches, epochs, optimizer steps. Changes weights, so it is never
-        tried again once it has begun. The answer holds the step's metrics.
+        """Trains on a whole batch: mini-batches, epochs, optimizer steps. Changes the weights, so it is never retried
+        once it has begun. The answer holds the step's metrics.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PublishWeights(self, request, context):
-        """Freezes the current weights under a version for WeightsService to serve. The version published
-        before is let go. Publishing a version twice is the same as once.
+        """Copies the current weights as a version that WeightsService serves. The previous version is released.
+        Publishing a version twice has the same effect as once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SaveCheckpoint(self, request, context):
-        """Writes model (a Hugging Face directory; of one that trains an adapter the adapter alone) and optimizer into a directory that every role sees.
+    def BeginCheckpoint(self, request, context):
+        """Copies model and optimizer to host memory, and begins to write them into a directory that every role sees.
+        The model is a Hugging Face directory, or only the adapter if the actor trains one. An earlier checkpoint is
+        written first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishCheckpoint(self, request, context):
+        """Waits until the checkpoint that BeginCheckpoint began is on disk. Other calls run meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Takes up what SaveCheckpoint wrote, bit for bit.
+        """Restores the state that a checkpoint has, bit for bit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -143,10 +157,15 @@ def add_ActorServiceServicer_to_server(servicer, server):
                     request_deserializer=rolemesh_dot_v1_dot_actor__pb2.PublishWeightsRequest.FromString,
                     response_serializer=rolemesh_dot_v1_dot_actor__pb2.PublishWeightsResponse.SerializeToString,
             ),
-            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
-                    servicer.SaveCheckpoint,
-                    request_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointRequest.FromString,
-                    response_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointResponse.SerializeToString,
+            'BeginCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginCheckpoint,
+                    request_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointResponse.SerializeToString,
+            ),
+            'FinishCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishCheckpoint,
+                    request_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointResponse.SerializeToString,
             ),
             'LoadCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadCheckpoint,
@@ -274,7 +293,7 @@ class ActorService:
             _registered_method=True)
 
     @staticmethod
-    def SaveCheckpoint(request,
+    def BeginCheckpoint(request,
             target,
             options=(),
             channel_credentials=None,
@@ -287,9 +306,36 @@ class ActorService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/rolemesh.v1.ActorService/SaveCheckpoint',
-            rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointRequest.SerializeToString,
-            rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointResponse.FromString,
+            '/rolemesh.v1.ActorService/BeginCheckpoint',
+            rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointRequest.SerializeToString,
+            rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.ActorService/FinishCheckpoint',
+            rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointRequest.SerializeToString,
+            rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolemesh/v1/checkpoint.proto\x12\x0brolemesh.v1\"{\n\x0eUpdateResponse\x12\x39\n\x07metrics\x18\x01 \x03(\x0b\x32(.rolemesh.v1.UpdateResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"*\n\x15SaveCheckpointRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x18\n\x16SaveCheckpointResponse\"*\n\x15LoadCheckpointRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x18\n\x16LoadCheckpointResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crolemesh/v1/checkpoint.proto\x12\x0brolemesh.v1\"{\n\x0eUpdateResponse\x12\x39\n\x07metrics\x18\x01 \x03(\x0b\x32(.rolemesh.v1.UpdateResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"+\n\x16\x42\x65ginCheckpointRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x19\n\x17\x42\x65ginCheckpointResponse\",\n\x17\x46inishCheckpointRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x1a\n\x18\x46inishCheckpointResponse\"*\n\x15LoadCheckpointRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x18\n\x16LoadCheckpointResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,12 +37,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPDATERESPONSE']._serialized_end=168
   _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_start=122
   _globals['_UPDATERESPONSE_METRICSENTRY']._serialized_end=168
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=170
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=212
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=214
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=238
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=240
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=282
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=284
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=308
+  _globals['_BEGINCHECKPOINTREQUEST']._serialized_start=170
+  _globals['_BEGINCHECKPOINTREQUEST']._serialized_end=213
+  _globals['_BEGINCHECKPOINTRESPONSE']._serialized_start=215
+  _globals['_BEGINCHECKPOINTRESPONSE']._serialized_end=240
+  _globals['_FINISHCHECKPOINTREQUEST']._serialized_start=242
+  _globals['_FINISHCHECKPOINTREQUEST']._serialized_end=286
+  _globals['_FINISHCHECKPOINTRESPONSE']._serialized_start=288
+  _globals['_FINISHCHECKPOINTRESPONSE']._serialized_end=314
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=316
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=358
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=360
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=384
 # @@protoc_insertion_point(module_scope)

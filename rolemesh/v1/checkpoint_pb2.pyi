@@ -19,13 +19,23 @@ class UpdateResponse(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     def __init__(self, metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
-class SaveCheckpointRequest(_message.Message):
+class BeginCheckpointRequest(_message.Message):
     __slots__ = ("directory",)
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     directory: str
     def __init__(self, directory: _Optional[str] = ...) -> None: ...
 
-class SaveCheckpointResponse(_message.Message):
+class BeginCheckpointResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FinishCheckpointRequest(_message.Message):
+    __slots__ = ("directory",)
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    def __init__(self, directory: _Optional[str] = ...) -> None: ...
+
+class FinishCheckpointResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

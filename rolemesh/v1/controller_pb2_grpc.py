@@ -72,44 +72,44 @@ class ControllerServiceServicer:
     """
 
     def GetStatus(self, request, context):
-        """What the run is doing now.
+        """Returns the run's current state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatus(self, request, context):
-        """The state, now and whenever it has changed (replicas: within seconds), until the run ends: the last one is
-        RUN_STATE_FINISHED or RUN_STATE_FAILED.
+        """Streams the state, at once and after each change (of replicas within seconds), until the run ends. The last
+        state is RUN_STATE_FINISHED or RUN_STATE_FAILED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The records of the steps after `after_step`, those already made first, then each as it is made, until
-        the run ends or the caller leaves.
+        """Streams the records of the steps after `after_step`: existing ones first, then each new one, until the run
+        ends or the caller leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Lets the running step end and starts no other.
+        """Pauses after the current step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Goes on after Pause.
+        """Continues after Pause.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stop(self, request, context):
-        """Lets the running step end, writes a checkpoint if the job saves any, and ends the run.
+        """Finishes the current step, writes a checkpoint if the job saves any, and ends the run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

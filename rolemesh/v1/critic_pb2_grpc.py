@@ -46,10 +46,15 @@ class CriticServiceStub:
                 request_serializer=rolemesh_dot_v1_dot_frame__pb2.Frame.SerializeToString,
                 response_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.UpdateResponse.FromString,
                 _registered_method=True)
-        self.SaveCheckpoint = channel.unary_unary(
-                '/rolemesh.v1.CriticService/SaveCheckpoint',
-                request_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointRequest.SerializeToString,
-                response_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointResponse.FromString,
+        self.BeginCheckpoint = channel.unary_unary(
+                '/rolemesh.v1.CriticService/BeginCheckpoint',
+                request_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointResponse.FromString,
+                _registered_method=True)
+        self.FinishCheckpoint = channel.unary_unary(
+                '/rolemesh.v1.CriticService/FinishCheckpoint',
+                request_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointRequest.SerializeToString,
+                response_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointResponse.FromString,
                 _registered_method=True)
         self.LoadCheckpoint = channel.unary_unary(
                 '/rolemesh.v1.CriticService/LoadCheckpoint',
@@ -63,28 +68,36 @@ class CriticServiceServicer:
     """
 
     def ComputeValues(self, request_iterator, context):
-        """The value before each response token. Pure.
+        """Computes the value before each response token. Pure: may be retried and split by rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Update(self, request_iterator, context):
-        """Trains on a whole batch. Changes weights, so it is never tried again once it has begun.
+        """Trains on a whole batch. Changes the weights, so it is never retried once it has begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SaveCheckpoint(self, request, context):
-        """Writes model and optimizer into a directory that every role sees.
+    def BeginCheckpoint(self, request, context):
+        """Copies model and optimizer to host memory, and begins to write them into a directory that every role sees.
+        An earlier checkpoint is written first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishCheckpoint(self, request, context):
+        """Waits until the checkpoint that BeginCheckpoint began is on disk. Other calls run meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Takes up what SaveCheckpoint wrote, bit for bit.
+        """Restores the state that a checkpoint has, bit for bit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,10 +116,15 @@ def add_CriticServiceServicer_to_server(servicer, server):
                     request_deserializer=rolemesh_dot_v1_dot_frame__pb2.Frame.FromString,
                     response_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.UpdateResponse.SerializeToString,
             ),
-            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
-                    servicer.SaveCheckpoint,
-                    request_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointRequest.FromString,
-                    response_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointResponse.SerializeToString,
+            'BeginCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginCheckpoint,
+                    request_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointResponse.SerializeToString,
+            ),
+            'FinishCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishCheckpoint,
+                    request_deserializer=rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointRequest.FromString,
+                    response_serializer=rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointResponse.SerializeToString,
             ),
             'LoadCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.LoadCheckpoint,
@@ -180,7 +198,7 @@ class CriticService:
             _registered_method=True)
 
     @staticmethod
-    def SaveCheckpoint(request,
+    def BeginCheckpoint(request,
             target,
             options=(),
             channel_credentials=None,
@@ -193,9 +211,36 @@ class CriticService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/rolemesh.v1.CriticService/SaveCheckpoint',
-            rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointRequest.SerializeToString,
-            rolemesh_dot_v1_dot_checkpoint__pb2.SaveCheckpointResponse.FromString,
+            '/rolemesh.v1.CriticService/BeginCheckpoint',
+            rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointRequest.SerializeToString,
+            rolemesh_dot_v1_dot_checkpoint__pb2.BeginCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolemesh.v1.CriticService/FinishCheckpoint',
+            rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointRequest.SerializeToString,
+            rolemesh_dot_v1_dot_checkpoint__pb2.FinishCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,7 @@ class Caller(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CALLER_REFERENCE: _ClassVar[Caller]
     CALLER_CRITIC: _ClassVar[Caller]
     CALLER_REWARD: _ClassVar[Caller]
+    CALLER_ENVIRONMENT: _ClassVar[Caller]
 
 class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -60,6 +61,7 @@ CALLER_ROLLOUT: Caller
 CALLER_REFERENCE: Caller
 CALLER_CRITIC: Caller
 CALLER_REWARD: Caller
+CALLER_ENVIRONMENT: Caller
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT64: Dtype
 DTYPE_FLOAT32: Dtype

@@ -47,7 +47,7 @@ class ReferenceServiceServicer:
     """
 
     def ComputeLogProbs(self, request_iterator, context):
-        """Log-probabilities of given responses. Pure: may be tried again and split by rows.
+        """Computes the log-probabilities of given responses. Pure: may be retried and split by rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

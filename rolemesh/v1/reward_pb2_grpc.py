@@ -47,8 +47,9 @@ class RewardServiceServicer:
     """
 
     def ComputeScores(self, request_iterator, context):
-        """One score per token, as a rule all on the response's last one. Pure. A reward function that raises
-        fails the call with FAILED_PRECONDITION and the row's uid; a score is never made up.
+        """Computes one score per token, usually zero except on the response's last token. Pure: may be retried and
+        split by rows. FAILED_PRECONDITION: a reward function raised; the message names the row's uid. No score is
+        made up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

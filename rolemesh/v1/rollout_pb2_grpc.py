@@ -53,22 +53,22 @@ class RolloutServiceServicer:
     """
 
     def Generate(self, request_iterator, context):
-        """Generates one response per row and streams rows as they finish: the answer is a sequence of batches
-        (each a header frame and its payload frames), each with a column `row` that says which rows of the
-        request it holds. A row's tokens depend on its prompt, its `seeds` value, the weights and the sampling
-        parameters alone, so a broken stream is resumed by asking another replica for the missing rows.
+        """Generates one response per row, and streams rows as they finish. The answer is a sequence of batches (each
+        a header frame and its payload frames). The column `row` of each names the request's rows that it holds. A
+        row's tokens depend only on its prompt, its response so far (columns `responses` and `turns`, if it has
+        one), its `seeds` value, the weights and the sampling parameters. So a broken stream is resumed by asking
+        another replica for the missing rows, and a row may be continued at any replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateWeights(self, request, context):
-        """Pulls a version from the WeightsService of one of its sources, verifies it and swaps it in whole; taking
-        a version twice is the same as once. Until the swap, and after a failure, the version before is in use and
-        Generate answers with it; what was verified is kept for the next attempt. INVALID_ARGUMENT: the request
-        names no source, or something that is not a source, version or digest; nothing has changed.
-        Health of this service's full name is SERVING from the first version taken on, as long as the weights are
-        whole.
+        """Pulls a version from the WeightsServices of its sources, verifies it and swaps it in once it is whole.
+        Loading a version twice has the same effect as once. Until the swap, and after a failure, Generate uses the
+        previous version. Verified bytes are kept for the next attempt. INVALID_ARGUMENT: no source, or an invalid
+        source, version or digest; nothing has changed. Health of this service's full name is SERVING from the
+        first version on, as long as the weights are whole.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ from rolemesh.v1 import data_pb2 as rolemesh_dot_v1_dot_data__pb2
 from rolemesh.v1 import frame_pb2 as rolemesh_dot_v1_dot_frame__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/weights.proto\x12\x0brolemesh.v1\x1a\x16rolemesh/v1/data.proto\x1a\x17rolemesh/v1/frame.proto\"o\n\nWeightSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.rolemesh.v1.Dtype\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"\x8f\x01\n\x0eWeightManifest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12(\n\x07weights\x18\x02 \x03(\x0b\x32\x17.rolemesh.v1.WeightSpec\x12\x14\n\x0cregion_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bpiece_bytes\x18\x04 \x01(\x04\x12\x17\n\x0fpiece_checksums\x18\x05 \x03(\x06\"*\n\x0cSharedRegion\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"E\n\x12GetManifestRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"R\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12)\n\x06shared\x18\x02 \x01(\x0b\x32\x19.rolemesh.v1.SharedRegion\"T\n\x11\x46\x65tchRangeRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"5\n\x12WatchRegionRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"+\n\x13WatchRegionResponse\x12\x14\n\x0cnum_verified\x18\x01 \x01(\x04\x32\x98\x02\n\x0eWeightsService\x12Z\n\x0bGetManifest\x12\x1f.rolemesh.v1.GetManifestRequest\x1a .rolemesh.v1.GetManifestResponse\"\x08\x90\x02\x01\xf2\xe0\x18\x01\x05\x12L\n\nFetchRange\x12\x1e.rolemesh.v1.FetchRangeRequest\x1a\x12.rolemesh.v1.Frame\"\x08\x90\x02\x01\xf2\xe0\x18\x01\x05\x30\x01\x12\\\n\x0bWatchRegion\x12\x1f.rolemesh.v1.WatchRegionRequest\x1a .rolemesh.v1.WatchRegionResponse\"\x08\x90\x02\x01\xf2\xe0\x18\x01\x05\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rolemesh/v1/weights.proto\x12\x0brolemesh.v1\x1a\x16rolemesh/v1/data.proto\x1a\x17rolemesh/v1/frame.proto\"o\n\nWeightSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12!\n\x05\x64type\x18\x02 \x01(\x0e\x32\x12.rolemesh.v1.Dtype\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"\x8f\x01\n\x0eWeightManifest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12(\n\x07weights\x18\x02 \x03(\x0b\x32\x17.rolemesh.v1.WeightSpec\x12\x14\n\x0cregion_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bpiece_bytes\x18\x04 \x01(\x04\x12\x17\n\x0fpiece_checksums\x18\x05 \x03(\x06\"*\n\x0cSharedRegion\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\"9\n\x0eStripedHolders\x12\x14\n\x0cstripe_bytes\x18\x01 \x01(\x04\x12\x11\n\taddresses\x18\x02 \x03(\t\"E\n\x12GetManifestRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06wait_s\x18\x03 \x01(\x01\"\x80\x01\n\x13GetManifestResponse\x12\x10\n\x08manifest\x18\x01 \x01(\x0c\x12)\n\x06shared\x18\x02 \x01(\x0b\x32\x19.rolemesh.v1.SharedRegion\x12,\n\x07striped\x18\x03 \x01(\x0b\x32\x1b.rolemesh.v1.StripedHolders\"T\n\x11\x46\x65tchRangeRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\x04\"5\n\x12WatchRegionRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"+\n\x13WatchRegionResponse\x12\x14\n\x0cnum_verified\x18\x01 \x01(\x04\x32\x98\x02\n\x0eWeightsService\x12Z\n\x0bGetManifest\x12\x1f.rolemesh.v1.GetManifestRequest\x1a .rolemesh.v1.GetManifestResponse\"\x08\x90\x02\x01\xf2\xe0\x18\x01\x05\x12L\n\nFetchRange\x12\x1e.rolemesh.v1.FetchRangeRequest\x1a\x12.rolemesh.v1.Frame\"\x08\x90\x02\x01\xf2\xe0\x18\x01\x05\x30\x01\x12\\\n\x0bWatchRegion\x12\x1f.rolemesh.v1.WatchRegionRequest\x1a .rolemesh.v1.WatchRegionResponse\"\x08\x90\x02\x01\xf2\xe0\x18\x01\x05\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,16 +45,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WEIGHTMANIFEST']._serialized_end=348
   _globals['_SHAREDREGION']._serialized_start=350
   _globals['_SHAREDREGION']._serialized_end=392
-  _globals['_GETMANIFESTREQUEST']._serialized_start=394
-  _globals['_GETMANIFESTREQUEST']._serialized_end=463
-  _globals['_GETMANIFESTRESPONSE']._serialized_start=465
-  _globals['_GETMANIFESTRESPONSE']._serialized_end=547
-  _globals['_FETCHRANGEREQUEST']._serialized_start=549
-  _globals['_FETCHRANGEREQUEST']._serialized_end=633
-  _globals['_WATCHREGIONREQUEST']._serialized_start=635
-  _globals['_WATCHREGIONREQUEST']._serialized_end=688
-  _globals['_WATCHREGIONRESPONSE']._serialized_start=690
-  _globals['_WATCHREGIONRESPONSE']._serialized_end=733
-  _globals['_WEIGHTSSERVICE']._serialized_start=736
-  _globals['_WEIGHTSSERVICE']._serialized_end=1016
+  _globals['_STRIPEDHOLDERS']._serialized_start=394
+  _globals['_STRIPEDHOLDERS']._serialized_end=451
+  _globals['_GETMANIFESTREQUEST']._serialized_start=453
+  _globals['_GETMANIFESTREQUEST']._serialized_end=522
+  _globals['_GETMANIFESTRESPONSE']._serialized_start=525
+  _globals['_GETMANIFESTRESPONSE']._serialized_end=653
+  _globals['_FETCHRANGEREQUEST']._serialized_start=655
+  _globals['_FETCHRANGEREQUEST']._serialized_end=739
+  _globals['_WATCHREGIONREQUEST']._serialized_start=741
+  _globals['_WATCHREGIONREQUEST']._serialized_end=794
+  _globals['_WATCHREGIONRESPONSE']._serialized_start=796
+  _globals['_WATCHREGIONRESPONSE']._serialized_end=839
+  _globals['_WEIGHTSSERVICE']._serialized_start=842
+  _globals['_WEIGHTSSERVICE']._serialized_end=1122
 # @@protoc_insertion_point(module_scope)

@@ -44,6 +44,14 @@ class SharedRegion(_message.Message):
     name: str
     def __init__(self, path: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
+class StripedHolders(_message.Message):
+    __slots__ = ("stripe_bytes", "addresses")
+    STRIPE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    stripe_bytes: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, stripe_bytes: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class GetManifestRequest(_message.Message):
     __slots__ = ("version", "digest", "wait_s")
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -55,12 +63,14 @@ class GetManifestRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., digest: _Optional[str] = ..., wait_s: _Optional[float] = ...) -> None: ...
 
 class GetManifestResponse(_message.Message):
-    __slots__ = ("manifest", "shared")
+    __slots__ = ("manifest", "shared", "striped")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
+    STRIPED_FIELD_NUMBER: _ClassVar[int]
     manifest: bytes
     shared: SharedRegion
-    def __init__(self, manifest: _Optional[bytes] = ..., shared: _Optional[_Union[SharedRegion, _Mapping]] = ...) -> None: ...
+    striped: StripedHolders
+    def __init__(self, manifest: _Optional[bytes] = ..., shared: _Optional[_Union[SharedRegion, _Mapping]] = ..., striped: _Optional[_Union[StripedHolders, _Mapping]] = ...) -> None: ...
 
 class FetchRangeRequest(_message.Message):
     __slots__ = ("version", "digest", "offset", "length")

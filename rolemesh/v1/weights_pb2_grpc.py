@@ -27,10 +27,9 @@ if _version_not_supported:
 
 
 class WeightsServiceStub:
-    """Served by whoever holds weights that others may take: the actor, and every rollout, which relays a version
-    as far as it has verified it. A version is named by its number and its manifest's digest: version 5 of one
-    run is not version 5 of another. NOT_FOUND: the version is not (or no longer) held; the message names the
-    one that is.
+    """Served by every holder of weights: the actor, and each rollout, which relays the bytes it has verified. A
+    version is identified by its number and its manifest's digest: version 5 of one run is not version 5 of
+    another. NOT_FOUND: the version is not (or no longer) held; the message names the version that is.
     """
 
     def __init__(self, channel):
@@ -57,31 +56,31 @@ class WeightsServiceStub:
 
 
 class WeightsServiceServicer:
-    """Served by whoever holds weights that others may take: the actor, and every rollout, which relays a version
-    as far as it has verified it. A version is named by its number and its manifest's digest: version 5 of one
-    run is not version 5 of another. NOT_FOUND: the version is not (or no longer) held; the message names the
-    one that is.
+    """Served by every holder of weights: the actor, and each rollout, which relays the bytes it has verified. A
+    version is identified by its number and its manifest's digest: version 5 of one run is not version 5 of
+    another. NOT_FOUND: the version is not (or no longer) held; the message names the version that is.
     """
 
     def GetManifest(self, request, context):
-        """What a version consists of. A holder that lacks the version waits for it as long as it is asked to.
+        """Returns the manifest of a version. A holder that lacks the version waits for it up to `wait_s`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchRange(self, request, context):
-        """The bytes [offset, offset + length) of a version's region, in order, as payloads of frames without a
-        header, about 1 MiB each. A relay sends them as it verifies them. A cut stream is resumed by asking for
-        the rest. NOT_FOUND as above; INVALID_ARGUMENT beyond the region.
+        """Streams the bytes [offset, offset + length) of a version's region, in order, as payloads of frames without
+        a header, about 1 MiB each. A relay sends bytes as it verifies them. To resume a cut stream, ask for the
+        rest. NOT_FOUND as above. INVALID_ARGUMENT: the range exceeds the region, or has bytes of a stripe that this
+        process does not hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRegion(self, request, context):
-        """For a receiver that has opened the shared region: how far it is verified, now, as that grows (every
-        32 MiB or so), and when it is whole, which ends the stream.
+        """Reports how far a region is verified, to a receiver that has opened the shared region: at once, about every
+        4 MiB, and when it is whole, which ends the stream. INVALID_ARGUMENT: this process holds only stripes of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,10 +113,9 @@ def add_WeightsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightsService:
-    """Served by whoever holds weights that others may take: the actor, and every rollout, which relays a version
-    as far as it has verified it. A version is named by its number and its manifest's digest: version 5 of one
-    run is not version 5 of another. NOT_FOUND: the version is not (or no longer) held; the message names the
-    one that is.
+    """Served by every holder of weights: the actor, and each rollout, which relays the bytes it has verified. A
+    version is identified by its number and its manifest's digest: version 5 of one run is not version 5 of
+    another. NOT_FOUND: the version is not (or no longer) held; the message names the version that is.
     """
 
     @staticmethod

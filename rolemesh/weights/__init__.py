@@ -1,1 +1,1 @@
-"""Weights by version: a holder publishes a manifest, receivers pull ranges, verify, and swap when whole."""
+"""Transfers weights by version: a holder publishes a manifest; receivers pull ranges, verify, and then swap."""

@@ -1,22 +1,27 @@
-"""A version of the weights, held in this process."""
+"""Holds a version of the weights in this process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from rolemesh.errors import WeightsUnavailable
-from rolemesh.v1.weights_pb2 import WeightManifest
-from rolemesh.weights.manifest import checksum, digest_of, lay_out, tensor_bytes, unpack
-from rolemesh.weights.region import Region
+from rolemesh.ranks.agreement import agreed, told_by_all
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest
+from rolemesh.weights.manifest import checksum, digest_of, lay_out, unpack
+from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.source import Fits
+from rolemesh.weights.stripes import STRIPE_PIECES, StripedHolding, Stripes
+from rolemesh.weights.writing import Machines, Wanted, write_rows
 
 
 class Bell:
-    """Wakes all who wait for the next change."""
+    """Wakes all coroutines that wait for the next change."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -30,50 +35,63 @@ class Bell:
 
 
 class Holding:
-    """A version as this process has it: its first `num_verified` bytes may be read and given on, and all of
-    them used. Another process's region is verified as far as that one says, and whole only when it is sealed.
+    """A version held by this process, complete or still arriving.
+
+    Its first `num_verified` bytes may be read and relayed; the engine may use it once all are verified. A
+    region mapped from another process counts as verified as far as that process reports, and as whole only once
+    sealed.
 
     Args:
-        serialized: the manifest as it goes over the wire.
-        manifest: the same, checked.
+        serialized: the manifest in wire format.
+        manifest: the same manifest, parsed and checked.
         region: the bytes.
-        role: who made the version available here: "actor" published it, "rollout" pulled it.
-        num_verified: how many of them are what the manifest says.
+        role: how the version got here: "actor" published it, "rollout" pulled it.
+        num_verified: leading bytes of the region that match the manifest; all, if only stripes are held.
+        striped: which stripes are held; None: all of them.
+        copies: where ranks of this group on other machines can open the same version.
     """
 
     def __init__(
-        self, serialized: bytes, manifest: WeightManifest, region: Region, role: str, num_verified: int = 0
+        self,
+        serialized: bytes,
+        manifest: WeightManifest,
+        region: WeightRegion,
+        role: str,
+        num_verified: int = 0,
+        striped: StripedHolding | None = None,
+        copies: Sequence[SharedRegion] = (),
     ) -> None:
+        self.striped, self.copies = striped, copies
         self.serialized, self.manifest, self.role = serialized, manifest, role
         self.version, self.digest = manifest.version, digest_of(serialized)
         self.num_bytes = manifest.region_bytes
         self.num_verified = num_verified
-        self._region: Region | None = region
+        self._region: WeightRegion | None = region
         self._changed = Bell()
         self._why_gone = ""
 
     @property
-    def region(self) -> Region:
+    def region(self) -> WeightRegion:
         if self._region is None:
-            raise WeightsUnavailable(f"weights version {self.version} is held no longer: {self._why_gone}")
+            raise WeightsUnavailable(f"weights version {self.version} is no longer held: {self._why_gone}")
         return self._region
 
     @property
     def is_whole(self) -> bool:
-        return self.num_verified == self.num_bytes
+        return self.num_verified == self.num_bytes and self.striped is None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the region, which nobody writes to. Whoever keeps one keeps the region."""
+        """Return views of the region, by name. Do not write to them. Each keeps the whole region in memory."""
         assert self.is_whole
         return unpack(self.manifest, self.region.tensor())
 
     async def beyond(self, offset: int) -> int:
-        """How many bytes are verified, as soon as they are more than `offset`.
+        """Wait until more than `offset` bytes are verified (or all), and return how many are.
 
         Raises:
-            WeightsUnavailable: the version has been let go, or nobody gets the rest of it.
+            WeightsUnavailable: the version was released, or its transfer has stopped.
         """
-        while self.num_verified <= offset and not self.is_whole:
+        while self.num_verified <= offset and self.num_verified < self.num_bytes:
             if self._why_gone:
                 have = f"weights version {self.version} is held as far as byte {self.num_verified}"
                 raise WeightsUnavailable(f"{have}: {self._why_gone}")
@@ -82,7 +100,7 @@ class Holding:
         return self.num_verified
 
     def verified_until(self, end: int) -> int:
-        """How far the region's first `end` bytes are what the manifest says, by whole pieces."""
+        """Return how far the region is verified, after checking the whole pieces before byte `end`."""
         at, size = self.num_verified, self.manifest.piece_bytes
         expected = self.manifest.piece_checksums
         while at < end and (after := min(at + size, self.num_bytes)) <= end:
@@ -92,40 +110,56 @@ class Holding:
         return at
 
     def advance(self, num_verified: int) -> None:
-        """Lets others have what is verified."""
+        """Set `num_verified` and wake waiting readers. Seals the region once all of it is verified."""
         if num_verified == self.num_bytes:
             self.region.seal()
         self.num_verified, self._why_gone = num_verified, ""
         self._changed.ring()
 
     def own(self) -> None:
-        """Moves from another process's region, which that one no longer fills, to one of our own. `advance` is
-        to follow: what only the other one has verified, and could still be changed, is verified here."""
+        """Replace a region mapped from another process by one of our own, which this process can complete.
+
+        The other process could still have changed its bytes, so the copy is verified again here. Call `advance`
+        afterwards.
+        """
         if not self.region.is_own:
-            region, arrived = Region(self.num_bytes), self.num_verified
+            region, arrived = WeightRegion(self.num_bytes), self.num_verified
             region.write(0, self.region.read(0, arrived))
             self._region, self.num_verified = region, 0
             self.num_verified = self.verified_until(arrived)
 
     def stop(self, why: str) -> None:
-        """Nobody gets the rest for now: those who wait for it are told."""
+        """Record that the transfer has stopped, and wake waiting readers with the reason."""
         self._why_gone = why
         self._changed.ring()
 
     def close(self, why: str) -> None:
-        """Lets the memory go, also while others read it: they are told."""
+        """Release the memory and wake waiting readers with the reason."""
         self._region = None
         self.stop(why)
 
 
 class HeldWeights:
-    """Implements rolemesh.weights.source.WeightSource.
+    """A WeightSource of weights in this process. The actor publishes its `holding`.
+
+    If the ranks are on several machines, the bytes are dealt to them in stripes, and each machine's first rank
+    has a `holding` to serve. Digest and bytes do not depend on ranks and machines.
 
     Args:
         version: of the weights.
         tensors: Hugging Face name to tensor, on any device; tied ones once
             (rolemesh.models.loading.named_weights). They are copied.
-        deltas: by name, what is added to a tensor on its way; made one at a time.
+        deltas: name to a function that makes what is added to that tensor while copying; called one at a time.
+        ranks: over which the tensors are sharded. Every rank makes the version.
+        serve: serves this process's stripes, from its first call on, and returns host:port. It is called on the
+            first rank of each machine but rank 0's. If a rank above 0 has none, rank 0 has all bytes.
+        is_for_all: every machine gets all bytes, because its ranks use them.
+
+    Attributes:
+        has_part: whether this rank holds bytes of it; rank 0 does.
+
+    Raises:
+        WeightsUnavailable: a machine lacks the memory.
     """
 
     def __init__(
@@ -133,30 +167,78 @@ class HeldWeights:
         version: int,
         tensors: Mapping[str, Tensor],
         deltas: Mapping[str, Callable[[], Tensor]] | None = None,
+        ranks: Ranks | None = None,
+        *,
+        serve: Callable[[], str] | None = None,
+        is_for_all: bool = False,
     ) -> None:
+        ranks = ranks or Ranks.alone()
         self._manifest = lay_out(version, tensors)
-        self._region = Region(self._manifest.region_bytes)
-        for spec, tensor in zip(self._manifest.weights, tensors.values(), strict=True):
-            if deltas and spec.name in deltas:
-                tensor = tensor + deltas[spec.name]()
-            self._region.write(spec.offset, tensor_bytes(tensor.detach().cpu().contiguous()).data)
-        self._region.seal()
+        machines = Machines.of(self._manifest.region_bytes, ranks)
+        can_serve = not ranks.most(int(ranks.rank > 0 and serve is None))
+        stripes, receivers = None, [0]
+        if is_for_all:  # nobody could map a region without a path
+            receivers += [rank for rank in machines.holders[1:] if machines.shared[rank].path]
+        elif can_serve and len(machines.holders) > 1:
+            receivers, stripes = (
+                [*machines.holders],
+                Stripes(STRIPE_PIECES * self._manifest.piece_bytes, len(machines.holders)),
+            )
+        write_rows(self._manifest, Wanted(machines, receivers, stripes), tensors, deltas or {}, ranks)
+        self._region = machines.region if ranks.rank in receivers else WeightRegion(0)
+        with agreed(ranks):
+            self._region.seal()
+        self.has_part = ranks.rank in receivers
+        self._copies = [machines.shared[rank] for rank in receivers[1:]] if stripes is None else []
+        self._striped: StripedHolding | None = None
+        if stripes is not None:
+            with agreed(ranks):
+                address = serve() if serve and ranks.rank in receivers[1:] else ""
+            told = told_by_all(ranks, address)
+            number = receivers.index(machines.first[ranks.rank])
+            self._striped = StripedHolding(stripes, number, [told[rank] for rank in receivers[1:]])
+            self._sum_own_pieces(stripes, number if machines.is_holder else None, ranks)
 
     @property
     def version(self) -> int:
         return self._manifest.version
 
+    @property
+    def is_striped(self) -> bool:
+        """Whether the version is dealt to several machines."""
+        return self._striped is not None
+
     async def fetch(self, fits: Fits | None = None) -> dict[str, Tensor]:
+        """WeightSource.fetch. Raises WeightsUnavailable, too, if this process has only stripes."""
+        if self._striped:
+            num_machines = self._striped.stripes.num_holders
+            raise WeightsUnavailable(f"weights version {self.version} is dealt to {num_machines} machines")
         tensors = unpack(self._manifest, self._region.tensor())
         if fits:
             fits(tensors)
         return tensors
 
+    def _sum_own_pieces(self, stripes: Stripes, holder: int | None, ranks: Ranks) -> None:
+        """Compute the checksums of this holder's pieces, and get the others'. Every rank calls it."""
+        size, end = self._manifest.piece_bytes, self._manifest.region_bytes
+        sums = torch.zeros(-(-end // size), dtype=torch.int64)
+        for at in range(0, end, size):
+            if stripes.holder_of(at) == holder:
+                found = checksum(self._region.read(at, min(end, at + size)))
+                sums[at // size] = found - (found >> 63 << 64)  # the same 64 bits, signed
+        self._manifest.piece_checksums[:] = [found % (1 << 64) for found in ranks.total(sums).tolist()]
+
     @cached_property
     def holding(self) -> Holding:
-        """For a store. Reads every byte once, for the checksums, when first asked."""
+        """This version as a WeightStore takes it, on a rank that `has_part` of it.
+
+        Unless the version is striped, the first access reads every byte to compute checksums.
+        """
         manifest, size = self._manifest, self._manifest.piece_bytes
-        pieces = (self._region.read(at, at + size) for at in range(0, manifest.region_bytes, size))
-        manifest.piece_checksums[:] = [checksum(piece) for piece in pieces]
+        if not self._striped:
+            pieces = (self._region.read(at, at + size) for at in range(0, manifest.region_bytes, size))
+            manifest.piece_checksums[:] = [checksum(piece) for piece in pieces]
         serialized = manifest.SerializeToString(deterministic=True)
-        return Holding(serialized, manifest, self._region, "actor", manifest.region_bytes)
+        return Holding(
+            serialized, manifest, self._region, "actor", manifest.region_bytes, self._striped, self._copies
+        )

@@ -1,4 +1,4 @@
-"""What a version of the weights consists of, byte by byte (WeightManifest of weights.proto)."""
+"""Writes, checks and reads the manifest of a version of the weights (WeightManifest of weights.proto)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import math
 import re
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 import xxhash
 from google.protobuf.message import DecodeError
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rolemesh.errors import InvalidBatch, WeightsUnavailable
@@ -28,7 +26,7 @@ from rolemesh.wire.limits import (
 
 ALIGNMENT = 64
 MAX_REGION_BYTES = 1 << 42  # 4 TiB: a trillion parameters in float32
-# A relay gives on a piece once it is whole: small beside a model, large beside a call's overhead.
+# A relay passes a piece on once it is whole. Pieces are small next to a model, large next to a call's overhead.
 PIECE_BYTES = 4 << 20
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 1 << 16, 1 << 26
 _WEIGHTS, _SHAPE = 2, 3  # fields of WeightManifest and WeightSpec
@@ -42,14 +40,8 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def tensor_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """A contiguous CPU tensor's memory, not copied."""
-    array: NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return array
-
-
 def checksum(piece: memoryview) -> int:
-    """xxh3, 64 bits."""
+    """64-bit xxh3 checksum of a piece."""
     return xxhash.xxh3_64_intdigest(piece)
 
 
@@ -59,55 +51,55 @@ def digest_of(manifest: bytes) -> str:
 
 
 def name_of(version: int, digest: str) -> str:
-    """A version and which one of that number, for metadata and comparison."""
+    """Return `version@digest`, which identifies weights in metadata and comparisons."""
     return f"{version}@{digest}"
 
 
 def check_version(version: int) -> None:
-    """Raises InvalidBatch where no response could name the version."""
+    """Raise InvalidBatch if the version does not fit a response's int64 column."""
     if version > MAX_VERSION:
-        raise InvalidBatch(f"weights version {version}: versions are numbers of steps, at most {MAX_VERSION}")
+        raise InvalidBatch(f"weights version {version}: versions are step numbers, at most {MAX_VERSION}")
 
 
 def check_digest(digest: str) -> None:
-    """Raises InvalidBatch unless it is what `digest_of` makes."""
+    """Raise InvalidBatch unless the digest has the form that `digest_of` makes."""
     if not DIGEST.fullmatch(digest):
-        raise InvalidBatch(f"{digest[:80]!r} is not a digest: 64 hexadecimal digits in lower case")
+        raise InvalidBatch(f"{digest[:80]!r} is not a digest: expected 64 hexadecimal digits in lower case")
 
 
 def lay_out(version: int, tensors: Mapping[str, Tensor]) -> WeightManifest:
-    """Where each tensor lies in the region. The pieces' checksums are still to be filled in."""
+    """Place each tensor in the region, and return the manifest without the pieces' checksums."""
     manifest, end = WeightManifest(version=version, piece_bytes=PIECE_BYTES), 0
     for name, tensor in tensors.items():
-        offset = aligned(end)
+        offset, num_bytes = aligned(end), tensor.numel() * tensor.element_size()  # whole, also if sharded
         manifest.weights.append(
             WeightSpec(
                 name=name,
                 dtype=Dtype.Name(TO_WIRE[tensor.dtype]),
                 shape=tensor.shape,
                 offset=offset,
-                num_bytes=tensor.nbytes,
+                num_bytes=num_bytes,
             )
         )
-        end = offset + tensor.nbytes
+        end = offset + num_bytes
     manifest.region_bytes = end
     return manifest
 
 
 def read_manifest(data: bytes, version: int, digest: str) -> WeightManifest:
-    """A manifest as it came, checked before any memory is taken for what it describes.
+    """Parse and check a received manifest, before allocating memory for the weights it describes.
 
     Raises:
-        WeightsUnavailable: too large, or more parts than a model has; another digest or version; a dtype
-            unknown; a name twice; sizes, offsets, pieces and region that do not agree.
+        WeightsUnavailable: too large, or more parts than a model has; another digest or version; an unknown
+            dtype; a duplicate name; sizes, offsets, pieces and region that are inconsistent.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise WeightsUnavailable(
-            f"weights version {version}: a manifest of {len(data)} bytes; {MAX_MANIFEST_BYTES} are accepted"
+            f"weights version {version}: a manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} accepted"
         )
     if (found := digest_of(data)) != digest:
         raise WeightsUnavailable(
-            f"weights version {version} of another digest: {found[:12]}, not {digest[:12]}"
+            f"weights version {version} of another digest: expected {digest[:12]}, got {found[:12]}"
         )
     try:
         _count(memoryview(data))
@@ -121,8 +113,10 @@ def read_manifest(data: bytes, version: int, digest: str) -> WeightManifest:
 
 
 def _count(data: memoryview) -> None:
-    """Raises InvalidBatch where a serialized manifest has more parts than any model's: each takes two bytes,
-    and far more once it is parsed."""
+    """Raise InvalidBatch if a serialized manifest has more parts than any model's.
+
+    A part can take as little as two bytes, and far more once parsed.
+    """
     for number, wire_type, start, end in fields(data, MAX_WEIGHTS + MAX_WEIGHT_FIELDS, "a manifest"):
         if number != _WEIGHTS or wire_type != LENGTH_DELIMITED:
             continue
@@ -132,11 +126,11 @@ def _count(data: memoryview) -> None:
             if number == _SHAPE
         ]
         if sum(shapes) > MAX_WEIGHT_AXES * MAX_NUMBER_BYTES:
-            raise InvalidBatch(f"a shape of {sum(shapes)} bytes; one has at most {MAX_WEIGHT_AXES} axes")
+            raise InvalidBatch(f"a shape of {sum(shapes)} bytes; a tensor has at most {MAX_WEIGHT_AXES} axes")
 
 
 def check_manifest(manifest: WeightManifest, version: int) -> None:
-    """Raises WeightsUnavailable where `read_manifest` does, but for the digest."""
+    """Check a parsed manifest: raise WeightsUnavailable if its parts are invalid or inconsistent."""
     if manifest.version != version:
         raise WeightsUnavailable(f"asked for weights version {version}, got the manifest of {manifest.version}")
     names, end = set(), 0
@@ -147,9 +141,12 @@ def check_manifest(manifest: WeightManifest, version: int) -> None:
         names.add(spec.name)
         if spec.dtype not in FROM_WIRE:
             raise WeightsUnavailable(f"{where}: unknown dtype {spec.dtype}")
-        # An empty tensor's other axes take no bytes, and are to fit into 64 bits all the same.
+        # An empty tensor takes no bytes, but the product of its other axes must still fit in 64 bits.
         if len(spec.shape) > MAX_WEIGHT_AXES or math.prod(size or 1 for size in spec.shape) >= 1 << 63:
-            raise WeightsUnavailable(f"{where}: a shape of {len(spec.shape)} axes that no tensor has")
+            raise WeightsUnavailable(
+                f"{where}: a shape of {len(spec.shape)} axes that no tensor has; at most {MAX_WEIGHT_AXES} "
+                "axes and fewer than 2^63 elements are accepted"
+            )
         expected = math.prod(spec.shape) * FROM_WIRE[spec.dtype].itemsize
         if spec.num_bytes != expected:
             raise WeightsUnavailable(f"{where}: shape and dtype make {expected} bytes, not {spec.num_bytes}")
@@ -172,7 +169,7 @@ def check_manifest(manifest: WeightManifest, version: int) -> None:
 
 
 def outline(manifest: WeightManifest) -> dict[str, Tensor]:
-    """Names, shapes and dtypes of a checked manifest's tensors, on the device `meta`."""
+    """Return a checked manifest's tensors on the device `meta`: names, shapes and dtypes."""
     return {
         spec.name: torch.empty(tuple(spec.shape), dtype=FROM_WIRE[spec.dtype], device="meta")
         for spec in manifest.weights
@@ -180,7 +177,7 @@ def outline(manifest: WeightManifest) -> dict[str, Tensor]:
 
 
 def unpack(manifest: WeightManifest, region: Tensor) -> dict[str, Tensor]:
-    """The tensors, as views of a uint8 region."""
+    """Return the tensors as views of a uint8 region."""
     return {
         spec.name: region[spec.offset : spec.offset + spec.num_bytes]
         .view(FROM_WIRE[spec.dtype])

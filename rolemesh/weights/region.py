@@ -1,4 +1,4 @@
-"""The memory that a version's bytes lie in."""
+"""Memory that holds the bytes of one version of the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rolemesh.errors import WeightsUnavailable
 from rolemesh.v1.weights_pb2 import SharedRegion
 
-try:  # Linux alone
+try:  # only on Linux
     from fcntl import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, F_SEAL_WRITE, fcntl
     from os import MFD_ALLOW_SEALING, MFD_CLOEXEC, memfd_create
 
@@ -25,31 +25,36 @@ except ImportError:
 
 log = logging.getLogger(__name__)
 
+NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux
 SHARED_PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
-class Region:
-    """Bytes in an anonymous file that lies in memory: written as they come, so that pages are taken for what
-    has arrived and not for what was announced; read through a mapping; sealed when whole.
+class WeightRegion:
+    """Bytes in an anonymous in-memory file (memfd).
+
+    The file is written as bytes arrive, read through a mapping, and sealed when whole. Its pages are allocated
+    for bytes that have arrived, not for bytes announced. Writing to it is several times cheaper than writing to
+    fresh process memory, which costs a page fault for each 4 KiB.
 
     Other processes of the same user on this machine can map the same pages (`shared`, `open`). The file can
-    never shrink under them, and once sealed nobody can change it. It goes when the last one lets it go, however
-    processes end. Writing to such a file is also several times cheaper than to fresh memory of a process: no
-    page fault for each 4 KiB. Where there are no such files, or none so large (`ulimit -f`), it is memory of
-    this process alone.
+    never shrink under them, and once sealed nobody can change it. The kernel frees it when its last user closes
+    it or dies. If the system has no such files, or allows none so large (`ulimit -f`), the region is private
+    process memory.
 
     Args:
-        num_bytes: its size.
+        num_bytes: size of the region.
+        is_filled: every byte will be written, so the machine must have the memory. A machine that holds stripes
+            fills few bytes of a region that may be larger than its memory.
 
     Raises:
-        WeightsUnavailable: the machine has not so much memory.
+        WeightsUnavailable: the machine lacks the memory.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self._hold(_new_file(num_bytes) if CAN_SHARE else None, num_bytes, is_own=True)
+    def __init__(self, num_bytes: int, is_filled: bool = True) -> None:
+        self._hold(_new_file(num_bytes) if CAN_SHARE else None, num_bytes, is_own=True, reserves=is_filled)
 
-    def _hold(self, fd: int | None, num_bytes: int, is_own: bool) -> None:
-        self._fd, self.num_bytes, self.is_own = fd, num_bytes, is_own
+    def _hold(self, fd: int | None, num_bytes: int, is_own: bool, reserves: bool) -> None:
+        self._fd, self.num_bytes, self.is_own, self._can_write = fd, num_bytes, is_own, is_own
         if fd is not None:
             weakref.finalize(self, os.close, fd)
         try:
@@ -57,18 +62,28 @@ class Region:
                 self._memory: mmap.mmap | bytearray = bytearray()
             elif fd is None:
                 self._memory = mmap.mmap(-1, num_bytes)
-            else:  # Private: whoever writes into a tensor by mistake damages a copy of his own.
-                self._memory = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY)
+            else:  # copy on write: an erroneous write to a tensor damages only this process's copy
+                flags = mmap.MAP_PRIVATE | (0 if reserves else NO_RESERVE)
+                self._memory = mmap.mmap(fd, num_bytes, flags=flags)
         except OSError as error:
             raise WeightsUnavailable(f"no memory for {num_bytes} bytes of weights: {error.strerror}") from error
 
     @classmethod
-    def open(cls, shared: SharedRegion, num_bytes: int) -> Region | None:
-        """Another process's region, for reading; None where there is none such on this machine."""
+    def open(cls, shared: SharedRegion, num_bytes: int) -> WeightRegion | None:
+        """Map another process's region for reading; None if it cannot be opened or is another file."""
+        return cls._open(shared, num_bytes, os.O_RDONLY)
+
+    @classmethod
+    def open_to_fill(cls, shared: SharedRegion, num_bytes: int) -> WeightRegion | None:
+        """As open, and allow `write` too, until the other process seals the region."""
+        return cls._open(shared, num_bytes, os.O_RDWR)
+
+    @classmethod
+    def _open(cls, shared: SharedRegion, num_bytes: int, access: int) -> WeightRegion | None:
         if not CAN_SHARE or not SHARED_PATH.fullmatch(shared.path):
             return None
         try:
-            fd = os.open(shared.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = os.open(shared.path, access | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return None
         found = os.fstat(fd)
@@ -77,19 +92,20 @@ class Region:
             os.close(fd)
             return None
         region = cls.__new__(cls)
-        region._hold(fd, num_bytes, is_own=False)
+        region._hold(fd, num_bytes, is_own=False, reserves=False)
+        region._can_write = access == os.O_RDWR
         return region
 
     @property
     def shared(self) -> SharedRegion | None:
-        """Where others find it."""
+        """Where other processes can open this region; None if it is private memory."""
         if self._fd is None:
             return None
         return SharedRegion(path=f"/proc/{os.getpid()}/fd/{self._fd}", name=_name(self._fd))
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Puts bytes in place."""
-        assert self.is_own, "another process's region is read, not written"
+        """Write bytes at an offset."""
+        assert self._can_write, "another process's region is read-only"
         if self._fd is None:
             self._memory[offset : offset + data.nbytes] = data
             return
@@ -98,28 +114,28 @@ class Region:
             offset, data = offset + written, data[written:]
 
     def read(self, start: int, end: int) -> memoryview:
-        """The bytes [start, end), not copied."""
+        """Return the bytes [start, end) without a copy."""
         return memoryview(self._memory)[start:end]
 
     def tensor(self) -> Tensor:
-        """The bytes as uint8, not copied."""
+        """Return the bytes as a uint8 tensor without a copy."""
         if not self.num_bytes:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def seal(self) -> None:
-        """From now on nobody can change it."""
+        """Make the file immutable, for this process too. No effect on private memory or on another's region."""
         if self._fd is not None and self.is_own:
             fcntl(self._fd, F_ADD_SEALS, F_SEAL_WRITE)
 
     @property
     def is_sealed(self) -> bool:
-        """Whether it is whole and the system keeps everybody from changing it."""
+        """True if the region is whole and the kernel rejects every change to it."""
         return self._fd is not None and bool(_seals(self._fd) & F_SEAL_WRITE)
 
 
 def _new_file(num_bytes: int) -> int | None:
-    """An anonymous file of a name that no other has; None where the system refuses."""
+    """Create an anonymous file with a unique name; None if the system refuses."""
     fd = None
     try:
         fd = memfd_create(f"rolemesh-weights-{secrets.token_hex(16)}", MFD_CLOEXEC | MFD_ALLOW_SEALING)
@@ -127,7 +143,9 @@ def _new_file(num_bytes: int) -> int | None:
         fcntl(fd, F_ADD_SEALS, FIXED_SIZE)
         return fd
     except OSError as error:
-        log.info("weights of %d bytes lie in memory that no other process can map: %s", num_bytes, error)
+        log.info(
+            "no other process can map these weights of %d bytes; using private memory: %s", num_bytes, error
+        )
         if fd is not None:
             os.close(fd)
         return None
@@ -140,5 +158,5 @@ def _name(fd: int) -> str:
 def _seals(fd: int) -> int:
     try:
         return fcntl(fd, F_GET_SEALS)
-    except OSError:  # a file of another kind
+    except OSError:  # not a memfd
         return 0

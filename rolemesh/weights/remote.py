@@ -1,11 +1,11 @@
-"""A version of the weights, pulled from whoever holds it."""
+"""Pulls a version of the weights from the processes that hold it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import grpc
@@ -17,33 +17,41 @@ from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.channels import check_address, open_channel
 from rolemesh.rpc.contract import WEIGHTS, rpcs, serializer
 from rolemesh.telemetry import metrics
-from rolemesh.v1.weights_pb2 import FetchRangeRequest, GetManifestRequest, WatchRegionRequest, WeightManifest
+from rolemesh.v1.weights_pb2 import (
+    FetchRangeRequest,
+    GetManifestRequest,
+    StripedHolders,
+    WatchRegionRequest,
+    WeightManifest,
+)
 from rolemesh.weights.held import Holding
 from rolemesh.weights.manifest import check_digest, check_version, name_of, outline, read_manifest
-from rolemesh.weights.region import Region
+from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.source import Fits
 from rolemesh.weights.store import WeightStore
+from rolemesh.weights.striped_pull import DamagedTwice, HolderFailed, StripedPull
+from rolemesh.weights.stripes import check_told, stripes_of
 from rolemesh.wire.frame import split_frame
 
 log = logging.getLogger(__name__)
 
-RELAY_WAIT_S = 5.0  # for a relay to be told of the version; all are told at about the same time
+RELAY_WAIT_S = 5.0  # time for a relay to learn of the version; all replicas learn of it at about the same time
 MAX_SOURCES = 1024
-# How fast weights must arrive: a source that does not bring LEAST_BYTES, or the rest, in STALL_S is left for
-# the next; when all of them together do not in PATIENCE_S, nobody is asked again. Only verified bytes count:
-# else a source that trickles would hold the receiver to its deadline. A relay on the same machine says at
-# each LEAST_BYTES how many it has (service.WATCH_BYTES).
+# Minimum speed of a transfer. A source that does not deliver LEAST_BYTES, or the rest, in STALL_S is left for
+# the next. If all sources together do not deliver that in PATIENCE_S, the pull fails. Only verified bytes
+# count, so a trickling source cannot hold the receiver until its deadline. A relay on the same machine reports
+# its progress every LEAST_BYTES (service.WATCH_BYTES).
 LEAST_BYTES = 4 << 20
 STALL_S = 10.0
 PATIENCE_S = 10.0
 RETRY_S = 0.1  # between two rounds
-# How a call ends when its server does: cut, or cancelled by the server's last act.
+# Status of a call whose server ends: UNAVAILABLE if it is cut, CANCELLED if the server cancels it at shutdown.
 GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 RPCS = {rpc.name: rpc for rpc in rpcs(WEIGHTS)}
 
 
-class _Left(Exception):
-    """A source is left for the next; `reason` is for the metric, `final`: it is not asked again."""
+class _SourceFailed(Exception):
+    """Raised to give up on a source. `reason` labels the metric; if `final`, the source is not asked again."""
 
     def __init__(self, reason: str, message: str, final: bool) -> None:
         super().__init__(message)
@@ -51,17 +59,18 @@ class _Left(Exception):
 
 
 class RemoteWeights:
-    """Implements rolemesh.weights.source.WeightSource by pulling from WeightsServices.
+    """A WeightSource that pulls from the WeightsServices of other processes.
 
     Args:
-        sources: host:port of each holder, the best first: relays, the actor last.
-        version: which one to pull.
-        digest: of its manifest.
-        timeout_s: seconds for the whole, whatever is tried again.
-        store: where the version goes, and can be read by others as far as it is verified.
+        sources: host:port of each holder, in order of preference: relays first, the actor last.
+        version: version to pull.
+        digest: digest of its manifest.
+        timeout_s: deadline in seconds for the whole pull, retries included.
+        store: receives the version; others can read its verified bytes there while the rest arrives.
 
     Raises:
-        InvalidBatch: no source, too many or one that is not host:port; a version or a digest that none is.
+        InvalidBatch: no source, more than MAX_SOURCES, or one that is not host:port; an invalid version or
+            digest.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class RemoteWeights:
         self._version, self._timeout_s = version, timeout_s
         self._store = store or WeightStore()
         self._problems: dict[str, str] = {}
+        self._striped: StripedPull | None = None  # begun, and of no other source since
         self._fits: Fits = lambda tensors: None
 
     @property
@@ -89,11 +99,18 @@ class RemoteWeights:
 
     @property
     def name(self) -> str:
-        """Number and digest."""
+        """The version's `version@digest`."""
         return name_of(self._version, self.digest)
 
+    @property
+    def holding(self) -> Holding:
+        """The version as this process holds it after `fetch`. Raises WeightsUnavailable once it is released."""
+        if (held := self._held()) is None:
+            raise WeightsUnavailable(f"weights version {self._version} is no longer held here")
+        return held
+
     async def fetch(self, fits: Fits | None = None) -> dict[str, Tensor]:
-        """Not copied where this process holds the version already."""
+        """Pull the version; if this process already holds all of it, return its tensors without a copy."""
         held, self._fits = self._held(), fits or self._fits
         if held is not None:
             self._fits(outline(held.manifest))
@@ -105,14 +122,16 @@ class RemoteWeights:
                 raise self._failed(f" within {self._timeout_s:g} s") from None
             finally:
                 if (part := self._held()) is not None and not part.is_whole:
-                    part.stop("the rest could not be had")
+                    part.stop("the transfer of the rest failed")
         tensors = held.tensors()
         self.is_fetched = True
         return tensors
 
     async def _read(self, serialized: bytes) -> WeightManifest:
-        """The manifest, if it is of the weights that are wanted. On a thread: it takes as long as its sender
-        likes it to."""
+        """Parse the manifest and check it against the wanted weights.
+
+        Runs in a thread, because the sender determines how long parsing takes.
+        """
 
         def read() -> WeightManifest:
             manifest = read_manifest(serialized, self._version, self.digest)
@@ -128,16 +147,18 @@ class RemoteWeights:
         return await self._map_the_actors() or await self._pull_from_all()
 
     async def _map_the_actors(self) -> Holding | None:
-        """The version in the actor's own memory, where that is of this machine: no byte is sent, and nobody
-        waits for a relay to have it."""
-        if self._held() is not None:  # begun elsewhere
+        """Map the version in the actor's memory, if the actor is on this machine; else return None.
+
+        Nothing is sent, and there is no need to wait for a relay.
+        """
+        if self._held() is not None:  # already begun from another source
             return None
         async with open_channel(self.sources[-1], "actor") as channel:
             source = _Source(channel, self._version, self.digest)
             try:
-                serialized, shared = await source.manifest(0.0)
+                serialized, shared, _ = await source.manifest(0.0)
                 manifest = await self._read(serialized)
-                region = Region.open(shared, manifest.region_bytes) if shared else None
+                region = WeightRegion.open(shared, manifest.region_bytes) if shared else None
                 if region is None or not region.is_sealed:
                     return None
                 holding = Holding(serialized, manifest, region, "rollout")
@@ -145,21 +166,21 @@ class RemoteWeights:
                 self._store.put(holding)
                 return holding
             except (grpc.aio.AioRpcError, TimeoutError, WeightsUnavailable, InvalidBatch):
-                return None  # what the matter is will be told by whoever asks it next
+                return None  # not reported here: _pull_from_all can ask the actor again, and reports its error
 
     async def _pull_from_all(self) -> Holding:
-        """Goes from source to source, on from the last verified byte, until all is there or nobody is left."""
+        """Try each source in turn, resuming at the last verified byte, until all is here or none is left."""
         candidates, now = list(self.sources), asyncio.get_running_loop().time
         last_progress, before = now(), self._num_verified()
         while candidates and now() < last_progress + PATIENCE_S:
             for address in list(candidates):
                 try:
                     return await self._pull_from(address)
-                except _Left as left:
-                    log.warning("weights version %d: %s is left: %s", self._version, address, left)
-                    metrics.WEIGHTS_SOURCE_FAILURES.labels(left.reason).inc()
-                    self._problems[address] = str(left)
-                    if left.final:
+                except _SourceFailed as failure:
+                    log.warning("weights version %d: giving up on %s: %s", self._version, address, failure)
+                    metrics.WEIGHTS_SOURCE_FAILURES.labels(failure.reason).inc()
+                    self._problems[address] = str(failure)
+                    if failure.final:
                         candidates.remove(address)
                 if self._num_verified() >= before + LEAST_BYTES:
                     last_progress, before = now(), self._num_verified()
@@ -183,38 +204,63 @@ class RemoteWeights:
         async with open_channel(address, kind) as channel:
             source = _Source(channel, self._version, self.digest)
             try:
-                holding = await self._open(source, 0.0 if kind == "actor" else RELAY_WAIT_S)
+                holding, striped = await self._open(source, 0.0 if kind == "actor" else RELAY_WAIT_S)
                 damaged = 0
                 while not holding.is_whole:
                     if not holding.region.is_own:
                         await source.map(holding)
                         continue
+                    if striped is not None and kind == "actor":
+                        await self._pull_stripes(holding, source, address, striped)
+                        continue
+                    self._striped = None
                     damaged += not await source.receive(holding, kind)
                     if damaged == 2:
-                        raise _Left("damaged", f"the piece at byte {holding.num_verified}, twice", final=True)
+                        damage = f"the piece at byte {holding.num_verified} arrived damaged twice"
+                        raise _SourceFailed("damaged", damage, final=True)
                 return holding
-            except grpc.aio.AioRpcError as error:
-                gone = error.code() in GONE
-                message = f"{error.code().name}: {tls.explain(error.details() or '')}"
-                raise _Left("gone" if gone else "refused", message, final=not gone) from error
-            except TimeoutError as error:
-                slow = f"fewer than {LEAST_BYTES} bytes were verified in {STALL_S:g} s"
-                raise _Left("stalled", slow, final=False) from error
-            except (WeightsUnavailable, InvalidBatch) as error:
-                raise _Left("refused", str(error), final=True) from error
+            except (grpc.aio.AioRpcError, TimeoutError, WeightsUnavailable, InvalidBatch) as error:
+                raise _failure(error) from error
 
-    async def _open(self, source: _Source, wait_s: float) -> Holding:
-        """The version as far as it is here, with memory for the rest."""
-        serialized, shared = await source.manifest(wait_s)
+    async def _pull_stripes(
+        self, holding: Holding, source: _Source, address: str, told: StripedHolders
+    ) -> None:
+        """Pull from all holders of a striped version: the source, the first, and those that it names."""
+        stripes = stripes_of(told, holding.manifest.piece_bytes)
+        pull = self._striped
+        if pull is None or (pull.holding, pull.stripes) != (holding, stripes):
+            pull = self._striped = StripedPull(holding, stripes)
+        addresses = [address, *told.addresses]
+        received = metrics.WEIGHTS_RECEIVED_BYTES.labels("actor")
+        async with AsyncExitStack() as stack:
+            channels = [await stack.enter_async_context(open_channel(each, "actor")) for each in told.addresses]
+            sources = [source, *(_Source(channel, self._version, self.digest) for channel in channels)]
+            try:
+                async with _Pace(holding) as pace:
+                    await pull.run([each.fetch for each in sources], received.inc, pace.keep)
+            except HolderFailed as failure:
+                raise _failure(failure.error, addresses[failure.number]) from failure
+            except TimeoutError as error:
+                raise _failure(error, addresses[pull.is_waiting_for]) from error
+            except DamagedTwice as error:
+                where = addresses[stripes.holder_of(holding.num_verified)]
+                raise _SourceFailed("damaged", f"{error}, from {where}", final=True) from error
+
+    async def _open(self, source: _Source, wait_s: float) -> tuple[Holding, StripedHolders | None]:
+        """Return the holding to fill: the one begun earlier, or a new one in shared or own memory.
+
+        Also return who holds it, if the source holds only stripes.
+        """
+        serialized, shared, striped = await source.manifest(wait_s)
         if (held := self._held()) is not None:
-            await asyncio.to_thread(held.own)  # another's memory may never be finished
+            await asyncio.to_thread(held.own)  # the other process may never complete its region
             held.advance(held.num_verified)
-            return held
+            return held, striped
         manifest = await self._read(serialized)
-        region = Region.open(shared, manifest.region_bytes) if shared else None
-        holding = Holding(serialized, manifest, region or Region(manifest.region_bytes), "rollout")
+        region = WeightRegion.open(shared, manifest.region_bytes) if shared else None
+        holding = Holding(serialized, manifest, region or WeightRegion(manifest.region_bytes), "rollout")
         self._store.put(holding)
-        return holding
+        return holding, striped
 
 
 def _check_sources(sources: Sequence[str]) -> None:
@@ -226,11 +272,24 @@ def _check_sources(sources: Sequence[str]) -> None:
         for source in sources:
             check_address(source)
     except InvalidConfig as error:
-        raise InvalidBatch(f"a source of weights: {error}") from error
+        raise InvalidBatch(f"invalid source of weights: {error}") from error
+
+
+def _failure(error: Exception, where: str = "") -> _SourceFailed:
+    """Return why to give up on a source, after an error of calling it, or of calling the holder at `where`."""
+    holder = f"holder {where}: " if where else ""
+    if isinstance(error, grpc.aio.AioRpcError):
+        gone = error.code() in GONE
+        message = f"{holder}{error.code().name}: {tls.explain(error.details() or '')}"
+        return _SourceFailed("gone" if gone else "refused", message, final=not gone)
+    if isinstance(error, TimeoutError):
+        slow = f"{holder}fewer than {LEAST_BYTES} bytes were verified in {STALL_S:g} s"
+        return _SourceFailed("stalled", slow, final=False)
+    return _SourceFailed("refused", f"{holder}{error}", final=True)
 
 
 class _Pace:
-    """Ends what is done within it with TimeoutError, unless a holding gains LEAST_BYTES in every STALL_S."""
+    """Context that raises TimeoutError unless the holding gains LEAST_BYTES in every STALL_S."""
 
     def __init__(self, holding: Holding) -> None:
         self._holding, self._reached = holding, holding.num_verified
@@ -244,36 +303,35 @@ class _Pace:
         await self._timeout.__aexit__(*exception)
 
     def keep(self) -> None:
-        """To be called where more is verified."""
+        """Extend the deadline if LEAST_BYTES were verified since the last extension. Call after each gain."""
         if self._holding.num_verified >= self._reached + LEAST_BYTES:
             self._reached = self._holding.num_verified
             self._timeout.reschedule(asyncio.get_running_loop().time() + STALL_S)
 
 
 class _Source:
-    """The calls to one holder. One that does not bring LEAST_BYTES in STALL_S is TimeoutError."""
+    """Calls one holder. A call that does not deliver LEAST_BYTES in STALL_S raises TimeoutError."""
 
     def __init__(self, channel: grpc.aio.Channel, version: int, digest: str) -> None:
         self._channel = channel
         self._of: dict[str, Any] = {"version": version, "digest": digest}
 
-    async def manifest(self, wait_s: float) -> tuple[bytes, Any]:
-        """The serialized manifest, and the shared region or None."""
+    async def manifest(self, wait_s: float) -> tuple[bytes, Any, Any]:
+        """Return the serialized manifest, the shared region or None, and the holders of stripes or None."""
         call = self._call("GetManifest", GetManifestRequest(**self._of, wait_s=wait_s))
         async with asyncio.timeout(wait_s + STALL_S):
-            answer: Any = await read_answer(RPCS["GetManifest"], await call)
-        return answer.manifest, answer.shared if answer.HasField("shared") else None
+            serialized = await call
+            check_told(memoryview(serialized))
+            answer: Any = await read_answer(RPCS["GetManifest"], serialized)
+        shared, striped = (getattr(answer, f) if answer.HasField(f) else None for f in ("shared", "striped"))
+        return answer.manifest, shared, striped
 
     async def receive(self, holding: Holding, kind: str) -> bool:
-        """Fetches what is not verified yet. False: a piece came damaged."""
+        """Fetch all bytes that are not verified yet. False if a piece arrived damaged."""
         at, end = holding.num_verified, holding.num_bytes
         received = metrics.WEIGHTS_RECEIVED_BYTES.labels(kind)
-        request = FetchRangeRequest(**self._of, offset=at, length=end - at)
-        async with _Pace(holding) as pace, aclosing(self._stream("FetchRange", request)) as frames:
-            async for frame in frames:
-                _, data = split_frame(frame)
-                if not data.nbytes or at + data.nbytes > end:
-                    raise WeightsUnavailable(f"got {data.nbytes} bytes at {at} of {end}")
+        async with _Pace(holding) as pace, aclosing(self.fetch(at, end)) as messages:
+            async for data in messages:
                 holding.region.write(at, data)
                 at += data.nbytes
                 received.inc(data.nbytes)
@@ -283,14 +341,27 @@ class _Source:
                     pace.keep()
                 elif at - verified >= holding.manifest.piece_bytes or at == end:
                     return False
-        if at < end:
-            raise WeightsUnavailable(f"the stream ended at byte {at} of {end}")
         return True
 
+    async def fetch(self, at: int, end: int) -> AsyncGenerator[memoryview, None]:
+        """Yield the bytes [at, end), a message at a time; fewer of them, or more, are an error."""
+        request = FetchRangeRequest(**self._of, offset=at, length=end - at)
+        async with aclosing(self._stream("FetchRange", request)) as frames:
+            async for frame in frames:
+                _, data = split_frame(frame)
+                if not data.nbytes or at + data.nbytes > end:
+                    raise WeightsUnavailable(f"got {data.nbytes} bytes at {at} of {end}")
+                at += data.nbytes
+                yield data
+        if at < end:
+            raise WeightsUnavailable(f"the stream ended at byte {at} of {end}")
+
     async def map(self, holding: Holding) -> None:
-        """Takes up what lies in the other process's memory, as far as that one says that it is verified; the
-        whole once it is sealed, which it is when all of it is verified: nobody can have changed it since. So no
-        byte is read here."""
+        """Follow the progress of a region mapped from another process, until it is whole.
+
+        Bytes count as verified as far as that process reports. It seals the region once all of it is verified,
+        and nobody can change it after that. So no byte is read here.
+        """
         if not holding.region.is_sealed:
             request = WatchRegionRequest(**self._of)
             async with _Pace(holding) as pace, aclosing(self._stream("WatchRegion", request)) as answers:
@@ -300,7 +371,9 @@ class _Source:
                         holding.advance(answer.num_verified)
                         pace.keep()
         if not holding.region.is_sealed:
-            raise WeightsUnavailable(f"the shared region is not sealed at byte {holding.num_verified}")
+            raise WeightsUnavailable(
+                f"the shared region is not sealed: its stream ended at byte {holding.num_verified}"
+            )
         metrics.WEIGHTS_RECEIVED_BYTES.labels("memory").inc(holding.num_bytes)
         holding.advance(holding.num_bytes)
 

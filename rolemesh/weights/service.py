@@ -1,4 +1,4 @@
-"""Serves what a process holds to whoever pulls it (weights.proto)."""
+"""Serves the weights that a process holds to processes that pull them (weights.proto)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rolemesh.wire.carrier import FRAME_BYTES
 from rolemesh.wire.frame import join_frame
 
 MAX_WAIT_S = 30.0
-# Between two answers of WatchRegion, each of which wakes every process that maps the region. No more than a
-# receiver wants in STALL_S: one that is not told of bytes takes them for bytes that did not come.
+# Bytes between two answers of WatchRegion; each answer wakes every process that maps the region. It must not
+# exceed what a receiver expects in STALL_S, because a receiver counts unreported bytes as missing.
 WATCH_BYTES = LEAST_BYTES
 
 
@@ -34,8 +34,10 @@ class WeightsServicer:
 
     async def GetManifest(self, request: GetManifestRequest, context: Any) -> GetManifestResponse:
         if not (math.isfinite(request.wait_s) and request.wait_s >= 0):
-            raise InvalidBatch(f"wait_s is {request.wait_s}; it is a number of seconds, 0 or more")
+            raise InvalidBatch(f"wait_s is {request.wait_s}; expected a number of seconds, 0 or more")
         holding = await self._store.get(request.version, request.digest, min(request.wait_s, MAX_WAIT_S))
+        if holding.striped:
+            return GetManifestResponse(manifest=holding.serialized, striped=holding.striped.told())
         return GetManifestResponse(manifest=holding.serialized, shared=holding.region.shared)
 
     async def FetchRange(self, request: FetchRangeRequest, context: Any) -> AsyncIterator[bytes]:
@@ -43,8 +45,11 @@ class WeightsServicer:
         at, end = request.offset, request.offset + request.length
         if end > holding.num_bytes:
             raise InvalidBatch(
-                f"bytes {at} to {end} of a region of {holding.num_bytes} (weights version {holding.version})"
+                f"asked for bytes {at} to {end} of weights version {holding.version}, which has "
+                f"{holding.num_bytes} bytes"
             )
+        if holding.striped:
+            holding.striped.check(at, end)
         sent = metrics.WEIGHTS_SENT_BYTES.labels(holding.role)
         while at < end:
             part = min(end, await holding.beyond(at), at + FRAME_BYTES)
@@ -56,6 +61,8 @@ class WeightsServicer:
         self, request: WatchRegionRequest, context: Any
     ) -> AsyncIterator[WatchRegionResponse]:
         holding = await self._store.get(request.version, request.digest)
+        if holding.striped:
+            raise InvalidBatch(f"weights version {holding.version} is striped: no region has all of it")
         at = holding.num_verified
         yield WatchRegionResponse(num_verified=at)
         while at < holding.num_bytes:

@@ -1,4 +1,4 @@
-"""Where a version of the weights can be had: in this process (held.py) or from others (remote.py)."""
+"""Interface of a source of weights: this process (held.py) or other processes (remote.py)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class WeightSource(Protocol):
 
     @property
     def version(self) -> int:
-        """Grows with every update."""
+        """Number of the version; it grows with every update."""
         ...
 
     async def fetch(self, fits: Fits | None = None) -> dict[str, Tensor]:
-        """All tensors, whole and verified. Nobody writes to them: they may be kept and used as they are.
+        """Return all tensors, whole and verified. They are never written to, so callers may keep and use them.
 
         Args:
-            fits: sees their names, shapes and dtypes (on the device `meta`) before any byte of them is asked
-                for, and raises WeightsUnavailable where they are not what is wanted.
+            fits: gets their names, shapes and dtypes (on the device `meta`) before any of their bytes are
+                requested, and raises WeightsUnavailable if they are unsuitable.
 
         Raises:
-            WeightsUnavailable: the version is gone, or what came does not match its manifest.
+            WeightsUnavailable: the version is gone, or the received bytes do not match its manifest.
         """
         ...

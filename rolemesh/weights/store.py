@@ -1,4 +1,4 @@
-"""What one process holds of the weights."""
+"""Stores the version of the weights that a process holds."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from rolemesh.weights.held import Bell, Holding
 
 
 class WeightStore:
-    """One version at a time, whole or arriving. All roles of a process share it: what the actor publishes is
-    there for the rollout beside it, and WeightsService gives out what is there, whoever put it in."""
+    """Holds one version at a time, whole or arriving. All roles of a process share the store.
+
+    The actor publishes into it, a rollout in the same process reads from it or pulls into it, and
+    WeightsService serves its content.
+    """
 
     def __init__(self) -> None:
         self._held: Holding | None = None
         self._changed = Bell()
 
     def put(self, holding: Holding) -> None:
-        """Holds a version, and no other."""
+        """Hold this version, and release the one before."""
         self.clear(f"version {holding.version} is held")
         self._held = holding
         self._changed.ring()
 
     def clear(self, why: str) -> None:
-        """Holds none; those who read the one before are told."""
+        """Release the version held; its waiting readers get the reason."""
         if self._held is not None:
             self._held.close(why)
         self._held = None
 
     def find(self, version: int, digest: str) -> Holding | None:
-        """The version, if it is held, be it in part."""
+        """Return the version if it is held, even in part; else None."""
         held = self._held
         return held if held is not None and (held.version, held.digest) == (version, digest) else None
 
     async def get(self, version: int, digest: str, wait_s: float = 0.0) -> Holding:
-        """The version, which may come within `wait_s` seconds.
+        """Return the version, waiting up to `wait_s` seconds for it to arrive.
 
         Raises:
-            WeightsUnavailable: it is not held; the message names the one that is.
+            WeightsUnavailable: it is not held; the message names the version that is.
         """
         try:
             async with asyncio.timeout(wait_s):

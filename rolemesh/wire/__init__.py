@@ -1,9 +1,9 @@
-"""The wire: DataProto to bytes and back (docs/wire.md).
+"""The wire format: encode a DataProto as bytes and decode it again (docs/wire.md).
 
-codec.py      a batch as a header and a region of bytes; files of one batch
-header.py     reads a header and holds it against the limits of limits.py; frame.py cuts messages into fields
-layouts.py    how a tensor lies in the region: dense, by spans, counted; dtypes.py its element types
-columns.py    columns of Python objects as Arrow; ndarrays.py, json_text.py and flatbuffer.py their parts
+codec.py      encodes a batch as a header and a region of bytes, and decodes it; files of one batch
+header.py     parses a header and enforces the limits of limits.py; frame.py splits messages into fields
+layouts.py    packs a tensor into the region: dense, as spans, as counts; dtypes.py lists the element types
+columns.py    columns of Python objects as Arrow; helpers in ndarrays.py, json_text.py and flatbuffer.py
 streams.py    sends and receives batches as streams of frames; carrier.py moves the bytes
-room.py       memory for batches, shared by all streams of a process; allocator.py gets it
+room.py       memory budget for batches, shared by all streams of a process; allocator.py allocates it
 """

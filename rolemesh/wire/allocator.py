@@ -1,5 +1,7 @@
-"""Memory for what arrives, and the C allocator's settings. Fresh pages are the largest cost of a transfer
-(docs/wire.md), so freed memory is kept."""
+"""Memory for received batches, and settings of the C allocator.
+
+Touching fresh pages is the largest cost of a transfer (docs/wire.md), so the process keeps freed memory.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,24 @@ from rolemesh.errors import InvalidBatch
 from rolemesh.wire.limits import MAX_REGION_BYTES
 
 ALIGNMENT = 64
-GROWTH = 8  # memory of a region, in terms of what has arrived
-# Above this many bytes are copied by numpy, which lets other threads run meanwhile. Below it, to wait for them
-# afterwards costs more than the copy.
+GROWTH = 8  # a region's memory is at most this many times the bytes that have arrived
+# Larger parts are copied by numpy, which lets other threads run during the copy. For smaller parts, waiting for
+# those threads afterwards would cost more than the copy.
 LARGE_COPY = 4 << 20
 
 
 def tune() -> bool:
-    """Makes glibc keep freed memory and serve large blocks from it: 1.5 to 5 times the transport's speed.
+    """Make glibc keep freed memory and reuse it for large blocks: 1.5 to 5 times the transport's speed.
 
-    To be called once, at the start of a process, before threads make arenas of their own. The process then
-    holds its peak of memory to its end. Returns False, having done nothing, where the C library is not glibc.
+    Call it once, at process start, before threads create arenas of their own. The process then keeps its peak
+    memory until it exits. Returns False without any effect if the C library is not glibc.
     """
     try:
         libc = ctypes.CDLL(None)
         libc.gnu_get_libc_version  # noqa: B018
     except (OSError, AttributeError, TypeError):
         return False
-    # The numbers are malloc.h's; -1 for the trim threshold is the largest size_t: never trim.
+    # The numbers are from malloc.h. -1 as the trim threshold is the largest size_t: never trim.
     m_trim_threshold, m_top_pad, m_mmap_max, m_arena_max = -1, -2, -4, -8
     settings = {m_arena_max: 1, m_mmap_max: 0, m_trim_threshold: -1, m_top_pad: 64 << 20}
     accepted = [bool(libc.mallopt(parameter, value)) for parameter, value in settings.items()]
@@ -37,22 +39,26 @@ def tune() -> bool:
 
 
 def give_back_free_memory() -> None:
-    """Returns freed pages to the system, once, `tune` or not: another role is to have them. Does nothing where
-    the C library is not glibc, whose allocators return large blocks by themselves."""
+    """Return freed pages to the system now, even after `tune`, so that another role can use them.
+
+    Does nothing if the C library is not glibc: other allocators return large blocks by themselves.
+    """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Region:
-    """Memory for a batch's region, taken as its bytes arrive: a sender that only claims to send much costs
-    nothing, one that has sent some GROWTH times that of address space, and of pages only what it has sent.
+class GrowingBuffer:
+    """Memory for a batch's region, allocated as its bytes arrive.
+
+    A sender that only announces many bytes costs nothing. One that has sent some costs up to GROWTH times that
+    in address space, and only the bytes sent in pages.
 
     Args:
-        num_bytes: what the header says.
-        max_bytes: what is accepted.
+        num_bytes: the region's size according to the header.
+        max_bytes: the largest region accepted.
 
     Raises:
-        InvalidBatch: num_bytes is more than max_bytes.
+        InvalidBatch: num_bytes exceeds max_bytes.
     """
 
     def __init__(self, num_bytes: int, max_bytes: int = MAX_REGION_BYTES) -> None:
@@ -67,20 +73,20 @@ class Region:
         return self._arrived == self.num_bytes
 
     def moves_for(self, part: memoryview) -> int:
-        """Bytes that `write` of this part copies: the part's, and all before it where memory must grow."""
+        """Bytes that `write(part)` copies: the part, plus all earlier bytes if memory must grow."""
         grows = self.memory_for(part) > self._memory.nbytes
         return part.nbytes + (self._arrived if grows else 0)
 
     def memory_for(self, part: memoryview) -> int:
-        """Bytes of memory that the region has after `write` of this part."""
+        """Bytes of memory that the region has after `write(part)`."""
         end = self._arrived + part.nbytes
         return self._memory.nbytes if end <= self._memory.nbytes else min(self.num_bytes, GROWTH * end)
 
     def write(self, part: memoryview) -> None:
-        """Puts the next bytes in place. Raises InvalidBatch where they are more than was announced."""
+        """Append the next bytes. Raises InvalidBatch if they exceed the announced size."""
         end = self._arrived + part.nbytes
         if end > self.num_bytes:
-            raise InvalidBatch(f"a batch of {self.num_bytes} bytes, and {end} have arrived")
+            raise InvalidBatch(f"the header announced a batch of {self.num_bytes} bytes; {end} arrived")
         if end > self._memory.nbytes:
             before = self._memory[: self._arrived]
             self._take(self.memory_for(part))
@@ -92,14 +98,14 @@ class Region:
         self._arrived = end
 
     def whole(self) -> memoryview:
-        """The region, writable, starting on a 64-byte boundary. Raises InvalidBatch while bytes are missing."""
+        """The region: writable, 64-byte aligned. Raises InvalidBatch if bytes are missing."""
         if not self.is_whole:
             raise InvalidBatch(f"a batch of {self.num_bytes} bytes ended after {self._arrived}")
         return self._memory.data
 
     def _take(self, num_bytes: int) -> None:
-        # Aligned by hand: glibc's memalign, which torch uses, asks for more than it keeps, so that a freed
-        # region never fits the next of its size and the heap grows by a region each time.
+        # Aligned by hand: glibc's memalign, which torch uses, requests more than it keeps. A freed region would
+        # never fit the next one of the same size, and the heap would grow by a region each time.
         try:
             spare = np.empty(num_bytes + ALIGNMENT, np.uint8)
         except MemoryError:

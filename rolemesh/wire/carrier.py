@@ -1,8 +1,8 @@
-"""How a header and a region get from one process to another.
+"""Carriers move a batch's header and region from one process to another.
 
-A carrier turns them into messages on a gRPC call's stream and back. `FrameCarrier`, the one there is, puts all
-bytes into those messages. A faster one (shared memory, RDMA) sends in them only where the region is to be
-fetched; header and region, and so codec, servicers and clients, stay as they are.
+A carrier turns them into messages on a gRPC call's stream, and back. `FrameCarrier`, the only one so far, puts
+all bytes into those messages. A faster carrier (shared memory, RDMA) would send only where to fetch the region.
+Header and region stay the same, and so do codec, servicers and clients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rolemesh import threads
 from rolemesh.errors import InvalidBatch
-from rolemesh.wire.allocator import LARGE_COPY, Region
+from rolemesh.wire.allocator import LARGE_COPY, GrowingBuffer
 from rolemesh.wire.codec import Encoded
 from rolemesh.wire.frame import join_frame, split_frame
 from rolemesh.wire.header import Header, read_header
@@ -25,12 +25,12 @@ FRAME_BYTES = 1 << 20  # the fastest size for gRPC in Python: docs/wire.md
 
 @dataclass(frozen=True)
 class Terms:
-    """On which a receiver takes batches.
+    """Conditions under which a receiver accepts batches.
 
     Args:
         max_bytes: the largest region accepted.
-        check: raises InvalidBatch where a header is not of a batch that is wanted; no more of it is taken then.
-        stay: counts the memory; None: nobody does.
+        check: raises InvalidBatch if the header's batch is unwanted; nothing more of that batch is kept then.
+        stay: accounts for the memory; None: no accounting.
     """
 
     max_bytes: int = MAX_REGION_BYTES
@@ -42,22 +42,22 @@ class Carrier(Protocol):
     """Moves batches over the messages of one direction of a call."""
 
     def send(self, batch: Encoded) -> Iterator[bytes]:
-        """The messages to write, in order."""
+        """Yield the messages to write, in order."""
         ...
 
     def receive(self, messages: AsyncIterator[bytes], terms: Terms) -> AsyncIterator[tuple[Header, memoryview]]:
-        """Header and region of each batch. Memory for a region is taken as its bytes arrive.
+        """Yield header and region of each batch. Memory for a region is allocated as its bytes arrive.
 
         Raises:
-            InvalidBatch: the messages are not what `send` makes, end within a batch, go beyond a limit
-                (rolemesh/wire/limits.py), or do not meet the terms.
+            InvalidBatch: the messages are malformed, end within a batch, exceed a limit
+                (rolemesh/wire/limits.py), or violate the terms.
             RoleBusy: the receiver has no memory for them.
         """
         ...
 
 
 class FrameCarrier:
-    """Frames of about 1 MiB: the region's bytes within the gRPC messages themselves."""
+    """Carries the region's bytes inside the gRPC messages, in frames of about 1 MiB."""
 
     def send(self, batch: Encoded) -> Iterator[bytes]:
         header: bytes | None = batch.header
@@ -71,27 +71,31 @@ class FrameCarrier:
         self, messages: AsyncIterator[bytes], terms: Terms
     ) -> AsyncIterator[tuple[Header, memoryview]]:
         header: Header | None = None
-        region: Region | None = None
+        region: GrowingBuffer | None = None
         async for message in messages:
             first, payload = split_frame(message)
             if (first is None) != (region is not None):
-                raise InvalidBatch("a frame of no batch" if first is None else "a batch within a batch")
+                raise InvalidBatch(
+                    "a batch should begin with a header; its first frame has none"
+                    if first is None
+                    else "a header came in the middle of a batch"
+                )
             if first is not None:
                 header = read_header(first)
                 terms.check(header)
-                region = Region(header.region_bytes, terms.max_bytes)
+                region = GrowingBuffer(header.region_bytes, terms.max_bytes)
             elif not payload.nbytes:
-                raise InvalidBatch("an empty frame")
+                raise InvalidBatch("a frame has neither header nor payload")
             assert header is not None
             assert region is not None
             if terms.stay is not None:
                 terms.stay.resize(region.memory_for(payload))
-            # In a thread where it takes long, so that other calls of the process go on.
+            # A long copy runs in a thread, so that the process's other calls continue.
             if region.moves_for(payload) > LARGE_COPY:
                 await threads.run_on(None, region.write, payload)
             else:
                 region.write(payload)
-            # A frame of 64 MiB is not to be held while the next is waited for, or its batch is decoded.
+            # Release the frame (up to 64 MiB) before waiting for the next one or decoding the batch.
             del message, first, payload
             if region.is_whole:
                 whole, region = region.whole(), None
@@ -103,7 +107,7 @@ class FrameCarrier:
 
 
 def _pieces(buffers: Sequence[memoryview], size: int) -> Iterator[tuple[list[memoryview], int]]:
-    """The buffers' bytes in order, in lists of slices of `size` bytes together; the last may be shorter."""
+    """Yield the buffers' bytes in order, as groups of slices; each group but the last totals `size` bytes."""
     pieces: list[memoryview] = []
     held = 0
     for buffer in buffers:

@@ -1,7 +1,7 @@
-"""A batch as a header and a region of bytes, and back. docs/wire.md describes the format.
+"""Encode a batch as a header and a region of bytes, and decode it. docs/wire.md describes the format.
 
-Nothing in a header is believed: `decode` raises InvalidBatch unless every offset, length and count fits
-what has arrived.
+Headers are untrusted: `decode` raises InvalidBatch unless every offset, length and count fits the received
+bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.v1 import frame_pb2
 from rolemesh.wire import layouts
-from rolemesh.wire.allocator import ALIGNMENT, Region
+from rolemesh.wire.allocator import ALIGNMENT, GrowingBuffer
 from rolemesh.wire.columns import from_arrow, to_arrow
 from rolemesh.wire.dtypes import TO_WIRE, Array
 from rolemesh.wire.frame import join_frame, split_frame
@@ -45,8 +45,8 @@ class Encoded:
 
     Args:
         header: a FrameHeader message.
-        buffers: the region in order, alignment included; joined they have region_bytes bytes. They share
-            the batch's memory where they can.
+        buffers: the region in order, alignment gaps included; region_bytes bytes in total. They share the
+            batch's memory where possible.
         region_bytes: size of the region.
     """
 
@@ -56,22 +56,22 @@ class Encoded:
 
 
 def dump(batch: DataProto) -> bytes:
-    """The batch as one blob: a single Frame message. Raises InvalidBatch like `encode`."""
+    """Serialize the batch as a single Frame message. Raises InvalidBatch like `encode`."""
     encoded = encode(batch)
     return join_frame(encoded.header, encoded.buffers, encoded.region_bytes)
 
 
 def load(data: bytes | memoryview) -> DataProto:
-    """The batch that `dump` wrote; it shares no memory with `data`.
+    """Read what `dump` wrote. The batch shares no memory with `data`.
 
     Raises:
-        InvalidBatch: `data` is truncated, too long or anything else than a batch.
+        InvalidBatch: `data` is truncated, too long or not a batch.
     """
     data_header, payload = split_frame(data)
     if data_header is None:
-        raise InvalidBatch("not a batch: no header")
+        raise InvalidBatch("not a batch: the data has no header")
     header = read_header(data_header)
-    region = Region(header.region_bytes)
+    region = GrowingBuffer(header.region_bytes)
     region.write(payload)
     return decode(header, region.whole())
 
@@ -80,7 +80,7 @@ def load(data: bytes | memoryview) -> DataProto:
 
 
 def save_batch(batch: DataProto, path: str | Path) -> None:
-    """Write a batch to a file in the wire's format. An existing file stays until the new one is whole."""
+    """Write a batch to a file in the wire format. An existing file stays until the new one is complete."""
     partial = Path(f"{path}.partial")
     partial.write_bytes(dump(batch))
     os.replace(partial, path)
@@ -96,10 +96,10 @@ def load_batch(path: str | Path) -> DataProto:
 
 
 def encode(batch: DataProto) -> Encoded:
-    """The batch as a header and buffers.
+    """Encode the batch as a header and buffers.
 
     Raises:
-        InvalidBatch: a column, cell or meta value has no place on the wire. Names which, and its type.
+        InvalidBatch: a column, cell or meta value cannot be sent. The message names it and its type.
     """
     num_rows = None if batch.columns else batch.num_rows
     batch = DataProto(batch.tensors, batch.non_tensors, batch.meta_info, num_rows)  # the dicts may have changed
@@ -126,7 +126,7 @@ def encode(batch: DataProto) -> Encoded:
         raise InvalidBatch(f"the batch's header cannot be sent: {error}") from None
     if len(header.meta_json) > MAX_META_BYTES:
         raise InvalidBatch(
-            f"meta_info takes {len(header.meta_json)} bytes, at most {MAX_META_BYTES} travel; "
+            f"meta_info takes {len(header.meta_json)} bytes of JSON, at most {MAX_META_BYTES} can be sent; "
             "make large meta_info a column"
         )
     return Encoded(message, region.buffers, region.num_bytes)
@@ -135,13 +135,15 @@ def encode(batch: DataProto) -> Encoded:
 def _check_names(batch: DataProto) -> None:
     for what, columns in (("tensors", batch.tensors), ("non-tensor columns", batch.non_tensors)):
         if len(columns) > MAX_COLUMNS:
-            raise InvalidBatch(f"a batch of {len(columns)} {what}; at most {MAX_COLUMNS} travel")
+            raise InvalidBatch(f"a batch of {len(columns)} {what}; at most {MAX_COLUMNS} can be sent")
     for name in batch.columns:
         if (num_bytes := len(name.encode(errors="surrogatepass"))) > MAX_NAME_BYTES:
-            raise InvalidBatch(f"a name of {num_bytes} bytes, at most {MAX_NAME_BYTES} travel: {name[:40]!r}…")
+            raise InvalidBatch(
+                f"a column name has {num_bytes} bytes, at most {MAX_NAME_BYTES} can be sent: {name[:40]!r}…"
+            )
     for name, tensor in batch.tensors.items():
         if tensor.dim() > MAX_AXES:
-            raise InvalidBatch(f"column {name!r} has {tensor.dim()} axes, at most {MAX_AXES} travel")
+            raise InvalidBatch(f"column {name!r} has {tensor.dim()} axes, at most {MAX_AXES} can be sent")
 
 
 def _meta(batch: DataProto) -> dict[str, object]:
@@ -158,7 +160,7 @@ class _Writer:
         self.num_bytes = 0
 
     def add(self, *parts: Array | memoryview) -> frame_pb2.Span:
-        """The parts, one directly after the other."""
+        """Append the parts as one span, without gaps between them."""
         if gap := -self.num_bytes % ALIGNMENT:
             self.buffers.append(memoryview(bytes(gap)))
             self.num_bytes += gap
@@ -191,8 +193,11 @@ def _sent_bytes(packed: Sequence[Packed]) -> int:
 
 
 def _pack(tensors: Mapping[str, Tensor]) -> list[Packed]:
-    """The tensors in the fewest bytes that a receiver takes. Where they would unpack to more than it allows,
-    some are sent with their padding, the smallest first: each byte of them allows many of the others."""
+    """Pack the tensors into the fewest bytes that a receiver accepts.
+
+    If they would unpack to more than it allows, some are sent with their padding, the smallest first: each byte
+    sent raises the allowance for the others by MAX_EXPANSION bytes.
+    """
     packed = layouts.pack(tensors)
     for at in sorted(range(len(packed)), key=lambda at: tensors[packed[at].name].nbytes):
         if unpacked_bytes(packed) <= expansion_limit(_sent_bytes(packed)):
@@ -205,20 +210,22 @@ def _pack(tensors: Mapping[str, Tensor]) -> list[Packed]:
 
 
 def decode(header: bytes | Header, region: memoryview) -> DataProto:
-    """The batch. Dense tensors are writable views of the region; the others have their own memory.
+    """Decode a batch.
+
+    Dense tensors that were not narrowed are writable views of the region; all others get memory of their own.
 
     Args:
-        header: a FrameHeader message, or what `read_header` made of one.
-        region: all of its bytes, writable, starting on a 64-byte boundary.
+        header: a serialized FrameHeader, or the result of `read_header`.
+        region: all of its bytes, writable, 64-byte aligned.
 
     Raises:
-        InvalidBatch: header and region are not what `encode` makes of any batch.
+        InvalidBatch: `encode` would write this header and region for no batch.
     """
     if isinstance(header, bytes):
         header = read_header(header)
     message = header.message
     if message.region_bytes != region.nbytes:
-        raise InvalidBatch(f"the header says {message.region_bytes} bytes, {region.nbytes} arrived")
+        raise InvalidBatch(f"the header announces {message.region_bytes} bytes, {region.nbytes} arrived")
     reader = _Reader(region)
     all_spans = _AllSpans([reader.take(f"spans[{i}]", span) for i, span in enumerate(message.spans)])
     for column, spec in zip(header.tensors, message.tensors, strict=True):
@@ -227,7 +234,7 @@ def decode(header: bytes | Header, region: memoryview) -> DataProto:
     reader.check_overlap()
     meta = from_json(message.meta_json, "meta_info")
     if not isinstance(meta, dict):
-        raise InvalidBatch(f"meta_info is a {type(meta).__qualname__}, not an object")
+        raise InvalidBatch(f"meta_info should be a JSON object; it is a {type(meta).__qualname__}")
     non_tensors = from_arrow(columns, message.num_rows)
     tensors = {column.name: _tensor(column) for column in header.tensors}
     return DataProto(tensors, non_tensors, meta, None if tensors or non_tensors else message.num_rows or None)
@@ -244,7 +251,8 @@ class _Reader:
         end = span.offset + span.num_bytes
         if span.offset % ALIGNMENT or end > self.region.nbytes:
             raise InvalidBatch(
-                f"{what} lies at {span.offset} to {end} of a region of {self.region.nbytes} bytes"
+                f"{what} lies at bytes {span.offset} to {end} of a region of {self.region.nbytes} bytes; "
+                f"it should begin at a multiple of {ALIGNMENT} and end within the region"
             )
         if span.num_bytes:
             self._taken.append((span.offset, end, what))
@@ -258,7 +266,7 @@ class _Reader:
 
 
 def _fill(column: Packed, spec: frame_pb2.TensorSpec, reader: _Reader, all_spans: _AllSpans) -> None:
-    """Gives the column what the region holds of it."""
+    """Set the column's spans and values from the region."""
     what = f"column {column.name!r}"
     if column.layout in WITH_SPANS:
         column.spans = all_spans.of(what, spec.span_index, column.shape)
@@ -266,12 +274,14 @@ def _fill(column: Packed, spec: frame_pb2.TensorSpec, reader: _Reader, all_spans
         data = reader.take(what, spec.data)
         num_values = math.prod(column.shape) if column.spans is None else column.spans.num_held
         if data.nbytes != num_values * column.wire_dtype.itemsize:
-            raise InvalidBatch(f"{what}: {num_values} elements of {column.wire_dtype} in {data.nbytes} bytes")
+            raise InvalidBatch(
+                f"{what}: {num_values} elements of {column.wire_dtype} do not take the {data.nbytes} bytes sent"
+            )
         column.values = np.frombuffer(data, f"<u{column.wire_dtype.itemsize}")
 
 
 class _AllSpans:
-    """The spans that a region holds. Columns that share some have them checked once."""
+    """The spans in a region. Spans shared by several columns are checked once."""
 
     def __init__(self, parts: list[memoryview]) -> None:
         self._parts = parts
@@ -280,13 +290,16 @@ class _AllSpans:
     def of(self, what: str, index: int, shape: tuple[int, ...]) -> Spans:
         rows, width = math.prod(shape[:-1]), shape[-1]
         if index >= len(self._parts) or self._parts[index].nbytes != rows * layouts.SPAN_ROW_BYTES:
-            there = f"{self._parts[index].nbytes} bytes" if index < len(self._parts) else "none"
-            raise InvalidBatch(f"{what} of shape {list(shape)} by spans {index} of {len(self._parts)}: {there}")
+            there = f"has {self._parts[index].nbytes} bytes" if index < len(self._parts) else "does not exist"
+            raise InvalidBatch(
+                f"{what} of shape {list(shape)} needs spans of {rows * layouts.SPAN_ROW_BYTES} bytes; "
+                f"spans[{index}] of {len(self._parts)} {there}"
+            )
         if (index, width) not in self._checked:
             starts, lengths = np.frombuffer(self._parts[index], "<i4").reshape(2, rows)
             most = min(width, 2**31 - 1)
             if rows and (starts.min() < 0 or lengths.min() < 0 or (lengths > most - starts).any()):
-                raise InvalidBatch(f"{what}: spans leave the row of {width} elements")
+                raise InvalidBatch(f"{what}: spans reach outside of its rows of {width} elements")
             self._checked[index, width] = Spans(starts, lengths, width)
         return self._checked[index, width]
 

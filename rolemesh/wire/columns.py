@@ -1,8 +1,8 @@
-"""Non-tensor columns as one Arrow record batch.
+"""Encode non-tensor columns as one Arrow record batch, and decode it.
 
-A column's field metadata `encoding` says what it was: `array` (a numpy array of numbers or bools; ndarrays.py
-where it has several axes), `object` (cells of one Python type, or None) or `json` (anything else that is
-JSON-like, one text a cell).
+The field metadata `encoding` of a column records its original kind: `array` (a numpy array of numbers or bools;
+see ndarrays.py for several axes), `object` (cells of one Python type, or None) or `json` (other JSON-like
+cells, one text each).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _CELLS: dict[type, Any] = {
     bool: pa.bool_(),
 }
 _ARRAYS = {pa.from_numpy_dtype(dtype): dtype for dtype in ndarrays.DTYPES.values()}
-# What a stranger's bytes can make Arrow, its flatbuffers and our reading of them raise.
+# Exceptions that untrusted bytes can cause in Arrow, in its flatbuffers and in our parsing of them.
 _UNREADABLE = (pa.ArrowException, ValueError, OSError, EOFError, StopIteration, struct.error, OverflowError)
 
-_END = b"\xff\xff\xff\xff\0\0\0\0"  # what may follow the record batch
-SLICE = 4096  # cells that are made in one call, which lets no other thread run
-# Above so many values JSON texts are first read without keeping what they hold: where one of them is not JSON,
-# the others' values would have taken memory for nothing.
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # Arrow's end-of-stream mark, which may follow the record batch
+SLICE = 4096  # cells made in one call, during which no other thread runs
+# Above this many values, JSON texts are parsed once just to validate them, before any value is kept. Otherwise
+# a batch with one invalid text would take memory for all the values before it.
 CHECKED_FIRST = MAX_VALUES // 2
 
 # --------------------------------------------------------------------------------------- sending
 
 
 def to_arrow(columns: Mapping[str, Column]) -> memoryview:
-    """An Arrow IPC stream of one record batch; empty where there are no columns.
+    """Encode the columns as an Arrow IPC stream of one record batch; empty if there are no columns.
 
     Raises:
-        InvalidBatch: a cell that has no place on the wire (names column, row and type), or more cells, or
-            larger ones, than a receiver takes.
+        InvalidBatch: a cell cannot be sent (the message names column, row and type), or there are more or
+            larger cells than a receiver accepts.
     """
     if not columns:
         return memoryview(b"")
@@ -82,7 +82,7 @@ def _to_array(name: str, column: Column) -> tuple[Any, str]:
         try:
             return pa.array(cells, type=_CELLS[kind or str], from_pandas=False), "object"
         except (OverflowError, UnicodeEncodeError, pa.ArrowInvalid):
-            pass  # an integer beyond 64 bits, a lone surrogate: JSON holds both
+            pass  # an integer beyond 64 bits or a lone surrogate: JSON can represent both
     texts = [to_json(cell, f"column {name!r}, row {row},") for row, cell in enumerate(cells)]
     return pa.array(texts, type=pa.large_string()), "json"
 
@@ -93,16 +93,16 @@ def _to_array(name: str, column: Column) -> tuple[Any, str]:
 def _check_cells(num_rows: int, num_columns: int) -> None:
     if num_rows * num_columns > MAX_VALUES:
         raise InvalidBatch(
-            f"{num_columns} non-tensor columns of {num_rows} rows; at most {MAX_VALUES} cells travel in one "
-            "batch: make numbers a tensor, or send fewer rows"
+            f"{num_columns} non-tensor columns of {num_rows} rows; one batch can have {MAX_VALUES} cells: "
+            "make numbers a tensor, or send fewer rows"
         )
 
 
 def _check_contents(batch: Any) -> bool:
-    """Whether the JSON texts hold so many values that they are to be checked first.
+    """Check cell sizes and the number of JSON values; True if the JSON texts must be validated before decoding.
 
     Raises:
-        InvalidBatch: a cell is too large, or the JSON values together are too many.
+        InvalidBatch: a cell is too large, or the cells hold too many JSON values.
     """
     json_arrays = []
     for field, array in zip(batch.schema, batch.columns, strict=True):
@@ -110,7 +110,7 @@ def _check_contents(batch: Any) -> bool:
             continue
         if len(array) and (largest := int(np.diff(_offsets(array)).max())) > MAX_CELL_BYTES:
             raise InvalidBatch(
-                f"column {field.name!r} has a cell of {largest} bytes, at most {MAX_CELL_BYTES} travel"
+                f"column {field.name!r} has a cell of {largest} bytes, at most {MAX_CELL_BYTES} can be sent"
             )
         if _encoding(field) == "json":
             json_arrays.append(array)
@@ -118,7 +118,7 @@ def _check_contents(batch: Any) -> bool:
     if total > MAX_VALUES:
         total = sum(num_values(text) for array in json_arrays for text in _texts(array))
     if total > MAX_VALUES:
-        raise InvalidBatch(f"the cells hold {total} JSON values, at most {MAX_VALUES} travel in one batch")
+        raise InvalidBatch(f"the cells hold {total} JSON values, at most {MAX_VALUES} can be sent in one batch")
     return total > CHECKED_FIRST
 
 
@@ -126,12 +126,12 @@ def _check_contents(batch: Any) -> bool:
 
 
 def from_arrow(data: memoryview, num_rows: int) -> dict[str, Column]:
-    """The columns that `to_arrow` wrote.
+    """Read the columns that `to_arrow` wrote.
 
     Raises:
-        InvalidBatch: not an Arrow IPC stream of one record batch of `num_rows` rows, a column type that
-            to_arrow does not write, an invalid buffer, text that is not UTF-8 or not JSON, or more cells, or
-            larger ones, than to_arrow writes.
+        InvalidBatch: not an Arrow IPC stream of one record batch of `num_rows` rows; a column type that
+            to_arrow does not write; an invalid buffer; text that is not UTF-8 or not JSON; more or larger cells
+            than to_arrow writes.
     """
     if not len(data):
         return {}
@@ -163,7 +163,7 @@ def _read_batch(data: memoryview, num_rows: int) -> Any:
     messages = pa.ipc.MessageReader.open_stream(pa.py_buffer(data))
     message = messages.read_next_message()
     if message.type != "schema" or (message.body is not None and message.body.size):
-        # Arrow verifies what it knows; an unknown message may point anywhere
+        # Arrow verifies only the message types it knows; an unknown message may point anywhere.
         raise InvalidBatch(
             f"the Arrow columns begin with a message of type {message.type!r}, not with a schema"
         )
@@ -174,7 +174,7 @@ def _read_batch(data: memoryview, num_rows: int) -> Any:
     after += flatbuffer.check_prefix(data, after)
     message = messages.read_next_message()
     if message.type != "record batch" or flatbuffer.is_compressed(memoryview(message.metadata)):
-        # Compressed buffers state the size that they unpack to, and Arrow takes that memory unseen.
+        # A compressed buffer states its unpacked size, and Arrow allocates that without checking.
         raise InvalidBatch("the Arrow columns are not one uncompressed record batch")
     after += message.body.size if message.body is not None else 0
     if bytes(data[after : after + len(_END) + 1]) not in (_END, b""):
@@ -188,7 +188,9 @@ def _encoding(field: Any) -> str:
         return encoding
     allowed = {"array": _ARRAYS, "object": _CELLS.values(), "json": (pa.large_string(),)}.get(encoding, ())
     if field.type not in allowed:
-        raise InvalidBatch(f"Arrow column {field.name!r}: no {field.type} with encoding {encoding!r}")
+        raise InvalidBatch(
+            f"Arrow column {field.name!r} is {field.type} with encoding {encoding!r}, which is never sent"
+        )
     return encoding
 
 
@@ -210,7 +212,7 @@ def _json_cells(field: Any, array: Any) -> Iterator[Any]:
     for row, text in enumerate(_texts(array)):
         try:
             yield from_json(text, "")
-        except InvalidBatch as error:  # a name of a kilobyte is written once, not for each cell
+        except InvalidBatch as error:  # formats the name, up to 1 KiB, only for the bad cell
             raise InvalidBatch(f"column {field.name!r}, row {row},{error}") from None
 
 
@@ -235,7 +237,7 @@ def _octets(array: Any) -> Iterator[bytes]:
 
 
 def _pieces(array: Any) -> Iterator[memoryview]:
-    """The bytes of each cell of a validated large_utf8 or large_binary array; of a null, whatever is there."""
+    """Yield each cell's bytes in a validated large_utf8 or large_binary array; a null's are arbitrary."""
     offsets, data = _offsets(array), _data(array)
     for first in range(0, len(array), SLICE):
         ends = offsets[first : first + SLICE + 1].tolist()

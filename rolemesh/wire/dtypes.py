@@ -1,4 +1,4 @@
-"""Element types of tensors: torch's, the schema's (proto/rolemesh/v1/data.proto, enum Dtype) and numpy's."""
+"""Maps tensor element types between torch, the schema (proto/rolemesh/v1/data.proto, enum Dtype) and numpy."""
 
 from __future__ import annotations
 
@@ -46,15 +46,18 @@ INTEGERS: dict[torch.dtype, np.dtype[Any]] = {
 
 
 def bits_of(name: str, tensor: Tensor) -> Array:
-    """The tensor's elements as unsigned integers of their size, in its shape: what is compared and sent.
+    """View the elements as unsigned integers of the same size and shape, for comparing and sending.
 
-    Shares memory with a contiguous CPU tensor, else copies.
+    Shares memory with a contiguous CPU tensor; copies any other.
 
     Raises:
-        InvalidBatch: the element type has no place on the wire, or the tensor holds no plain memory.
+        InvalidBatch: the element type cannot be sent, or the tensor has no plain memory (sparse, meta).
     """
     if tensor.dtype not in TO_WIRE or tensor.layout != torch.strided or tensor.is_meta:
-        raise InvalidBatch(f"column {name!r} cannot be sent: {tensor.dtype}, {tensor.layout}, {tensor.device}")
+        raise InvalidBatch(
+            f"column {name!r} cannot be sent: {tensor.dtype}, {tensor.layout}, {tensor.device}; expected a "
+            "strided tensor on a real device, of an element type in proto/rolemesh/v1/data.proto"
+        )
     plain = tensor.detach().cpu().contiguous()
     octets = plain.reshape(-1).view(torch.uint8).numpy()
     bits: Array = octets.view(f"<u{tensor.dtype.itemsize}").reshape(tuple(plain.shape))
@@ -62,11 +65,11 @@ def bits_of(name: str, tensor: Tensor) -> Array:
 
 
 def tensor_of(bits: Array, dtype: torch.dtype) -> Tensor:
-    """The tensor of `dtype` whose bits these are; shares the array's memory."""
+    """Reinterpret the bits as a tensor of `dtype`; it shares the array's memory."""
     return torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(dtype).reshape(bits.shape)
 
 
 def element_bits(value: int, dtype: torch.dtype) -> int:
-    """The bits of one number as an element of `dtype`."""
+    """Return the bits that represent `value` as an element of `dtype`."""
     octets = torch.tensor([value], dtype=dtype).view(torch.uint8).numpy().tobytes()
     return int.from_bytes(octets, "little")

@@ -1,7 +1,7 @@
-"""The Frame message (proto/rolemesh/v1/frame.proto) written and read by hand.
+"""Serializes and parses the Frame message (proto/rolemesh/v1/frame.proto) by hand.
 
-The generated code copies a `bytes` field several times; by hand it is joined once and sliced without a copy.
-What is written is an ordinary Frame, and any Frame that a protobuf library writes can be read.
+Generated code copies a `bytes` field several times. This module joins it once and slices it without a copy. It
+writes ordinary Frame messages, and reads every Frame that a protobuf library writes within the limits.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _FIXED_BYTES = {1: 8, 5: 4}  # wire types of fixed64 and fixed32
 
 
 def join_frame(header: bytes | None, payload: Iterable[memoryview | bytes], num_bytes: int) -> bytes:
-    """A serialized Frame.
+    """Serialize a Frame.
 
     Args:
-        header: a serialized FrameHeader, in the first frame of a batch.
+        header: a serialized FrameHeader in a batch's first frame, else None.
         payload: the pieces of the payload.
-        num_bytes: their bytes together.
+        num_bytes: their total size.
     """
     head = b"" if header is None else _tag(_HEADER_FIELD, len(header)) + header
     if not num_bytes:
@@ -31,18 +31,18 @@ def join_frame(header: bytes | None, payload: Iterable[memoryview | bytes], num_
 
 
 def split_frame(message: bytes | memoryview) -> tuple[bytes | None, memoryview]:
-    """Header (None where the frame has none) and payload, a slice of the message.
+    """Parse a Frame into its header (None if absent) and its payload, a slice of the message.
 
     Raises:
         InvalidBatch: not a protobuf message, header or payload twice, or more fields or a larger header than
-            are read (rolemesh/wire/limits.py).
+            the limits allow (rolemesh/wire/limits.py).
     """
     view = memoryview(message).cast("B")
     header: bytes | None = None
     payload: memoryview | None = None
     for field, wire_type, start, end in fields(view, MAX_FRAME_FIELDS, "a frame"):
         if field not in (_HEADER_FIELD, _PAYLOAD_FIELD):
-            continue  # written by a newer sender
+            continue  # unknown field from a newer sender
         if wire_type != LENGTH_DELIMITED or (header if field == _HEADER_FIELD else payload) is not None:
             raise InvalidBatch(f"not a frame: field {field} twice or of wire type {wire_type}")
         if field == _PAYLOAD_FIELD:
@@ -55,10 +55,15 @@ def split_frame(message: bytes | memoryview) -> tuple[bytes | None, memoryview]:
 
 
 def fields(view: memoryview, most: int, what: str) -> Iterator[tuple[int, int, int, int]]:
-    """The fields of a serialized message: number, wire type, and where the value starts and ends.
+    """Yield each field of a serialized message: number, wire type, start and end of the value.
+
+    Args:
+        view: the message.
+        most: how many fields are allowed.
+        what: names the message in errors.
 
     Raises:
-        InvalidBatch: not a protobuf message, or one of more than `most` fields.
+        InvalidBatch: not a protobuf message, or one with more than `most` fields.
     """
     at = 0
     for _ in range(most):
@@ -75,7 +80,7 @@ def fields(view: memoryview, most: int, what: str) -> Iterator[tuple[int, int, i
 
 
 def _value(view: memoryview, at: int, wire_type: int) -> tuple[int, int]:
-    """Start and end of a field's value. Raises InvalidBatch where it reaches beyond the message."""
+    """Return start and end of a field's value. Raises InvalidBatch if it reaches beyond the message."""
     if wire_type == 0:
         start, end = at, _varint(view, at)[1]
     elif wire_type == LENGTH_DELIMITED:

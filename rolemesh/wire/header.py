@@ -1,4 +1,4 @@
-"""A batch's header, read and held against the limits before a byte of its region is looked at."""
+"""Parses a batch's header and checks it against the limits, before any byte of the region is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rolemesh.wire.dtypes import FROM_WIRE, INTEGERS
 from rolemesh.wire.frame import LENGTH_DELIMITED, fields
 from rolemesh.wire.layouts import NARROWER, SPAN_ROW_BYTES, Packed
 
-# Fields of FrameHeader: how many there may be, and of how many bytes each. Those of a newer sender: _OTHER.
+# Fields of FrameHeader: how many are allowed, and the bytes of each. _OTHER: unknown fields of a newer sender.
 _KNOWN = {
     frame_pb2.FrameHeader.TENSORS_FIELD_NUMBER: (limits.MAX_COLUMNS, limits.MAX_SPEC_BYTES, "tensors"),
     frame_pb2.FrameHeader.SPANS_FIELD_NUMBER: (limits.MAX_COLUMNS, 64, "spans"),
@@ -29,21 +29,21 @@ WITH_VALUES = (data_pb2.LAYOUT_DENSE, data_pb2.LAYOUT_RAGGED)
 WITH_SPANS = (data_pb2.LAYOUT_RAGGED, data_pb2.LAYOUT_MASK, data_pb2.LAYOUT_POSITIONS)
 _WITH_FILL = (data_pb2.LAYOUT_RAGGED, data_pb2.LAYOUT_CONSTANT)
 
-# A cell of a non-tensor column is a Python object: making it takes as long as copying some hundred bytes, and
-# reading the JSON of nine bytes as long as copying kilobytes.
+# Estimated cost of decoding non-tensor columns, in bytes copied. Each cell is a Python object: making one takes
+# as long as copying a few hundred bytes. Parsing nine bytes of JSON can take as long as copying kilobytes.
 ROW_BYTES, COLUMN_BYTES = 256, 64
 
 
 @dataclass(frozen=True)
 class Header:
-    """A header that keeps to the limits.
+    """A header within the limits.
 
     Args:
-        message: as it came.
-        tensors: its tensors, as yet without values and spans: those are in the region.
-        unpacked_bytes: of the tensors that are not received in place.
-        work_bytes: bytes of header and region, of what the tensors are to be unpacked to, and of what other
-            columns are taken for (ROW_BYTES, COLUMN_BYTES): what decoding the batch grows with.
+        message: the header as received.
+        tensors: its tensors, still without values and spans; those are in the region.
+        unpacked_bytes: unpacked size of the tensors that are not views of the region.
+        work_bytes: estimated cost of decoding the batch: the bytes of header, region and unpacked tensors, plus
+            an estimate for the other columns (ROW_BYTES, COLUMN_BYTES).
     """
 
     message: frame_pb2.FrameHeader
@@ -57,16 +57,16 @@ class Header:
 
 
 def check_num_rows(num_rows: int, num_columns: int) -> None:
-    """Rows of columns are bounded by their bytes, and rows of no columns here. Raises InvalidBatch."""
+    """Raise InvalidBatch for too many rows without columns; columns bound their rows by their bytes."""
     if not num_columns and num_rows > limits.MAX_VALUES:
-        raise InvalidBatch(f"{num_rows} rows of no columns; at most {limits.MAX_VALUES} travel")
+        raise InvalidBatch(f"{num_rows} rows of no columns; at most {limits.MAX_VALUES} can be sent")
 
 
 def read_header(data: bytes) -> Header:
-    """The header of a batch.
+    """Parse and check the header of a batch.
 
     Raises:
-        InvalidBatch: not a FrameHeader, beyond a limit, or one that describes no batch.
+        InvalidBatch: not a FrameHeader, beyond a limit, or inconsistent.
     """
     check_fields(data)
     try:
@@ -79,7 +79,10 @@ def read_header(data: bytes) -> Header:
         raise InvalidBatch(f"two tensors have one name: {[column.name for column in tensors]}")
     unpacked = unpacked_bytes(tensors)
     if unpacked > min(expansion_limit(message.region_bytes), limits.MAX_REGION_BYTES):
-        raise InvalidBatch(f"{message.region_bytes} bytes claim to be {unpacked}")
+        raise InvalidBatch(
+            f"a region of {message.region_bytes} bytes claims to be {unpacked} unpacked; at most "
+            f"{min(expansion_limit(message.region_bytes), limits.MAX_REGION_BYTES)} are accepted"
+        )
     work = len(data) + message.region_bytes + unpacked + _cells_work(message)
     return Header(message, tensors, unpacked, work)
 
@@ -91,7 +94,7 @@ def _cells_work(message: frame_pb2.FrameHeader) -> int:
 
 
 def unpacked_bytes(tensors: Sequence[Packed]) -> int:
-    """Bytes of all columns that are not received in place."""
+    """Total unpacked size of the tensors that are not views of the region."""
     return sum(
         math.prod(column.shape) * column.dtype.itemsize
         for column in tensors
@@ -100,13 +103,12 @@ def unpacked_bytes(tensors: Sequence[Packed]) -> int:
 
 
 def expansion_limit(region_bytes: int) -> int:
-    """Bytes that the columns of a region may be unpacked to."""
+    """Maximum unpacked size of the tensors in a region of this size."""
     return limits.FREE_EXPANSION + limits.MAX_EXPANSION * region_bytes
 
 
 def check_fields(data: bytes) -> None:
-    """Counts and measures the fields of a FrameHeader before anything is parsed: a parsed one takes far more
-    memory than its bytes.
+    """Count and measure a FrameHeader's fields before parsing it: parsed, it takes far more memory.
 
     Raises:
         InvalidBatch: not a protobuf message, or beyond a limit.
@@ -125,27 +127,34 @@ def _packed(spec: frame_pb2.TensorSpec, num_rows: int) -> Packed:
     what, shape = f"column {spec.name!r}", tuple(spec.shape)
     dtype, wire_dtype = FROM_WIRE.get(spec.dtype), FROM_WIRE.get(spec.wire_dtype)
     if dtype is None or wire_dtype is None:
-        raise InvalidBatch(f"{what} has an unknown element type, {spec.dtype} as {spec.wire_dtype}")
+        raise InvalidBatch(f"{what} has an unknown element type, {spec.dtype} sent as {spec.wire_dtype}")
     if dtype != wire_dtype and not _widens(wire_dtype, dtype):
-        raise InvalidBatch(f"{what}: {dtype} cannot travel as {wire_dtype}")
+        raise InvalidBatch(f"{what}: {dtype} cannot be sent as {wire_dtype}")
     if not 0 < len(shape) <= limits.MAX_AXES or shape[0] != num_rows:
-        raise InvalidBatch(f"{what} of shape {list(shape)} in a batch of {num_rows} rows")
-    # An axis of no elements hides the others' product, and [0, 2**62] has strides beyond int64.
+        raise InvalidBatch(
+            f"{what} of shape {list(shape)} in a batch of {num_rows} rows; expected 1 to {limits.MAX_AXES} "
+            f"axes, the first of {num_rows}"
+        )
+    # An empty axis counts as 1: it would hide the product of the others, and [0, 2**62] overflows its strides.
     if math.prod(max(1, extent) for extent in shape) * dtype.itemsize > limits.MAX_REGION_BYTES:
         raise InvalidBatch(f"{what} of shape {list(shape)} is larger than any batch")
     if spec.layout not in data_pb2.Layout.values() or spec.layout == data_pb2.LAYOUT_UNSPECIFIED:
         raise InvalidBatch(f"{what} has the unknown layout {spec.layout}")
-    if len(spec.fill) != (dtype.itemsize if spec.layout in _WITH_FILL else 0):
-        raise InvalidBatch(f"{what} is filled with {len(spec.fill)} bytes, an element has {dtype.itemsize}")
+    expected = dtype.itemsize if spec.layout in _WITH_FILL else 0
+    if len(spec.fill) != expected:
+        raise InvalidBatch(f"{what} has a fill of {len(spec.fill)} bytes; its layout needs {expected}")
     if dtype == torch.bool and spec.fill not in (b"", b"\0", b"\1"):
         raise InvalidBatch(f"{what} is bool and filled with {spec.fill!r}")
     if spec.HasField("data") != (spec.layout in WITH_VALUES):
         needs = "has no" if spec.HasField("data") else "needs"
         raise InvalidBatch(f"{what}: layout {spec.layout} {needs} data")
     if spec.layout in WITH_SPANS and (len(shape) < 2 or shape[-1] * dtype.itemsize <= SPAN_ROW_BYTES):
-        raise InvalidBatch(f"{what} of shape {list(shape)} and {dtype}: rows that spans save nothing on")
+        raise InvalidBatch(
+            f"{what} of shape {list(shape)} and {dtype}: spans save nothing on one axis or on rows of at most "
+            f"{SPAN_ROW_BYTES} bytes"
+        )
     if spec.layout == data_pb2.LAYOUT_POSITIONS and dtype not in INTEGERS:
-        raise InvalidBatch(f"{what}: positions of {dtype}")
+        raise InvalidBatch(f"{what}: positions should be integers; they are {dtype}")
     return Packed(spec.name, dtype, wire_dtype, shape, spec.layout, fill=spec.fill)
 
 

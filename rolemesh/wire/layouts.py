@@ -1,7 +1,7 @@
-"""Tensors without what follows from the rest: padding, masks, positions, constants, unused integer width.
+"""Packs tensors without their redundant parts: padding, masks, positions, constants, unused integer width.
 
-Everything is decided by content and compared by bits, so that -0.0 and NaN come back as they were. The
-search is a few vectorised passes over a column, and a glance at its edges where there is nothing to save.
+The content decides the layout. Comparison is by bits, so -0.0 and NaN payloads survive. The search takes a few
+vectorised passes over a column, or only a look at its edges if there is nothing to save.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rolemesh.v1 import data_pb2
 from rolemesh.wire.dtypes import INTEGERS, Array, bits_of, element_bits, tensor_of
 
 SPAN_ROW_BYTES = 8  # two int32: first held element, number of held elements
-WORTH_UNPADDING = 7 / 8  # a dense column is received without a copy; less than 1/8 saved does not pay for it
-NARROWER = (torch.uint8, torch.uint16, torch.int32)  # tried in this order
+WORTH_UNPADDING = 7 / 8  # unpadding must save 1/8 or more: a dense column is received without a copy
+NARROWER = (torch.uint8, torch.uint16, torch.int32)  # wire types tried for integers, in this order
 
 
 class Spans:
@@ -56,7 +56,7 @@ class Spans:
         )
 
     def covers(self, other: Spans) -> bool:
-        """Every element that the other holds is held here."""
+        """True if these spans hold every element that `other` holds."""
         if (len(self.starts), self.width) != (len(other.starts), other.width):
             return False
         ends, other_ends = self.starts + self.lengths, other.starts + other.lengths
@@ -78,12 +78,12 @@ def _positions(starts: Array, lengths: Array, width: int) -> Array:
 
 @dataclass
 class Packed:
-    """One tensor as it is sent.
+    """One tensor in its packed form.
 
     Args:
-        values: what lies in the region; None where the layout needs nothing.
+        values: the elements in the region; None if the layout needs none.
         spans: for RAGGED, MASK and POSITIONS.
-        fill: one element, for RAGGED and CONSTANT.
+        fill: the bytes of one element, for RAGGED and CONSTANT.
     """
 
     name: str
@@ -97,10 +97,10 @@ class Packed:
 
 
 def pack(tensors: Mapping[str, Tensor]) -> list[Packed]:
-    """The tensors in the fewest bytes. Equal spans are one object, to be sent once.
+    """Pack the tensors into the fewest bytes. Equal spans become one object, which is sent once.
 
     Raises:
-        InvalidBatch: a tensor has no place on the wire (complex, sparse, …).
+        InvalidBatch: a tensor cannot be sent (complex, sparse, …).
     """
     bits = {name: _by_rows(bits_of(name, tensor)) for name, tensor in tensors.items()}
     known: list[Spans] = []
@@ -113,7 +113,7 @@ def pack(tensors: Mapping[str, Tensor]) -> list[Packed]:
 
 
 def pack_plainly(name: str, tensor: Tensor) -> Packed:
-    """The tensor with every element sent; integers still as narrow as they allow."""
+    """Pack the tensor with every element; integers still use the narrowest type that fits."""
     return _dense(name, tensor, bits_of(name, tensor))
 
 
@@ -140,12 +140,12 @@ def _dense(name: str, tensor: Tensor, bits: Array) -> Packed:
 
 
 def _by_rows(bits: Array) -> Array:
-    """As a matrix where there are more than two axes: all but the last one are its rows."""
+    """Reshape more than two axes to a matrix: all axes but the last become its rows."""
     return bits.reshape(-1, bits.shape[-1]) if bits.ndim > 2 and bits.size else bits
 
 
 def _is_matrix(bits: Array) -> bool:
-    """A [R, N] column on which spans save anything and can say where they lie (int32)."""
+    """True for a [R, N] column whose rows are larger than a span and short enough for int32 offsets."""
     return bits.ndim == 2 and bits.shape[0] > 0 and SPAN_ROW_BYTES < bits.shape[1] * bits.itemsize < 2**31
 
 
@@ -157,8 +157,8 @@ def _is_constant(bits: Array) -> bool:
 
 
 def _spans_of_mask(bits: Array, one: int) -> Spans | None:
-    """The spans of a column of zeros and ones that is one run of ones in every row."""
-    if not _is_matrix(bits) or not np.isin(bits[0], (0, one)).all():
+    """Find the spans of a column of zeros and ones with at most one run of ones in each row, else None."""
+    if not _is_matrix(bits) or not ((bits[0] == 0) | (bits[0] == one)).all():
         return None
     spans = _spans_around(bits != 0)
     lengths = np.count_nonzero(bits == one, axis=1)
@@ -180,7 +180,7 @@ def _spans_of_positions(dtype: torch.dtype, bits: Array, known: list[Spans]) -> 
 
 
 def _padding(bits: Array) -> np.generic | None:
-    """What the rows seem to be padded with: the commonest element that stands twice at a row's edge."""
+    """Guess the padding: the commonest element that stands twice in a row at a row's start or end."""
     if not _is_matrix(bits) or bits.shape[1] < 2:
         return None
     edges = [bits[bits[:, 0] == bits[:, 1], 0], bits[bits[:, -1] == bits[:, -2], -1]]
@@ -189,8 +189,10 @@ def _padding(bits: Array) -> np.generic | None:
 
 
 def _spans_of_ragged(bits: Array, fill: np.generic, known: list[Spans]) -> Spans | None:
-    """The spans outside of which the column is `fill`: the column's own or, where that is less to send,
-    those of a column packed before."""
+    """Find spans outside of which the column is `fill`, or None if they save too little.
+
+    They are the column's own, or those of a column packed earlier if reusing them sends fewer bytes.
+    """
     own = _spans_around(bits != fill)
     own_cost = own.num_held * bits.itemsize + SPAN_ROW_BYTES * len(bits)
     covering = [spans for spans in known if spans.covers(own)]
@@ -201,7 +203,7 @@ def _spans_of_ragged(bits: Array, fill: np.generic, known: list[Spans]) -> Spans
 
 
 def _spans_around(held: Array) -> Spans:
-    """[R, N] bool: from each row's first True to its last."""
+    """Spans from each row's first True to its last; `held` is [R, N] bool."""
     width = held.shape[1]
     starts = held.argmax(axis=1)
     ends = width - held[:, ::-1].argmax(axis=1)
@@ -219,7 +221,7 @@ def _shared(spans: Spans, known: list[Spans]) -> Spans:
 
 
 def _narrowed(dtype: torch.dtype, bits: Array) -> tuple[Array, torch.dtype]:
-    """The elements in the narrowest integer that holds them all."""
+    """Convert integer elements to the narrowest type of NARROWER that holds them all; else leave them."""
     if dtype not in INTEGERS or not bits.size or dtype.itemsize == 1:
         return bits, dtype
     values = bits.view(INTEGERS[dtype])
@@ -235,13 +237,14 @@ def _narrowed(dtype: torch.dtype, bits: Array) -> tuple[Array, torch.dtype]:
 
 
 def unpack(packed: Packed) -> Tensor:
-    """The tensor as it was. A dense one that was not narrowed is a view of `values`, writable; every
-    other takes new memory: its own size, and no more than a mebibyte beside it.
+    """Restore the tensor.
 
-    The caller has checked shape, spans and number of values against each other.
+    A dense tensor that was not narrowed is a writable view of `values`. Any other takes new memory of its own
+    size, plus at most 1 MiB of temporary memory. The caller has checked shape, spans and number of values
+    against each other.
 
     Raises:
-        InvalidBatch: a bool that is neither 0 nor 1, or positions beyond the element type.
+        InvalidBatch: a bool is neither 0 nor 1, or positions exceed the element type.
     """
     values = packed.values
     if packed.dtype == torch.bool and values is not None and values.size and values.max() > 1:
@@ -264,7 +267,7 @@ def _unpacked(packed: Packed, values: Array | None) -> Array:
     if packed.layout == data_pb2.LAYOUT_RAGGED:
         assert values is not None
         column = np.full(shape, np.frombuffer(packed.fill, unsigned)[0])
-        # Widened as they are put in place: all at once would take as much again.
+        # Widen the values block by block while placing them: all at once would take twice the memory.
         signed = packed.dtype if packed.wire_dtype != packed.dtype else None
         _put(_as_numbers(column, signed), spans, _as_numbers(values, packed.wire_dtype if signed else None))
         return column
@@ -282,13 +285,13 @@ def _as_numbers(bits: Array, dtype: torch.dtype | None) -> Array:
     return bits if dtype is None else bits.view(INTEGERS[dtype])
 
 
-# A row of WIDE elements and more is written with a slice; narrower rows are written together, about BLOCK
-# elements at a time, so that what is needed in between is of the block's size and not of the column's.
+# Rows of WIDE elements or more are written one by one, by slices. Narrower rows are written about BLOCK
+# elements at a time, so that temporary arrays have the size of a block instead of a column.
 WIDE, BLOCK = 512, 1 << 16
 
 
 def _put(column: Array, spans: Spans, values: Array) -> None:
-    """Puts the values on the spans, row after row; one value (an array without axes) on all of them."""
+    """Write the values into the spans, row by row; a scalar array fills every span."""
     at = 0
     for first, starts, lengths in _blocks(spans):
         if spans.width >= WIDE:
@@ -303,7 +306,7 @@ def _put(column: Array, spans: Spans, values: Array) -> None:
 
 
 def _count(column: Array, spans: Spans) -> None:
-    """Rows of zeros become 0 before the span, 0, 1, 2, … on it and the last count after it."""
+    """Turn rows of zeros into positions: 0 before the span, 0, 1, 2, … on it, the last count after it."""
     counts = np.arange(min(BLOCK, int(spans.lengths.max(initial=0)))).astype(column.dtype)
     for first, starts, lengths in _blocks(spans):
         if spans.width < WIDE:
@@ -317,7 +320,7 @@ def _count(column: Array, spans: Spans) -> None:
 
 
 def _blocks(spans: Spans) -> Iterator[tuple[int, Array, Array]]:
-    """First row, starts and lengths of rows that are unpacked together."""
+    """Yield first row, starts and lengths of each group of rows that are unpacked together."""
     step = BLOCK // min(spans.width, WIDE)
     for first in range(0, len(spans.starts), step):
         yield first, spans.starts[first : first + step], spans.lengths[first : first + step]

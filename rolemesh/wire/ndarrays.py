@@ -1,6 +1,6 @@
-"""Non-tensor columns of several axes: each row's numbers as the bytes of one large_binary cell.
+"""Encodes numpy columns of several axes: each row's numbers become the bytes of one large_binary cell.
 
-The encoding of such a column is `array:DTYPE:SHAPE`, e.g. `array:int32:3,4` for a numpy column [B, 3, 4].
+Such a column has the encoding `array:DTYPE:SHAPE`, e.g. `array:int32:3,4` for a numpy column [B, 3, 4].
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ DTYPES = {
 }
 _ENCODING = re.compile(
     r"array:([a-z0-9]{1,8}):(\d{1,10}(?:,\d{1,10}){0,6})"
-)  # numpy's columns have two axes or more
+)  # such a column has two axes or more
 
 
 def to_cells(name: str, column: Column) -> tuple[Any, str]:
-    """The Arrow array and the encoding of a numpy column [B, ...] of numbers or bools, row-major.
+    """Convert a numpy column [B, ...] of numbers or bools to an Arrow array (row-major) and its encoding.
 
     Raises:
-        InvalidBatch: an element type that has no place on the wire, or more than eight axes.
+        InvalidBatch: an element type that cannot be sent, or more than eight axes.
     """
     dtype = DTYPES.get(column.dtype.name)
     encoding = f"array:{column.dtype.name}:{','.join(map(str, column.shape[1:]))}"
@@ -42,20 +42,21 @@ def to_cells(name: str, column: Column) -> tuple[Any, str]:
 
 
 def is_encoding(encoding: str) -> bool:
-    """Whether an encoding is of this kind."""
+    """True if `encoding` has the form `array:DTYPE:SHAPE` with a known dtype."""
     found = _ENCODING.fullmatch(encoding)
     return found is not None and found[1] in DTYPES
 
 
 def from_cells(name: str, encoding: str, array: Any) -> Column:
-    """The column that `to_cells` was given.
+    """Restore the column that `to_cells` was given.
 
     Args:
-        encoding: one for which `is_encoding` holds.
+        name: the column's name, for errors.
+        encoding: one that `is_encoding` accepts.
         array: a validated large_binary array.
 
     Raises:
-        InvalidBatch: nulls, a cell of another size than the encoding says, or a bool that is neither 0 nor 1.
+        InvalidBatch: nulls, a cell whose size does not match the encoding, or a bool that is neither 0 nor 1.
     """
     found = _ENCODING.fullmatch(encoding)
     assert found is not None

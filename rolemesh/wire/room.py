@@ -1,7 +1,7 @@
-"""Memory of one process for the batches that callers send, shared by all of its streams.
+"""Memory budget of one process for the batches that callers send, shared by all its streams.
 
-A stream that has come to a halt must not keep memory from the others: it is ended when it has been silent for
-too long, and at once when another stream needs what it holds.
+A stalled stream must not keep memory from the others. It is ended after a long silence, and already after a
+short one if another stream needs its memory.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from rolemesh.errors import RoleBusy, RoleTimeout
 from rolemesh.wire.limits import IDLE_S, MEMORY_SHARE, STALL_S
 
 CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),  # version 2; without a limit: max
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),  # version 1; without a limit: about 2^63
+    Path("/sys/fs/cgroup/memory.max"),  # cgroup v2; holds "max" without a limit
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),  # cgroup v1; holds about 2^63 without a limit
 )
 
 
 class Room:
-    """Bounds what all calls of a process hold together. Belongs to one event loop.
+    """Bounds the memory that all calls of a process hold together. Belongs to one event loop.
 
     Args:
-        total_bytes: of regions as they arrive, and of what they are unpacked to.
-        stall_s: seconds after which a stream that sends nothing is ended.
-        idle_s: seconds after which it is ended where another stream has no room.
+        total_bytes: budget for regions, as they arrive, and their unpacked tensors; None: 1/MEMORY_SHARE of the
+            process's memory.
+        stall_s: seconds of silence after which a stream is ended.
+        idle_s: seconds of silence after which a stream may be ended to make room for another.
     """
 
     def __init__(self, total_bytes: int | None = None, *, stall_s: float = STALL_S, idle_s: float = IDLE_S):
@@ -40,12 +41,12 @@ class Room:
 
     @property
     def held_bytes(self) -> int:
-        """What all calls hold now."""
+        """Bytes that all calls hold now."""
         return sum(stay.num_bytes for stay in self._stays)
 
     @contextmanager
     def stay(self) -> Iterator[Stay]:
-        """For one call. Its memory is free when the call and all work that it gave to threads have ended."""
+        """Account for one call. Its memory is freed once the call and all its work in threads have ended."""
         stay = Stay(self)
         self._stays.add(stay)
         try:
@@ -55,13 +56,14 @@ class Room:
             self._settle(stay)
 
     def _settle(self, stay: Stay) -> None:
-        """Forgets a call that holds nothing any more."""
+        """Stop counting a call that has ended and has no work left in threads."""
         if stay.has_left and not stay.num_working:
             self._stays.discard(stay)
 
     def make(self, num_bytes: int) -> None:
-        """Ends silent streams, the longest silent first, until so many bytes are free. Where that would not do,
-        none is ended.
+        """Make room for `num_bytes`: end silent streams, the longest silent first, until enough is free.
+
+        If ending all silent streams would not free enough, none is ended.
 
         Raises:
             RoleBusy: the calls that are not silent hold too much.
@@ -80,12 +82,12 @@ class Room:
 
 
 class Stay:
-    """What one call holds of a room.
+    """One call's share of a room.
 
     Attributes:
-        num_bytes: how much that is.
-        num_working: pieces of work that the call gave to threads and that are not done. They may outlive it.
-        has_left: the call itself has ended.
+        num_bytes: memory that the call holds.
+        num_working: unfinished work that the call started in threads. It may outlive the call.
+        has_left: True once the call itself has ended.
     """
 
     def __init__(self, room: Room) -> None:
@@ -94,22 +96,22 @@ class Stay:
         self.num_working = 0
         self.has_left = False
         self._since = 0.0
-        self._waiting: asyncio.Timeout | None = None  # while a frame is waited for
+        self._waiting: asyncio.Timeout | None = None  # set while waiting for a frame
         self._ended = False
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which a frame has been waited for; below 0: none is."""
+        """Seconds spent waiting for the current frame; negative if the call is not waiting for one."""
         return asyncio.get_running_loop().time() - self._since if self._waiting else -1.0
 
     async def frames(self, frames: Any) -> AsyncIterator[bytes]:
-        """The frames of the call's request.
+        """Yield the frames of the call's request.
 
         Raises:
-            RoleTimeout: the next one did not come within stall_s.
-            RoleBusy: it was waited for, and another stream took this one's room.
+            RoleTimeout: the next frame did not arrive within stall_s.
+            RoleBusy: the stream was evicted while silent, because another one needed its memory.
         """
-        async with aclosing(aiter(frames)) as messages:  # left open it would hold the last frame
+        async with aclosing(aiter(frames)) as messages:  # an open iterator would keep the last frame
             while (frame := await self._next(messages)) is not None:
                 yield frame
                 del frame
@@ -129,15 +131,15 @@ class Stay:
         return frame
 
     async def drop_rest(self, read: Callable[[], Awaitable[Any]]) -> None:
-        """Reads what still comes of a request that is refused, and keeps none of it, to its end or a silence.
+        """Read and discard the rest of a refused request, until it ends, is silent for idle_s, or stall_s pass.
 
-        A caller whose call ends while it writes is often not told why: grpc.aio says that it could not write.
+        If a call ends while its caller writes, grpc.aio often reports a failed write instead of the reason.
 
         Args:
-            read: the next frame, or EOF.
+            read: returns the next frame, or EOF.
         """
         self.num_bytes = 0
-        if self._ended:  # it was silent
+        if self._ended:  # evicted for being silent: nothing is being written
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(self.room.stall_s):
@@ -147,7 +149,7 @@ class Stay:
                             return
 
     def watch(self, work: asyncio.Future[Any]) -> None:
-        """Counts what the call holds until this is done, though the call may be cancelled before."""
+        """Count the call's memory until `work` is done, even if the call is cancelled before."""
 
         def ended(_: object) -> None:
             self.num_working -= 1
@@ -157,13 +159,13 @@ class Stay:
         work.add_done_callback(ended)
 
     def end(self) -> None:
-        """Ends the stream while it waits for a frame. Its memory goes as soon as the event loop has told it."""
+        """End the stream while it waits for a frame. Its memory is released when the event loop resumes it."""
         assert self._waiting is not None
         self._ended, self.num_bytes = True, 0
         self._waiting.reschedule(0.0)  # in the past
 
     def resize(self, num_bytes: int) -> None:
-        """From now on the call holds so many bytes.
+        """Set the bytes that the call holds.
 
         Raises:
             RoleBusy: there is no room for them.
@@ -174,7 +176,7 @@ class Stay:
 
 
 def memory_bytes() -> int:
-    """What this process may have: the machine's memory, or its container's limit where that is lower."""
+    """Return the memory available to this process: the machine's, or the container's limit if lower."""
     most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in CGROUP_LIMITS:
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""What servicers and clients call: a batch to messages of a gRPC stream, and back.
+"""Sends and receives batches as messages of a gRPC stream, for servicers and clients.
 
-The methods that carry `stream Frame` are registered with bytes in and bytes out, since frames are written and
-read by hand (frame.py).
+Methods that carry `stream Frame` are registered with bytes in and bytes out, because frame.py serializes and
+parses frames by hand.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from rolemesh.wire.carrier import Carrier, FrameCarrier, Terms
 from rolemesh.wire.codec import decode, encode
 from rolemesh.wire.header import Header
 
-# From here on the codec works in a thread, so that other calls of the process go on. All that the work grows
-# with is counted: header, region, and what the tensors unpack to.
+# Batches of this size or more are encoded and decoded in a thread, so that the process's other calls continue.
+# The size counts everything that the work grows with: header, region and unpacked tensors.
 LARGE_BYTES = 1 << 20
-CELL_BYTES = 256  # that a cell is taken for before it is encoded
+CELL_BYTES = 256  # estimate for a non-tensor cell before it is encoded
 CARRIER: Carrier = FrameCarrier()
 ANY = Terms()
 
 
 async def send(batch: DataProto) -> AsyncIterator[bytes]:
-    """The batch as frames of about 1 MiB; a small one is a single frame.
+    """Yield the batch as frames of about 1 MiB; a small batch is a single frame.
 
     Raises:
-        InvalidBatch: a column, cell or meta value has no place on the wire.
+        InvalidBatch: a column, cell or meta value cannot be sent.
     """
     work = sum(tensor.nbytes for tensor in batch.tensors.values())
     work += CELL_BYTES * len(batch) * len(batch.non_tensors)
@@ -38,26 +38,26 @@ async def send(batch: DataProto) -> AsyncIterator[bytes]:
 
 
 async def receive(frames: AsyncIterator[bytes], terms: Terms = ANY) -> DataProto:
-    """The one batch of a stream, which is decoded when the stream has ended.
+    """Receive the only batch of a stream. It is decoded once the stream has ended.
 
     Raises:
-        InvalidBatch: the stream holds none, ends within it, goes on after it, or is no batch that the terms
-            allow.
+        InvalidBatch: the stream holds no batch, ends within it, continues after it, or its batch violates the
+            terms.
         RoleBusy: there is no memory for it.
     """
     messages = aiter(frames)
     try:
         return await _one_batch(messages, terms)
     finally:
-        if isinstance(messages, AsyncGenerator):  # it would hold the last message
+        if isinstance(messages, AsyncGenerator):  # left open, it would keep the last message
             await messages.aclose()
 
 
 async def receive_batches(frames: AsyncIterator[bytes]) -> AsyncIterator[DataProto]:
-    """The batches of a stream, each as soon as it is whole.
+    """Yield the batches of a stream, each as soon as it is whole.
 
     Raises:
-        InvalidBatch: the stream ends within a batch, or is no batch.
+        InvalidBatch: the stream ends within a batch, or holds something else.
     """
     async for header, region in CARRIER.receive(frames, ANY):
         yield await _decoded(header, region)
@@ -68,7 +68,7 @@ async def _one_batch(messages: AsyncIterator[bytes], terms: Terms) -> DataProto:
     async for arrived in CARRIER.receive(messages, terms):
         whole = arrived
         async for _ in messages:
-            raise InvalidBatch("the stream goes on after its batch")
+            raise InvalidBatch("the stream continues after its batch; expected one batch")
     if whole is None:
         raise InvalidBatch("the stream ended before a batch began")
     return await _decoded(*whole)

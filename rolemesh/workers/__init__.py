@@ -1,2 +1,2 @@
-"""How a worker's methods run: in this process on one thread (local.py), by turns where roles share a device
-(lease.py), their tensors off it meanwhile (parking.py)."""
+"""How a worker's methods run: in this process on one thread (local.py). Roles that share a device take turns
+(lease.py) and move their tensors off it in between (parking.py)."""

@@ -1,10 +1,11 @@
-"""Whose turn it is. The roles of a group share a device, and at any time one of them is on it: the resident. A
-call of another role waits until the resident's calls have ended; then the resident sleeps and the other wakes.
+"""The lease of a shared device: the roles of a group take turns on it.
 
-Calls of one role run side by side. A switch costs seconds, so a turn is long: calls of the resident that come
-while it runs join it, for TURN_S seconds though others wait; after that they wait as well, and the role whose
-first call has waited longest is next. So a step's calls pass with one switch for each role, and nobody waits
-for ever.
+At any time at most one role, the resident, is on the device. A call of another role waits until the resident's
+calls have ended. Then the resident sleeps and the other role wakes.
+
+Calls of one role run concurrently. A switch costs seconds, so turns are long. New calls of the resident join
+its turn for TURN_S seconds even if other roles wait. After that they wait too, and the role whose first call
+has waited longest is next. A step therefore needs one switch for each role, and no role starves.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ TURN_S = 60.0
 
 
 class Member(Protocol):
-    """A role that takes turns. A `sleep` that raises has left it awake, a `wake` asleep."""
+    """A role that takes turns. If `sleep` raises, the role is still awake; if `wake` raises, still asleep."""
 
     role: str
 
     async def sleep(self) -> int:
-        """Leaves the device, once what still runs on it has ended. Returns bytes moved."""
+        """Leave the device, after the role's running work has ended. Return the bytes moved."""
         ...
 
     async def wake(self) -> int:
-        """Takes the device again. Returns bytes moved."""
+        """Return to the device. Return the bytes moved."""
         ...
 
 
 class Lease:
-    """The device of one group, in one event loop.
+    """The device of one group, used in one event loop.
 
     Args:
-        turn_s: seconds for which a turn that others wait for takes in calls.
+        turn_s: seconds for which new calls may join a turn while other roles wait.
     """
 
     def __init__(self, turn_s: float = TURN_S) -> None:
@@ -55,23 +56,24 @@ class Lease:
         self._switch: asyncio.Task[None] | None = None
 
     def seat(self, member: Member) -> None:
-        """Takes in a role that has just been loaded, and so is on the device, which was vacated before."""
-        assert self.resident is None, f"{member.role} was loaded beside {self.resident}"
+        """Add a role that was just loaded and so is on the device. Vacate the device before loading it."""
+        assert self.resident is None, f"{member.role} was loaded while {self.resident} was on the device"
         self._members[member.role] = member
         self._set_resident(member.role)
 
     async def vacate(self) -> None:
-        """The resident, if there is one, sleeps."""
+        """Put the resident to sleep, if there is one."""
         if self.resident is not None:
             await self._moved("out", self.resident, self._members[self.resident].sleep())
             self._set_resident(None)
 
     @asynccontextmanager
     async def turn(self, role: str) -> AsyncIterator[None]:
-        """While it is entered, the role is on the device.
+        """Wait for the role's turn, and keep the role on the device within the context.
 
         Raises:
-            RoleFailed: the resident could not sleep, or this role not wake. Whoever was on the device still is.
+            RoleFailed: the resident could not sleep (it is still on the device), or this role could not wake
+                (no role is on the device).
         """
         began = time.monotonic()
         await self._join(role)
@@ -116,7 +118,7 @@ class Lease:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Lets in whose turn it is."""
+        """Admit the waiting calls of the role whose turn it is, or start a switch to it."""
         if self._switch is not None or not self._waiting:
             return
         role = next(iter(self._waiting))
@@ -127,7 +129,7 @@ class Lease:
                     call.set_result(None)
             self._pass_on()  # all of them may have been cancelled
         elif not self._num_running:
-            # A task of its own: a caller that goes away does not leave two roles half on the device.
+            # A task of its own: a cancelled caller must not interrupt a switch halfway.
             self._switch = asyncio.create_task(self._switch_to(role))
 
     async def _switch_to(self, role: str) -> None:
@@ -138,9 +140,9 @@ class Lease:
             self._set_resident(role)
             seconds = time.monotonic() - began
             metrics.LEASE_SWITCH_SECONDS.labels(before or "none", role).observe(seconds)
-            log.info("%s sleeps, %s is on the device, after %.3f s", before or "none", role, seconds)
+            log.info("switched the device from %s to %s in %.3f s", before or "none", role, seconds)
         except Exception as error:
-            now = f"{self.resident} still is" if self.resident else "none is"
+            now = f"{self.resident} is still" if self.resident else "no role is"
             log.exception("%s could not take its turn on the device; %s on it", role, now)
             failed = (
                 f"{role} could not take its turn on the device ({now} on it): {type(error).__name__}: {error}"

@@ -1,7 +1,9 @@
-"""One rank, in process: a worker's methods run one after another on a thread of the worker's own, so that
-the event loop stays free to receive, to send and to answer health checks while a model computes. Where roles
-share a device, a method waits for its role's turn before it begins. Calls that wait for the same method are
-computed together, where its result has a row for each of theirs."""
+"""A worker in this process: its methods run one after another on the worker's own thread.
+
+The event loop stays free to receive, send and answer health checks while a model computes. If roles share a
+device, a method waits for its role's turn before it starts. Calls that wait for the same method are batched, if
+the method answers row by row.
+"""
 
 from __future__ import annotations
 
@@ -9,133 +11,153 @@ import asyncio
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
-
 from rolemesh import threads
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
+from rolemesh.ranks.load import RankLoads
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import timeline
-from rolemesh.workers.lease import Lease
+from rolemesh.workers.commands import command
 from rolemesh.workers.parking import Parking
-from rolemesh.workers.traces import Traces
+from rolemesh.workers.seat import ComputingThread, Seat
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_traced: ContextVar[str] = ContextVar("traced", default="")  # the method for which a function is run
-
-
-class ComputingThread(ThreadPoolExecutor):
-    """One thread, which has as many OpenMP threads as the one that makes it.
-
-    A role should be loaded on the thread on which it computes. Every thread that uses OpenMP has a team, and
-    once teams together have more threads than there are cores, theirs no longer wait at a barrier but sleep
-    there: each operation then begins later (docs/profiling.md).
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(1, name, _use_threads, (torch.get_num_threads(),))
-
-    @property
-    def is_waited_for(self) -> bool:
-        """True if another job, or the shutdown, is queued on this thread. A long job may yield to it."""
-        return not self._work_queue.empty()
-
-
-def _use_threads(number: int) -> None:
-    torch.get_num_threads()  # else the thread's first large operation takes the number of the process
-    torch.set_num_threads(number)
+_traced: ContextVar[str] = ContextVar("traced", default="")  # the method on whose behalf a function runs
 
 
 class LocalWorker:
     """Base of every worker: one thread that computes.
 
-    Attributes:
+    Args:
         role: its name.
-        parking: of its device tensors; None if it holds none or parks them itself.
-        lease: of the device that it shares; None: the device is its own.
-        door: lets in what comes over an rpc; rolemesh/rpc/serving/guard.py asks it, the worker does not.
-        traces: of its operations; None: no step is traced.
-        thread: where it computes.
+        seat: its thread, device lease and traces; None: a thread and a device of its own, without traces.
+
+    Attributes:
+        parking: moves its device tensors away; None if it holds no device tensors or parks them itself.
+        loads: what each of the role's ranks did.
+        door: checks the batches of an rpc; rolemesh/rpc/serving/guard.py calls it, the worker does not.
     """
 
     door: Door
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, seat: Seat | None = None) -> None:
         self.role = role
+        self.seat = seat or Seat(ComputingThread(role))
         self.parking: Parking | None = None
-        self.lease: Lease | None = None
-        self.traces: Traces | None = None
-        self.thread = ComputingThread(role)
+        self.loads = RankLoads(role)
         self._lines: dict[str, list[_Waiting]] = {}  # by method; changed by the event loop alone
 
     def turn(self) -> AbstractAsyncContextManager[None]:
-        """While it is entered, the role is on the device; not to be entered from within itself."""
-        return nullcontext() if self.lease is None else self.lease.turn(self.role)
+        """Keep the role on the device within the context. The context must not be nested."""
+        lease = self.seat.lease
+        return nullcontext() if lease is None else lease.turn(self.role)
 
     def call(self, method: str, batch: object = None) -> AbstractContextManager[timeline.Call]:
-        """A call of a method, for who writes down when it waited and when it computed."""
-        resident = self.lease.resident if self.lease else None
+        """Record a call of a method for the step's timeline: when it waited and when it computed."""
+        lease = self.seat.lease
+        resident = lease.resident if lease else None
         return timeline.recorded(self.role, f"{self.role}.{method}", batch, waits_for=resident or self.role)
 
     @asynccontextmanager
     async def traced(self, method: str, call: timeline.Call | None = None) -> AsyncIterator[None]:
-        """While it is entered, what runs on the worker's thread is traced, in the steps in which the job asks
-        for it. Within a turn and not around one: roles of a process are traced one at a time. What has begun
-        is ended, whenever the caller is cancelled; what that takes is a part of the call, if it is given."""
-        step = origin.step.get()
-        if self.traces is None or step not in self.traces.steps:
+        """Trace the worker's thread within the context, if the job profiles this step.
+
+        Enter it inside a turn, not around one: roles of a process are traced one at a time. A trace that has
+        begun is always ended, even if the caller is cancelled. The time to end it is recorded in `call`, if
+        given.
+        """
+        step, traces = origin.step.get(), self.seat.traces
+        if traces is None or step not in traces.steps:
             yield
             return
         _traced.set(method)
         try:
-            await asyncio.shield(self._on_thread(self.traces.begin))
+            await asyncio.shield(self._on_thread(self.begin_trace, self._parts()))
             yield
-        finally:  # after `begin`, which the thread has come to first
+        finally:  # runs after `begin_trace`, which was queued on the thread first
             with call.during(timeline.WRITES_TRACE) if call else nullcontext():
-                await asyncio.shield(self._on_thread(self.traces.end, step))
+                await asyncio.shield(self._on_thread(self.end_trace, self._parts(step=step)))
 
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs a function on the worker's thread, in the caller's context (job, step), turn or not. When the
-        caller is cancelled the function still ends, before anything else runs on the thread: `sleep` too."""
-        if self.traces and (method := _traced.get()):
-            function = self.traces.labelled(method, function)
+        """Run a function on the worker's thread, in the caller's context (job, step). It waits for no turn.
+
+        If the caller is cancelled, the function still runs to its end before anything else on the thread,
+        `sleep` included.
+        """
+        if self.seat.traces and (method := _traced.get()):
+            function = self.seat.traces.labelled(method, function)
         return await self._on_thread(function, *args, **kwargs)
 
     async def _on_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return await threads.run_on(self.thread, function, *args, **kwargs)
+        return await threads.run_on(self.seat.thread, function, *args, **kwargs)
 
     async def sleep(self) -> int:
-        """Leaves the device to another role. Returns bytes moved."""
-        assert self.parking is not None, f"{self.role} shares a device and cannot leave it"
-        return await self.run(self.parking.park)
+        """Leave the device to another role. Return the bytes moved, of all ranks."""
+        return _sum_of_bytes(await self.run(self.park, self._parts()))
 
     async def wake(self) -> int:
-        """Takes the device again. Returns bytes moved."""
+        """Return to the device. Return the bytes moved, of all ranks."""
+        return _sum_of_bytes(await self.run(self.unpark, self._parts()))
+
+    def _parts(self, **meta: Any) -> list[DataProto]:
+        """Return parts without rows, for a command that needs none."""
+        return [DataProto({}, meta_info=dict(meta)) for _ in range(self.seat.ranks.size)]
+
+    @command
+    def park(self, part: DataProto) -> DataProto:
+        """Move this rank's tensors off its device. meta_info of the answer: `num_bytes`."""
+        assert self.parking is not None, f"{self.role} shares a device and cannot leave it"
+        return DataProto({}, meta_info={"num_bytes": self.parking.park()})
+
+    @command
+    def unpark(self, part: DataProto) -> DataProto:
+        """Move this rank's tensors back. meta_info of the answer: `num_bytes`."""
         assert self.parking is not None
-        return await self.run(self.parking.unpark)
+        return DataProto({}, meta_info={"num_bytes": self.parking.unpark()})
+
+    @command
+    def begin_trace(self, part: DataProto) -> DataProto:
+        """Begin to trace this rank's thread."""
+        assert self.seat.traces is not None
+        self.where_it_computes(self.seat.traces.begin)
+        return DataProto({})
+
+    @command
+    def end_trace(self, part: DataProto) -> DataProto:
+        """End that, and write the trace of the step in meta_info."""
+        assert self.seat.traces is not None
+        self.where_it_computes(functools.partial(self.seat.traces.end, part.meta_info["step"]))
+        return DataProto({})
+
+    def where_it_computes(self, function: Callable[[], None]) -> None:
+        """Run a function on the thread on which the role's model computes: this one."""
+        function()
 
     async def watch(self) -> None:
-        """Never returns.
+        """Wait until the worker fails unrecoverably, then raise; never return.
 
         Raises:
-            RoleUnavailable: the worker cannot go on, but in a new process.
+            RoleUnavailable: the worker failed, and only a new process can replace it.
         """
         await asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
-        """Lets the running method end and takes no other."""
-        self.thread.shutdown(wait=True, cancel_futures=True)
+        """Wait for the running method to end, and cancel those that are queued."""
+        self.seat.thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _sum_of_bytes(answers: Sequence[DataProto]) -> int:
+    return sum(answer.meta_info["num_bytes"] for answer in answers)
 
 
 W = TypeVar("W", bound=LocalWorker)
@@ -144,8 +166,10 @@ W = TypeVar("W", bound=LocalWorker)
 def on_worker_thread(
     method: Callable[Concatenate[W, P], R],
 ) -> Callable[Concatenate[W, P], Coroutine[Any, Any, R]]:
-    """Makes an ordinary method of a worker an async one that waits for the role's turn and runs on the worker's
-    thread. The ordinary one stays at hand as `method.__wrapped__`."""
+    """Make a worker's method async: it waits for the role's turn, then runs on the worker's thread.
+
+    The original method is available as `method.__wrapped__`.
+    """
 
     async def asynchronous(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
         batch = args[0] if args else None
@@ -159,21 +183,23 @@ def on_worker_thread(
 
 @dataclass(eq=False)
 class _Waiting:
-    """A call of a method that answers row by row, until its caller has the answer."""
+    """A pending call of a method that answers row by row."""
 
     batch: DataProto
     answer: DataProto | None = None
-    is_alone: bool = False  # as it failed together with others
+    is_alone: bool = False  # computed by itself, because it failed in a batch of calls
 
 
 def by_rows(
     method: Callable[[W, DataProto], DataProto],
 ) -> Callable[[W, DataProto], Coroutine[Any, Any, DataProto]]:
-    """As on_worker_thread, for a method whose answer has a row for each row of its batch, which does not depend
-    on the rows beside it. When a call begins, those that have come by then are computed with it: a role that
-    had to wait for its device, or is behind, so reads equal beginnings once, in full micro-batches. A call is
-    computed between its coming and its answer, by no other order. Calls that fail together are computed one by
-    one: nobody gets another's error."""
+    """As on_worker_thread, but batch pending calls, for a method whose answer has one row per row of its batch.
+
+    A row of the answer must not depend on the other rows. When a call starts, all calls that wait for the same
+    method are computed with it. So a role that waited for its device, or is behind, computes shared prefixes
+    once and fills its micro-batches. A call may be computed before calls of other methods that came earlier. If
+    a batch of calls fails, each is computed by itself, so no call gets another's error.
+    """
 
     def answer(self: W, mine: _Waiting, line: Sequence[_Waiting]) -> DataProto:
         together = [each for each in tuple(line) if each.answer is None and not each.is_alone]
@@ -182,7 +208,7 @@ def by_rows(
                 answers = method(self, DataProto.concat([each.batch for each in together]))
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-                log.warning("%s: %d calls are computed one by one: %s", self.role, len(together), why)
+                log.warning("%s: computing %d calls one by one: %s", self.role, len(together), why)
                 for each in together:
                     each.is_alone = True
             else:
@@ -209,7 +235,7 @@ def by_rows(
 def as_call(
     method: Callable[Concatenate[W, P], Awaitable[R]],
 ) -> Callable[Concatenate[W, P], Coroutine[Any, Any, R]]:
-    """Makes an async method of a worker one whose calls can be written down (LocalWorker.call)."""
+    """Record the calls of a worker's async method for the step's timeline (LocalWorker.call)."""
 
     @functools.wraps(method)
     async def written(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:

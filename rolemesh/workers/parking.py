@@ -1,13 +1,12 @@
-"""Off the device and back: what a role does with its tensors while another one of its group computes.
+"""Move a role's tensors off the device and back while another role of its group computes.
 
-On CUDA they wait in pinned host memory; on the CPU, where device and host are the same memory, in a file
-without a name. Tensors stay the objects that they are, tied ones tied: it is their storages that are emptied
-and filled.
+On CUDA the tensors are kept in pinned host memory. On a CPU, where device and host share memory, they are kept
+in an unnamed file. The tensor objects stay the same, and tied tensors stay tied: only their storages are
+emptied and refilled.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from io import BufferedRandom
@@ -18,31 +17,39 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from rolemesh.ranks.sharding import local, memory_of, reshard
 from rolemesh.wire.allocator import give_back_free_memory
 
-PIECE_BYTES = 16 << 20  # of pinned memory, of which torch takes powers of two
-BUFFER_BYTES = 256 << 10  # in which small tensors are gathered for the file; a larger one passes it by
+PIECE_BYTES = 16 << 20  # of pinned memory; a power of two, because torch allocates powers of two
+BUFFER_BYTES = 256 << 10  # the file's write buffer, for small tensors; larger ones bypass it
 
 
 def model_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters, gradients and buffers."""
+    """Yield a model's parameters, gradients and buffers; of a sharded one this rank's parts, after resharding.
+
+    Args:
+        model: the Root of one that may be sharded.
+    """
+    reshard(model)
     for parameter in model.parameters():
-        yield parameter
+        yield local(parameter)
         if parameter.grad is not None:
-            yield parameter.grad
+            yield local(parameter.grad)
     yield from model.buffers()
 
 
 class Parking:
-    """The tensors of one role on one device.
+    """Parks the tensors of one role on one device.
 
-    Nobody may compute with them between `park` and `unpark`; both belong on the thread that does. A tensor that
-    shares memory with one of them is to be one of them.
+    Do not compute with the tensors between `park` and `unpark`. Call both on the thread that computes. Every
+    tensor that shares memory with one of the tensors must be among them.
 
     Args:
-        tensors: asked at each `park`; an optimizer has no state before its first step.
-        device: where they are.
-        directory: for the file, made if absent. On a disk: a directory in memory would release nothing.
+        tensors: called at each `park`, because e.g. an optimizer has no state before its first step. Those on
+            another device, e.g. offloaded weights, stay as they are.
+        device: the device of the tensors.
+        directory: for the file, created if absent. It must be on a disk: a directory in memory would release no
+            memory.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, directory: Path) -> None:
@@ -51,19 +58,19 @@ class Parking:
         self._parked: list[tuple[UntypedStorage, int]] = []
 
     def park(self) -> int:
-        """Moves the tensors away and releases their memory.
+        """Move the tensors off the device and release their memory.
 
         Returns:
-            bytes moved; 0 where they were away already.
+            bytes moved; 0 if they are parked already.
 
         Raises:
-            OSError: the file could not be written. Every tensor is where it was.
-            RuntimeError: there is no memory to begin with. Every tensor is where it was.
+            OSError: the file could not be written. The tensors are unchanged.
+            RuntimeError: there is not enough memory for the move. The tensors are unchanged.
         """
         if self._parked:
             return 0
-        shared = _by_storage(self._tensors())
-        # All memory before the first tensor moves: a tensor that has moved holds nothing yet.
+        shared = _by_storage(t for t in self._tensors() if t.device.type == self._device.type)
+        # Allocate all memory before the first tensor is moved: its new storage is empty until `take`.
         own = [storage if storage.resizable() else _like(storage) for storage, _ in shared]
         self._shelf.put([_bytes(storage) for storage, _ in shared])
         for (storage, tensors), mine in zip(shared, own, strict=True):
@@ -74,13 +81,13 @@ class Parking:
         return sum(num_bytes for _, num_bytes in self._parked)
 
     def unpark(self) -> int:
-        """Takes memory again and brings the tensors back, bit for bit.
+        """Allocate memory and restore the tensors, bit for bit.
 
         Returns:
-            bytes moved; 0 where they were here already.
+            bytes moved; 0 if they are not parked.
 
         Raises:
-            RuntimeError: there is no memory. Every tensor is still away, and it may be tried again.
+            RuntimeError: there is not enough memory. The tensors stay parked, and the call may be retried.
         """
         try:
             for storage, num_bytes in self._parked:
@@ -103,7 +110,7 @@ class Parking:
 
 
 def _by_storage(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, list[Tensor]]]:
-    """What holds the tensors' bytes, each once, and which tensors it holds."""
+    """List each storage of the tensors once, with the tensors that it holds."""
     found: dict[int, tuple[UntypedStorage, list[Tensor]]] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -113,8 +120,11 @@ def _by_storage(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, list[Te
 
 
 def _like(storage: UntypedStorage) -> UntypedStorage:
-    """As much memory, still to be filled, that can be resized. What a file is mapped to cannot be, as of a
-    model that was just loaded, nor what numpy has seen."""
+    """Allocate a resizable storage of the same size, with undefined content.
+
+    A storage cannot be resized if it is memory-mapped from a file (a model that was just loaded), or if numpy
+    has accessed it.
+    """
     return torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
 
 
@@ -128,25 +138,20 @@ def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _memory(flat: Tensor) -> memoryview:
-    """The bytes themselves. Not by way of numpy: a storage that numpy has seen can never be resized."""
-    return memoryview((ctypes.c_ubyte * len(flat)).from_address(flat.data_ptr())).cast("B")
-
-
 class _Shelf(Protocol):
-    """Holds the bytes of what is parked."""
+    """Holds the bytes of parked tensors."""
 
     def put(self, sources: Sequence[Tensor]) -> None:
-        """Copies them in; uint8, of one dimension."""
+        """Copy tensors in; each is uint8 of one dimension."""
         ...
 
     def take(self, targets: Sequence[Tensor]) -> None:
-        """Copies them out, in the same order and sizes."""
+        """Copy the bytes out, in the same order and sizes."""
         ...
 
 
 class _Pinned:
-    """Pinned host memory, kept for the next time: to pin it costs more than to copy into it."""
+    """Pinned host memory. It is kept for reuse, because pinning costs more than copying."""
 
     def __init__(self) -> None:
         self._pieces: list[Tensor] = []
@@ -164,7 +169,7 @@ class _Pinned:
         torch.cuda.current_stream().synchronize()
 
     def _pairs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Parts of the tensors, laid end to end, with the pinned bytes that belong to them."""
+        """Yield parts of the tensors, laid end to end, with the pinned bytes of each part."""
         at = 0
         for tensor in tensors:
             start = 0
@@ -176,8 +181,10 @@ class _Pinned:
 
 
 class _File:
-    """A file without a name, which the system removes however the process ends. It is let go after each use:
-    what the disk has not got by then, it need never get."""
+    """An unnamed file, which the system removes however the process ends.
+
+    It is closed after each use, so data that has not reached the disk by then is never written.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -188,7 +195,7 @@ class _File:
         with ExitStack() as unless_whole:
             file = unless_whole.enter_context(TemporaryFile(dir=self._directory, buffering=BUFFER_BYTES))
             for source in sources:
-                file.write(_memory(source))
+                file.write(memory_of(source))
             file.flush()
             unless_whole.pop_all()
         self._file = cast(BufferedRandom, file)
@@ -199,7 +206,7 @@ class _File:
             return
         self._file.seek(0)
         for target in targets:
-            read = self._file.readinto(_memory(target))
+            read = self._file.readinto(memory_of(target))
             assert read == len(target), f"the file of parked tensors ended after {read} of {len(target)} bytes"
         self._file.close()
         self._file = None

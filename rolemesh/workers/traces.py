@@ -1,7 +1,8 @@
-"""What a role's models do in chosen steps, operation by operation: torch's profiler around its calls.
+"""Trace the operations of a role's models in chosen steps, with torch's profiler.
 
-A trace is `<run directory>/profile/step_<n>/<role>.json.gz`, in Chrome's format; of a role that may have
-replicas each has its own, with its machine's name and process number. It is whole after every call.
+A trace is `<run directory>/profile/step_<n>/<role>.json.gz`, in Chrome's format. Each replica of a role that
+may have several writes its own file, named with its machine and process number; so does each rank above 0 of a
+role, named with its rank. The file is valid after every call.
 """
 
 from __future__ import annotations
@@ -20,60 +21,66 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch.profiler import profile, record_function
 
+from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
-from rolemesh.config.placement import ReplicasConfig
 from rolemesh.home import Home
+from rolemesh.telemetry import context
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 BEGIN, SEPARATOR, END = b'{"displayTimeUnit": "ms", "traceEvents": [\n', b",\n", b"\n]}\n"
-GZIP = 31  # zlib's wbits for it
-# torch has one profiler in a process: roles that share one are traced in turn.
+GZIP = 31  # zlib's wbits for gzip
+# torch has one profiler per process, so roles that share a process are traced one at a time.
 _TURN = threading.Lock()
-_NAMES: Counter[str] = Counter()  # how many traces of this process have had a name
+_NAMES: Counter[str] = Counter()  # the number of traces with each name in this process
 
 
 @cache
 def _load_profiler() -> None:
-    """torch takes seconds for the first profile, and complains where it is made on another thread than the one
-    that imported torch."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else a line for each start and stop
+    """Make a first, empty profile.
+
+    It takes torch seconds, and torch complains if it is made on another thread than the one that imported
+    torch.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs a line for each start and stop
     with profile():
         pass
 
 
 class Traces:
-    """The traces of one role in one process. `begin`, `end` and what is `labelled` belong on its worker's
-    thread, which is the one that torch looks at.
+    """The traces of one role in one process.
+
+    Call `begin`, `end` and functions returned by `labelled` on the worker's thread: torch profiles that thread.
 
     Args:
-        job: says which steps, and where.
-        role: whose they are.
+        job: has the steps and the directory.
+        role: the traced role.
     """
 
     def __init__(self, job: JobConfig, role: str) -> None:
         self._job, self._role, self.steps = job, role, frozenset(job.trainer.profile_steps)
         self._home = Home.of(job)
-        replica = f"-{socket.gethostname()}-{os.getpid()}" if role in ReplicasConfig.model_fields else ""
-        name = f"{role}{replica}"
-        _NAMES[name] += 1  # a process may hold several replicas: no two may write one file
+        replica = f"-{socket.gethostname()}-{os.getpid()}" if not ROLES[role].trained else ""
+        rank = context.rank.get()
+        name = f"{role}{replica}" + (f"-rank-{rank}" if rank else "")
+        _NAMES[name] += 1  # a process may hold several replicas, which must not write the same file
         self._name = f"{name}-{_NAMES[name]}.json.gz" if replica and _NAMES[name] > 1 else f"{name}.json.gz"
-        # By step: its file's one gzip stream up to the last event, and how many bytes of the file that is.
+        # By step: the gzip stream of its file up to the last event, and the number of bytes written so far.
         self._streams: dict[int, tuple[Any, int]] = {}
         self._profile: profile | None = None
         self._num_calls = 0
 
     @classmethod
     def of(cls, job: JobConfig, role: str) -> Traces | None:
-        """None where the job traces no step."""
+        """Make a role's traces; None if the job traces no step."""
         if not job.trainer.profile_steps:
             return None
         _load_profiler()
         return cls(job, role)
 
     def begin(self) -> None:
-        """A call begins. Of several at once the first starts the profiler, the last stops it."""
+        """Begin a call. Of concurrent calls, the first starts the profiler and the last stops it."""
         self._num_calls += 1
         if self._num_calls == 1:
             _TURN.acquire()
@@ -81,7 +88,7 @@ class Traces:
             self._profile.start()
 
     def end(self, step: int) -> None:
-        """A call has ended."""
+        """End a call. The last of concurrent calls writes the trace of the step."""
         self._num_calls -= 1
         if self._num_calls:
             return
@@ -94,7 +101,7 @@ class Traces:
             _TURN.release()
 
     def labelled(self, method: str, function: Callable[P, R]) -> Callable[P, R]:
-        """The function, as a slice of its own where it is traced."""
+        """Wrap a function so that it has its own slice in the trace; return it unchanged if not tracing."""
 
         @wraps(function)
         def traced(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -104,7 +111,7 @@ class Traces:
         return traced if self._profile else function
 
     def _append(self, session: profile, step: int) -> None:
-        """Lays the session's events to those of the step that are there, if they are of this process."""
+        """Append the session's events to the step's file, which keeps events of this process only."""
         with tempfile.TemporaryDirectory() as scratch:
             exported = Path(scratch) / "trace.json"
             session.export_chrome_trace(str(exported))
@@ -113,7 +120,7 @@ class Traces:
         stream, size = self._streams.get(step) or (zlib.compressobj(3, wbits=GZIP), 0)
         before = SEPARATOR if size else BEGIN
         body = stream.compress(before + SEPARATOR.join(events)) + stream.flush(zlib.Z_SYNC_FLUSH)
-        ending = stream.copy()  # the stream itself goes on
+        ending = stream.copy()  # a copy, so that the stream can be continued
         with self._home.file(self._job.profile_dir(step) / self._name) as file:
             file.seek(size)
             file.write(body + ending.compress(END) + ending.flush())
@@ -121,7 +128,10 @@ class Traces:
         self._streams[step] = stream, size + len(body)
 
     def _since_1970(self, trace: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-        """An event in microseconds since 1970, as in the step's timeline, and the process named by its role."""
+        """Return a function that converts an event's time to microseconds since 1970, as in the timeline.
+
+        It also names the process after its role.
+        """
         base = trace.get("baseTimeNanoseconds", 0) / 1e3
 
         def shifted(event: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The policy under training, and the reference policy, which is the same without an optimizer.
+"""The actor (the policy under training), and the reference, a policy without an optimizer.
 
-worker.py computes (DataProto in, DataProto out), servicer.py translates.
+worker.py computes (DataProto in, DataProto out), servicer.py translates from and to protobuf, objective.py is
+the loss.
 """

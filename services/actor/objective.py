@@ -1,4 +1,4 @@
-"""What the actor minimises."""
+"""The objective that the actor minimises."""
 
 from __future__ import annotations
 
@@ -7,75 +7,112 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolemesh.algos.aggregation import Aggregation, TokenMean
+from rolemesh.algos.aggregation import Aggregation, BatchCounts, TokenMean
 from rolemesh.algos.covariance import token_keys
 from rolemesh.algos.kl import kl_penalty
-from rolemesh.algos.policy_loss import POLICY_LOSSES, PolicyLoss
+from rolemesh.algos.policy_loss import TokenLosses, scale_losses
+from rolemesh.catalog.catalog import BUILT_IN, load
+from rolemesh.catalog.policy_losses import POLICY_LOSSES, PolicyLossSpec
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidConfig
 
 
-def policy_loss_of(job: JobConfig) -> PolicyLoss:
-    """The job's policy loss; with algorithm.rollout_correction.bypass_mode that is bypass."""
-    bypasses = job.algorithm.rollout_correction.bypass_mode
-    return POLICY_LOSSES["bypass" if bypasses else job.actor.policy_loss.loss_mode]
+def policy_loss_of(job: JobConfig) -> PolicyLossSpec:
+    """Return the job's policy loss.
+
+    With algorithm.rollout_correction.bypass_mode it is a loss that applies the correction itself: `bypass`,
+    unless the configured loss does so.
+    """
+    loss = job.policy_loss
+    corrects = job.algorithm.rollout_correction.bypass_mode
+    return POLICY_LOSSES["bypass"] if corrects and not loss.corrects else loss
+
+
+def check_policy_loss(job: JobConfig, device: torch.device) -> None:
+    """Call a plug-in's policy loss with one row, so that a wrong loss ends the run before a model loads.
+
+    Raises:
+        InvalidConfig: it returns no TokenLosses [b, T].
+        RoleFailed: it raises.
+    """
+    if policy_loss_of(job).origin == BUILT_IN:
+        return
+    log_probs = torch.full((1, 2), -1.0, device=device, requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool, device=device)
+    floats = dict.fromkeys((*policy_loss_of(job).reads, "ref_log_probs"), log_probs.detach())
+    rows = DataProto(floats | {"response_mask": mask, "chosen": mask})
+    policy_objective(log_probs.clone(), log_probs, rows, BatchCounts(2, 1, 2), job)
 
 
 def choose_tokens(rows: DataProto, log_probs: Tensor, job: JobConfig, num_updates: int) -> DataProto:
-    """A mini-batch with the column `chosen` [B, T] bool: the tokens that clip_cov or kl_cov singles out.
+    """Add the column `chosen` [B, T] bool to a mini-batch: the tokens that clip_cov or kl_cov selects.
 
     Args:
-        rows: the mini-batch, whole.
-        log_probs: [B, T], of the policy as it is now, without gradient.
-        job: its loss chooses tokens.
-        num_updates: optimizer steps made before; with actor.seed it seeds the choice, so that a resumed run
-            chooses as the first one did.
+        rows: the whole mini-batch.
+        log_probs: [B, T], of the current policy, without gradient.
+        job: its loss must be one that selects tokens.
+        num_updates: optimizer steps made before. It seeds the choice together with actor.seed, so a resumed run
+            chooses the same tokens.
     """
-    choose = policy_loss_of(job).choose
-    assert choose is not None, "asked only where the loss chooses tokens"
+    loss = policy_loss_of(job)
+    assert loss.choose is not None, "called only if the loss selects tokens"
     mask = _loss_mask(rows)
     seed = [job.actor.seed, num_updates]
     keys = token_keys(rows["input_ids"], rows["attention_mask"], mask.shape[1], seed)
-    rows["chosen"] = choose(log_probs, rows["old_log_probs"], rows["advantages"], mask, job.actor, keys)
+    options = job.actor.values_of(loss.choose_keys)
+    old, advantages = rows["old_log_probs"], rows["advantages"]
+    with loss.errors_named():
+        rows["chosen"] = load(loss.choose)(log_probs, old, advantages, mask, keys, **options)
     return rows
 
 
 def policy_objective(
-    log_probs: Tensor, entropys: Tensor | None, rows: DataProto, mini_batch_mask: Tensor, job: JobConfig
+    log_probs: Tensor, entropys: Tensor | None, rows: DataProto, mini_batch: BatchCounts, job: JobConfig
 ) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
-    """policy loss − entropy_coeff·entropy + kl_loss_coef·KL(actor, reference).
+    """Compute policy loss − entropy_coeff·entropy + kl_loss_coef·KL(actor, reference).
 
     Args:
         log_probs: [b, T] of a micro-batch.
-        entropys: [b, T]; None where entropy_coeff is 0.
-        rows: the micro-batch: response_mask, old_log_probs, advantages; with use_kl_loss ref_log_probs, with
-            rollout_correction rollout_is_weights and loss_mask, with clip_cov and kl_cov chosen.
-        mini_batch_mask: response_mask [B, T] of the mini-batch that it is part of. Denominators are its: a
-            rejected token adds nothing, and does not make the others count for more, but for those of its row
-            in seq-mean-token-mean, whose mean is over the tokens that are left.
+        entropys: [b, T]; None if entropy_coeff is 0.
+        rows: the micro-batch, with response_mask and the columns that the loss reads. Also ref_log_probs with
+            use_kl_loss, rollout_is_weights and loss_mask with rollout_correction, chosen with clip_cov and
+            kl_cov.
+        mini_batch: counts of the micro-batch's mini-batch. The denominators come from it, so
+            rejecting a token does not give other tokens more weight. The exception is seq-mean-token-mean,
+            whose mean over a row is over its remaining tokens.
+        job: the job.
 
     Returns:
-        The micro-batch's shares of the mini-batch's loss and of what is reported. Means over tokens, ppo_kl and
-        pg_clipfrac among them, are over the tokens that count for the policy loss.
+        The micro-batch's shares of the mini-batch's loss and metrics. Means over tokens, e.g. ppo_kl and
+        pg_clipfrac, are over the tokens of the policy loss.
     """
     config, policy_loss, mask = job.actor, policy_loss_of(job), _loss_mask(rows)
-    aggregate = Aggregation.of(mini_batch_mask, config.loss_agg_mode, config.loss_scale_factor)
-    besides: dict[str, Any] = {}
+    aggregate = Aggregation.of(mini_batch, config.loss_agg_mode, config.loss_scale_factor)
+    options: dict[str, Any] = config.values_of(policy_loss.keys) | config.policy_loss.options
     if policy_loss.choose:
-        besides["chosen"] = rows["chosen"]
+        options["chosen"] = rows["chosen"]
     if policy_loss.corrects:
-        besides["correction"] = job.algorithm.rollout_correction
-    # 0 in masked cells: a loss of 0 there has no gradient, but 0 times what may stand there could be no number
-    old, advantages = (torch.where(mask, rows[column], 0) for column in ("old_log_probs", "advantages"))
-    tokens = policy_loss.of_tokens(log_probs, old, advantages, mask, config, **besides)
+        options["correction"] = job.algorithm.rollout_correction
+    # Zero masked cells: their loss of 0 must have no gradient, and 0 times an inf or NaN there would be NaN.
+    read = [torch.where(mask, rows[column], 0) for column in policy_loss.reads]
+    with policy_loss.errors_named():
+        tokens = policy_loss.load()(log_probs, *read, mask, **options)
+    if not isinstance(tokens, TokenLosses) or tokens.losses.shape != mask.shape:
+        found = tokens.losses if isinstance(tokens, TokenLosses) else tokens
+        raise InvalidConfig(
+            f"{policy_loss} should return TokenLosses with losses of shape {list(mask.shape)}; it returned "
+            f"{type(tokens).__name__} {list(getattr(found, 'shape', []))}"
+        )
     losses = tokens.losses
     if "rollout_is_weights" in rows:
-        losses = losses * policy_loss.weights(rows["rollout_is_weights"], mask)
-    own = Aggregation.of(mini_batch_mask, policy_loss.aggregation) if policy_loss.aggregation else aggregate
+        losses = scale_losses(losses, rows["rollout_is_weights"], mask, by_row=policy_loss.row_weights)
+    own = Aggregation.of(mini_batch, policy_loss.aggregation) if policy_loss.aggregation else aggregate
     counted = mask if tokens.accepted is None else tokens.accepted
     loss = pg_loss = own(losses, counted)
-    shares: dict[str, Tensor | TokenMean] = {"pg_loss": pg_loss}
+    shares: dict[str, Tensor | TokenMean] = {policy_loss.metric: pg_loss}
     shares |= {name: TokenMean.over(values, counted) for name, values in tokens.shares.items()}
+    shares |= {name: values.sum() / mini_batch.num_sequences for name, values in tokens.of_rows.items()}
     if entropys is not None:
         loss = loss - config.entropy_coeff * aggregate(entropys, mask)
     if config.use_kl_loss:
@@ -87,6 +124,6 @@ def policy_objective(
 
 
 def _loss_mask(rows: DataProto) -> Tensor:
-    """The sampled tokens, without those that algorithm.rollout_correction.rollout_rs rejects."""
+    """Return the sampled tokens that algorithm.rollout_correction.rollout_rs accepts."""
     mask: Tensor = rows["loss_mask"] if "loss_mask" in rows else rows["response_mask"]
     return mask

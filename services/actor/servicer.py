@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Actor, Reference
+from rolemesh.rpc.serving.trained import TrainedServicer
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.telemetry import metrics
 from rolemesh.v1 import actor_pb2, checkpoint_pb2
@@ -17,10 +17,11 @@ from rolemesh.weights.manifest import check_version
 from rolemesh.weights.store import WeightStore
 
 
-class ActorServicer:
+class ActorServicer(TrainedServicer):
     """Implements ActorService."""
 
     def __init__(self, worker: ActorWorker, store: WeightStore | None = None) -> None:
+        super().__init__(worker)
         self._worker: Actor = worker
         self.door = worker.door
         self._store = store or WeightStore()
@@ -33,15 +34,15 @@ class ActorServicer:
         yield await self._worker.compute_ref_log_probs(batch)
 
     async def Update(self, batch: DataProto, context: Any) -> checkpoint_pb2.UpdateResponse:
-        self._published = None  # other weights, be the next version's number the same
-        return checkpoint_pb2.UpdateResponse(metrics=await self._worker.update(batch))
+        self._published = None  # the weights change, even if the next version has the same number
+        return await super().Update(batch, context)
 
     async def PublishWeights(
         self, request: actor_pb2.PublishWeightsRequest, context: Any
     ) -> actor_pb2.PublishWeightsResponse:
         check_version(request.version)
         if self._published is None or self._published.version != request.version:
-            self._store.clear(f"version {request.version} is being published")  # its memory first
+            self._store.clear(f"version {request.version} is being published")  # free its memory first
             self._published = None
             source = await self._worker.publish_weights(request.version)
             assert isinstance(source, HeldWeights)
@@ -51,19 +52,13 @@ class ActorServicer:
         metrics.WEIGHTS_VERSION.labels("actor").set(request.version)
         return actor_pb2.PublishWeightsResponse(version=request.version, digest=self._published.digest)
 
-    async def SaveCheckpoint(
-        self, request: checkpoint_pb2.SaveCheckpointRequest, context: Any
-    ) -> checkpoint_pb2.SaveCheckpointResponse:
-        await self._worker.save_checkpoint(Path(request.directory))
-        return checkpoint_pb2.SaveCheckpointResponse()
-
     async def LoadCheckpoint(
         self, request: checkpoint_pb2.LoadCheckpointRequest, context: Any
     ) -> checkpoint_pb2.LoadCheckpointResponse:
-        await self._worker.load_checkpoint(Path(request.directory) if request.directory else None)
+        response = await super().LoadCheckpoint(request, context)
         self._store.clear("a checkpoint was loaded")
         self._published = None
-        return checkpoint_pb2.LoadCheckpointResponse()
+        return response
 
 
 class ReferenceServicer:

@@ -1,110 +1,152 @@
-"""The actor and the reference policy on one device."""
+"""The actor and the reference policy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rolemesh.algos.aggregation import TokenMean
+from rolemesh.algos.aggregation import BatchCounts, TokenMean
 from rolemesh.algos.rollout_correction import correct
 from rolemesh.config import JobConfig
-from rolemesh.config.model import ModelConfig
+from rolemesh.config.actor import ActorConfig
+from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
 from rolemesh.errors import Unsupported
 from rolemesh.home import Home
-from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
-from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, resolve_device, vocabulary_of
+from rolemesh.models.loading import load_tokenizer, named_weights, resolve_device, vocabulary_of
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.optimizer import Optimizer
 from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import check_sequences, token_stats
-from rolemesh.models.training import Schedule, checkpoint_activations, refuse_float16, train
+from rolemesh.models.sharded import copy_policy, load_policy, read_policy
+from rolemesh.ranks.agreement import on_first
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.ulysses import check_heads
 from rolemesh.roles import Metrics, methods
-from rolemesh.services.actor.objective import choose_tokens, policy_loss_of, policy_objective
+from rolemesh.services.actor.objective import check_policy_loss, choose_tokens, policy_loss_of, policy_objective
+from rolemesh.training.checkpoint import CheckpointWriter, WriteModel, load_checkpoint
+from rolemesh.training.loop import Schedule, checkpoint_activations, learn, refuse_float16, update
+from rolemesh.training.optimizer import Optimizer
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.source import WeightSource
+from rolemesh.workers.commands import Deal, command
 from rolemesh.workers.local import LocalWorker, by_rows, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
+from rolemesh.workers.seat import Seat
 
 
 class PolicyWorker(LocalWorker):
-    """A policy that tells log-probabilities: what actor and reference have in common.
+    """Base of actor and reference: a policy that computes log-probabilities.
 
     Args:
-        job: its rollout.temperature is that of the distribution which responses are drawn from.
+        job: its temperature defines the distribution that responses are sampled from.
         role: actor or reference.
         config: the role's model.
-        micro_batches: how rows are cut for forward passes.
+        fsdp: how it is spread over the role's ranks.
+        micro_batches: how rows are split for forward passes.
+        seat: as LocalWorker's.
+        adapt: adds an adapter to the model.
 
     Raises:
-        ModelNotFound: the model directory is not there or not whole.
-        InvalidConfig: a device that is not there; an architecture that cannot go without padding.
+        ModelNotFound: the model directory is absent or incomplete.
+        InvalidConfig: the device does not exist, or the architecture cannot run without padding.
     """
 
-    def __init__(self, job: JobConfig, role: str, config: ModelConfig, micro_batches: MicroBatches) -> None:
-        super().__init__(role)
+    def __init__(
+        self,
+        job: JobConfig,
+        role: str,
+        config: ModelConfig,
+        fsdp: FsdpConfig,
+        micro_batches: MicroBatches,
+        seat: Seat | None,
+        adapt: Callable[[Any], Adapter] | None = None,
+    ) -> None:
+        super().__init__(role, seat)
         self.job, self.role, self.config = job, role, config
         self.device = resolve_device(job.trainer.device)
-        self.model = load_causal_lm(config, role).to(self.device)
-        self.door = Door.of(methods(job), role, vocabulary_of(self.model))
+        ranks = self.seat.ranks
+        self.root, self.adapter = load_policy(config, role, ranks, fsdp, self.device, adapt)
+        self.methods = methods(job)
+        self.door = Door.of(self.methods, role, vocabulary_of(self.model))
         if config.use_remove_padding:
-            remove_padding(self.model.get_decoder(), role)
+            self.root(lambda model: remove_padding(model.get_decoder(), role))
+        if ranks.ulysses:
+            key = f"{role}.ulysses_sequence_parallel_size"
+            check_heads(self.model.config.get_text_config(), ranks.ulysses.size, key)
         self.parking = Parking(self._tensors, self.device, job.run_dir)
         self._micro_batches = micro_batches
-        self._temperature = 0.0 if job.rollout.greedy else job.rollout.temperature
+        self._temperature = job.temperature
+
+    @property
+    def model(self) -> Any:
+        """The transformers model; its weights are whole only within a call of `root`."""
+        return self.root.model
 
     def _tensors(self) -> Iterable[Tensor]:
-        """What is on the device."""
-        return model_tensors(self.model)
+        """Return this rank's tensors on the device."""
+        return model_tensors(self.root)
 
-    @torch.no_grad()
     def _stats(
-        self,
-        batch: DataProto,
-        *,
-        method: str = "compute_log_probs",
-        entropy: bool = False,
-        sum_pi_squared: bool = False,
+        self, batch: DataProto, *, method: str = "compute_log_probs", **wanted: bool
     ) -> dict[str, Tensor]:
-        """TokenStats by name, those asked for: [B, T] on the CPU, 0 where response_mask is False. The columns
-        are those that `method` reads."""
+        """Compute TokenStats of every row by name: [B, T] on the CPU, 0 where response_mask is False.
+
+        Only the columns that `method` declares are read. For `wanted` see `forward`.
+        """
         name = f"{self.role}.{method}"
-        batch = methods(self.job)[name].prune(batch)
+        batch = self.methods[name].prune(batch)
         check_sequences(batch, name)
+        dealt = Deal.of(batch, self._micro_batches, self.seat.ranks, **wanted)
+        return dict(dealt.join(self.forward(dealt.parts)).tensors)
+
+    @command
+    @torch.no_grad()
+    def forward(self, part: DataProto) -> DataProto:
+        """Compute TokenStats of this rank's rows.
+
+        meta_info may have `entropy` and `sum_pi_squared`, to compute these too, and `adapter_off`, to compute
+        with the adapter's base model.
+        """
+        entropy, sum_pi_squared = (bool(part.meta_info.get(name)) for name in ("entropy", "sum_pi_squared"))
         columns: dict[str, Tensor] = {}
-        for at in self._micro_batches.cut(batch):
-            rows = batch.select_idxs(at).to(self.device)
-            stats = token_stats(
-                self.model,
-                rows,
-                temperature=self._temperature,
-                dtype=self.config.dtype,
-                entropy=entropy,
-                sum_pi_squared=sum_pi_squared,
-            )
+        for at, _ in self._micro_batches.passes(part, self.seat.ranks):
+            rows = part.select_idxs(at).to(self.device)
+            with self.adapter.off() if self.adapter and part.meta_info.get("adapter_off") else nullcontext():
+                stats = self.root(
+                    token_stats,
+                    rows,
+                    temperature=self._temperature,
+                    dtype=self.config.dtype,
+                    entropy=entropy,
+                    sum_pi_squared=sum_pi_squared,
+                    ulysses=self.seat.ranks.ulysses,
+                )
             for name, cells in stats._asdict().items():
                 if cells is not None:
-                    column = columns.setdefault(name, cells.new_zeros(batch["response_mask"].shape).cpu())
+                    column = columns.setdefault(name, cells.new_zeros(part["response_mask"].shape).cpu())
                     column[at] = torch.where(rows["response_mask"], cells, 0).cpu()
-        return columns
+        return DataProto(columns)
 
 
 class ReferenceWorker(PolicyWorker):
     """Implements rolemesh.roles.Reference."""
 
-    def __init__(self, job: JobConfig) -> None:
+    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
         size = job.reference.log_prob_micro_batch_size_per_gpu
         cut = MicroBatches.of(job, "reference", job.reference_model, size)
-        super().__init__(job, "reference", job.reference_model, cut)
+        super().__init__(job, "reference", job.reference_model, job.reference.fsdp_config, cut, seat)
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """ref_log_probs [B, T], 0 where response_mask is False."""
+        """Compute ref_log_probs [B, T], 0 where response_mask is False."""
         return DataProto({"ref_log_probs": self._stats(batch)["log_probs"]})
 
 
@@ -112,13 +154,16 @@ class ActorWorker(PolicyWorker):
     """Implements rolemesh.roles.Actor.
 
     Raises:
-        ModelNotFound: the model directory is not there, not whole, or has no tokenizer.
-        InvalidConfig: float16, which would need loss scaling; an adapter that does not fit the model.
+        ModelNotFound: the model directory is absent or incomplete, or has no tokenizer.
+        InvalidConfig: the dtype is float16, which would need loss scaling; the adapter does not fit the model;
+            or as PolicyWorker.
     """
 
-    def __init__(self, job: JobConfig) -> None:
+    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
         actor = job.actor
+        self._held: HeldWeights | None = None
         refuse_float16(actor.model, "actor")
+        check_policy_loss(job, resolve_device(job.trainer.device))
         self.schedule = Schedule(
             mini_batch_size=actor.ppo_mini_batch_size * job.rollout.n,
             micro_batches=MicroBatches.of(job, "actor", actor.model, actor.ppo_micro_batch_size_per_gpu),
@@ -127,10 +172,13 @@ class ActorWorker(PolicyWorker):
             seed=actor.seed,
         )
         self.tokenizer = load_tokenizer(actor.model, "actor")
-        super().__init__(job, "actor", actor.model, self.schedule.micro_batches)
+        adapt = self._adapter_of(actor) if actor.model.lora_rank else None
+        micro_batches = self.schedule.micro_batches
+        super().__init__(job, "actor", actor.model, actor.fsdp_config, micro_batches, seat, adapt)
         self._home = Home.of(job)
-        self.adapter = Adapter(self.model, actor.model, actor.seed) if actor.model.lora_rank else None
-        checkpoint_activations(self.model, actor.model)
+        self._checkpoints = CheckpointWriter(self._home, "actor", self.seat.ranks)
+        checkpoint_activations(self.model, actor.model, self.device)
+        offload = partial(Parking, device=self.device, directory=job.run_dir)
         self.optimizer = Optimizer(
             self.model,
             actor.optim,
@@ -138,112 +186,175 @@ class ActorWorker(PolicyWorker):
             num_training_steps=job.trainer.total_training_steps,
             updates_per_step=self.schedule.updates_per_step(job),
             role="actor",
+            ranks=self.seat.ranks,
+            offload=offload if actor.fsdp_config.optimizer_offload else None,
         )
 
+    def _adapter_of(self, actor: ActorConfig) -> Callable[[Any], Adapter]:
+        return lambda model: Adapter(model, actor.model, actor.seed, self.seat.ranks)
+
     def _tensors(self) -> Iterable[Tensor]:
-        return [*model_tensors(self.model), *self.optimizer.tensors()]
+        return [*model_tensors(self.root), *self.optimizer.tensors()]
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """old_log_probs, entropys and what else the job's method writes, [B, T], 0 where response_mask is
-        False."""
-        writes = methods(self.job)["actor.compute_log_probs"].writes
+        """Compute old_log_probs, entropys and the other columns that the job's method declares.
+
+        Each is [B, T], 0 where response_mask is False.
+        """
+        writes = self.methods["actor.compute_log_probs"].writes
         columns = self._stats(batch, entropy=True, sum_pi_squared="sum_pi_squared" in writes)
         return DataProto({"old_log_probs": columns.pop("log_probs"), **columns})
 
     @by_rows
     def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
-        """ref_log_probs [B, T] of the base model, 0 where response_mask is False.
+        """Compute ref_log_probs [B, T] with the base model, adapter off; 0 where response_mask is False.
 
         Raises:
-            Unsupported: the actor has no adapter that could be off.
+            Unsupported: the actor has no adapter.
         """
         if self.adapter is None:
             raise Unsupported(
-                "actor.compute_ref_log_probs is of an actor with an adapter, and actor.model.lora_rank is 0"
+                "actor.compute_ref_log_probs needs an actor with an adapter, but actor.model.lora_rank is 0"
             )
-        with self.adapter.off():
-            columns = self._stats(batch, method="compute_ref_log_probs")
+        columns = self._stats(batch, method="compute_ref_log_probs", adapter_off=True)
         return DataProto({"ref_log_probs": columns["log_probs"]})
 
     @on_worker_thread
     def update(self, batch: DataProto) -> Metrics:
-        """Trains on the batch.
+        """Train on the batch.
 
         Raises:
             InvalidBatch: a column is missing, or the rows do not divide into mini-batches.
-            UpdateFailed: a gradient is not finite; that step was not taken.
+            UpdateFailed: a gradient is not finite; that optimizer step was skipped.
         """
-        batch = methods(self.job)["actor.update"].prune(batch)
-        check_sequences(batch, "actor.update")
-        self.model.train()
-        try:
-            metrics = train(
-                batch.to(self.device),
-                self.optimizer,
-                self.schedule,
-                self._loss,
-                self._prepare,
-                self._mismatch if policy_loss_of(self.job).corrects else None,
-            )
-        finally:
-            self.model.eval()
+        self.loads.take()  # of log-probs: which of them are computed together depends on when rows come
+        metrics = update(
+            self.methods["actor.update"],
+            batch,
+            self.optimizer,
+            self.schedule,
+            self._learn_on_ranks,
+            self._prepare if policy_loss_of(self.job).choose else None,
+            self._mismatch if policy_loss_of(self.job).corrects else None,
+        )
         if self.job.actor.use_kl_loss:
             metrics["kl_coef"] = self.job.actor.kl_loss_coef
-        return {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
+        metrics = {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
+        return metrics | self.loads.take()
 
     def _prepare(self, mini_batch: DataProto) -> DataProto:
-        """With what the loss must know of the whole mini-batch."""
-        if policy_loss_of(self.job).choose is None:
-            return mini_batch
-        log_probs = self._stats(mini_batch)["log_probs"].to(self.device)
+        """Add the column that the loss chooses from the whole mini-batch."""
+        log_probs = self._stats(mini_batch)["log_probs"]
         return choose_tokens(mini_batch, log_probs, self.job, self.optimizer.num_updates)
 
-    def _loss(self, rows: DataProto, mini_batch_mask: Tensor) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
-        stats = token_stats(
-            self.model,
+    def _learn_on_ranks(self, mini_batch: DataProto, counts: BatchCounts) -> Sequence[DataProto]:
+        dealt = Deal.of(mini_batch, self._micro_batches, self.seat.ranks, mini_batch=list(counts))
+        return dealt.by_part(self.learn(dealt.parts))
+
+    @command
+    def learn(self, part: DataProto) -> DataProto:
+        """Train on this rank's rows of a mini-batch (rolemesh.training.loop.learn)."""
+        returns = ("log_probs", "old_log_probs", "response_mask") if policy_loss_of(self.job).corrects else ()
+        ranks, micro_batches = self.seat.ranks, self._micro_batches
+        return learn(part, self.model, self.device, self.optimizer, micro_batches, ranks, self._loss, returns)
+
+    def _loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
+        stats = self.root(
+            token_stats,
             rows,
             temperature=self._temperature,
             dtype=self.config.dtype,
             entropy=self.job.actor.entropy_coeff != 0,
             entropy_gradient=True,
+            ulysses=self.seat.ranks.ulysses,
         )
         if policy_loss_of(self.job).corrects:
             rows["log_probs"] = stats.log_probs.detach()
-        return policy_objective(stats.log_probs, stats.entropys, rows, mini_batch_mask, self.job)
+        return policy_objective(stats.log_probs, stats.entropys, rows, mini_batch, self.job)
 
     def _mismatch(self, rows: DataProto) -> Metrics:
-        """With bypass_mode, how far the policy under training is from the engine's."""
+        """Measure how far the policy under training is from the engine's, in bypass_mode."""
         log_probs = rows["log_probs"], rows["old_log_probs"], rows["response_mask"]
         return correct(*log_probs, self.job.algorithm.rollout_correction).metrics
 
     @on_worker_thread
     def publish_weights(self, version: int) -> WeightSource:
-        """A copy of the weights as they are now, under a version."""
-        if self.adapter:
-            return HeldWeights(version, self.adapter.base_weights(), self.adapter.deltas())
-        return HeldWeights(version, named_weights(self.model))
+        """Copy the current weights, under a version."""
+        self.hold_weights(self._parts(version=version))
+        held, self._held = self._held, None
+        assert held is not None
+        return held
+
+    @command
+    def hold_weights(self, part: DataProto) -> DataProto:
+        """Copy this rank's rows of the weights to the ranks that hold them, under the version in meta_info."""
+        version, ranks, holder = part.meta_info["version"], self.seat.ranks, self.seat.holder
+        if holder:
+            holder.clear(f"version {version} is being published")  # free its memory first
+        held = HeldWeights(
+            version,
+            self.adapter.base_weights() if self.adapter else named_weights(self.model),
+            self.adapter.deltas() if self.adapter else {},
+            ranks,
+            serve=holder.serve if holder else None,
+            is_for_all=any({"actor", "rollout"} <= {*roles} for roles in self.job.groups.values()),
+        )
+        if holder:
+            holder.put(held)
+        self._held = held if ranks.rank == 0 else None
+        return DataProto()
 
     @on_worker_thread
-    def save_checkpoint(self, directory: Path) -> None:
-        """Model, tokenizer and optimizer: rolemesh/models/checkpoint.py. Raises CheckpointFailed."""
+    def begin_checkpoint(self, directory: Path) -> None:
+        """Copy model and optimizer, and begin to write them (rolemesh/training/checkpoint.py).
 
-        def write_model(into: Path) -> None:
-            (self.adapter.save if self.adapter else self.model.save_pretrained)(into)
-            self.tokenizer.save_pretrained(into)
+        Raises:
+            CheckpointFailed: as CheckpointWriter.begin.
+        """
+        self.copy_checkpoint(self._parts(directory=str(directory)))
 
-        save_checkpoint(self._home, directory, write_model, self.optimizer)
+    @command
+    def copy_checkpoint(self, part: DataProto) -> DataProto:
+        """Copy this rank's rows, and begin to write them into the directory in meta_info."""
+        self._checkpoints.begin(Path(part.meta_info["directory"]), self._copy_model, self.optimizer)
+        return DataProto()
+
+    def _copy_model(self) -> WriteModel:
+        write = self.adapter.copy() if self.adapter else copy_policy(self.model, self.seat.ranks)
+
+        def write_with_tokenizer(into: Path, ranks: Ranks) -> None:
+            write(into, ranks)
+            on_first(ranks, self.tokenizer.save_pretrained, into)
+
+        return write_with_tokenizer
+
+    async def finish_checkpoint(self, directory: Path) -> None:
+        """Wait until the checkpoint that was begun last is on disk. Raises CheckpointFailed."""
+        await self._checkpoints.finish(directory)
+
+    def close(self) -> None:
+        super().close()
+        self._checkpoints.close()
 
     @on_worker_thread
     def load_checkpoint(self, directory: Path | None) -> None:
-        """Takes up what save_checkpoint wrote, bit for bit; None: begins anew. Raises CheckpointFailed."""
+        """Restore what a checkpoint has, bit for bit; None: the initial state. Raises CheckpointFailed."""
+        self.read_checkpoint(self._parts(directory=str(directory or "")))
+
+    @command
+    def read_checkpoint(self, part: DataProto) -> DataProto:
+        """Read this rank's rows of the checkpoint in meta_info's directory; empty: of the initial state."""
+        directory = Path(part.meta_info["directory"]) if part.meta_info["directory"] else None
 
         def read_weights(path: Path | None) -> dict[str, Tensor]:
             config = self.config.model_copy(update={"path": str(path)}) if path else self.config
-            weights: dict[str, Tensor] = load_causal_lm(config, "actor").state_dict()
-            return weights
+            return read_policy(self.model, config, "actor")
 
-        if self.adapter:
-            load_checkpoint(self._home, directory, self.adapter.weights, self.adapter.read, self.optimizer)
-        else:
-            load_checkpoint(self._home, directory, self.model.state_dict(), read_weights, self.optimizer)
+        weights = self.adapter.weights if self.adapter else named_weights(self.model)
+        read = self.adapter.read if self.adapter else read_weights
+        self._checkpoints.wait()
+        load_checkpoint(self._home, directory, weights, read, self.optimizer, self.seat.ranks)
+        if self.seat.holder:
+            self.seat.holder.clear("a checkpoint was loaded")
+        return DataProto()

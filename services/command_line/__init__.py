@@ -1,5 +1,5 @@
-"""`rolemesh …`: app.py and run_commands.py have the commands, the other files what these do.
+"""The command line. app.py and run_commands.py define the commands; the other files implement them.
 
-plan.py compares placements, demo.py makes the demo's model and data, controller_client.py asks and steers a
-running controller, kubectl.py does so inside a cluster.
+plan.py compares placements, demo.py makes the demo's model and data, controller_client.py queries and controls
+a running controller, kubectl.py does so inside a cluster.
 """

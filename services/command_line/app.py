@@ -1,7 +1,7 @@
-"""The command line: `rolemesh run|serve|control|plan|graph|data|demo|model`, and those of steering.py.
+"""The command line: `rolemesh serve|control|plan|graph|data|demo|model`, and what the other modules add.
 
-Each command imports what it needs when it is called, and the models' libraries after it has read the job file:
-`--help` and a misspelt key answer at once.
+Each command imports what it needs when it is called, and the models' libraries only after reading the job file.
+So `--help` and a misspelt key answer at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import gc
 import json
+import os
 import sys
 from enum import StrEnum
 from importlib import import_module
@@ -18,59 +19,62 @@ from typing import Annotated
 
 import typer
 
+import rolemesh
+from rolemesh.services.command_line.arguments import ConfigArgument, ConfigOption, Overrides, job_of
+from rolemesh.services.command_line.data_commands import data_app
+from rolemesh.services.command_line.offline_commands import app as offline
 from rolemesh.services.command_line.run_commands import app as steering
+from rolemesh.services.command_line.training_commands import app as training
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="RLHF in which every role is a gRPC service, alone on its device or taking turns with others.",
+    help="RLHF with every role as a gRPC service, alone on its device or taking turns with others.",
     epilog="Begin with: rolemesh demo outputs/tiny && rolemesh run configs/tiny.yaml",
 )
-data_app = typer.Typer(no_args_is_help=True, help="Write Parquet in the layout that the data section reads.")
 app.add_typer(data_app, name="data")
+app.add_typer(training)
+app.add_typer(offline)
 app.add_typer(steering)
 
 
 class LogFormat(StrEnum):
-    """How logs are written."""
+    """Format of logs."""
 
     TEXT = "text"
     JSON = "json"
 
 
 class GraphFormat(StrEnum):
-    """How `graph` prints."""
+    """Output format of `graph`."""
 
     TEXT = "text"
     MERMAID = "mermaid"
 
 
+class Task(StrEnum):
+    """What a demo's model learns."""
+
+    SUMS = "sums"
+    TOOLS = "tools"
+
+
 class Architecture(StrEnum):
-    """What `model` makes."""
+    """Architectures that `model` makes."""
 
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
     LLAMA = "llama"
 
 
-ConfigArgument = Annotated[Path, typer.Argument(help="The job file (YAML).", metavar="CONFIG")]
-ConfigOption = Annotated[Path, typer.Option("--config", help="The job file (YAML).", metavar="FILE")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Laid on the job file: others, such as configs/recipes/dapo.yaml, from left to right, and single "
-        "keys, such as trainer.save_freq=5",
-        metavar="[FILE|KEY=VALUE]...",
-    ),
-]
 ADDRESSES = (
-    "host:port, several separated by commas; or dns:NAME:PORT, all that the name has; or "
-    "kubernetes:SERVICE:PORT, the pods behind a Service of the own namespace. The last two follow replicas "
+    "host:port, several separated by commas; or dns:NAME:PORT, all addresses of the name; or "
+    "kubernetes:SERVICE:PORT, the pods behind a Service in this pod's namespace. The last two follow replicas "
     "that come and go"
 )
-ADDRESS = "host:port of its one replica; or dns:NAME:PORT or kubernetes:SERVICE:PORT, which follow it"
+ADDRESS = "host:port of its only replica; or dns:NAME:PORT or kubernetes:SERVICE:PORT, which follow it"
 Address = Annotated[str, typer.Option(help=f"{ADDRESS}.", metavar="ADDRESS")]
 OptionalAddress = Annotated[str, typer.Option(help=f"{ADDRESS}; empty: none.", metavar="ADDRESS")]
 Addresses = Annotated[str, typer.Option(help=f"{ADDRESSES}.", metavar="ADDRESSES")]
@@ -78,29 +82,17 @@ OptionalAddresses = Annotated[str, typer.Option(help=f"{ADDRESSES}; empty: none.
 
 LogFormatOption = Annotated[
     LogFormat,
-    typer.Option(envvar="ROLEMESH_LOG_FORMAT", help="Lines for people, or one JSON object a line."),
+    typer.Option(envvar="ROLEMESH_LOG_FORMAT", help="Text for people, or one JSON object per line."),
 ]
 HealthListenOption = Annotated[
-    str, typer.Option(help="host:port of health alone, for probes; always plain; empty: none.")
+    str, typer.Option(help="host:port that serves only health, for probes, without TLS; empty: none.")
 ]
 TlsOption = Annotated[
     Path | None,
     typer.Option(
-        help="Keys: a directory with tls.crt, tls.key and ca.crt. Then all gRPC is mutual TLS.", metavar="DIR"
+        help="Use mutual TLS for all gRPC, with tls.crt, tls.key and ca.crt in this directory.", metavar="DIR"
     ),
 ]
-
-
-@app.command(epilog="Example: rolemesh run configs/tiny.yaml trainer.total_training_steps=5")
-def run(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Train: start a process of this machine for each group of roles (placement.strategy; by default each role
-    is its own), make the steps, and stop them all."""
-    from rolemesh.config import load_job
-
-    job = load_job(config, overrides or ())
-    from rolemesh.services.processes.launch import launch
-
-    asyncio.run(launch(job))
 
 
 @app.command(epilog="Example: rolemesh serve reward --config job.yaml --listen 127.0.0.1:50051")
@@ -108,47 +100,64 @@ def serve(
     roles: Annotated[
         str,
         typer.Argument(
-            help="actor, reference, critic, reward or rollout; or several, with commas, which take turns "
-            "on this process's device.",
+            help="actor, reference, critic, reward, environment or rollout. Several, separated by commas, take "
+            "turns on this process's device.",
             metavar="ROLES",
         ),
     ],
     config: ConfigOption,
-    listen: Annotated[str, typer.Option(help="host:port; port 0 takes a free one.")] = "127.0.0.1:0",
+    listen: Annotated[str, typer.Option(help="host:port; port 0 picks a free one.")] = "127.0.0.1:0",
     metrics_listen: Annotated[
-        str, typer.Option(help="host:port of /metrics; empty: none; port 0 takes a free one.")
+        str, typer.Option(help="host:port of /metrics; empty: none; port 0 picks a free one.")
     ] = "",
     health_listen: HealthListenOption = "",
     tls_dir: TlsOption = None,
     address_file: Annotated[
         Path | None,
-        typer.Option(help="Write the bound addresses here, as JSON."),
+        typer.Option(help="Write the bound addresses to this file, as JSON."),
     ] = None,
     exit_with_parent: Annotated[
-        bool, typer.Option(help="End when standard input closes, so that a killed launcher leaves nothing.")
+        bool, typer.Option(help="Exit when standard input closes, so that no process outlives its launcher.")
     ] = False,
     log_format: LogFormatOption = LogFormat.TEXT,
     overrides: Overrides = None,
 ) -> None:
-    """Serve a role, or the roles of a group, over gRPC until SIGTERM."""
-    from rolemesh.config import load_job
+    """Serve a role, or the roles of a group, over gRPC until SIGTERM.
 
-    job = load_job(config, overrides or ())
-    from rolemesh.services.processes.serve import serve as serve_roles
+    If placement.ranks gives the group several ranks, this starts them all, unless WORLD_SIZE says that it is
+    one of them.
+    """
+    job = job_of(config, overrides)
+    from rolemesh.services.processes.serve_ranks import serve_ranks, spread_group
 
-    asyncio.run(
-        serve_roles(
+    ports = {"metrics_listen": metrics_listen or None, "health_listen": health_listen or None}
+    if group := spread_group(roles.split(","), job, os.environ):
+        arguments = ["serve", roles, "--config", str(config), "--log-format", log_format.value]
+        arguments += ["--tls-dir", str(tls_dir)] if tls_dir else []
+        serving = serve_ranks(
+            group,
+            job,
+            [*arguments, *(overrides or [])],
+            listen,
+            **ports,
+            address_file=address_file,
+            exit_with_parent=exit_with_parent,
+            log_format=log_format.value,
+        )
+    else:
+        from rolemesh.services.processes.serve import serve as serve_roles
+
+        serving = serve_roles(
             roles.split(","),
             job,
             listen,
-            metrics_listen=metrics_listen or None,
-            health_listen=health_listen or None,
+            **ports,
             tls_dir=tls_dir,
             address_file=address_file,
             exit_with_parent=exit_with_parent,
             log_format=log_format.value,
         )
-    )
+    asyncio.run(serving)
 
 
 @app.command(
@@ -158,10 +167,11 @@ def serve(
 def control(
     config: ConfigOption,
     actor: Address,
-    rollout: Addresses,
-    reward: Addresses,
+    rollout: OptionalAddresses = "",
+    reward: OptionalAddresses = "",
     critic: OptionalAddress = "",
     reference: OptionalAddresses = "",
+    environment: OptionalAddresses = "",
     listen: Annotated[str, typer.Option(help="host:port of the controller's own service.")] = "127.0.0.1:0",
     metrics_listen: Annotated[str, typer.Option(help="host:port of /metrics; empty: none.")] = "",
     health_listen: HealthListenOption = "",
@@ -169,16 +179,16 @@ def control(
     scale_down: Annotated[
         list[str] | None,
         typer.Option(
-            help="Scale these to zero when the run has ended: deployment/NAME, statefulset/NAME or "
-            "scaledobject/NAME of the own namespace; several separated by commas, or the option again.",
+            help="Scale these to zero after the run: deployment/NAME, statefulset/NAME or scaledobject/NAME in "
+            "this pod's namespace. Separate several by commas, or repeat the option.",
             metavar="WORKLOADS",
         ),
     ] = None,
     need: Annotated[
         list[str] | None,
         typer.Option(
-            help="Refuse to begin, instead of waiting for the roles, where one of these deployment/NAME or "
-            "statefulset/NAME has been scaled to zero.",
+            help="Fail at the start, instead of waiting for the roles, if one of these deployment/NAME or "
+            "statefulset/NAME is scaled to zero.",
             metavar="WORKLOADS",
         ),
     ] = None,
@@ -186,12 +196,12 @@ def control(
     overrides: Overrides = None,
 ) -> None:
     """Train with roles that are already being served."""
-    from rolemesh.config import load_job
     from rolemesh.telemetry.logs import setup_logging
 
     given = {"actor": actor, "rollout": rollout, "reward": reward, "critic": critic, "reference": reference}
+    given["environment"] = environment
     setup_logging(log_format.value)
-    job = load_job(config, overrides or ())
+    job = job_of(config, overrides)
     from rolemesh.rpc import tls
     from rolemesh.rpc.calling.discovery import parse
     from rolemesh.rpc.serving.server import serve_metrics
@@ -208,7 +218,7 @@ def control(
         status = RunStatus(job.trainer.experiment_name)
         async with serving(status, job.roles, listen, health_listen or None) as server:
             scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
-            # With the models' libraries, for seconds, in which the server answers.
+            # In a thread: it imports the models' libraries, which takes seconds, and the server must answer.
             services_control = await asyncio.to_thread(import_module, "rolemesh.services.controller.main")
             await services_control.control(
                 job,
@@ -226,15 +236,10 @@ def control(
 def graph(
     config: ConfigArgument,
     overrides: Overrides = None,
-    format: Annotated[GraphFormat, typer.Option(help="How to print it.")] = GraphFormat.TEXT,
+    format: Annotated[GraphFormat, typer.Option(help="Output format.")] = GraphFormat.TEXT,
 ) -> None:
-    """Print the step: which method runs after which, and the columns that each reads and writes."""
-    from rolemesh.config import load_job
-
-    job = load_job(config, overrides or ())
-    from rolemesh.services.controller.pages.choice import record_step
-
-    step = record_step(job)
+    """Print the calls of a step in their order, with the columns that each reads and writes."""
+    step = rolemesh.step_graph(job_of(config, overrides))
     typer.echo(step.to_mermaid() if format is GraphFormat.MERMAID else step.to_text())
 
 
@@ -242,22 +247,22 @@ def graph(
 def plan(
     config: ConfigArgument,
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option(min=0, help="How many there are; 0: this machine's CPU.")] = 0,
-    gpu: Annotated[str, typer.Option(help="Their kind: a100, b200, h100, h200, l40s or rtx4090.")] = "h100",
+    gpus: Annotated[int, typer.Option(min=0, help="Number of GPUs; 0: use this machine's CPU.")] = 0,
+    gpu: Annotated[str, typer.Option(help="Kind of GPU: a100, b200, h100, h200, l40s or rtx4090.")] = "h100",
     gpu_memory: Annotated[
-        str, typer.Option(help="Of one of them, e.g. 80GiB; empty: what the kind has.", metavar="SIZE")
+        str, typer.Option(help="Memory of one GPU, e.g. 80GiB; empty: the kind's usual size.", metavar="SIZE")
     ] = "",
-    search: Annotated[bool, typer.Option("--search", help="Look through all groupings as well.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines: bytes and seconds.")] = False,
+    search: Annotated[bool, typer.Option("--search", help="Also search all groupings of roles.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> None:
-    """Tell what each placement takes in memory and time, the best first; nothing is loaded or started. Exits
-    with 1 where the job can be run in none."""
-    from rolemesh.config import load_job
+    """Estimate memory and time of each placement, the best first. Nothing is loaded or started.
 
-    job = load_job(config, overrides or ())
-    from rolemesh.services.command_line.plan import cluster_of, make_plans, show, to_json
+    Exits with status 1 if the job can run in none of them.
+    """
+    job = job_of(config, overrides)
+    from rolemesh.services.command_line.plan import show, to_json
 
-    plans = make_plans(job, cluster_of(gpus, gpu, gpu_memory), searching=search)
+    plans = rolemesh.plan(job, gpus=gpus, gpu=gpu, gpu_memory=gpu_memory, search=search)
     if as_json:
         typer.echo(json.dumps(to_json(plans), indent=2))
     else:
@@ -266,37 +271,31 @@ def plan(
         raise typer.Exit(1)
 
 
-@data_app.command("gsm8k", epilog="Example: rolemesh data gsm8k path/to/grade-school-math data/gsm8k")
-def data_gsm8k(
-    src: Annotated[Path, typer.Argument(help="A folder with train.jsonl and test.jsonl, or one JSONL file.")],
-    out: Annotated[Path, typer.Argument(help="The folder for the Parquet files.")],
+@app.command(epilog="Example: rolemesh fetch job.yaml")
+def fetch(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    done: Annotated[
+        Path | None,
+        typer.Option(help="Write this file at the end, with what was fetched, as JSON.", metavar="FILE"),
+    ] = None,
 ) -> None:
-    """GSM8K's own JSONL to Parquet."""
-    from rolemesh.data.gsm8k import write_gsm8k
+    """Download the models and data files of the Hugging Face Hub that a job names, to the Hub's cache.
 
-    for path in write_gsm8k(src, out):
-        typer.echo(path)
+    `run` does this itself. Roles and controllers that are started one by one read only the cache.
+    """
+    from rolemesh.services.command_line.fetch import fetch_and_show
 
-
-@data_app.command("arithmetic", epilog="Example: rolemesh data arithmetic data/arithmetic")
-def data_arithmetic(
-    out: Annotated[Path, typer.Argument(help="The folder for train.parquet and val.parquet.")],
-    seed: Annotated[int, typer.Option(help="Of the split into training and held-out problems.")] = 0,
-) -> None:
-    """Two-digit additions, training and held-out ones."""
-    from rolemesh.data.arithmetic import write_arithmetic
-
-    for path in write_arithmetic(out, seed=seed):
-        typer.echo(path)
+    fetch_and_show(job_of(config, overrides), done)
 
 
 @app.command(epilog="Example: rolemesh model outputs/gsm8k/model --hidden-size 64 --num-layers 2")
 def model(
     out: Annotated[Path, typer.Argument(help="The folder for the model; a Hugging Face directory.")],
-    architecture: Annotated[Architecture, typer.Option(help="Whose shape it has.")] = Architecture.QWEN2,
+    architecture: Annotated[Architecture, typer.Option(help="Its architecture.")] = Architecture.QWEN2,
     hidden_size: Annotated[int, typer.Option(help="Model width.")] = 64,
-    num_layers: Annotated[int, typer.Option(help="Transformer blocks.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    num_layers: Annotated[int, typer.Option(help="Number of transformer blocks.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Make a small randomly initialised model with a byte-level tokenizer."""
     from rolemesh.models.tiny import make_tiny_model
@@ -306,36 +305,73 @@ def model(
     )
 
 
+@app.command(epilog="Example: rolemesh export outputs/run models/policy --checkpoint best --dtype bfloat16")
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A run, a checkpoint, or a directory with a model or an adapter.", metavar="FROM"),
+    ],
+    out: Annotated[Path, typer.Argument(help="The new directory.", metavar="TO")],
+    checkpoint: Annotated[str, typer.Option(help="Of a run: latest, best or a step.")] = "latest",
+    role: Annotated[str, typer.Option(help="Of a checkpoint: actor or critic.")] = "actor",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    max_shard_size: Annotated[str, typer.Option(help="Most bytes of a file, such as 500MB.")] = "5GB",
+    base: Annotated[
+        str, typer.Option(help="An adapter's base model: a directory or a Hub name; empty: the one it names.")
+    ] = "",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code from the model directory.")] = False,
+) -> None:
+    """Write a checkpoint as one Hugging Face directory: adapter merged, rounded, in shards, with its tokenizer.
+
+    The directory is read again, and must give the same logits. To go on training from it, set
+    actor.model.path to it.
+    """
+    from rolemesh.services.command_line.export import export_and_show
+
+    export_and_show(source, out, checkpoint, role, dtype, max_shard_size, base, trust_remote_code)
+
+
 @app.command(epilog="Example: rolemesh demo outputs/tiny && rolemesh run configs/tiny.yaml")
 def demo(
-    out: Annotated[Path, typer.Argument(help="The run directory of configs/tiny.yaml.")] = Path("outputs/tiny"),
-    seed: Annotated[int, typer.Option(help="Of the model, the demonstrations and the problems.")] = 1,
+    out: Annotated[Path, typer.Argument(help="The run directory of the job file.")] = Path("outputs/tiny"),
+    seed: Annotated[int, typer.Option(help="Seed of the model, the demonstrations and the problems.")] = 1,
+    task: Annotated[
+        Task,
+        typer.Option(
+            help="sums: additions, for configs/tiny.yaml; tools: a calculator, for configs/tiny-tools.yaml."
+        ),
+    ] = Task.SUMS,
 ) -> None:
-    """Make the demo's model, warm-started on flawed additions, and its data. What is there is kept."""
+    """Make a demo's model, warm-started on flawed demonstrations, and its data. Existing files are kept."""
+    if task is Task.TOOLS:
+        from rolemesh.services.command_line.tools_demo import prepare_tools_demo
+
+        prepare_tools_demo(out, seed=seed)
+        return
     from rolemesh.services.command_line.demo import prepare_demo
 
     prepare_demo(out, seed=seed)
 
 
 def main() -> None:
-    """The entry point: an error of ours or of the machine is one line, not a traceback."""
+    """Run the command line. Expected errors print as one line instead of a traceback."""
     from rolemesh.errors import WRONG_INPUT, RolemeshError
 
     atexit.register(gc.freeze)  # the interpreter's last collection would walk all of torch, for seconds
     try:
         app()
     except RolemeshError as error:
-        _tell(error)
+        _print_error(error)
         sys.exit(2 if isinstance(error, WRONG_INPUT) else 1)
-    except OSError as error:  # a full disk, a folder that may not be written: it names the file itself
-        _tell(error)
+    except OSError as error:  # e.g. a full disk or a read-only folder; the error names the file itself
+        _print_error(error)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _tell(error: Exception) -> None:
-    """Its lines, as in a log: some of the text may be a stranger's."""
+def _print_error(error: Exception) -> None:
+    """Print an error, with unprintable characters escaped as in logs: its text may be untrusted."""
     from rolemesh.telemetry.logs import printable
 
     typer.secho("\n".join(map(printable, f"error: {error}".split("\n"))), fg="red", err=True)

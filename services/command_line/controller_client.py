@@ -1,4 +1,4 @@
-"""What `rolemesh status|watch|pause|resume|stop` do where the controller can be reached: ask, follow, steer."""
+"""Implements `rolemesh status|watch|pause|resume|stop` for a controller that is reachable from this machine."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.v1 import controller_pb2 as pb
 from rolemesh.v1.controller_pb2_grpc import ControllerServiceStub
 
-FAILED = 3  # the exit code that says that the run has failed
-ANSWER_S = 10.0  # for one answer
-PATIENCE_S = 120.0  # for a controller to come, or to come back
+FAILED = 3  # exit code if the run has failed
+ANSWER_S = 10.0  # deadline for one answer
+PATIENCE_S = 120.0  # how long to wait for a controller to start or to come back
 RETRY_S = 1.0
 
 KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 
 
 def is_here(where: str) -> bool:
-    """Whether it can be reached from this machine: host:port or a run directory, and not a job's name."""
+    """True for host:port or a run directory; False for the name of a job on Kubernetes."""
     return ":" in where or "/" in where or Path(where).is_dir()
 
 
 async def status(where: str, *, as_json: bool) -> int:
-    """Prints what the run is doing. Returns the exit code."""
+    """Print the run's state. Returns the exit code."""
     answer = await _call(where, "GetStatus", pb.GetStatusRequest())
     if as_json:
         typer.echo(json.dumps(to_json(answer)))
@@ -53,7 +53,7 @@ async def status(where: str, *, as_json: bool) -> int:
 
 
 async def steer(where: str, command: str) -> int:
-    """Pauses, resumes or stops the run, and says what it does now. Returns the exit code."""
+    """Pause, resume or stop the run, and print its new state. Returns the exit code."""
     requests = {"Pause": pb.PauseRequest(), "Resume": pb.ResumeRequest(), "Stop": pb.StopRequest()}
     await _call(where, command, requests[command])
     answer = await _call(where, "GetStatus", pb.GetStatusRequest())
@@ -62,7 +62,7 @@ async def steer(where: str, command: str) -> int:
 
 
 async def watch(where: str, *, as_json: bool) -> int:
-    """Shows the run to its end, whatever becomes of its controller in between. Returns the exit code."""
+    """Show the run until it ends, also across restarts of its controller. Returns the exit code."""
     console = log_console()
     display, last, printed = Display(console), pb.GetStatusResponse(), ""
     async with aclosing(follow(where)) as answers:
@@ -79,7 +79,7 @@ async def watch(where: str, *, as_json: bool) -> int:
                 display.show(_as_run(last), _roles(last), *silence)
             elif printed != (now := str(answer) if silence else f"{last.state} {last.step}"):
                 printed = now
-                console.print(*(silence or [_headline(last)]), soft_wrap=True)  # a line for each change
+                console.print(*(silence or [_headline(last)]), soft_wrap=True)  # one line per change
     display.close()
     if not as_json and console.is_terminal:
         console.print(picture(last))
@@ -87,8 +87,11 @@ async def watch(where: str, *, as_json: bool) -> int:
 
 
 async def follow(where: str) -> AsyncGenerator[pb.GetStatusResponse | RolemeshError]:
-    """What the run is doing, at each change, to its end; where no controller answers, as while it starts, why.
-    After a silence of PATIENCE_S that is raised."""
+    """Yield the run's state at each change until it ends, or the error while no controller answers.
+
+    Raises:
+        RolemeshError: no controller has answered for PATIENCE_S, or one answered with another error.
+    """
     status: pb.GetStatusResponse | None = None
     heard = time.monotonic()
     while status is None or not _has_ended(status):
@@ -119,21 +122,24 @@ def _stub(channel: grpc.aio.Channel) -> Any:
 
 
 def address_of(where: str) -> str:
-    """host:port of the controller.
+    """Return host:port of the controller.
 
     Raises:
         InvalidConfig: no such run directory.
-        RoleUnavailable: no run is under way in that directory.
+        RoleUnavailable: no run is in progress in that directory.
     """
     directory = Path(where)
     if ":" in where and not directory.exists():
         return where
     if not directory.is_dir():
-        raise InvalidConfig(f"{where} is no run directory, no host:port of a controller and no job's name")
+        raise InvalidConfig(
+            f"{where!r} should be a run directory, the host:port of a controller, or a job's name; no such "
+            "directory exists"
+        )
     try:
         address: str = json.loads((directory / ADDRESS_FILE).read_text())["address"]
     except FileNotFoundError:
-        raise RoleUnavailable(f"no run is under way in {where}: it has no {ADDRESS_FILE}") from None
+        raise RoleUnavailable(f"no run is in progress in {where}: it has no {ADDRESS_FILE}") from None
     return address
 
 
@@ -141,12 +147,12 @@ def address_of(where: str) -> str:
 
 
 def code_of(status: pb.GetStatusResponse) -> int:
-    """The exit code for a run in this state."""
+    """Return the exit code for a run in this state."""
     return FAILED if status.state == pb.RUN_STATE_FAILED else 0
 
 
 def to_json(status: pb.GetStatusResponse) -> dict[str, Any]:
-    """The state as JSON has it; a metric that is not finite is null."""
+    """Convert the state to JSON-like data; a metric that is not finite becomes None."""
     return {
         "job": status.job,
         "state": State(status.state).name.lower() if status.state else "unknown",
@@ -174,7 +180,7 @@ def to_json(status: pb.GetStatusResponse) -> dict[str, Any]:
 
 
 def picture(status: pb.GetStatusResponse) -> RenderableType:
-    """State, numbers and roles."""
+    """Render the state, numbers and roles of a run."""
     return Group(_headline(status), _numbers(status.latest), _roles(status))
 
 

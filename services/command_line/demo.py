@@ -1,10 +1,9 @@
-"""What the demo needs before its first step: a model that half knows how to add, and problems.
+"""Makes the demo's data, and a model that can half add.
 
-The model is made and warm-started on the spot, by imitating a demonstrator who forgets to carry: three in
-four of the problems that have a carry it answers without ("37+48=" with 75), the rest right. What imitation
-learns best is therefore the careless answer, however long it goes on: greedy accuracy stays near the share
-of problems without any carry, a quarter. But its samples hold the right answer often enough for PPO to find
-out that it is worth more.
+The model is created and warm-started here, by imitating a demonstrator that forgets carries. Of the problems
+with a carry, it answers three in four without it ("37+48=" with 75), and the others right. So imitation learns
+the careless answer best, however long it runs. Greedy accuracy stays near the share of problems without a
+carry, a quarter. But samples contain the right answer often enough for PPO to learn that it scores more.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from torch import Tensor
 
 from rolemesh.config.model import ModelConfig
 from rolemesh.data.arithmetic import Problem, answer, arithmetic_problems, question, write_arithmetic
-from rolemesh.data.progress import track
+from rolemesh.data.progress_bar import track
 from rolemesh.models.loading import load_causal_lm
 from rolemesh.models.tiny import byte_tokenizer, make_tiny_model
 
-# As short as a chat can be: the demo's time is spent on the additions. 8 tokens a prompt.
+# As short as a chat can be (8 tokens a prompt), so that the demo spends its time on the additions.
 CHAT_TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
-FORGETS = 0.75  # how often the demonstrator forgets the carries of a problem that has one
+FORGETS = 0.75  # how often the demonstrator forgets the carries of a problem
 WARM_START_STEPS = 1000
 BATCH_SIZE = 128  # demonstrations per step
 LEARNING_RATE = 3e-3
@@ -37,12 +36,12 @@ NUM_VAL = 256
 
 
 def prepare_demo(directory: Path, seed: int = 1, *, num_steps: int = WARM_START_STEPS) -> Path:
-    """Makes directory/model and directory/data/{train,val}.parquet; what is there is kept.
+    """Make directory/model and directory/data/{train,val}.parquet. Existing ones are kept.
 
     Args:
         directory: the run directory of configs/tiny.yaml.
-        seed: of the weights, the demonstrations and the split into training and held-out problems.
-        num_steps: of the warm-start.
+        seed: seed of the weights, the demonstrations and the split into training and held-out problems.
+        num_steps: number of warm-start steps.
 
     Returns:
         The directory.
@@ -50,12 +49,12 @@ def prepare_demo(directory: Path, seed: int = 1, *, num_steps: int = WARM_START_
     console = Console(stderr=True)
     data, model = directory / "data", directory / "model"
     if (data / "val.parquet").is_file():
-        console.print(f"{data} is there and kept")
+        console.print(f"{data} exists and is kept")
     else:
         write_arithmetic(data, num_val=NUM_VAL, seed=seed)
         console.print(f"{data}: two-digit additions, {NUM_VAL} of them held out")
     if model.is_dir():
-        console.print(f"{model} is there and kept")
+        console.print(f"{model} exists and is kept")
     else:
         accuracy = make_demo_model(model, seed=seed, num_steps=num_steps)
         console.print(f"{model}: warm-started, {accuracy:.0%} of the held-out problems right")
@@ -63,15 +62,16 @@ def prepare_demo(directory: Path, seed: int = 1, *, num_steps: int = WARM_START_
 
 
 def make_demo_model(directory: Path, *, seed: int = 1, num_steps: int = WARM_START_STEPS) -> float:
-    """Writes a small Qwen2-shaped model, warm-started on flawed demonstrations, as a Hugging Face directory.
-    The same seed gives the same bits on the same kind of machine. About a minute on one core.
+    """Write a small Qwen2-shaped model, warm-started on flawed demonstrations, as a Hugging Face directory.
+
+    The same seed gives the same bits on the same kind of machine. Takes about a minute on one core.
 
     Returns:
-        its greedy accuracy on the held-out problems.
+        Its greedy accuracy on the held-out problems.
     """
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    # With the usual 0.02 the digits take several times as long to find each other.
+    # With the usual 0.02, learning takes several times as long.
     make_tiny_model(unfinished, hidden_size=64, num_layers=2, initializer_range=0.1, seed=seed)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -88,12 +88,12 @@ def make_demo_model(directory: Path, *, seed: int = 1, num_steps: int = WARM_STA
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """Problems as tokens: N rows, P prompt tokens (all alike long), T response tokens.
+    """Problems as tokens: N rows, P prompt tokens (the same for all), T response tokens.
 
     Args:
         prompts: [N, P] int64.
         right: [N, T] int64, "#### 85" and the end token, right-padded with -100.
-        careless: [N, T] int64, the same with all carries forgotten.
+        careless: [N, T] int64, the answer without any carry, in the same form.
     """
 
     prompts: Tensor
@@ -102,7 +102,7 @@ class Demonstrations:
 
 
 def demonstrations(problems: Sequence[Problem], tokenizer: Any) -> Demonstrations:
-    """Both answers to each problem."""
+    """Tokenise the right and the careless answer to each problem."""
     chats = [[{"role": "user", "content": question(problem)}] for problem in problems]
     texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
     return Demonstrations(
@@ -113,7 +113,7 @@ def demonstrations(problems: Sequence[Problem], tokenizer: Any) -> Demonstration
 
 
 def without_carry(a: int, b: int) -> str:
-    """Two-digit numbers added digit by digit, every carry forgotten: 37 and 48 give 75."""
+    """Add two-digit numbers digit by digit without carries: 37 and 48 give 75."""
     return f"{(a // 10 + b // 10) % 10}{(a % 10 + b % 10) % 10}"
 
 
@@ -125,7 +125,7 @@ def _responses(numbers: Sequence[str], tokenizer: Any) -> Tensor:
 
 
 def warm_start(model: Any, shown: Demonstrations, *, seed: int, num_steps: int) -> None:
-    """Imitation: cross-entropy on the demonstrator's answers, a new draw of problems and lapses every step."""
+    """Train by imitation: cross-entropy on the demonstrator's answers, with new problems and lapses a step."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
@@ -136,7 +136,7 @@ def warm_start(model: Any, shown: Demonstrations, *, seed: int, num_steps: int) 
         forgets = torch.rand(BATCH_SIZE, generator=generator) < FORGETS
         labels = torch.where(forgets[:, None], shown.careless[rows], shown.right[rows])
         logits = response_logits(model, shown.prompts[rows], labels)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())  # leaves out -100
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())  # ignores -100
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -145,12 +145,12 @@ def warm_start(model: Any, shown: Demonstrations, *, seed: int, num_steps: int) 
 
 
 def schedule(step: int, num_steps: int) -> float:
-    """The learning rate's share: linear warm-up over 50 steps, then a half cosine down to 5 %."""
+    """Return the learning rate's factor: linear warm-up over 50 steps, times a half cosine from 1 to 5 %."""
     return min(1.0, (step + 1) / 50) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / num_steps)))
 
 
 def response_logits(model: Any, prompts: Tensor, labels: Tensor) -> Tensor:
-    """[B, T, V]: what the model expects at each response token, the ones before it given."""
+    """Return the logits [B, T, V] of each response token, given the tokens before it."""
     inputs = torch.cat([prompts, labels[:, :-1].clamp(min=0)], dim=1)
     logits: Tensor = model(input_ids=inputs, logits_to_keep=labels.shape[1], use_cache=False).logits
     return logits
@@ -158,15 +158,17 @@ def response_logits(model: Any, prompts: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def greedy_accuracy(model: Any, shown: Demonstrations) -> float:
-    """The share of problems whose right answer is what greedy decoding gives: every token of it is the
-    likeliest after the ones before."""
+    """Return the share of problems that greedy decoding answers right.
+
+    That is the case if every token of the right answer is the likeliest one after the tokens before it.
+    """
     likeliest = response_logits(model, shown.prompts, shown.right).argmax(-1)
     return ((likeliest == shown.right) | (shown.right < 0)).all(1).float().mean().item()
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Sums in one order whatever the number of cores: the same seed gives the same bits."""
+    """Use one thread: sums then have one order on any number of cores, so a seed always gives the same bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,8 @@
-"""The same commands for a job on Kubernetes: they run in the controller's own pod, by `kubectl exec`.
+"""Runs the same commands for a job on Kubernetes, in the controller's own pod, by `kubectl exec`.
 
-There the controller is at 127.0.0.1, and the job's keys are mounted, so nothing has to be opened or copied:
-with a forwarded port a person would need the keys, that is, leave to read the Secret, and the same version of
-this program. It takes leave to list jobs and pods and to exec in the namespace.
+There the controller is at 127.0.0.1 and the job's keys are mounted, so no port has to be forwarded and no key
+copied. With a forwarded port, the user would need the keys (permission to read the Secret) and the same version
+of this program. Instead, the user needs permission to list jobs and pods and to exec in the namespace.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rolemesh.errors import InvalidConfig, RoleUnavailable
 
 CONTROLLER = "127.0.0.1:50051"
 CHART = "rlhf-job"
-FAILED = 3  # as of services/command_line/controller_client.py
+FAILED = 3  # exit code if the run has failed, as in services/command_line/controller_client.py
 RETRY_S = 2.0
-ATTEMPTS = 5  # of an exec that fails though its pod runs
+ATTEMPTS = 5  # failed execs in a row, in running pods, before giving up
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
 class Pod:
-    """A controller's pod that runs."""
+    """A running pod of the controller."""
 
     name: str
     tls_dir: str
@@ -37,14 +37,14 @@ class Pod:
 
 @dataclass(frozen=True)
 class Waiting:
-    """No controller runs, but one may come."""
+    """No controller runs now, but one may start."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Ended:
-    """No controller will come any more."""
+    """The job has ended: no controller will start any more."""
 
     failed: bool
     how: str
@@ -54,9 +54,9 @@ class Job:
     """A job on Kubernetes.
 
     Args:
-        name: of its Helm release.
-        namespace: "": the current one.
-        context: of the kubeconfig; "": the current one.
+        name: name of its Helm release.
+        namespace: its namespace; "": the current one.
+        context: context of the kubeconfig; "": the current one.
     """
 
     def __init__(self, name: str, namespace: str = "", context: str = "") -> None:
@@ -67,10 +67,12 @@ class Job:
         ]
 
     def once(self, command: str, *, as_json: bool = False) -> int:
-        """Runs `rolemesh COMMAND` beside the controller. Returns its exit code.
+        """Run `rolemesh COMMAND` in the controller's pod. Returns its exit code.
+
+        If the job has ended, `status` prints how.
 
         Raises:
-            RoleUnavailable: there is no controller.
+            RoleUnavailable: no controller runs.
             InvalidConfig: no such job, or no kubectl.
         """
         found = self.find()
@@ -84,7 +86,7 @@ class Job:
         raise RoleUnavailable(f"{self.name}: {found.how if isinstance(found, Ended) else found.why}")
 
     def watch(self, *, as_json: bool = False) -> int:
-        """Follows the run from one controller's pod to the next, to the job's end. Returns the exit code."""
+        """Follow the run from one controller pod to the next, until the job ends. Returns the exit code."""
         said, failures = "", 0
         while not isinstance(found := self.find(), Ended):
             if isinstance(found, Pod):
@@ -100,7 +102,7 @@ class Job:
         return FAILED if found.failed else 0
 
     def find(self) -> Pod | Waiting | Ended:
-        """Where the controller is."""
+        """Find the controller's pod, or the reason why none runs."""
         labels = {"name": CHART, "instance": self.name, "component": "controller"}
         selector = ",".join(f"app.kubernetes.io/{key}={value}" for key, value in labels.items())
         answer = subprocess.run(
@@ -129,8 +131,10 @@ class Job:
             return Waiting("the run is suspended (controller.suspend)")
         states = {pod["metadata"]["name"]: pod["status"].get("phase", "unknown") for pod in pods}
         begun = [f"{name} is {phase}" for name, phase in states.items() if phase != "Failed"]
-        failed = [f"{name} failed, as its logs say, and another is to come" for name in states]
-        return Waiting("no controller runs: " + ", ".join(begun or failed[-1:] or ["its pod is not made yet"]))
+        failed = [f"{name} failed (see its logs), and another pod will start" for name in states]
+        return Waiting(
+            "no controller runs: " + ", ".join(begun or failed[-1:] or ["its pod is not created yet"])
+        )
 
     def _exec(self, pod: Pod, command: str, as_json: bool) -> int:
         terminal = ["--stdin", "--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
@@ -144,8 +148,8 @@ class Job:
         program = shutil.which("kubectl")
         if program is None:
             raise InvalidConfig(
-                f"{self.name!r} is taken for a job on Kubernetes, and there is no kubectl on the PATH; "
-                "a run elsewhere is named by its run directory or its controller's host:port"
+                f"{self.name!r} is taken for a job on Kubernetes, but there is no kubectl on the PATH; for "
+                "another run, give its run directory or its controller's host:port"
             )
         return [program, verb, *self._flags, *arguments]
 

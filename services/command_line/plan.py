@@ -1,9 +1,8 @@
-"""What `rolemesh plan` does: every strategy's memory and time, the best first, for people or as JSON."""
+"""Implements `rolemesh plan`: memory and time of every strategy, the best first, as text or JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -13,11 +12,9 @@ from rich.text import Text
 
 from rolemesh.config import JobConfig
 from rolemesh.config.placement import strategies
-from rolemesh.errors import InvalidConfig
-from rolemesh.planner.devices import GPUS, Device, available_memory, cpu, human_size, parse_size
-from rolemesh.planner.memory import Memory, role_shapes
-from rolemesh.planner.plan import Cluster, Plan, Planner, best_first
-from rolemesh.planner.search import search
+from rolemesh.planner.devices import human_size
+from rolemesh.planner.memory import Memory
+from rolemesh.planner.plan import Plan
 
 COLOURS = {
     "weights": "blue",
@@ -28,33 +25,7 @@ COLOURS = {
 }
 HEADINGS = {"gradients": "grads", "optimizer": "optim", "activations": "activ"}
 BAR_CELLS = 20
-ROOM_FOR_BARS = 104  # columns of the terminal
-SEARCHED = "found by search"
-
-
-def cluster_of(num_gpus: int, gpu: str, memory: str) -> Cluster:
-    """GPUs of one kind, or with none of them this machine's CPU.
-
-    Raises:
-        InvalidConfig: a kind that nobody has written down, or no size.
-    """
-    if num_gpus and gpu not in GPUS:
-        raise InvalidConfig(f"--gpu {gpu}: known are {', '.join(GPUS)}; another one's memory is --gpu-memory")
-    device: Device = GPUS[gpu] if num_gpus else cpu(available_memory())
-    if memory:
-        device = replace(device, memory_bytes=parse_size(memory))
-    return Cluster(device, max(1, num_gpus))
-
-
-def make_plans(job: JobConfig, cluster: Cluster, *, searching: bool) -> list[Plan]:
-    """A plan of each strategy, and where it is asked for that of the best grouping of all, if it is better than
-    they; the best first."""
-    planner = Planner(job, role_shapes(job), cluster)
-    tables = {name: table or job.placement.groups for name, table in strategies().items()}
-    plans = best_first([planner.plan(name, table) for name, table in tables.items() if table])
-    if searching and (found := search(planner, SEARCHED)).order < plans[0].order:
-        return [found, *plans]
-    return plans
+ROOM_FOR_BARS = 104  # minimum width of the terminal for showing bars
 
 
 # ---------------------------------------------------------------------------------- for people
@@ -63,8 +34,10 @@ def make_plans(job: JobConfig, cluster: Cluster, *, searching: bool) -> list[Pla
 def show(
     job: JobConfig, plans: Sequence[Plan], *, searched: bool = False, console: Console | None = None
 ) -> None:
-    """A block for each plan: its groups and roles with their memory, then seconds by phase. After a search also
-    the placement section of the best one, if the job can be run so."""
+    """Print a block for each plan: seconds by phase, then its groups and roles with their memory.
+
+    After a search, also print the placement section of the best plan, if the job can run with it.
+    """
     console = console or Console()
     cluster = plans[0].cluster
     device, data = cluster.device, job.data
@@ -86,7 +59,7 @@ def show(
         console.print("\n[bold]the best of all groupings[/], for the job file:\n")
         console.print(to_yaml(job, plans[0]), highlight=False, markup=False)
     elif searched:
-        console.print(f"\n[bold]of all groupings none can be run:[/] the nearest {plans[0].verdict}")
+        console.print(f"\n[bold]the job can run in no grouping:[/] the nearest {plans[0].verdict}")
 
 
 def _block(place: int, plan: Plan, *, bars: bool) -> Group:
@@ -96,7 +69,7 @@ def _block(place: int, plan: Plan, *, bars: bool) -> Group:
         (f"{place}. {plan.name}", "bold"), "  ", verdict, f"  {_seconds(plan.seconds)} a step\n   {phases}"
     )
     shared = plan.cluster.device.shared
-    table = Table(box=None, padding=(0, 1, 0, int(bars)), pad_edge=False)  # where it is narrow, all fits in 80
+    table = Table(box=None, padding=(0, 1, 0, int(bars)), pad_edge=False)  # without bars it fits 80 columns
     parts = [_words(HEADINGS.get(name, name)) for name in COLOURS]
     for heading in ("group", *([] if shared else ["GPUs"]), "role", *parts, "total", *([""] if bars else [])):
         table.add_column(heading, justify="left" if heading in ("group", "role", "") else "right", no_wrap=True)
@@ -116,12 +89,13 @@ def _block(place: int, plan: Plan, *, bars: bool) -> Group:
 
 
 def notes(plan: Plan) -> list[str]:
-    """By how much it does not fit, and what it takes for granted."""
+    """List what the plan lacks, and what it assumes."""
     memory, lines = plan.cluster.device.memory_bytes, [plan.blocked] if plan.blocked else []
-    if not any(group.memory["rollout"].total for group in plan.groups if "rollout" in group.roles):
-        lines.append("other servers generate: their memory and their time are not counted")
+    rollouts = [group.memory["rollout"] for group in plan.groups if "rollout" in group.roles]
+    if rollouts and not any(memory.total for memory in rollouts):
+        lines.append("other servers generate: their memory and time are not counted")
     if plan.missing_devices:
-        lines.append(f"{plan.missing_devices} more GPUs are needed: a group with a model has at least one")
+        lines.append(f"{plan.missing_devices} more GPUs are needed: a group with a model needs at least one")
     if plan.cluster.device.shared:
         if plan.missing_bytes:
             lines.append(f"all groups together miss {human_size(plan.missing_bytes)}")
@@ -129,18 +103,18 @@ def notes(plan: Plan) -> list[str]:
     for group in plan.groups:
         if (missing := group.peak_bytes - memory) > 0:
             lines.append(f"each GPU of {group.name} misses {human_size(missing)}")
-        if group.needs_ranks:
+        if group.ranks > 1:
+            engines = ", and an engine of its own" if group.memory.get("rollout", Memory()).total else ""
             lines.append(
-                f"{group.name} would train on {group.devices} GPUs, each with its share of the state (FSDP), "
-                "which cannot be run yet"
+                f"{group.name} has {group.ranks} ranks, each with its share of the state (FSDP){engines}"
             )
     if idle := plan.cluster.devices - sum(group.devices for group in plan.groups):
-        lines.extend([f"{idle} GPUs stay idle: they would shorten nothing"] if idle > 0 else [])
+        lines.extend([f"{idle} GPUs stay idle: they would not shorten the step"] if idle > 0 else [])
     return lines
 
 
 def _bar(memory: Memory, capacity: int) -> Text:
-    """The parts to scale; what is beyond the device's end is red."""
+    """Draw the memory's parts to scale; the part beyond the device's capacity is red."""
     bar, filled, end = Text(), 0, 0
     for name, size in memory.parts().items():
         end += size
@@ -163,7 +137,7 @@ def _words(name: str) -> str:
 
 
 def to_json(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Each plan as plain data; sizes in bytes, times in seconds."""
+    """Convert plans to JSON-like data; sizes in bytes, times in seconds."""
     return [
         {
             "strategy": plan.name,
@@ -189,17 +163,17 @@ def to_json(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 
 def to_yaml(job: JobConfig, plan: Plan) -> str:
-    """The placement section of a job file."""
+    """Return the plan as the placement section of a job file."""
     placement: dict[str, Any] = {"strategy": plan.name}
     if not strategies().get(plan.name):
         placement = {"strategy": "custom", "groups": {group.name: list(group.roles) for group in plan.groups}}
     split = job.rollout.tensor_model_parallel_size
     replicas = {
-        role: group.devices // (split if "rollout" in group.roles else 1)
+        role: count
         for group in plan.groups
         for role in group.roles
-        if group.devices > 1 and not group.needs_ranks
+        if (count := group.devices // group.ranks // (split if "rollout" in group.roles else 1)) > 1
     }
-    return yaml.safe_dump(
-        {"placement": placement | ({"replicas": replicas} if replicas else {})}, sort_keys=False
-    )
+    ranks = {group.name: group.ranks for group in plan.groups if group.ranks > 1}
+    counts = {name: count for name, count in (("replicas", replicas), ("ranks", ranks)) if count}
+    return yaml.safe_dump({"placement": placement | counts}, sort_keys=False)

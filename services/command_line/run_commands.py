@@ -1,12 +1,16 @@
-"""The commands that show and steer a run that goes on: `rolemesh status|watch|pause|resume|stop`."""
+"""The commands that show and control a running job: `rolemesh status|watch|answers|pause|resume|stop`."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from rolemesh.services.command_line import kubectl
 
 app = typer.Typer()
 
@@ -14,17 +18,17 @@ Where = Annotated[
     str,
     typer.Argument(
         metavar="RUN",
-        help="The run directory of a run of this machine; or host:port of a controller; or the name of a job "
-        "on Kubernetes (its Helm release), which takes kubectl.",
+        help="The run directory of a run on this machine; or host:port of a controller; or the name of a job "
+        "on Kubernetes (its Helm release), which needs kubectl.",
     ),
 ]
 TlsOption = Annotated[
     Path | None,
-    typer.Option(help="Keys, where the controller at host:port has some.", metavar="DIR"),
+    typer.Option(help="Directory of TLS keys, if the controller at host:port uses TLS.", metavar="DIR"),
 ]
-Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Of the job on Kubernetes.")]
-Context = Annotated[str, typer.Option(help="Of the kubeconfig, for the job on Kubernetes.")]
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the job on Kubernetes.")]
+Context = Annotated[str, typer.Option(help="Context of the kubeconfig, for a job on Kubernetes.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command(epilog="Example: rolemesh status outputs/tiny")
@@ -35,15 +39,15 @@ def status(
     context: Context = "",
     as_json: Json = False,
 ) -> None:
-    """Show what a run is doing: step, phase, reward, and its roles with their replicas. Exits with 1 where no
-    controller answers, with 3 where the run has failed."""
-    from rolemesh.services.command_line import controller_client as watch
-    from rolemesh.services.command_line import kubectl
+    """Show a run's step, phase, reward, and its roles with their replicas.
 
-    if watch.is_here(where):
-        _use(tls_dir)
-        raise typer.Exit(asyncio.run(watch.status(where, as_json=as_json)))
-    raise typer.Exit(kubectl.Job(where, namespace, context).once("status", as_json=as_json))
+    Exits with status 1 if no controller answers, and with 3 if the run has failed.
+    """
+    _exit_with(
+        lambda controller: controller.status(where, as_json=as_json),
+        lambda job: job.once("status", as_json=as_json),
+        (where, tls_dir, namespace, context),
+    )
 
 
 @app.command("watch", epilog="Example: rolemesh watch my-job --namespace research")
@@ -54,14 +58,32 @@ def watch_run(
     context: Context = "",
     as_json: Json = False,
 ) -> None:
-    """Show a run live, to its end, also when its controller is restarted. Exits as `status` does."""
-    from rolemesh.services.command_line import controller_client as watch
-    from rolemesh.services.command_line import kubectl
+    """Show a run live until it ends, also across restarts of its controller. Exits like `status`."""
+    _exit_with(
+        lambda controller: controller.watch(where, as_json=as_json),
+        lambda job: job.watch(as_json=as_json),
+        (where, tls_dir, namespace, context),
+    )
 
-    if watch.is_here(where):
-        _use(tls_dir)
-        raise typer.Exit(asyncio.run(watch.watch(where, as_json=as_json)))
-    raise typer.Exit(kubectl.Job(where, namespace, context).watch(as_json=as_json))
+
+@app.command("answers", epilog="Example: rolemesh answers outputs/tiny-tools --rows 3")
+def answers_of_run(
+    where: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run directory, a folder of dumps, or one dump (JSONL).")
+    ],
+    step: Annotated[
+        int | None, typer.Option(help="Whose answers; the newest step's if it is not given.")
+    ] = None,
+    uid: Annotated[str | None, typer.Option(help="Only rows of this uid.")] = None,
+    rows: Annotated[int, typer.Option(help="How many rows at most.", min=1)] = 1,
+) -> None:
+    """Show what the policy answered, conversations turn by turn, and which tokens it is trained on.
+
+    Reads what trainer.rollout_data_dir or trainer.validation_data_dir of the job has collected.
+    """
+    from rolemesh.services.command_line.answers import show_answers
+
+    show_answers(where, step, uid, rows)
 
 
 @app.command(epilog="Example: rolemesh pause outputs/tiny")
@@ -72,27 +94,41 @@ def pause(where: Where, tls_dir: TlsOption = None, namespace: Namespace = "", co
 
 @app.command(epilog="Example: rolemesh resume outputs/tiny")
 def resume(where: Where, tls_dir: TlsOption = None, namespace: Namespace = "", context: Context = "") -> None:
-    """Go on after `pause`."""
+    """Continue after `pause`."""
     _steer("resume", where, tls_dir, namespace, context)
 
 
 @app.command(epilog="Example: rolemesh stop outputs/tiny")
 def stop(where: Where, tls_dir: TlsOption = None, namespace: Namespace = "", context: Context = "") -> None:
-    """Let the running step end, write a checkpoint if trainer.save_freq is above 0, and end the run."""
+    """End the run after the current step, with a checkpoint if trainer.save_freq is above 0."""
     _steer("stop", where, tls_dir, namespace, context)
 
 
 def _steer(command: str, where: str, tls_dir: Path | None, namespace: str, context: str) -> None:
-    from rolemesh.services.command_line import controller_client as watch
-    from rolemesh.services.command_line import kubectl
-
-    if watch.is_here(where):
-        _use(tls_dir)
-        raise typer.Exit(asyncio.run(watch.steer(where, command.capitalize())))
-    raise typer.Exit(kubectl.Job(where, namespace, context).once(command))
+    _exit_with(
+        lambda controller: controller.steer(where, command.capitalize()),
+        lambda job: job.once(command),
+        (where, tls_dir, namespace, context),
+    )
 
 
-def _use(tls_dir: Path | None) -> None:
+def _exit_with(
+    here: Callable[[Any], Coroutine[Any, Any, int]],
+    there: Callable[[kubectl.Job], int],
+    run: tuple[str, Path | None, str, str],
+) -> NoReturn:
+    """Do a command and exit with its code.
+
+    Args:
+        here: does it where the controller can be reached, given the module controller_client.
+        there: does it for a job on Kubernetes.
+        run: where, tls_dir, namespace and context, as the command takes them.
+    """
     from rolemesh.rpc import tls
+    from rolemesh.services.command_line import controller_client, kubectl
 
-    tls.use_keys(tls_dir, "operator")
+    where, tls_dir, namespace, context = run
+    if controller_client.is_here(where):
+        tls.use_keys(tls_dir, "operator")
+        raise typer.Exit(asyncio.run(here(controller_client)))
+    raise typer.Exit(there(kubectl.Job(where, namespace, context)))

@@ -1,29 +1,25 @@
-"""What `rolemesh control` does: one run with roles that are served somewhere, and the controller's own
-service beside it."""
+"""Implements `rolemesh control`: one run with roles that are already served, and the controller's service."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+from rolemesh.catalog.catalog import load
+from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, RoleUnavailable
 from rolemesh.kubernetes import Cluster
+from rolemesh.models.fetching import pinned
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import Roles, methods
-from rolemesh.rpc.calling.clients import (
-    ActorClient,
-    CriticClient,
-    ReferenceClient,
-    RewardClient,
-    RoleClient,
-    RolloutClient,
-)
+from rolemesh.rpc.calling.clients import RoleClient
 from rolemesh.rpc.calling.discovery import Members
 from rolemesh.services.controller.display.progress import Display
 from rolemesh.services.controller.display.summary import Summary
@@ -40,14 +36,6 @@ log = logging.getLogger(__name__)
 
 Addresses = Mapping[str, Sequence[str] | Members]
 
-CLIENTS: dict[str, type[RoleClient]] = {
-    "actor": ActorClient,
-    "rollout": RolloutClient,
-    "reference": ReferenceClient,
-    "critic": CriticClient,
-    "reward": RewardClient,
-}
-
 
 async def control(
     job: JobConfig,
@@ -58,18 +46,18 @@ async def control(
     scaled_down: Sequence[Workload] = (),
     needed: Sequence[Workload] = (),
 ) -> None:
-    """Trains with roles that are already served.
+    """Train with roles that are already served.
 
     Args:
-        job: what to do.
-        addresses: of the replicas of each role that the job has.
-        server: it answers already.
-        scraped: where /metrics is; None: nowhere.
-        scaled_down: what is scaled to zero once the run has come to its end, or was told to stop.
-        needed: workloads of the roles; refused where one of them has been scaled to zero.
+        job: the job.
+        addresses: of the replicas of each of the job's roles.
+        server: the controller's server, already started.
+        scraped: address of /metrics; None: it is not served.
+        scaled_down: workloads to scale to zero once the run has ended or was stopped.
+        needed: the roles' workloads; the run is refused if one of them is scaled to zero.
 
     Raises:
-        InvalidConfig: the job or an address cannot be used; scaled_down or needed, and this is not a pod.
+        InvalidConfig: the job or an address cannot be used; or scaled_down or needed is given outside of a pod.
         RolemeshError: a step failed.
     """
     tune()
@@ -78,16 +66,17 @@ async def control(
         await refuse_scaled_down(needed, Cluster.in_pod())
     cluster = Cluster.in_pod() if scaled_down else None
     try:
+        job = pinned(job)
         await check_step(job)
         # In a thread, so that the server answers meanwhile: prompts may be many.
         run = await asyncio.to_thread(new_run, job, server.status)
         if cluster:
             await unpause(scaled_down, cluster)
         with Brakes(run) as brakes, held(job.run_dir):
-            # One that was killed between the end of the run and the scale-down has no roles to wait for.
+            # If the controller was killed between the end of the run and the scale-down, there may be no roles.
             summary = run.finished() or await train(run, addresses, server, scraped)
             brakes.end(summary)
-    except WRONG_INPUT:  # nobody makes another attempt
+    except WRONG_INPUT:  # a retry would not help, so the controller is not restarted
         if cluster:
             await scale_down(scaled_down, cluster)
         raise
@@ -96,45 +85,56 @@ async def control(
 
 
 def warn_of_idle_keys(job: JobConfig) -> None:
-    """A line for each key that the job file sets and that changes nothing."""
+    """Log a warning for each key that the job file sets without effect."""
     for idle in job.idle_keys():
         if idle.is_set:
             log.warning("%s has no effect: %s", idle.key, idle.reason)
 
 
 async def prepare(job: JobConfig) -> Run:
-    """Everything that can be known to be wrong before a role is asked: the page, tokenizer and configuration of
-    the policy, the data.
+    """Make a run, after checks that need no role: of the page, the policy's tokenizer and config, and the data.
 
     Raises:
-        RolemeshError: what is wrong, and where.
+        RolemeshError: something cannot be used; the message says what and where.
     """
     await check_step(job)
     return new_run(job)
 
 
 def new_run(job: JobConfig, status: RunStatus | None = None) -> Run:
-    """A run with its tokenizer and data; `status` is where it is told, None: one of its own.
+    """Make a run with its tokenizer and data.
+
+    Args:
+        job: the job.
+        status: holds the run's progress; None: a new one.
 
     Raises:
-        RolemeshError: they cannot be used, or the policy's config.json does not tell its vocabulary.
+        RolemeshError: tokenizer or data cannot be used, or the policy's config.json has no vocabulary size.
     """
-    vocabulary_in(job.actor.model, "actor")  # a rollout's client will ask
+    vocabulary_in(job.actor.model, "actor")  # fails early; a rollout's client needs it later
     return Run(job, load_tokenizer(job.actor.model), Display(), status)
 
 
 async def drive(run: Run, addresses: Addresses, listen: str, scraped: str | None) -> Summary:
-    """`train` with a server of its own at `listen`."""
+    """Run `train` with a new controller server at `listen`."""
     async with serving(run.status, run.job.roles, listen) as server:
         return await train(run, addresses, server, scraped)
 
 
 async def train(run: Run, addresses: Addresses, server: ControllerServer, scraped: str | None) -> Summary:
-    """Makes the run with clients of these addresses, once every replica is ready, or one of each role where
-    they come and go; /metrics is at `scraped`."""
+    """Train with clients of these addresses.
+
+    It waits until every replica is ready; for a role with discovered replicas, until one is.
+
+    Args:
+        run: the run.
+        addresses: of the replicas of each role.
+        server: the controller's server.
+        scraped: address of /metrics, to display.
+    """
     job = run.job
     if missing := [role for role in job.roles if not addresses.get(role)]:
-        raise InvalidConfig(f"the job has roles {list(job.roles)}; no address was given for {missing}")
+        raise InvalidConfig(f"the job has roles {list(job.roles)}, but no address was given for {missing}")
     async with AsyncExitStack() as stack:
         clients = {role: new_client(role, addresses[role], job) for role in job.roles}
         server.show(clients)
@@ -150,34 +150,34 @@ async def train(run: Run, addresses: Addresses, server: ControllerServer, scrape
 
 
 def new_client(role: str, addresses: Sequence[str] | Members, job: JobConfig) -> RoleClient:
-    """A client as the job wants it, not yet entered."""
+    """Make a role's client with the job's settings, not yet entered."""
     options: dict[str, Any] = {"timeout_s": job.trainer.rpc_timeout_s}
     [group] = (members for members in job.groups.values() if role in members)
-    stateless = all(CLIENTS[member].has_replicas for member in group)
+    stateless = not any(ROLES[member].trained for member in group)
     if not isinstance(addresses, Sequence) and stateless:
-        # A replica that is gone is replaced, and nothing was in it alone: worth waiting until the new one has
-        # loaded. A group with a trained role has one pod, and with that the run is over.
+        # A lost replica is replaced and had no state of its own, so wait until the new one has loaded. A group
+        # with a trained role has one pod; if that is lost, the run is over.
         options |= {"may_grow": True, "patience_s": job.trainer.ready_timeout_s}
     if role == "rollout":
-        options |= {"sync_timeout_s": job.trainer.weight_sync_timeout_s, "rows_at_once": rows_at_once(job)}
-        options["vocabulary"] = vocabulary_in(job.actor.model, "actor")  # no other role answers with token ids
-    return CLIENTS[role](addresses, methods(job), **options)
-
-
-def rows_at_once(job: JobConfig) -> int:
-    """How many rows a rollout decodes at once."""
-    engines = len(job.rollout.openai.urls) if job.rollout.name == "openai" else 1
-    return job.rollout.max_num_seqs * engines
+        options |= {
+            "sync_timeout_s": job.trainer.weight_sync_timeout_s,
+            "rows_at_once": job.rows_at_once,
+        }
+        options["vocabulary"] = vocabulary_in(job.actor.model, "actor")  # only rollouts answer with token ids
+    if role == "environment":
+        options["call_timeout_s"] = job.rollout.multi_turn.call_timeout_s
+    client: RoleClient = load(ROLES[role].client)(addresses, methods(job), **options)
+    return client
 
 
 async def until_ready(clients: Iterable[RoleClient], timeout_s: float) -> None:
-    """Returns when every replica of every role serves. Raises RoleUnavailable: all that do not, and why."""
+    """Wait until every client is ready. Raise RoleUnavailable with the problem of each that is not in time."""
     late: list[str] = []
 
     async def wait(client: RoleClient) -> None:
         try:
             await client.wait_until_ready(timeout_s)
-        except RoleUnavailable as error:  # told with the others; any other error ends the waiting at once
+        except RoleUnavailable as error:  # raised together below; any other error is raised at once
             late.append(str(error))
 
     await gather(*(wait(client) for client in clients))
@@ -186,8 +186,11 @@ async def until_ready(clients: Iterable[RoleClient], timeout_s: float) -> None:
 
 
 class Brakes:
-    """SIGINT and SIGTERM: the first lets the running step end (while roles still start: ends at once), the
-    second ends at once. Checkpoints stay whole either way."""
+    """Handles SIGINT and SIGTERM.
+
+    The first signal stops the run after the current step, or at once while roles start. The second ends it at
+    once. Checkpoints stay intact either way.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -196,6 +199,8 @@ class Brakes:
     def __enter__(self) -> Brakes:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
+        if threading.current_thread() is not threading.main_thread():
+            return self  # only the main thread gets signals
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, number)
         return self
@@ -205,15 +210,15 @@ class Brakes:
             self._loop.remove_signal_handler(number)
         self._run.display.close()
         if self._signal and exception[0] is asyncio.CancelledError:
-            self._say("ended at once; the last checkpoint, if there is one, is whole")
+            self._say("ended at once; the last checkpoint, if any, is intact")
             raise SystemExit(128 + self._signal)
 
     def end(self, summary: Summary) -> None:
-        """The last words of a run."""
+        """Display the summary of a run; exit with the signal's code if it was stopped before its end."""
         self._run.display.summary(summary)
         if self._signal and summary.step < summary.total_steps:
             self._say(
-                f"stopped after step {summary.step}; the same command goes on from {_where(summary.checkpoint)}"
+                f"stopped after step {summary.step}; the same command resumes from {_where(summary.checkpoint)}"
             )
             raise SystemExit(128 + self._signal)
 
@@ -224,7 +229,7 @@ class Brakes:
             self._task.cancel()
             return
         self._signal = number
-        self._say(f"{number.name}: the run ends after this step (again: at once)")
+        self._say(f"{number.name}: stopping after this step (send it again to stop at once)")
         self._run.request_stop()
 
     def _say(self, words: str) -> None:
@@ -232,6 +237,4 @@ class Brakes:
 
 
 def _where(checkpoint: Path | None) -> str:
-    return (
-        str(checkpoint) if checkpoint else "the beginning, since no checkpoint was written (trainer.save_freq)"
-    )
+    return str(checkpoint) if checkpoint else "the start, because no checkpoint was written (trainer.save_freq)"

@@ -1,5 +1,4 @@
-"""What becomes of the roles' workloads in a cluster when the run has ended: no pod is left, as idle GPUs cost
-money."""
+"""Scales the roles' workloads in a cluster to zero after the run, because idle GPUs cost money."""
 
 from __future__ import annotations
 
@@ -16,9 +15,13 @@ log = logging.getLogger(__name__)
 
 NO_REPLICAS = {"spec": {"replicas": 0}}
 PAUSED = "autoscaling.keda.sh/paused-replicas"
-NOT_PAUSED: dict[str, Any] = {"metadata": {"annotations": {PAUSED: None}}}
-# Kind to its path, what is laid on it, and the same by hand. A scaler is told first: it would bring back what
-# its workload loses.
+# What undoes the end of an earlier run, of the kinds for which Helm does not.
+RESUMED: dict[str, dict[str, Any]] = {
+    "scaledobject": {"metadata": {"annotations": {PAUSED: None}}},
+    "raycluster": {"spec": {"suspend": False}},
+}
+# Kind to its API path, the patch that scales it to zero, and the equivalent command. Scalers come first: a
+# running scaler would restore the replicas of its workload.
 KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "scaledobject": (
         "/apis/keda.sh/v1alpha1/namespaces/{namespace}/scaledobjects/{name}",
@@ -35,6 +38,17 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
         NO_REPLICAS,
         "kubectl -n {namespace} scale statefulset {name} --replicas=0",
     ),
+    "raycluster": (
+        "/apis/ray.io/v1/namespaces/{namespace}/rayclusters/{name}",
+        {"spec": {"suspend": True}},
+        """kubectl -n {namespace} patch raycluster {name} --type=merge -p '{{"spec": {{"suspend": true}}}}'""",
+    ),
+}
+_SCALE = "kubectl -n {} scale --replicas=1 {}"
+_BRINGS_BACK = {
+    "deployment": _SCALE,
+    "statefulset": _SCALE,
+    "raycluster": """kubectl -n {} patch {} --type=merge -p '{{"spec": {{"suspend": false}}}}'""",
 }
 ATTEMPTS = 5
 RETRY_S = 1.0
@@ -42,17 +56,17 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be scaled to zero: a kind of KINDS and a name in the pod's own namespace."""
+    """A workload to scale to zero: a kind of KINDS, and a name in the pod's own namespace."""
 
     kind: str
     name: str
 
 
 def workloads(given: Iterable[str]) -> list[Workload]:
-    """KIND/NAME, several separated by commas, in the order in which they are scaled down.
+    """Parse texts of KIND/NAME, separated by commas, and return them in the order of scaling down.
 
     Raises:
-        InvalidConfig: not that, or another kind.
+        InvalidConfig: a text has another form or an unknown kind.
     """
     found = []
     for text in (part for parts in given for part in parts.split(",")):
@@ -66,16 +80,16 @@ def workloads(given: Iterable[str]) -> list[Workload]:
 
 
 async def scale_down(to_zero: Sequence[Workload], cluster: Cluster) -> None:
-    """Scales each to zero. What cannot be is a warning that says how to do it: the run has ended well."""
+    """Scale each workload to zero. A failure is only logged, with the command to run: the run has succeeded."""
     for workload in to_zero:
         path, change, by_hand = KINDS[workload.kind]
         where = {"namespace": cluster.namespace, "name": workload.name}
         try:
             await _patch(cluster, path.format(**where), change)
-            log.info("%s %s is scaled down", workload.kind, workload.name)
+            log.info("scaled down %s %s", workload.kind, workload.name)
         except (Forbidden, Refused, Unreachable) as error:
             log.warning(
-                "%s %s could not be scaled down: %s; do it by hand: %s",
+                "could not scale down %s %s: %s; scale it by hand: %s",
                 workload.kind,
                 workload.name,
                 error,
@@ -84,33 +98,34 @@ async def scale_down(to_zero: Sequence[Workload], cluster: Cluster) -> None:
 
 
 async def unpause(scaled_down: Sequence[Workload], cluster: Cluster) -> None:
-    """Lets KEDA scale again what the end of an earlier run has paused: this one would have no pods."""
+    """Resume KEDA's scaling and RayClusters, which an earlier run's end paused, so that this run has pods."""
     for workload in scaled_down:
         path, _, _ = KINDS[workload.kind]
-        if workload.kind == "scaledobject":
+        if change := RESUMED.get(workload.kind):
             try:
-                await _patch(cluster, path.format(namespace=cluster.namespace, name=workload.name), NOT_PAUSED)
+                await _patch(cluster, path.format(namespace=cluster.namespace, name=workload.name), change)
             except (Forbidden, Refused, Unreachable) as error:
-                log.warning("scaledobject %s could not be told to go on: %s", workload.name, error)
+                log.warning("could not resume %s %s: %s", workload.kind, workload.name, error)
 
 
 async def refuse_scaled_down(needed: Sequence[Workload], cluster: Cluster) -> None:
-    """Refuses to wait for pods that nobody will start.
+    """Fail early if needed workloads are scaled to zero, instead of waiting for pods that nobody will start.
 
     Raises:
-        InvalidConfig: some of these have been scaled to zero; how to bring them back.
-        Forbidden, Refused, Unreachable: it could not be known.
+        InvalidConfig: some workloads are scaled to zero. The message says how to bring them back.
+        Forbidden, Refused, Unreachable: the check itself failed.
     """
     gone = []
     for workload in needed:
         path = KINDS[workload.kind][0].format(namespace=cluster.namespace, name=workload.name)
-        if not (await cluster.get(path)).get("spec", {}).get("replicas"):
+        spec = (await cluster.get(path)).get("spec", {})
+        if spec.get("suspend", not spec.get("replicas", workload.kind == "raycluster")):
             gone.append(f"{workload.kind}/{workload.name}")
     if gone:
         raise InvalidConfig(
-            f"the roles have been scaled down, as at the end of a run: {', '.join(gone)} of namespace "
-            f"{cluster.namespace} have no pods; to bring them back: "
-            f"kubectl -n {cluster.namespace} scale --replicas=1 {' '.join(gone)}"
+            f"the roles are scaled to zero, as after a run: {', '.join(gone)} in namespace "
+            f"{cluster.namespace} have no pods; to bring them back, run: "
+            + "; ".join(_BRINGS_BACK[text.partition("/")[0]].format(cluster.namespace, text) for text in gone)
         )
 
 

@@ -1,4 +1,4 @@
-"""The value model: what return to expect before each token.
+"""The critic, a value model: it predicts the return before each token.
 
-worker.py computes (DataProto in, DataProto out), servicer.py translates.
+worker.py computes (DataProto in, DataProto out), servicer.py translates from and to protobuf.
 """

@@ -1,45 +1,53 @@
-"""The critic on one device."""
+"""The critic."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rolemesh.algos.aggregation import Aggregation, TokenMean
+from rolemesh.algos.aggregation import Aggregation, BatchCounts, TokenMean
 from rolemesh.algos.value_loss import clipped_value_loss
 from rolemesh.config import JobConfig
-from rolemesh.config.critic import CriticConfig
+from rolemesh.config.actor import CriticConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
 from rolemesh.home import Home
-from rolemesh.models.checkpoint import load_checkpoint, save_checkpoint
 from rolemesh.models.heads import ScoreModel
-from rolemesh.models.loading import resolve_device, vocabulary_of
+from rolemesh.models.loading import named_weights, resolve_device, vocabulary_of
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.optimizer import Optimizer
 from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import check_sequences, token_values
-from rolemesh.models.training import Schedule, checkpoint_activations, refuse_float16, train
+from rolemesh.models.sharded import load_score_model, read_score_model
+from rolemesh.ranks.ulysses import check_heads
 from rolemesh.roles import Metrics, methods
+from rolemesh.training.checkpoint import CheckpointWriter, load_checkpoint
+from rolemesh.training.loop import Schedule, checkpoint_activations, learn, refuse_float16, update
+from rolemesh.training.optimizer import Optimizer
+from rolemesh.workers.commands import Deal, command
 from rolemesh.workers.local import LocalWorker, by_rows, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
+from rolemesh.workers.seat import Seat
 
 
 class CriticWorker(LocalWorker):
     """Implements rolemesh.roles.Critic.
 
     Raises:
-        ModelNotFound: the model directory is not there or not whole.
-        InvalidConfig: float16, which would need loss scaling; an architecture that cannot go without padding.
+        ModelNotFound: the model directory is absent or incomplete.
+        InvalidConfig: the dtype is float16, which would need loss scaling; or the architecture cannot run
+            without padding; or the device does not exist.
     """
 
-    def __init__(self, job: JobConfig) -> None:
-        super().__init__("critic")
+    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
+        super().__init__("critic", seat)
         critic = job.critic
         self.job, self.config = job, job.critic_model
         self._home = Home.of(job)
+        self._checkpoints = CheckpointWriter(self._home, "critic", self.seat.ranks)
         refuse_float16(self.config, "critic")
         assert critic.ppo_epochs is not None, "JobConfig fills it in"
         assert critic.shuffle is not None, "JobConfig fills it in"
@@ -51,11 +59,17 @@ class CriticWorker(LocalWorker):
             seed=critic.seed,
         )
         self.device = resolve_device(job.trainer.device)
-        self.model = ScoreModel.load(self.config, "critic", seed=critic.seed).to(self.device)
-        self.door = Door.of(methods(job), "critic", vocabulary_of(self.model.body))
+        ranks, fsdp = self.seat.ranks, self.config.fsdp_config
+        self.root = load_score_model(self.config, "critic", ranks, fsdp, self.device, critic.seed)
+        self.methods = methods(job)
+        self.door = Door.of(self.methods, "critic", vocabulary_of(self.model.body))
         if self.config.use_remove_padding:
-            remove_padding(self.model.body, "critic")
-        checkpoint_activations(self.model.body, self.config)
+            self.root(lambda model: remove_padding(model.body, "critic"))
+        if ranks.ulysses:
+            key = "critic.ulysses_sequence_parallel_size"
+            check_heads(self.model.body.config.get_text_config(), ranks.ulysses.size, key)
+        checkpoint_activations(self.model.body, self.config, self.device)
+        offload = partial(Parking, device=self.device, directory=job.run_dir)
         self.optimizer = Optimizer(
             self.model,
             critic.optim,
@@ -63,75 +77,124 @@ class CriticWorker(LocalWorker):
             num_training_steps=job.trainer.total_training_steps,
             updates_per_step=self.schedule.updates_per_step(job),
             role="critic",
+            ranks=ranks,
+            offload=offload if self.config.fsdp_config.optimizer_offload else None,
         )
         self.parking = Parking(
-            lambda: [*model_tensors(self.model), *self.optimizer.tensors()], self.device, job.run_dir
+            lambda: [*model_tensors(self.root), *self.optimizer.tensors()], self.device, job.run_dir
         )
 
+    @property
+    def model(self) -> ScoreModel:
+        """Body and value head; their weights are whole only within a call of `root`."""
+        model: ScoreModel = self.root.model
+        return model
+
     @by_rows
-    @torch.no_grad()
     def compute_values(self, batch: DataProto) -> DataProto:
-        """values [B, T] before each response token is sampled, 0 where response_mask is False."""
-        batch = methods(self.job)["critic.compute_values"].prune(batch)
+        """Compute values [B, T] before each response token is sampled, 0 where response_mask is False."""
+        batch = self.methods["critic.compute_values"].prune(batch)
         check_sequences(batch, "critic.compute_values")
-        values = torch.zeros(batch["response_mask"].shape)
-        for at in self.schedule.micro_batches.cut(batch):
-            rows = batch.select_idxs(at).to(self.device)
-            predicted = token_values(self.model, rows, dtype=self.config.dtype)
+        dealt = Deal.of(batch, self.schedule.micro_batches, self.seat.ranks)
+        return dealt.join(self.forward(dealt.parts))
+
+    @command
+    @torch.no_grad()
+    def forward(self, part: DataProto) -> DataProto:
+        """Compute values [B, T] of this rank's rows."""
+        values = torch.zeros(part["response_mask"].shape, dtype=self.model.score.weight.dtype)
+        for at, _ in self.schedule.micro_batches.passes(part, self.seat.ranks):
+            rows = part.select_idxs(at).to(self.device)
+            predicted = self.root(token_values, rows, dtype=self.config.dtype, ulysses=self.seat.ranks.ulysses)
             values[at] = torch.where(rows["response_mask"], predicted, 0).cpu()
         return DataProto({"values": values})
 
     @on_worker_thread
     def update(self, batch: DataProto) -> Metrics:
-        """Trains on the batch.
+        """Train on the batch.
 
         Raises:
             InvalidBatch: a column is missing, or the rows do not divide into mini-batches.
-            UpdateFailed: a gradient is not finite; that step was not taken.
+            UpdateFailed: a gradient is not finite; that optimizer step was skipped.
         """
-        batch = methods(self.job)["critic.update"].prune(batch)
-        check_sequences(batch, "critic.update")
-        self.model.train()
-        try:
-            metrics = train(batch.to(self.device), self.optimizer, self.schedule, self._loss)
-        finally:
-            self.model.eval()
-        return {f"critic/{name}": value for name, value in metrics.items()}
+        method = self.methods["critic.update"]
+        self.loads.take()  # of values: which of them are computed together depends on when rows come
+        metrics = update(method, batch, self.optimizer, self.schedule, self._learn_on_ranks)
+        return {f"critic/{name}": value for name, value in metrics.items()} | self.loads.take()
 
-    def _loss(self, rows: DataProto, mini_batch_mask: Tensor) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
-        values = token_values(self.model, rows, dtype=self.config.dtype)
-        return value_objective(values, rows, mini_batch_mask, self.job.critic)
+    def _learn_on_ranks(self, mini_batch: DataProto, counts: BatchCounts) -> Sequence[DataProto]:
+        micro_batches = self.schedule.micro_batches
+        dealt = Deal.of(mini_batch, micro_batches, self.seat.ranks, mini_batch=list(counts))
+        return dealt.by_part(self.learn(dealt.parts))
+
+    @command
+    def learn(self, part: DataProto) -> DataProto:
+        """Train on this rank's rows of a mini-batch (rolemesh.training.loop.learn)."""
+        ranks, micro_batches = self.seat.ranks, self.schedule.micro_batches
+        return learn(part, self.model, self.device, self.optimizer, micro_batches, ranks, self._loss)
+
+    def _loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
+        values = self.root(token_values, rows, dtype=self.config.dtype, ulysses=self.seat.ranks.ulysses)
+        return value_objective(values, rows, mini_batch, self.job.critic)
 
     @on_worker_thread
-    def save_checkpoint(self, directory: Path) -> None:
-        """Model and optimizer: rolemesh/models/checkpoint.py. Raises CheckpointFailed."""
-        save_checkpoint(self._home, directory, self.model.save_pretrained, self.optimizer)
+    def begin_checkpoint(self, directory: Path) -> None:
+        """Copy model and optimizer, and begin to write them (rolemesh/training/checkpoint.py).
+
+        Raises:
+            CheckpointFailed: as CheckpointWriter.begin.
+        """
+        self.copy_checkpoint(self._parts(directory=str(directory)))
+
+    @command
+    def copy_checkpoint(self, part: DataProto) -> DataProto:
+        """Copy this rank's rows, and begin to write them into the directory in meta_info."""
+        copy_model = partial(self.model.copy, self.seat.ranks)
+        self._checkpoints.begin(Path(part.meta_info["directory"]), copy_model, self.optimizer)
+        return DataProto()
+
+    async def finish_checkpoint(self, directory: Path) -> None:
+        """Wait until the checkpoint that was begun last is on disk. Raises CheckpointFailed."""
+        await self._checkpoints.finish(directory)
+
+    def close(self) -> None:
+        super().close()
+        self._checkpoints.close()
 
     @on_worker_thread
     def load_checkpoint(self, directory: Path | None) -> None:
-        """Takes up what save_checkpoint wrote, bit for bit; None: begins anew. Raises CheckpointFailed."""
+        """Restore what a checkpoint has, bit for bit; None: the initial state. Raises CheckpointFailed."""
+        self.read_checkpoint(self._parts(directory=str(directory or "")))
+
+    @command
+    def read_checkpoint(self, part: DataProto) -> DataProto:
+        """Read this rank's rows of the checkpoint in meta_info's directory; empty: of the initial state."""
+        directory = Path(part.meta_info["directory"]) if part.meta_info["directory"] else None
 
         def read_weights(path: Path | None) -> dict[str, Tensor]:
             config = self.config.model_copy(update={"path": str(path)}) if path else self.config
-            return ScoreModel.load(config, "critic", seed=self.job.critic.seed).state_dict()
+            return read_score_model(self.model, config, "critic", self.job.critic.seed)
 
-        load_checkpoint(self._home, directory, self.model.state_dict(), read_weights, self.optimizer)
+        weights, ranks = named_weights(self.model), self.seat.ranks
+        self._checkpoints.wait()
+        load_checkpoint(self._home, directory, weights, read_weights, self.optimizer, ranks)
+        return DataProto()
 
 
 def value_objective(
-    values: Tensor, rows: DataProto, mini_batch_mask: Tensor, config: CriticConfig
+    values: Tensor, rows: DataProto, mini_batch: BatchCounts, config: CriticConfig
 ) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
-    """What the critic minimises.
+    """Compute the loss that the critic minimises, and its metrics.
 
     Args:
         values: [b, T] of a micro-batch.
-        rows: the micro-batch: response_mask, values (before the update), returns; loss_mask where
+        rows: the micro-batch, with response_mask, values (before the update) and returns. Also loss_mask if
             rollout_correction rejects tokens.
-        mini_batch_mask: response_mask [B, T] of the mini-batch that it is part of.
+        mini_batch: counts of the micro-batch's mini-batch.
+        config: the section critic.
 
     Returns:
-        The micro-batch's shares of the mini-batch's loss and of what is reported: means over the tokens that
-        count for the loss.
+        The micro-batch's shares of the mini-batch's loss and metrics. Means are over the tokens of the loss.
     """
     assert config.loss_agg_mode is not None, "JobConfig fills it in"
     mask = rows["loss_mask"] if "loss_mask" in rows else rows["response_mask"]
@@ -141,7 +204,7 @@ def value_objective(
         rows["returns"],
         mask,
         cliprange_value=config.cliprange_value,
-        aggregate=Aggregation.of(mini_batch_mask, config.loss_agg_mode, config.loss_scale_factor),
+        aggregate=Aggregation.of(mini_batch, config.loss_agg_mode, config.loss_scale_factor),
     )
     return loss, {
         "vf_loss": loss,

@@ -1,17 +1,19 @@
-"""What `rolemesh run` does: the roles as processes of this machine, and the controller in this one."""
+"""Implements `rolemesh run`: the roles run as processes of this machine, the controller in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
 from rich.logging import RichHandler
 
+from rolemesh.catalog.catalog import load
+from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.errors import RoleUnavailable
 from rolemesh.models.loading import model_directory
@@ -21,17 +23,16 @@ from rolemesh.planner.refusal import refuse_what_cannot_fit
 from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.main import Brakes, drive, prepare, warn_of_idle_keys
-from rolemesh.services.controller.run.checkpoints import write_durably
+from rolemesh.services.controller.run.checkpoints import Checkpoints, write_durably
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import held
-from rolemesh.services.processes.local import (
+from rolemesh.services.processes.role_processes import (
     RoleProcesses,
     gpus_by_process,
     members_of,
     role_processes,
     visible_gpus,
 )
-from rolemesh.services.rollout.engines.vllm.arguments import check_installed
 from rolemesh.telemetry.metrics import CONTROLLER
 from rolemesh.wire.allocator import tune
 
@@ -40,78 +41,95 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 LOCAL = "127.0.0.1:0"
-DEATH_NOTICE_S = 2.0  # a call to a process that died fails a little before its death is noticed
+DEATH_NOTICE_S = 2.0  # a call to a process that died fails shortly before its death is noticed
 
 
-async def launch(job: JobConfig) -> None:
-    """Starts the job's roles, trains, and ends the roles, however the training ends.
+async def launch(job: JobConfig) -> Summary:
+    """Start the job's roles, train, and end the roles, however the training ends.
+
+    If a role is lost after the run has written a checkpoint, all roles are started anew, and the run goes on
+    from there. If one is lost again before the next checkpoint, the run ends.
 
     Raises:
-        RolemeshError: the job cannot be run, a role ended or a step failed.
+        RolemeshError: the job cannot be run, a role ended, or a step failed.
     """
     tune()
+    scraped = serve_metrics(LOCAL, CONTROLLER)
+    checkpoints = Checkpoints(job.run_dir)
+    while True:
+        before = checkpoints.latest()
+        try:
+            return await _launch(job, scraped)
+        except RoleUnavailable as lost:
+            if (latest := checkpoints.latest()) == before:
+                raise
+            log.warning("%s\nstarting all roles anew, and going on from %s", lost, latest)
+            job = job.model_copy(update={"trainer": job.trainer.model_copy(update={"resume_mode": "auto"})})
+
+
+async def _launch(job: JobConfig, scraped: str) -> Summary:
     run = await prepare(job)
     if summary := run.finished():
         run.display.close()
         run.display.summary(summary)
-        return
-    check_models(job)
+        return summary
+    check_models(job, job.roles)
     check_engine(job)
-    check_memory(job)
-    # Through the display's console: another writer would tear the live lines.
+    check_memory(job, job.roles)
+    # Log through the display's console: another writer would garble the live lines.
     shown = RichHandler(console=run.display.console, show_path=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown], force=True)
     warn_of_idle_keys(job)
     with Brakes(run) as brakes, held(job.run_dir):
         async with role_processes(run.job) as processes:
-            summary = await beside(processes, _train(run, processes))
+            summary = await beside(processes, _train(run, processes, scraped))
         brakes.end(summary)
+    return summary
 
 
-def check_models(job: JobConfig) -> None:
-    """The directories of all models, which the role processes of this machine will load.
+def check_models(job: JobConfig, roles: Sequence[str]) -> None:
+    """Check the directories of all models that the processes of these roles will load.
 
     Raises:
-        ModelNotFound: one is not there or not whole.
+        ModelNotFound: a directory is absent or incomplete.
     """
-    models = {"actor": job.actor.model, "reference": job.reference_model, "critic": job.critic_model}
-    for role, config in models.items():
-        if role in job.roles:
-            model_directory(config, role)
+    for role in roles:
+        if job.on_device(role):
+            model_directory(ROLES[role].model(job), role)
 
 
 def check_engine(job: JobConfig) -> None:
-    """That the rollouts' engine is installed.
+    """Check that the rollouts' engine is installed.
 
     Raises:
-        InvalidConfig: what to install.
+        InvalidConfig: it is not; the message says what to install.
     """
-    if job.rollout.name == "vllm":
-        check_installed()
+    if job.engine.check is not None:
+        with job.engine.errors_named():
+            load(job.engine.check)()
 
 
-def check_memory(job: JobConfig) -> None:
-    """What certainly does not fit is refused: weights, gradients and moments, of the processes that a GPU or
-    this machine's memory is to hold.
+def check_memory(job: JobConfig, roles: Sequence[str]) -> None:
+    """Refuse roles whose weights, gradients and moments certainly do not fit in a GPU or this machine's memory.
 
     Raises:
-        InvalidConfig: how much is missing, the largest part and what to lower.
+        InvalidConfig: they do not fit; the message has the missing bytes, the largest part and the keys to
+            lower.
     """
-    shapes, members = role_shapes(job), members_of(job)
+    shapes, members = role_shapes(job, roles), members_of(job, roles)
     gpus = visible_gpus(job)
     if not gpus:
         refuse_what_cannot_fit(job, shapes, members, available_memory(), "this machine's free memory")
-    given = gpus_by_process(job, gpus)
+    given = gpus_by_process(job, gpus, roles)
     for index, gpu in enumerate(gpus):
         memory = torch.cuda.get_device_properties(index).total_memory
-        # An engine of several ranks has a share of its weights on each: not certain enough to count.
-        alone = {name: roles for name, roles in members.items() if given[name] == [gpu]}
+        # Of a group or an engine of several ranks, a GPU has only a share of the weights, so it is not counted.
+        alone = {name: own for name, own in members.items() if given[name] == [gpu]}
         refuse_what_cannot_fit(job, shapes, alone, memory, f"the memory of GPU {gpu}")
 
 
-async def _train(run: Run, processes: RoleProcesses) -> Summary:
+async def _train(run: Run, processes: RoleProcesses, scraped: str) -> Summary:
     addresses = await processes.addresses(run.job.trainer.ready_timeout_s)
-    scraped = serve_metrics(LOCAL, CONTROLLER)
     all_scraped = {member.name: member.metrics_address for member in processes.members}
     with shown_to_prometheus(run.job, all_scraped | {"controller": scraped}):
         return await drive(run, addresses, LOCAL, scraped)
@@ -119,13 +137,15 @@ async def _train(run: Run, processes: RoleProcesses) -> Summary:
 
 @contextmanager
 def shown_to_prometheus(job: JobConfig, addresses: Mapping[str, str]) -> Iterator[None]:
-    """While it is entered, <run directory>.targets.json tells a Prometheus (file_sd_configs) where /metrics of
-    each process is, with the labels that it has in a cluster. It lies beside the run directory: Prometheus
-    takes a * in the last part of a path alone, and one Prometheus should find every run.
+    """Write <run directory>.targets.json for Prometheus (file_sd_configs), and delete it on exit.
+
+    The file has the address of each process's /metrics, with the same labels as in a cluster. It is next to the
+    run directory, because Prometheus allows a * only in the last part of a path, and one Prometheus should find
+    every run.
 
     Args:
-        job: names them.
-        addresses: process to host:port.
+        job: its experiment_name is a label.
+        addresses: process name to host:port.
     """
     labels = {"namespace": "local", "rolemesh_job": job.trainer.experiment_name}
     targets = [{"targets": [at], "labels": labels | {"pod": name}} for name, at in addresses.items()]
@@ -133,8 +153,8 @@ def shown_to_prometheus(job: JobConfig, addresses: Mapping[str, str]) -> Iterato
     path = directory.with_name(f"{directory.name}.targets.json")
     try:
         write_durably(path, json.dumps(targets, indent=1) + "\n")
-    except OSError as error:  # the folder may be another user's, which must not end a run
-        log.warning("no Prometheus will find this run: %s", error)
+    except OSError as error:  # e.g. a folder of another user, which must not end a run
+        log.warning("Prometheus cannot find this run: %s", error)
     try:
         yield
     finally:
@@ -143,8 +163,11 @@ def shown_to_prometheus(job: JobConfig, addresses: Mapping[str, str]) -> Iterato
 
 
 async def beside(processes: RoleProcesses, work: Coroutine[Any, Any, R]) -> R:
-    """The work's result. When a role loses its last process the work is cancelled, and the error tells how the
-    process ended."""
+    """Run the work and return its result; cancel it when a role loses its last process.
+
+    Raises:
+        RoleUnavailable: a role lost its last process; the message says how the process ended.
+    """
     working, watching = asyncio.create_task(work), asyncio.create_task(processes.watch())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,7 @@
-"""What `rolemesh serve ROLES` does: binds at once, loads, serves, drains."""
+"""Implements `rolemesh serve ROLES`: bind the ports at once, load the roles, serve, drain.
+
+Of a group of several ranks, rank 0 does this, and the other ranks follow its orders (rolemesh/ranks/).
+"""
 
 from __future__ import annotations
 
@@ -11,114 +14,81 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from google.protobuf.descriptor import ServiceDescriptor
 
+from rolemesh.catalog.catalog import load
+from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
+from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
+from rolemesh.ranks.following import follow
+from rolemesh.ranks.leading import Leader
+from rolemesh.ranks.orders import Command
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.rendezvous import Rendezvous, own_gpu
 from rolemesh.rpc import tls
-from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, WEIGHTS
+from rolemesh.rpc.contract import WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer, serve_metrics
 from rolemesh.telemetry import context, metrics
 from rolemesh.telemetry.logs import LogFormat, setup_logging
+from rolemesh.weights.holder import Holder
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
 from rolemesh.wire.allocator import tune
+from rolemesh.workers.commands import command_of as worker_command
 from rolemesh.workers.lease import Lease
-from rolemesh.workers.local import ComputingThread, LocalWorker
-from rolemesh.workers.traces import Traces
+from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.seat import Seat
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 25.0  # for running calls; Kubernetes kills 30 s after SIGTERM
-ORPHAN_DRAIN_S = 1.0  # nobody waits for the answers any more
-LAST_WORDS_S = 4.0  # a thread that computes cannot be stopped: the process ends all the same
+DRAIN_S = 25.0  # for running calls; Kubernetes kills the pod 30 s after SIGTERM
+ORPHAN_DRAIN_S = 1.0  # when the launcher is gone, nobody waits for answers
+LAST_WORDS_S = 4.0  # then the process exits even if a thread still computes, which cannot be stopped
+
+LOAD = "load"  # the first order for a role on the group's devices
 
 Servicers = Mapping[ServiceDescriptor, Any]
 
 
-# Each imports its role's modules when it is called, so that a reward service does not load an engine.
-
-
-def _actor(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    from rolemesh.services.actor.servicer import ActorServicer
-    from rolemesh.services.actor.worker import ActorWorker
-
-    worker = ActorWorker(job)
-    return worker, {ACTOR: ActorServicer(worker, store), WEIGHTS: WeightsServicer(store)}
-
-
-def _reference(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    from rolemesh.services.actor.servicer import ReferenceServicer
-    from rolemesh.services.actor.worker import ReferenceWorker
-
-    worker = ReferenceWorker(job)
-    return worker, {REFERENCE: ReferenceServicer(worker)}
-
-
-def _critic(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    from rolemesh.services.critic.servicer import CriticServicer
-    from rolemesh.services.critic.worker import CriticWorker
-
-    worker = CriticWorker(job)
-    return worker, {CRITIC: CriticServicer(worker)}
-
-
-def _reward(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    from rolemesh.services.reward.servicer import RewardServicer
-    from rolemesh.services.reward.worker import RewardWorker
-
-    worker = RewardWorker(job)
-    return worker, {REWARD: RewardServicer(worker)}
-
-
-def _rollout(job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    from rolemesh.services.rollout.servicer import RolloutServicer
-    from rolemesh.services.rollout.worker import RolloutWorker
-
-    worker = RolloutWorker(job)
-    return worker, {ROLLOUT: RolloutServicer(worker, store), WEIGHTS: WeightsServicer(store)}
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a role's server serves, and how it is loaded (which blocks until the model is there). Roles of one
-    process share a store of weights."""
-
-    services: tuple[ServiceDescriptor, ...]
-    load: Callable[[JobConfig, WeightStore], tuple[LocalWorker, Servicers]]
-
-
-ROLES: dict[str, Served] = {
-    "actor": Served((ACTOR, WEIGHTS), _actor),
-    "reference": Served((REFERENCE,), _reference),
-    "critic": Served((CRITIC,), _critic),
-    "reward": Served((REWARD,), _reward),
-    "rollout": Served((ROLLOUT, WEIGHTS), _rollout),
-}
-
-
 def group_server(roles: Sequence[str]) -> RoleServer:
-    """The server of a group, not yet bound.
+    """Make the server of a group, not yet bound.
 
     Raises:
-        InvalidConfig: an unknown role, or one that is named twice.
+        InvalidConfig: there is no role, a role is unknown, or it is named twice.
     """
     unknown = [role for role in roles if role not in ROLES]
     if unknown or not roles or len(set(roles)) < len(roles):
-        raise InvalidConfig(f"a group is of different roles out of {', '.join(ROLES)}; got {', '.join(roles)}")
-    return RoleServer({role: ROLES[role].services for role in roles})
+        raise InvalidConfig(f"expected different roles of {', '.join(ROLES)}; got {', '.join(roles)}")
+    max_streams = max(ROLES[role].max_streams for role in roles)
+    return RoleServer({role: services_of(role) for role in roles}, max_streams=max_streams)
 
 
-async def load_group(roles: Sequence[str], job: JobConfig) -> tuple[list[LocalWorker], Servicers]:
-    """The workers of a group's roles, and their servicers. Those that share the device are loaded one after
-    another, each asleep before the next comes, so that the device never holds two.
+def services_of(role: str) -> tuple[ServiceDescriptor, ...]:
+    """Return the gRPC services of a role's server."""
+    spec = ROLES[role]
+    return (load(spec.service), *([WEIGHTS] if spec.serves_weights else []))
+
+
+async def load_group(
+    roles: Sequence[str], job: JobConfig, leader: Leader | None = None
+) -> tuple[list[LocalWorker], Servicers]:
+    """Load the workers of a group's roles, and make their servicers.
+
+    Roles that share the device are loaded one after another, and each sleeps before the next is loaded. So the
+    device never holds two.
+
+    Args:
+        roles: keys of ROLES.
+        job: the job.
+        leader: gives orders to the other ranks, which load the roles on a device too; None: there are none.
 
     Raises:
         RolemeshError: a role could not be loaded.
@@ -131,30 +101,74 @@ async def load_group(roles: Sequence[str], job: JobConfig) -> tuple[list[LocalWo
         shares = len(sharing) > 1 and role in sharing
         if shares:
             await lease.vacate()
-        worker, its_servicers = await _load(role, job, store)
-        worker.traces = Traces.of(job, role)
+        seat, rendezvous = Seat.of(job, role, lease if shares else None), Rendezvous()
+        if leader and job.on_device(role):
+            seat, rendezvous = replace(seat, orders=leader.orders(role)), leader.rendezvous
+        worker, its_servicers = await _load(role, job, store, seat, rendezvous)
         if shares:
             lease.seat(worker)
-            worker.lease = lease
         workers.append(worker)
         servicers.update(its_servicers)
     return workers, servicers
 
 
-async def _load(role: str, job: JobConfig, store: WeightStore) -> tuple[LocalWorker, Servicers]:
-    started, thread = time.perf_counter(), ComputingThread(role)
-    load = partial(contextvars.copy_context().run, ROLES[role].load, job, store)
+def load_role(role: str, job: JobConfig, store: WeightStore, seat: Seat) -> tuple[LocalWorker, Servicers]:
+    """Load a role's worker, and make its servicers. Blocks until the model is loaded.
+
+    Args:
+        role: key of ROLES.
+        job: the job.
+        store: the weights of the process, shared by its roles.
+        seat: the worker's thread, ranks, orders, traces and lease.
+    """
+    spec = ROLES[role]
+    worker: LocalWorker = spec.load()(job, seat)
+    service, servicer = load(spec.service), load(spec.servicer)
+    if not spec.serves_weights:
+        return worker, {service: servicer(worker)}
+    return worker, {service: servicer(worker, store), WEIGHTS: WeightsServicer(store)}
+
+
+async def _load(
+    role: str, job: JobConfig, store: WeightStore, seat: Seat, rendezvous: Rendezvous
+) -> tuple[LocalWorker, Servicers]:
+    loaded: list[tuple[LocalWorker, Servicers]] = []
+
+    def load_own(rows: DataProto) -> DataProto:
+        loaded.append(load_role(role, job, store, _with_ranks(role, seat, job, rendezvous)))
+        return rows
+
+    started = time.perf_counter()
+    parts = [DataProto()] * seat.orders.size
+    load_all = partial(contextvars.copy_context().run, seat.orders.give, LOAD, load_own, parts)
     try:
-        worker, servicers = await asyncio.get_running_loop().run_in_executor(thread, load)
-    except RolemeshError as error:  # the user's to mend: a line, no traceback
+        await asyncio.get_running_loop().run_in_executor(seat.thread, load_all)
+    except RolemeshError as error:  # an error that the user can fix needs no traceback
         log.error("%s could not load: %s", role, error)
         raise
     except Exception as error:
         log.exception("%s could not load", role)
         raise RoleFailed(f"{role} could not load: {type(error).__name__}: {error}") from error
     metrics.ROLE_LOAD_SECONDS.labels(role).set(time.perf_counter() - started)
-    worker.thread = thread
-    return worker, servicers
+    return loaded[0]
+
+
+def _with_ranks(role: str, seat: Seat, job: JobConfig, rendezvous: Rendezvous) -> Seat:
+    """Return the seat with its role's ranks. Each of several ranks calls it, and waits for the others."""
+    if rendezvous.size == 1:
+        return seat
+    from rolemesh.models.loading import resolve_device  # imports transformers, which no port should wait for
+
+    rendezvous.join()
+    device_type = resolve_device(job.trainer.device).type
+    ranks = Ranks.of_process(device_type, job.ulysses_size(role))
+    with_gpu = int(ranks.total(torch.tensor(int(device_type == "cuda"))))
+    if 0 < with_gpu < ranks.size:
+        raise InvalidConfig(
+            f"{with_gpu} of the {ranks.size} ranks of {role} have a GPU, and each needs its own: start as many "
+            "ranks as the machine has GPUs, or set trainer.device to cpu"
+        )
+    return replace(seat, ranks=ranks)
 
 
 async def serve(
@@ -169,56 +183,77 @@ async def serve(
     exit_with_parent: bool = False,
     log_format: LogFormat = "text",
 ) -> None:
-    """Serves a role, or a group's roles, until SIGTERM or SIGINT; a second signal ends the process at once.
+    """Serve a role, or a group's roles, until SIGTERM or SIGINT; a second signal ends the process at once.
+
+    If the environment says that this is a rank above 0 (Rendezvous.of), follow rank 0 until it ends the group.
 
     Args:
         roles: keys of ROLES; they take turns on the device.
-        listen: host:port; port 0 takes a free one.
+        job: the job.
+        listen: host:port; port 0 selects a free one.
         metrics_listen: host:port of /metrics; None: no metrics.
-        health_listen: host:port of health alone, always plain; None: only beside the roles.
-        tls_dir: the keys, with which all is TLS; None: plain.
-        address_file: gets {"address", "metrics", "health", "pid"} as JSON once all are bound.
-        exit_with_parent: also end when standard input closes, which a launcher's death does.
+        health_listen: host:port for health only, never TLS; None: health is served only on `listen`.
+        tls_dir: directory of the TLS keys; None: no TLS.
+        address_file: written as JSON {"address", "metrics", "health", "pid"} once all ports are bound.
+        exit_with_parent: also end when standard input closes, i.e. when the launcher ends.
         log_format: of the lines on standard error.
 
     Raises:
-        InvalidConfig: no such group, no usable keys, or an address that cannot be had.
+        InvalidConfig: the roles are not a group, the keys are unusable, or an address cannot be bound.
         RolemeshError: a role could not be loaded.
     """
+    os.environ.update(own_gpu(os.environ))
     tune()
-    torch.manual_seed(0)  # nothing should draw from it; what does is the same in every process
+    torch.manual_seed(0)  # nothing should draw from it; if something does, every process draws the same
     setup_logging(log_format)
-    server = group_server(roles)
+    server, rendezvous = group_server(roles), Rendezvous.of(os.environ)
     tls.use_keys(tls_dir, *roles)
     context.role.set(",".join(roles))
+    context.rank.set(rendezvous.rank if rendezvous.size > 1 else None)
     context.job.set(job.trainer.experiment_name)
-    ending = _Ending(exit_with_parent)
+    ending = Ending(exit_with_parent)
     metrics_address = serve_metrics(metrics_listen) if metrics_listen else None
     metrics.DEVICE_BYTES.set_function(torch.cuda.memory_reserved)  # 0 until something is on a GPU
     health_address = await server.start_health(health_listen) if health_listen else None
-    address = await server.start(listen)
+    address = await server.start(listen) if rendezvous.rank == 0 else ""
     if address_file is not None:
         bound = {"address": address, "metrics": metrics_address, "health": health_address, "pid": os.getpid()}
         _write_whole(address_file, bound)
-    log.info("listens on %s, metrics on %s", address, metrics_address or "no port")
+    log.info("listening on %s, metrics on %s", address or "no port", metrics_address or "no port")
+    if rendezvous.rank:
+        await _follow(roles, job, rendezvous, ending, Holder(rendezvous, listen, asyncio.get_running_loop()))
 
-    working = asyncio.create_task(_work(server, roles, job))
-    ended = asyncio.create_task(ending.begun.wait())
+    leader = Leader(roles, rendezvous) if rendezvous.size > 1 else None
+    if leader:
+        server.why = leader.waiting
+    tasks = [asyncio.create_task(_work(server, roles, job, leader)), asyncio.create_task(ending.begun.wait())]
+    if leader:
+        tasks.append(asyncio.create_task(leader.watch()))
+    code = 0
     try:
-        await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            working.result()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        code = int(any(task.exception() for task in done))
+        for task in done:
+            task.result()
         log.info("draining: %s", ending.reason)
     finally:
+        if leader and code:  # no other rank computes now, so a call that runs may never end
+            ending.grace_s = ORPHAN_DRAIN_S
+            _end_in(ORPHAN_DRAIN_S + LAST_WORDS_S, code)
         await server.drain(ending.grace_s)
-        _end_in(LAST_WORDS_S, 1 if working.done() and working.exception() else 0)
+        if leader:
+            await leader.close()
+        _end_in(LAST_WORDS_S, code)
 
 
-async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig) -> None:
+async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig, leader: Leader | None) -> None:
     """Load and serve until a worker fails unrecoverably, then raise."""
-    workers, servicers = await load_group(roles, job)
+    if leader:
+        await leader.start()
+        await leader.gather()
+    workers, servicers = await load_group(roles, job, leader)
     gc.collect()
-    gc.freeze()  # what is loaded stays; a collection that walked it would stop every call for 200 ms
+    gc.freeze()  # loaded objects stay; a garbage collection over them would pause every call for 200 ms
     await server.ready(servicers)
     log.info("ready")
     try:
@@ -230,11 +265,54 @@ async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig) -> Non
         raise lost.exceptions[0] from None
 
 
+async def _follow(
+    roles: Sequence[str], job: JobConfig, rendezvous: Rendezvous, ending: Ending, holder: Holder
+) -> NoReturn:
+    """Follow rank 0 until it drains or is gone, then end the process."""
+    seats = {role: replace(Seat.of(job, role), holder=holder) for role in roles if job.on_device(role)}
+    workers: dict[str, LocalWorker] = {}
+    loop, watches = asyncio.get_running_loop(), []
+
+    async def watch(worker: LocalWorker) -> None:
+        try:
+            await worker.watch()
+        except RolemeshError as error:
+            log.error("%s", error)
+            _end_at_once(1)
+
+    def load_own(role: str, rows: DataProto) -> DataProto:
+        workers[role], _ = load_role(role, job, WeightStore(), _with_ranks(role, seats[role], job, rendezvous))
+        log.info("%s is loaded", role)
+        watches.append(asyncio.run_coroutine_threadsafe(watch(workers[role]), loop))
+        return rows
+
+    def command_of(role: str, method: str) -> Command:
+        return partial(load_own, role) if method == LOAD else worker_command(workers[role], method)
+
+    threads = {role: seat.thread for role, seat in seats.items()}
+    following = asyncio.create_task(follow(roles, rendezvous, threads, command_of))
+    asked = asyncio.create_task(ending.begun.wait())
+    await asyncio.wait({following, asked}, return_when=asyncio.FIRST_COMPLETED)
+    if asked.done():
+        log.info("%s: following until rank 0 ends, for %.0f s at most", ending.reason, ending.grace_s)
+        _end_in(ending.grace_s + LAST_WORDS_S, 0)
+    code = 1
+    try:
+        await following
+        code = 0
+        log.info("rank 0 drained")
+    except RolemeshError as error:
+        log.error("%s", error)
+    except Exception:
+        log.exception("cannot follow rank 0")
+    _end_at_once(code)
+
+
 # ------------------------------------------------------------------------------------ the end
 
 
-class _Ending:
-    """Why and how quickly the process is to end."""
+class Ending:
+    """Records why the process ends, and how long it may drain."""
 
     def __init__(self, with_parent: bool) -> None:
         self.begun = asyncio.Event()
@@ -252,7 +330,7 @@ class _Ending:
         self._begin(f"got {number.name}", DRAIN_S)
 
     def _watch_stdin(self) -> None:
-        # os.read and not sys.stdin, whose lock would be held at interpreter exit.
+        # os.read instead of sys.stdin, whose lock would be held at interpreter exit.
         while os.read(0, 4096):
             pass
         _end_in(ORPHAN_DRAIN_S + LAST_WORDS_S, 0)  # even if the event loop hangs
@@ -263,8 +341,14 @@ class _Ending:
         self.begun.set()
 
 
+def _end_at_once(code: int) -> NoReturn:
+    """End a follower, one of whose threads may hang in a collective, which cannot be stopped."""
+    logging.shutdown()
+    os._exit(code)
+
+
 def _end_in(seconds: float, code: int) -> None:
-    """Ends the process unless it has ended by then."""
+    """End the process after some seconds, unless it has ended by then."""
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
@@ -274,7 +358,7 @@ def _end_in(seconds: float, code: int) -> None:
 
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    """A reader sees the whole file or none."""
+    """Write a JSON file atomically: a reader sees the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(content), encoding="utf-8")

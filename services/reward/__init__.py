@@ -1,5 +1,6 @@
-"""The reward role: what a response is worth.
+"""The reward role: scores responses.
 
-worker.py scores a batch; functions/ holds the rules, picked by a row's data_source, and the loading of a
-function of the user's.
+worker.py scores a batch. functions/ has the rules, selected by a row's data_source, and loads a user's
+function. Scoring runs in processes of its own (scoring_pool.py, scoring_process.py), or by a model
+(model_scorer.py).
 """

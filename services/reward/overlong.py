@@ -8,12 +8,12 @@ from rolemesh.config.reward import OverlongBufferConfig
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: OverlongBufferConfig) -> Tensor:
-    """0 up to the buffer, then falling in a straight line to -penalty_factor at the maximum.
+    """Compute the penalty: 0 up to the buffer, then linear down to -penalty_factor at the maximum length.
 
     Args:
-        lengths: [B] tokens of each response.
-        max_tokens: of any response.
-        buffer: how many of these it is that are punished, and how much.
+        lengths: [B], tokens of each response.
+        max_tokens: maximum length of a response.
+        buffer: `len`, the last tokens before the maximum that are penalized, and penalty_factor.
 
     Returns:
         [B] float32, min(-(length - (max_tokens - len)) / len * penalty_factor, 0).

@@ -1,4 +1,4 @@
-"""Which tokens of a response are thoughts."""
+"""Finds the tokens of a response that are thoughts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ OPENS, CLOSES = "<think>", "</think>"
 
 
 def thought_tokens(responses: Tensor, response_mask: Tensor, tokenizer: Any) -> Tensor:
-    """True on the tokens strictly between <think> and the first </think>; on all of a response without them, or
-    with nothing between them. Where a response closes what it did not open, its prompt did, as many chat
-    templates do: then its first token is the first thought.
+    """Mark the tokens strictly between <think> and the first </think>.
 
-    A tag may be one token or several, and its first and last token may have other text in them: of a token that
-    has a character of a tag nothing counts. Tags are found in the tokens' texts, one after the other. That each
-    is decoded by itself is of no matter: what comes out differently then (half a character of several bytes, a
-    space at the beginning) is not in a tag.
+    All tokens are marked if the response has no </think>, or nothing between the tags. If a response has
+    </think> without <think>, its prompt had the opening tag, as in many chat templates; then thoughts begin at
+    its first token.
+
+    A tag may span several tokens, and these may contain other text; a token with a character of a tag is not
+    marked. Tags are searched in the concatenated texts of the tokens, each decoded by itself. This may decode
+    some text differently (half of a multi-byte character, a leading space), but never a tag.
 
     Args:
         responses: [B, T] int64.
@@ -26,7 +27,7 @@ def thought_tokens(responses: Tensor, response_mask: Tensor, tokenizer: Any) -> 
         tokenizer: of the responses.
 
     Returns:
-        [B, T] bool, False where response_mask is.
+        [B, T] bool, False where response_mask is False.
     """
     texts = {
         token: tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,4 +1,4 @@
-"""The reward role in process: one score for each finished response, by rule, user's function or model."""
+"""The reward role in process: scores each finished response by a rule, a user's function or a model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rolemesh.agents.turns import last_contexts, written
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
@@ -17,30 +18,32 @@ from rolemesh.errors import InvalidBatch, RewardFailed
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import methods
 from rolemesh.services.reward.functions import QUICK, UnknownDataSource, rule_of
-from rolemesh.services.reward.judge import function_of
-from rolemesh.services.reward.judges import Call, Judges, Line
-from rolemesh.services.reward.model import ModelScorer
+from rolemesh.services.reward.model_scorer import ModelScorer
 from rolemesh.services.reward.overlong import overlong_penalty
+from rolemesh.services.reward.scoring_call import Scorer, Verdict
+from rolemesh.services.reward.scoring_pool import Call, Judges, Line
+from rolemesh.services.reward.scoring_process import scorer_of
 from rolemesh.services.reward.thoughts import thought_tokens
-from rolemesh.services.reward.verdict import PLURAL, Verdict, judge
+from rolemesh.workers.commands import Deal, command
 from rolemesh.workers.local import LocalWorker, as_call
 from rolemesh.workers.parking import Parking, model_tensors
+from rolemesh.workers.seat import Seat
 
 
 class RewardWorker(LocalWorker):
     """Implements rolemesh.roles.Reward.
 
-    A row whose reward_model.style is "model" is scored by reward.reward_model; any other by
-    reward.custom_reward_function where one is set, else by the rule of its data_source. Quick rules run on the
-    worker's thread; the user's function, and rules that are slow or run programs, in processes of their own.
+    A row whose reward_model.style is "model" is scored by reward.reward_model. Any other row is scored by
+    reward.custom_reward_function if set, else by the rule of its data_source. Quick rules run on the worker's
+    thread. A user's function, and rules that are slow or run programs, run in processes of their own.
 
     Raises:
         InvalidConfig: the custom function cannot be loaded.
-        ModelNotFound: the policy's tokenizer or the reward model is not there.
+        ModelNotFound: the policy's tokenizer or vocabulary size, or the reward model, cannot be read.
     """
 
-    def __init__(self, job: JobConfig) -> None:
-        super().__init__("reward")
+    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
+        super().__init__("reward", seat)
         self._config = job.reward
         self._component_keys = job.algorithm.gdpo_reward_keys
         self._writes = methods(job)["reward.compute_scores"].writes
@@ -48,22 +51,29 @@ class RewardWorker(LocalWorker):
         self._tokenizer = load_tokenizer(job.actor.model)
         vocabulary = vocabulary_in(job.actor.model, "actor")
         self.door = Door.of(methods(job), "reward", vocabulary)
-        self._judges = Judges(job.reward)
-        if job.reward.custom_reward_function.path is not None:
+        self._judges = Judges(job.reward, job.plugins)
+        self._scorer: Scorer | None = None  # of quick rules, which need no process of their own
+        if job.reward.manager.quick and job.reward.custom_reward_function.path is None:
+            self._scorer = scorer_of(job.reward)
+        elif self.seat.ranks.rank == 0:  # other ranks have the model alone
             self._judges.start()
         self._model: ModelScorer | None = None
         if job.reward.reward_model.enable:
-            self._model = scorer = ModelScorer(job, self._tokenizer, vocabulary)
-            self.parking = Parking(lambda: model_tensors(scorer.model), scorer.device, job.run_dir)
+            self._model = scorer = ModelScorer(job, self._tokenizer, vocabulary, self.seat.ranks)
+            self.parking = Parking(lambda: model_tensors(scorer.root), scorer.device, job.run_dir)
 
     @as_call
     async def compute_scores(self, batch: DataProto) -> DataProto:
-        """token_level_scores [B, T] float32, the score on the last response token and 0 elsewhere; acc [B];
-        where the job's advantages need them, reward_components [B, K] float32 and think_mask [B, T].
+        """Score each response.
+
+        Returns:
+            token_level_scores [B, T] float32, the score on the last response token and 0 elsewhere; acc [B]. If
+            the job's method declares them, reward_components [B, K] float32, think_mask [B, T] and
+            reward_extra_info.
 
         Raises:
             InvalidBatch: a response has no token.
-            RewardFailed: a row could not be scored; names its uid and the function. No score is made up.
+            RewardFailed: a row could not be scored; the message names its uid and the function.
         """
         mask: Tensor = batch["response_mask"]
         if len(empty := (~mask.any(1)).nonzero().flatten()):
@@ -87,39 +97,36 @@ class RewardWorker(LocalWorker):
         super().close()
 
     def _begin(self, batch: DataProto, rows: list[int]) -> tuple[dict[int, Verdict], Line]:
-        """Scores what is quick, and has the judges begin with the rest."""
+        """Score rows with quick rules, and submit the others to the judges."""
         named = partial(_named, batch)
         each = dict(zip(rows, self._arguments(batch, rows), strict=True))
         verdicts: dict[int, Verdict] = {}
         calls = []
-        if self._config.reward_manager == "batch":
-            together = {plural: [each[row][name] for row in rows] for name, plural in PLURAL.items()}
-            calls = [Call(rows, together)] if rows else []
+        if self._config.manager.together:
+            calls = [Call(rows, list(each.values()))] if rows else []
         else:
             for row, arguments in each.items():
                 try:
-                    if self._is_quick(arguments["data_source"]):
-                        [verdicts[row]] = judge(*function_of(self._config), arguments)
+                    if self._scorer and rule_of(arguments["data_source"], self._config) in QUICK:
+                        [verdicts[row]] = self._scorer.judge([arguments])
                     else:
-                        calls.append(Call([row], arguments))
+                        calls.append(Call([row], [arguments]))
                 except (RewardFailed, UnknownDataSource) as error:
                     raise RewardFailed(f"{named([row])}: {error}") from error
         line = Line(calls, named)
         self._judges.submit(line)
         return verdicts, line
 
-    def _is_quick(self, data_source: str) -> bool:
-        is_custom = self._config.custom_reward_function.path is not None
-        return not is_custom and rule_of(data_source, self._config) in QUICK
-
     def _arguments(self, batch: DataProto, rows: list[int]) -> list[dict[str, Any]]:
-        """What a reward function is called with for each of the rows."""
+        """Return the reward function's arguments for each of the rows."""
         if not rows:
             return []
-        responses, mask = batch["responses"], batch["response_mask"]
-        texts = self._tokenizer.batch_decode(
-            [responses[row][mask[row]].tolist() for row in rows], skip_special_tokens=True
-        )
+        if "response_texts" in batch:
+            texts = [batch["response_texts"][row] for row in rows]
+        else:
+            responses, mask = batch["responses"], written(batch)
+            ids = [responses[row][mask[row]].tolist() for row in rows]
+            texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [
             {
                 "data_source": batch["data_source"][row],
@@ -133,14 +140,22 @@ class RewardWorker(LocalWorker):
     def _by_model(self, batch: DataProto, rows: list[int]) -> dict[int, Verdict]:
         if self._model is None:
             raise RewardFailed(
-                f"{_named(batch, rows[:1])}: its reward_model.style is 'model'; "
+                f"{_named(batch, rows[:1])}: its reward_model.style is 'model', but "
                 "reward.reward_model.enable is false"
             )
-        scores = self._model.score(batch.select_idxs(rows))
+        scored = last_contexts(batch).select_idxs(rows)
+        dealt = Deal.evenly(scored, self.seat.ranks)
+        scores = dealt.join(self.score_rows(dealt.parts))["scores"]
         if len(bad := (~scores.isfinite()).nonzero().flatten()):
             at = int(bad[0])
             raise RewardFailed(f"{_named(batch, [rows[at]])}: the reward model's score is {scores[at].item()}")
         return {row: Verdict(score, score, {}) for row, score in zip(rows, scores.tolist(), strict=True)}
+
+    @command
+    def score_rows(self, part: DataProto) -> DataProto:
+        """Compute the reward model's `scores` [b] of this rank's rows."""
+        assert self._model is not None
+        return DataProto({"scores": self._model.score(part)})
 
     def _columns(self, batch: DataProto, verdicts: list[Verdict]) -> DataProto:
         mask: Tensor = batch["response_mask"]
@@ -148,14 +163,17 @@ class RewardWorker(LocalWorker):
         extra = [verdict.besides for verdict in verdicts]
         overlong = self._config.overlong_buffer
         if overlong.enable:
-            penalties = overlong_penalty(mask.sum(1), self._max_tokens, overlong)
+            penalties = overlong_penalty(written(batch).sum(1), self._max_tokens, overlong)
             scores += penalties
             if overlong.log:
                 for told, penalty in zip(extra, penalties.tolist(), strict=True):
                     told |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}
         last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(1)
+        by_token = torch.zeros(mask.shape).scatter_(1, last[:, None], scores[:, None])
+        if "environment_rewards" in batch:
+            by_token += batch["environment_rewards"]
         columns = {
-            "token_level_scores": torch.zeros(mask.shape).scatter_(1, last[:, None], scores[:, None]),
+            "token_level_scores": by_token,
             "acc": torch.tensor([verdict.acc for verdict in verdicts]),
         }
         if "reward_components" in self._writes:
@@ -171,13 +189,13 @@ class RewardWorker(LocalWorker):
         for key in self._component_keys:
             if key not in verdict.entries:
                 raise RewardFailed(
-                    f"{_named(batch, [row])}: algorithm.gdpo_reward_keys names {key!r}, and what "
-                    f"scored the row gave no number of that name, but {dict(verdict.entries)}"
+                    f"{_named(batch, [row])}: algorithm.gdpo_reward_keys names {key!r}, but the reward "
+                    f"function returned no such number; it returned {dict(verdict.entries)}"
                 )
         return [verdict.entries[key] for key in self._component_keys]
 
 
 def _named(batch: DataProto, rows: Sequence[int]) -> str:
-    """What an error calls the rows."""
+    """Return the name of rows for messages."""
     first, last = batch["uid"][rows[0]], batch["uid"][rows[-1]]
     return f"row {first}" if len(rows) == 1 else f"{len(rows)} rows, {first} to {last}"

@@ -19,29 +19,30 @@ from rolemesh.v1 import rollout_pb2
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.store import WeightStore
 
-OWN_SHARE = 0.9  # of the caller's deadline: what went wrong is to arrive before it
+OWN_SHARE = 0.9  # of the caller's deadline, so that an error reaches the caller in time
 
 
 class RolloutServicer:
     """Implements RolloutService.
 
     Args:
-        worker: generates.
-        store: what this process holds of the weights; WeightsServicer gives it on.
+        worker: generates responses.
+        store: the weights that this process holds; WeightsServicer serves them to others.
     """
 
     def __init__(self, worker: RolloutWorker, store: WeightStore | None = None) -> None:
         self._worker: Rollout = worker
         self.door = worker.door
-        self._longest_s = worker.sync_timeout_s  # whatever deadline a caller has: others wait for their turn
+        self._longest_s = worker.sync_timeout_s  # limits a caller's deadline, because other updates wait
         self._store = store or WeightStore()
-        # Names of versions: in use ("" before the first, and where that is unsure), and in use before it.
+        # Names of the version in use ("" before the first update, and while it is uncertain), and of the
+        # previous one.
         self._taken, self._replaced = "", ""
         self._taking = asyncio.Lock()
         self._on_serving: Callable[[bool], Awaitable[None]] | None = None
 
     async def watch_serving(self, on_change: Callable[[bool], Awaitable[None]]) -> None:
-        """Tells, now and at each change, whether a version that was told is in use, whole."""
+        """Report, now and at each change, whether a version from UpdateWeights is completely in use."""
         self._on_serving = on_change
         await self._tell_serving()
 
@@ -73,8 +74,11 @@ class RolloutServicer:
         return rollout_pb2.UpdateWeightsResponse(version=request.version)
 
     async def _take(self, source: RemoteWeights) -> None:
-        """The version before stays in use until the swap, and after a failure. When the caller goes, a fetch
-        ends, but a swap does not: half-way nobody would know which weights are in use."""
+        """Fetch a version and swap it in.
+
+        The old version stays in use until the swap, and after a failed fetch. If the caller cancels, a fetch is
+        cancelled, but a swap is completed: after half a swap it would be uncertain which weights are in use.
+        """
         started = time.perf_counter()
         update = asyncio.create_task(self._worker.update_weights(source))
         try:
@@ -89,7 +93,7 @@ class RolloutServicer:
             await self._tell_serving()
 
     def _settle(self, update: asyncio.Task[None], source: RemoteWeights, started: float) -> None:
-        """Which weights are in use now that an update has ended."""
+        """Record which weights are in use after an update has ended."""
         ended = update.done() and not update.cancelled()
         error = update.exception() if ended else asyncio.CancelledError()
         if error is None:
@@ -99,20 +103,25 @@ class RolloutServicer:
             return
         metrics.WEIGHTS_SYNC_FAILURES.inc(isinstance(error, Exception))
         if source.is_fetched and not isinstance(error, WeightsUnavailable):
-            self._taken = ""  # the swap may have broken half-way
+            self._taken = ""  # the swap may have failed halfway
 
     async def _check_version(self, context: Any) -> None:
-        """A replica that was restarted holds the model directory's weights. It is as good as gone until the
-        client has given it the version in use."""
+        """Raise RoleUnavailable unless this replica holds the version that the caller expects.
+
+        A restarted replica holds the model directory's weights. It gets no work until the client has sent it
+        the version in use.
+        """
         expected = dict(context.invocation_metadata() or ()).get(VERSION_KEY)
         if expected is None or self._serves(expected):
             return
-        async with self._taking:  # the version may be on its way
+        async with self._taking:  # an update in progress may bring the version
             if not self._serves(expected):
                 now = self._taken or "none"
-                raise RoleUnavailable(f"weights version {expected} is asked for, this replica took {now}")
+                raise RoleUnavailable(f"expected weights version {expected}; this replica has {now}")
 
     def _serves(self, expected: str) -> bool:
-        """The version itself, or the one that was swapped in for it while the request was on its way. A higher
-        number alone says nothing: it may be another run's."""
+        """Return whether the replica holds the expected version, or just replaced it.
+
+        A higher version number is not enough: it may be of another run.
+        """
         return bool(self._taken) and expected in (self._taken, self._replaced)

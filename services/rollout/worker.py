@@ -1,8 +1,8 @@
-"""The rollout role in process: checks requests, picks the sampling parameters, keeps the weights current."""
+"""The rollout role in process: checks requests, selects the sampling parameters, and updates the weights."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -11,78 +11,184 @@ import torch
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
-from rolemesh.errors import InvalidBatch
+from rolemesh.errors import InvalidBatch, InvalidConfig, RolemeshError
 from rolemesh.roles import methods
-from rolemesh.services.rollout.engines import load_engine
+from rolemesh.services.rollout.engines import Engine, load_engine
 from rolemesh.services.rollout.engines.fitting import check_fit
+from rolemesh.services.rollout.engines.rows import check_turns
+from rolemesh.services.rollout.spread import CALL, ERROR, RankEngine, SpreadEngine
+from rolemesh.telemetry import metrics
 from rolemesh.telemetry.timeline import TRANSFER
+from rolemesh.weights.offered import OfferedWeights
 from rolemesh.weights.source import WeightSource
+from rolemesh.workers.commands import command
 from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.seat import Seat
 
 
 class RolloutWorker(LocalWorker):
-    """Implements rolemesh.roles.Rollout."""
+    """Implements rolemesh.roles.Rollout.
 
-    def __init__(self, job: JobConfig) -> None:
-        super().__init__("rollout")
+    Each rank has an engine of its own (spread.py).
+    """
+
+    def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
+        super().__init__("rollout", seat)
         self._sampling = job.rollout.sampling
         self.sync_timeout_s = job.trainer.weight_sync_timeout_s
-        self._engine = load_engine(job, self)
+        self._part = job.engine
+        load: Callable[[LocalWorker], Engine] = partial(self._load, job)
+        self._own: RankEngine | None = None
+        self._spread: SpreadEngine | None = None
+        if (size := self.seat.ranks.size) > 1:
+            self._own = RankEngine(load, self.seat, self._part)
+            self._spread = SpreadEngine(self._own, self, size)
+        self._engine: Engine = self._spread or load(self)
         self.door = Door.of(methods(job), "rollout", self._engine.vocabulary)
+
+    def _load(self, job: JobConfig, worker: LocalWorker) -> Engine:
+        with self._part.errors_named():
+            engine = load_engine(job, worker)
+            missing = [name for name in vars(Engine) if name[0] != "_" and not hasattr(engine, name)]
+        if missing:
+            raise InvalidConfig(
+                f"{self._part} should return an Engine (rolemesh.services.rollout.engines); the "
+                f"{type(engine).__name__} that it returned lacks {', '.join(missing)}"
+            )
+        return engine
 
     @property
     def version(self) -> int:
-        """Of the weights in use; 0 is the model directory's."""
+        """Version of the weights in use; 0: the model directory's."""
         return self._engine.version
 
     async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
-        """One response for each row, in batches of rows as they finish; column `row` says which they are.
+        """Generate one response for each row; yield batches of rows as they finish, with their index in `row`.
 
         Raises:
-            InvalidBatch: prompts are not left-padded.
-            RoleFailed: the engine's rows are not what roles.methods declares.
+            InvalidBatch: prompts are empty or not left-padded, or a row's response so far cannot be continued.
+            RoleFailed: the engine's rows differ from the declaration in roles.methods.
         """
         if not len(prompts):
             return
         prompts = self.door.methods["Generate"].prune(prompts)
         mask = prompts["prompt_mask"].to(torch.int8)
         if not (mask[:, -1:].all() and (mask.diff(dim=1) >= 0).all()):
-            raise InvalidBatch("rollout.generate needs left-padded prompts of one token or more: prompt_mask")
+            raise InvalidBatch(
+                "rollout.generate needs left-padded prompts of one token or more; see prompt_mask"
+            )
+        check_turns(prompts)
         sampling = self._sampling[prompts.meta_info["sampling"]]
         with self.call("generate", prompts) as call:
             async with self.turn(), self.traced("generate", call):
-                with call.computing():
+                with call.computing(), self._part.errors_named():
                     async with aclosing(self._engine.generate(prompts, sampling)) as finished:
                         async for rows in finished:
-                            self.door.check_answer("Generate", rows, prompts)  # the engine keeps its contract
+                            self.door.check_answer("Generate", rows, prompts)  # checks the engine's contract
                             yield rows
 
     async def update_weights(self, source: WeightSource) -> None:
-        """Fetches a version whole, then swaps it in between two decode steps: rows that are being made go on
-        with it. A version taken twice is the same as once.
+        """Fetch a version completely, then swap it in between two decode steps. Idempotent.
+
+        Rows in progress continue with the new weights.
 
         Raises:
-            WeightsUnavailable: it could not be had, or its manifest is not of this model, in which case no byte
-                of a tensor is asked for; the old weights stay.
+            WeightsUnavailable: the version could not be fetched, or its manifest does not fit this model (then
+                no tensor is fetched). The old weights stay in use.
         """
         with self.call("update_weights") as call:
             with call.during(TRANSFER):
                 fits = partial(check_fit, source.version, own=self._engine.weights)
                 tensors = await source.fetch(fits)
+                if self._spread is not None:
+                    await self._spread.fetch(source, tensors)
             async with self.turn(), self.traced("update_weights", call):
-                with call.computing():
+                with call.computing(), self._part.errors_named():
                     await self._engine.load_weights(source.version, tensors)
 
     async def sleep(self) -> int:
-        return await self._engine.sleep()
+        with self._part.errors_named():
+            return await self._engine.sleep()
 
     async def wake(self) -> int:
-        return await self._engine.wake()
+        with self._part.errors_named():
+            return await self._engine.wake()
 
     async def watch(self) -> None:
-        await self._engine.watch()
+        with self._part.errors_named():
+            await self._engine.watch()
 
     def close(self) -> None:
-        """Lets the running step end, then gives back what the engine holds."""
+        """Wait for the running step to end, then release the engine's resources."""
         super().close()
         self._engine.close()
+
+    # ------------------------------------------------------- of several ranks: what each does
+
+    async def ordered(self, name: str, parts: Sequence[DataProto]) -> list[DataProto]:
+        """Give a command to every rank, after the commands before it."""
+        return await self.run(getattr(self, name), parts)
+
+    @property
+    def rank_engine(self) -> RankEngine:
+        """The engine of this rank, if there are several."""
+        assert self._own is not None, "a rollout of one rank gives no orders to its engine"
+        return self._own
+
+    @command
+    def begin_rows(self, part: DataProto) -> DataProto:
+        """Begin to generate this rank's rows of the call in meta_info."""
+        if len(part):
+            number, sampling = part.meta_info[CALL], self._sampling[part.meta_info["sampling"]]
+            self.rank_engine.run(self.rank_engine.begin(number, part, sampling))
+        return DataProto({})
+
+    @command
+    def take_rows(self, part: DataProto) -> DataProto:
+        """Return rows that this rank has finished (RankEngine.take)."""
+        return self.rank_engine.run(self.rank_engine.take())
+
+    @command
+    def end_rows(self, part: DataProto) -> DataProto:
+        """End the call in meta_info, whose other rows nobody wants."""
+        self.rank_engine.run(self.rank_engine.end(part.meta_info[CALL]))
+        return DataProto({})
+
+    @command
+    def fetch_weights(self, part: DataProto) -> DataProto:
+        """Fetch the version that rank 0 offers, if it offers one. The answer's meta_info may have `error`."""
+        if not len(part):
+            return DataProto({})
+        offered = OfferedWeights(part, self.sync_timeout_s)
+        fits = partial(check_fit, offered.version, own=self.rank_engine.engine.weights)
+        try:
+            self.rank_engine.fetched = self.rank_engine.run(offered.fetch(fits))
+        except RolemeshError as error:
+            return DataProto({}, meta_info={ERROR: str(error)})
+        return DataProto({})
+
+    @command
+    def load_weights(self, part: DataProto) -> DataProto:
+        """Swap in the version that this rank has fetched."""
+        own, version = self.rank_engine, part.meta_info["version"]
+        tensors, own.fetched = own.fetched, None
+        assert tensors is not None, "load_weights comes after fetch_weights"
+        own.run(own.engine.load_weights(version, tensors))
+        metrics.WEIGHTS_VERSION.labels("rollout").set(version)
+        return DataProto({})
+
+    @command
+    def park(self, part: DataProto) -> DataProto:
+        """Let this rank's engine sleep. meta_info of the answer: `num_bytes`."""
+        return DataProto({}, meta_info={"num_bytes": self.rank_engine.run(self.rank_engine.engine.sleep())})
+
+    @command
+    def unpark(self, part: DataProto) -> DataProto:
+        """Wake this rank's engine. meta_info of the answer: `num_bytes`."""
+        return DataProto({}, meta_info={"num_bytes": self.rank_engine.run(self.rank_engine.engine.wake())})
+
+    def where_it_computes(self, function: Callable[[], None]) -> None:
+        if self._own is None:
+            super().where_it_computes(function)
+        else:
+            self._own.worker.seat.thread.submit(function).result()

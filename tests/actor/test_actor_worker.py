@@ -10,10 +10,12 @@ import pytest
 import torch
 from prometheus_client import REGISTRY
 from safetensors.torch import load_file
+from saving import saved
 from sequences import sequence_batch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from rolemesh.algos.aggregation import BatchCounts
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
@@ -124,7 +126,7 @@ def test_a_rollout_correction_weighs_each_tokens_gradient() -> None:
     mask, old = rows["response_mask"], rows["old_log_probs"]
     weights = rows["rollout_is_weights"] = mask * torch.linspace(0.1, 2.0, 20).reshape(2, 10)
     log_probs = old.clone().requires_grad_()
-    loss, _ = policy_objective(log_probs, None, rows, mask, make_job({}))
+    loss, _ = policy_objective(log_probs, None, rows, BatchCounts.of(mask), make_job({}))
     loss.backward()
     assert log_probs.grad is not None
     assert_close(log_probs.grad, -weights * rows["advantages"] / mask.sum())
@@ -171,7 +173,7 @@ async def test_a_restored_actor_chooses_the_same_tokens(
     job = actor_job(tiny_model, {"policy_loss": settings})
     worker, other = ActorWorker(job), ActorWorker(job)
     await worker.update(sequence_batch(16))
-    await worker.save_checkpoint(tmp_path)
+    await saved(worker, tmp_path)
     await other.load_checkpoint(tmp_path)
     mine, theirs = [await each.update(sequence_batch(8, seed=1)) for each in (worker, other)]
     assert mine == theirs
@@ -415,6 +417,7 @@ async def test_an_update_replays_the_kept_tokens(tiny_model: Path) -> None:
 async def test_a_hole_in_a_sequence_is_refused(tiny_model: Path, at: int) -> None:
     worker, batch = ActorWorker(actor_job(tiny_model)), sequence_batch(8)
     batch["attention_mask"][:] = 1
+    batch["position_ids"][:] = torch.arange(batch["position_ids"].shape[1])
     await worker.compute_log_probs(batch)
     batch["attention_mask"][2, at] = 0
     batch["response_mask"][2, 1] = False

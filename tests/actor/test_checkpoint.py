@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import resource
+import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from saving import saved
 from sequences import sequence_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolemesh.config import JobConfig
+from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.errors import CheckpointFailed
 from rolemesh.models.tiny import make_tiny_model
@@ -56,7 +62,7 @@ async def test_a_resumed_run_ends_as_an_unbroken_one_does(any_model: Path, tmp_p
     first = role(training_job(any_model, tmp_path))
     for batch in batches[:2]:
         await first.update(batch)
-    await first.save_checkpoint(tmp_path / "saved")
+    await saved(first, tmp_path / "saved")
     resumed = role(training_job(any_model, tmp_path))
     await resumed.update(batches[3])  # what it did before it took the checkpoint up leaves no trace
     await resumed.load_checkpoint(tmp_path / "saved")
@@ -84,7 +90,7 @@ async def test_a_resumed_schedule_goes_on_where_it_was_cut(
     first, resumed = role(job), role(job)
     for batch in batches[:1]:
         await first.update(batch)
-    await first.save_checkpoint(tmp_path / "saved")
+    await saved(first, tmp_path / "saved")
     await resumed.load_checkpoint(tmp_path / "saved")
     assert [await resumed.update(batch) for batch in batches[1:]] == expected[1:]
     mine, theirs = everything(resumed), everything(unbroken)
@@ -101,7 +107,7 @@ async def test_a_role_that_begins_anew_is_as_it_was_before_its_first_update(
     worker, untouched = role(training_job(tiny_model, tmp_path)), role(training_job(tiny_model, tmp_path))
     await worker.load_checkpoint(None)  # as it is
     await worker.update(sequence_batch(16, seed=1))
-    await worker.save_checkpoint(tmp_path)
+    await saved(worker, tmp_path)
     await worker.load_checkpoint(tmp_path)
     await worker.load_checkpoint(None)
     mine, theirs = everything(worker), everything(untouched)
@@ -115,16 +121,80 @@ async def test_a_role_that_begins_anew_is_as_it_was_before_its_first_update(
 async def test_a_run_may_be_saved_before_its_first_update(tiny_model: Path, tmp_path: Path, role: Any) -> None:
     batch = sequence_batch(16)
     worker = role(training_job(tiny_model, tmp_path))
-    await worker.save_checkpoint(tmp_path)
+    await saved(worker, tmp_path)
     resumed = role(training_job(tiny_model, tmp_path))
     await resumed.load_checkpoint(tmp_path)
     assert await resumed.update(batch) == await worker.update(batch)
 
 
+@pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
+async def test_a_role_trains_on_while_its_checkpoint_is_written(
+    tiny_model: Path, tmp_path: Path, role: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk stands still until the next update is made. A load and a second checkpoint wait."""
+    turns, write = threading.Event(), os.pwrite
+
+    def when_it_turns(*written: Any) -> int:
+        assert turns.wait(60)
+        return write(*written)
+
+    worker = role(training_job(tiny_model, tmp_path))
+    await worker.update(sequence_batch(16, seed=1))
+    before = {name: tensor.clone() for name, tensor in everything(worker).items()}
+    monkeypatch.setattr(os, "pwrite", when_it_turns)
+    await worker.begin_checkpoint(tmp_path / "first")
+    await worker.update(sequence_batch(16, seed=2))
+    with pytest.raises(CheckpointFailed, match="no checkpoint was begun in the directory"):
+        await worker.finish_checkpoint(tmp_path / "another")
+    second = asyncio.create_task(worker.begin_checkpoint(tmp_path / "second"))
+    loading = asyncio.create_task(worker.load_checkpoint(tmp_path / "first"))
+    assert not (await asyncio.wait({second, loading}, timeout=0.05))[0]
+    assert not (tmp_path / "first" / "training_state.json").exists()
+    turns.set()
+    await second
+    await loading
+    after = everything(worker)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    await worker.finish_checkpoint(tmp_path / "second")
+    worker.close()
+
+
+@pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
+async def test_offloaded_moments_are_off_the_device_between_updates_and_change_no_bit(
+    tiny_model: Path, tmp_path: Path, role: Any
+) -> None:
+    """The role sleeps in between, too; and saves and loads what the other one does."""
+    offloads = {"actor": {"fsdp_config": {"optimizer_offload": True}}}
+    offloads["critic"] = {"model": offloads["actor"]}
+    sections = training_job(tiny_model, tmp_path / "run").model_dump(exclude_unset=True)
+    worker, plain = role(make_job(merge(sections, offloads))), role(make_job(sections))
+    for seed in range(2):
+        batch = sequence_batch(16, seed=seed)
+        assert await worker.update(batch) == await plain.update(batch)
+        assert sum(moment.untyped_storage().nbytes() for moment in worker.optimizer.tensors()) == 0
+        num_bytes = await worker.sleep()
+        assert num_bytes < await plain.sleep()
+        assert await worker.wake() == num_bytes
+        await plain.wake()
+        await saved(worker, tmp_path / "run" / "True")
+        await saved(plain, tmp_path / "run" / "False")
+    for each in (worker, plain):
+        assert await each.update(batch)
+        await each.load_checkpoint(tmp_path / "run" / "True")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "run" / "True").iterdir()}
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "run" / "False").iterdir()}
+    assert await worker.update(batch) == await plain.update(batch)
+    with worker.optimizer.on_device():
+        mine, theirs = everything(worker), everything(plain)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
 async def test_an_actors_checkpoint_is_a_hugging_face_directory(any_model: Path, tmp_path: Path) -> None:
     worker = ActorWorker(training_job(any_model, tmp_path))
     await worker.update(sequence_batch(16))
-    await worker.save_checkpoint(tmp_path / "actor")
+    await saved(worker, tmp_path / "actor")
     model, found = AutoModelForCausalLM.from_pretrained(
         tmp_path / "actor", dtype=torch.float32, output_loading_info=True
     )
@@ -142,10 +212,21 @@ async def test_an_actors_checkpoint_is_a_hugging_face_directory(any_model: Path,
     )
 
 
+async def test_generation_settings_that_transformers_would_not_save_are_saved(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """A temperature without do_sample, as many published models have."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    file = model / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"temperature": 0.6}))
+    await saved(ActorWorker(training_job(model, tmp_path)), tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "generation_config.json").read_text())["temperature"] == 0.6
+
+
 async def test_nothing_in_a_checkpoint_is_a_pickle(tiny_model: Path, tmp_path: Path) -> None:
     worker = ActorWorker(training_job(tiny_model, tmp_path))
     await worker.update(sequence_batch(16))
-    await worker.save_checkpoint(tmp_path)
+    await saved(worker, tmp_path)
     assert {Path(name).suffix for name in os.listdir(tmp_path)} <= {".safetensors", ".json", ".jinja"}
 
 
@@ -173,16 +254,16 @@ async def test_no_room_on_the_disk_is_a_clear_error(
         largest_file(room),
         pytest.raises(CheckpointFailed, match=r"could not be written.*bytes free") as error,
     ):
-        await worker.save_checkpoint(tmp_path / "saved")
+        await saved(worker, tmp_path / "saved")
     assert str(tmp_path / "saved") in str(error.value)
-    await worker.save_checkpoint(tmp_path / "saved")  # with room again, the same directory will do
+    await saved(worker, tmp_path / "saved")  # with room again, the same directory will do
     await role(training_job(tiny_model, tmp_path)).load_checkpoint(tmp_path / "saved")
 
 
 async def test_a_directory_that_cannot_be_made_is_a_clear_error(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointFailed, match="could not be written"):
-        await ActorWorker(training_job(tiny_model, tmp_path)).save_checkpoint(tmp_path / "file" / "saved")
+        await saved(ActorWorker(training_job(tiny_model, tmp_path)), tmp_path / "file" / "saved")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +281,7 @@ async def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
     tiny_model: Path, tmp_path: Path, role: Any, file: str, damage: str
 ) -> None:
     worker = role(training_job(tiny_model, tmp_path))
-    await worker.save_checkpoint(tmp_path)
+    await saved(worker, tmp_path)
     await worker.update(sequence_batch(16))
     before = {name: tensor.clone() for name, tensor in everything(worker).items()}
     path = tmp_path / file
@@ -218,9 +299,12 @@ async def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
 
 async def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     wider = make_tiny_model(tmp_path / "wider", hidden_size=72)
-    await ActorWorker(training_job(wider, tmp_path)).save_checkpoint(tmp_path / "wide")
-    await CriticWorker(training_job(tiny_model, tmp_path)).save_checkpoint(tmp_path / "critic")
+    await saved(ActorWorker(training_job(wider, tmp_path)), tmp_path / "wide")
+    await saved(CriticWorker(training_job(tiny_model, tmp_path)), tmp_path / "critic")
     worker = ActorWorker(training_job(tiny_model, tmp_path))
-    for name, reason in (("wide", "other names or shapes"), ("critic", "it is the critic's")):
+    for name, reason in (
+        ("wide", "differ from the model's in names or shapes"),
+        ("critic", "it is a checkpoint of role critic"),
+    ):
         with pytest.raises(CheckpointFailed, match=f"{tmp_path / name}.*{reason}"):
             await worker.load_checkpoint(tmp_path / name)

@@ -18,9 +18,9 @@ from rolemesh.config.actor import LossAggMode
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.models.optimizer import Optimizer
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.training.optimizer import Optimizer
 
 ROWS = 6
 # name: keys of the actor

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from saving import saved
 from sequences import sequence_batch
 from serving import served
 from torch import Tensor
@@ -21,6 +22,7 @@ from rolemesh.config.job import make_job
 from rolemesh.errors import CheckpointFailed, InvalidConfig, Unsupported
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
+from rolemesh.ranks.ranks import Ranks
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient, ReferenceClient
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
@@ -149,7 +151,7 @@ async def test_a_rollout_with_the_published_weights_has_the_actors_log_probs(any
     mine = (await worker.compute_log_probs(batch))["old_log_probs"]
     plain = ReferenceWorker(lora_job(any_model, lora_rank=0))
     base = (await plain.compute_log_probs(batch))["ref_log_probs"]
-    plain.model = await published(worker, any_model)
+    plain.root.model = await published(worker, any_model)
     assert_close((await plain.compute_log_probs(batch))["ref_log_probs"], mine, rtol=0, atol=1e-5)
     assert (base - mine).abs().max() > 0.01  # it has learnt something
 
@@ -169,7 +171,7 @@ async def test_an_actor_that_slept_goes_on_as_one_that_did_not(tiny_model: Path,
 async def test_a_resumed_adapter_ends_as_an_unbroken_one_does(tiny_model: Path, tmp_path: Path) -> None:
     unbroken = await trained(lora_job(tiny_model), 3)
     first = await trained(lora_job(tiny_model), 2)
-    await first.save_checkpoint(tmp_path)
+    await saved(first, tmp_path)
     resumed = ActorWorker(lora_job(tiny_model))
     await resumed.update(sequence_batch(16, seed=9))  # leaves no trace
     await resumed.load_checkpoint(tmp_path)
@@ -178,12 +180,28 @@ async def test_a_resumed_adapter_ends_as_an_unbroken_one_does(tiny_model: Path, 
     assert same(everything(resumed), everything(unbroken))
 
 
+async def test_what_is_written_is_the_copy_whatever_becomes_of_the_model(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """A checkpoint is written while other roles compute, and a model that shares the device is then parked."""
+    await saved(ActorWorker(lora_job(tiny_model)), tmp_path / "saved")
+    adapter = ActorWorker(lora_job(tiny_model)).adapter
+    assert adapter is not None
+    write = adapter.copy()
+    for tensor in (*adapter.base_weights().values(), *adapter.weights.values()):
+        tensor.zero_()
+    (tmp_path / "written").mkdir()
+    write(tmp_path / "written", Ranks.alone())
+    for name in ("adapter_model.safetensors", "adapter_config.json", "base_model.xxh3"):
+        assert (tmp_path / "written" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
+
+
 async def test_an_actor_that_begins_anew_has_its_first_adapter_again(tiny_model: Path, tmp_path: Path) -> None:
     untouched, worker = ActorWorker(lora_job(tiny_model)), await trained(lora_job(tiny_model))
     await worker.load_checkpoint(None)
     assert same(everything(worker), everything(untouched))
     await worker.update(sequence_batch(16))
-    await worker.save_checkpoint(tmp_path)
+    await saved(worker, tmp_path)
     started = lora_job(tiny_model, lora_adapter_path=str(tmp_path))
     untouched, worker = ActorWorker(started), await trained(started)
     await worker.load_checkpoint(None)
@@ -192,7 +210,7 @@ async def test_an_actor_that_begins_anew_has_its_first_adapter_again(tiny_model:
 
 async def test_peft_reads_a_checkpoint(any_model: Path, tmp_path: Path) -> None:
     worker = await trained(lora_job(any_model))
-    await worker.save_checkpoint(tmp_path)
+    await saved(worker, tmp_path)
     assert not (tmp_path / "model.safetensors").exists()
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(any_model)
@@ -209,7 +227,7 @@ async def test_peft_reads_a_checkpoint(any_model: Path, tmp_path: Path) -> None:
 async def test_an_actor_starts_from_an_adapter_of_its_own_or_of_pefts(tiny_model: Path, tmp_path: Path) -> None:
     batch = sequence_batch(4, seed=3)
     worker = await trained(lora_job(tiny_model, target_modules=["v_proj", "up_proj"]))
-    await worker.save_checkpoint(tmp_path / "ours")
+    await saved(worker, tmp_path / "ours")
     again = ActorWorker(lora_job(tiny_model, lora_adapter_path=str(tmp_path / "ours")))
     expected = (await worker.compute_log_probs(batch))["old_log_probs"]
     assert torch.equal((await again.compute_log_probs(batch))["old_log_probs"], expected)
@@ -241,10 +259,10 @@ async def test_an_actor_starts_from_an_adapter_of_its_own_or_of_pefts(tiny_model
 async def test_a_checkpoint_of_another_rank_is_refused_and_changes_nothing(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    await ActorWorker(lora_job(tiny_model, lora_rank=2)).save_checkpoint(tmp_path)
+    await saved(ActorWorker(lora_job(tiny_model, lora_rank=2)), tmp_path)
     worker = await trained(lora_job(tiny_model))
     before = everything(worker)
-    with pytest.raises(CheckpointFailed, match="other names or shapes"):
+    with pytest.raises(CheckpointFailed, match="differ from the model's in names or shapes"):
         await worker.load_checkpoint(tmp_path)
     assert same(everything(worker), before)
 
@@ -253,7 +271,7 @@ async def test_a_checkpoint_goes_on_where_its_base_lies_elsewhere_and_not_on_ano
     tiny_model: Path, tmp_path: Path
 ) -> None:
     first = await trained(lora_job(tiny_model))
-    await first.save_checkpoint(tmp_path / "saved")
+    await saved(first, tmp_path / "saved")
     moved, other = tmp_path / "moved", make_tiny_model(tmp_path / "other", "qwen2", seed=1)
     shutil.copytree(tiny_model, moved)
     resumed = ActorWorker(lora_job(moved))
@@ -261,7 +279,7 @@ async def test_a_checkpoint_goes_on_where_its_base_lies_elsewhere_and_not_on_ano
     assert same(everything(resumed), everything(first))
     worker = ActorWorker(lora_job(other))
     before = everything(worker)
-    with pytest.raises(CheckpointFailed, match=f"were not those of actor.model.path {other}"):
+    with pytest.raises(CheckpointFailed, match=f"were not those of {other}"):
         await worker.load_checkpoint(tmp_path / "saved")
     assert same(everything(worker), before)
 
@@ -270,11 +288,11 @@ async def test_a_checkpoint_goes_on_where_its_base_lies_elsewhere_and_not_on_ano
 async def test_a_checkpoint_of_an_adapter_that_counts_otherwise_is_refused(
     tiny_model: Path, tmp_path: Path, change: dict[str, Any]
 ) -> None:
-    await ActorWorker(lora_job(tiny_model)).save_checkpoint(tmp_path / "start")
+    await saved(ActorWorker(lora_job(tiny_model)), tmp_path / "start")
     path = tmp_path / "start" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     started = lora_job(tiny_model, lora_adapter_path=str(tmp_path / "start"))
-    await ActorWorker(started).save_checkpoint(tmp_path / "saved")
+    await saved(ActorWorker(started), tmp_path / "saved")
     await ActorWorker(started).load_checkpoint(tmp_path / "saved")
     with pytest.raises(CheckpointFailed, match=f"its adapter has {next(iter(change))}"):
         await ActorWorker(lora_job(tiny_model)).load_checkpoint(tmp_path / "saved")
@@ -286,13 +304,13 @@ async def test_a_checkpoint_of_an_adapter_that_counts_otherwise_is_refused(
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (["query"], r"\['query'\] matches no module; there are .*'q_proj'"),
+        (["query"], r"\['query'\] matches no module; expected some of .*'q_proj'"),
         (["q_proj", "query"], r"\['query'\] matches no module"),
-        ("q_proj", "'q_proj' matches no module.*written as a list"),
-        (["input_layernorm"], "layers.0.input_layernorm, which is no matrix"),
-        (["embed_tokens"], "embed_tokens, which is no matrix"),
-        (["lm_head"], "lm_head, which is no matrix of its own"),  # the embedding's
-        (".*", "'.*' matches the model itself, which is no matrix"),
+        ("q_proj", "'q_proj' matches no module.*Write names as a list"),
+        (["input_layernorm"], "layers.0.input_layernorm, which is not a separate matrix"),
+        (["embed_tokens"], "embed_tokens, which is not a separate matrix"),
+        (["lm_head"], "lm_head, which is not a separate matrix"),  # the embedding's
+        (".*", "'.*' matches the model itself, which is not a separate matrix"),
     ],
 )
 def test_a_target_that_is_no_matrix_of_the_model_is_refused(tiny_model: Path, targets: Any, said: str) -> None:
@@ -313,21 +331,21 @@ def test_a_pattern_chooses_modules_and_a_head_of_its_own_may_be_one(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"r": 8}, "has rank 8 and alpha 16; actor.model.lora_rank is 4"),
+        ({"r": 8}, "has rank 8 and alpha 16, but actor.model.lora_rank is 4"),
         ({"lora_alpha": 32}, "alpha 32"),
-        ({"lora_alpha": "16"}, "r 4 and lora_alpha '16': numbers"),
+        ({"lora_alpha": "16"}, "r 4 and lora_alpha '16'; expected numbers"),
         ({"use_dora": True}, "use_dora True"),
         ({"bias": "all"}, "bias 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
         ({"peft_type": "IA3"}, "IA3"),
-        ({"target_modules": ["q_proj"]}, "of another model"),
+        ({"target_modules": ["q_proj"]}, "does not fit actor.model.path"),
     ],
 )
 async def test_an_adapter_that_does_not_fit_is_refused(
     tiny_model: Path, tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
-    await ActorWorker(lora_job(tiny_model)).save_checkpoint(tmp_path)
+    await saved(ActorWorker(lora_job(tiny_model)), tmp_path)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(InvalidConfig, match=said):
@@ -342,7 +360,7 @@ def test_what_is_no_adapter_is_refused(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "keys"),
     [
-        ({"actor": {"model": {"lora_adapter_path": "a"}}}, ("actor.model.lora_adapter_path", "lora_rank 0")),
+        ({"actor": {"model": {"lora_adapter_path": "a"}}}, ("actor.model.lora_adapter_path", "lora_rank is 0")),
         (
             {
                 "actor": {"use_kl_loss": True, "model": {"path": "a", "lora_rank": 4}},
@@ -359,8 +377,14 @@ def test_what_is_no_adapter_is_refused(tiny_model: Path) -> None:
         ),
         ({"actor": {"model": {"target_modules": []}}}, ("actor.model", "target_modules names nothing")),
         ({"actor": {"model": {"target_modules": [""]}}}, ("actor.model", "target_modules names nothing")),
-        ({"actor": {"model": {"target_modules": "(q"}}}, ("actor.model", "target_modules '(q' is no pattern")),
-        ({"critic": {"model": {"lora_rank": 4}}}, ("critic.model.lora_rank is 4", "trained whole")),
+        (
+            {"actor": {"model": {"target_modules": "(q"}}},
+            ("actor.model", "target_modules '(q' is not a regular expression"),
+        ),
+        (
+            {"critic": {"model": {"lora_rank": 4}}},
+            ("critic.model.lora_rank is 4", "only the actor can train an adapter"),
+        ),
         ({"reference": {"model": {"lora_rank": 4}}}, ("reference.model.lora_rank", "actor.model.lora_rank")),
     ],
 )

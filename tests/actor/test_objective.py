@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from rolemesh.algos.aggregation import TokenMean
-from rolemesh.algos.policy_loss import POLICY_LOSSES
+from rolemesh.algos.aggregation import BatchCounts, TokenMean
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.services.actor.objective import policy_objective
+from tests.support.losses import TOKEN_LOSSES
 
 MASK = tensor([[True, True, False], [True, False, False]])
 OLD = tensor([[-1.0, -2.0, 9.0], [-3.0, 9.0, 9.0]])
@@ -25,7 +25,7 @@ ENTROPYS = tensor([[0.5, 1.0, 9.0], [2.0, 9.0, 9.0]])
 def objective(entropys: Tensor | None = None, actor: dict[str, Any] | None = None, **columns: Tensor) -> Any:
     """At π = π_old, where the policy loss of a token is -A."""
     rows = DataProto({"response_mask": MASK, "old_log_probs": OLD, "advantages": ADVANTAGES, **columns})
-    return policy_objective(OLD, entropys, rows, MASK, make_job({"actor": actor or {}}))
+    return policy_objective(OLD, entropys, rows, BatchCounts.of(MASK), make_job({"actor": actor or {}}))
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_the_kl_and_the_clipped_share_are_means_over_the_tokens_of_the_loss() ->
     the two that are left."""
     apart = tensor([[math.log(2), 0.0, 9.0], [0.1, 9.0, 9.0]])
     rows = DataProto({"response_mask": MASK, "old_log_probs": OLD - apart, "advantages": ADVANTAGES.abs()})
-    _, shares = policy_objective(OLD, None, rows, MASK, make_job({}))
+    _, shares = policy_objective(OLD, None, rows, BatchCounts.of(MASK), make_job({}))
     assert means(shares, "ppo_kl", "pg_clipfrac") == pytest.approx([-(math.log(2) + 0.1) / 3, 1 / 3])
     rows["loss_mask"] = tensor([[True, False, False], [True, False, False]])
-    _, shares = policy_objective(OLD, None, rows, MASK, make_job({}))
+    _, shares = policy_objective(OLD, None, rows, BatchCounts.of(MASK), make_job({}))
     assert means(shares, "ppo_kl", "pg_clipfrac") == pytest.approx([-(math.log(2) + 0.1) / 2, 1 / 2])
     assert [float(shares[name].num_tokens) for name in ("ppo_kl", "pg_clipfrac_lower")] == [2, 2]
 
@@ -101,7 +101,7 @@ def test_with_bypass_the_means_are_over_what_the_policy_under_training_accepts()
     rows = DataProto({"response_mask": MASK, "old_log_probs": OLD - apart, "advantages": ADVANTAGES.abs()})
     correction = {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
     job = make_job({"algorithm": {"rollout_correction": correction}})
-    _, shares = policy_objective(OLD, None, rows, MASK, job)
+    _, shares = policy_objective(OLD, None, rows, BatchCounts.of(MASK), job)
     assert means(shares, "ppo_kl", "pg_clipfrac") == pytest.approx([-0.1 / 2, 0])
 
 
@@ -115,7 +115,7 @@ def _tensors(shares: dict[str, Tensor | TokenMean]) -> Iterator[Tensor]:
         yield from share if isinstance(share, TokenMean) else [share]
 
 
-@pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
+@pytest.mark.parametrize("loss_mode", sorted(set(TOKEN_LOSSES) - {"sft"}))
 def test_neither_loss_nor_gradient_hears_what_masked_cells_hold(loss_mode: str) -> None:
     actor = {
         "policy_loss": {"loss_mode": loss_mode, "dro_beta": 0.05},
@@ -131,7 +131,7 @@ def test_neither_loss_nor_gradient_hears_what_masked_cells_hold(loss_mode: str) 
         rows = DataProto({name: torch.where(MASK, column, elsewhere) for name, column in columns.items()})
         rows["response_mask"], rows["chosen"] = MASK, MASK & (ADVANTAGES > 1)
         log_probs = torch.where(MASK, OLD + 0.1, -1.0).requires_grad_()
-        loss, shares = policy_objective(log_probs, None, rows, MASK, job)
+        loss, shares = policy_objective(log_probs, None, rows, BatchCounts.of(MASK), job)
         (gradient,) = torch.autograd.grad(loss, log_probs)
         found.append((loss.detach(), gradient, *_tensors(shares)))
     assert found[0][1].isfinite().all()

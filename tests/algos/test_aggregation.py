@@ -7,7 +7,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from rolemesh.algos.aggregation import Aggregation, masked_mean, masked_sum, masked_whiten
+from rolemesh.algos.aggregation import Aggregation, BatchCounts, masked_mean, masked_sum, masked_whiten
 from rolemesh.errors import InvalidConfig
 
 LOSSES = tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0], [9.0, 9.0, 9.0, 9.0]])
@@ -24,28 +24,28 @@ EXPECTED = {
 
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_each_mode_gives_the_number_worked_by_hand(mode: str) -> None:
-    assert Aggregation.of(MASK, mode)(LOSSES, MASK).item() == pytest.approx(EXPECTED[mode])
+    assert Aggregation.of(BatchCounts.of(MASK), mode)(LOSSES, MASK).item() == pytest.approx(EXPECTED[mode])
 
 
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_shares_of_micro_batches_add_up_to_the_loss_of_the_mini_batch(mode: str) -> None:
-    whole = Aggregation.of(MASK, mode)
+    whole = Aggregation.of(BatchCounts.of(MASK), mode)
     for cuts in ([1, 2], [2, 1], [1, 1, 1]):
         shares = [whole(a, b) for a, b in zip(LOSSES.split(cuts), MASK.split(cuts), strict=True)]
         assert sum(share.item() for share in shares) == pytest.approx(EXPECTED[mode])
 
 
 def test_the_scale_factor_replaces_the_response_length() -> None:
-    assert Aggregation.of(MASK, "seq-mean-token-sum-norm", 10)(LOSSES, MASK).item() == pytest.approx(
-        23 / 3 / 10
-    )
+    assert Aggregation.of(BatchCounts.of(MASK), "seq-mean-token-sum-norm", 10)(
+        LOSSES, MASK
+    ).item() == pytest.approx(23 / 3 / 10)
 
 
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_a_mini_batch_without_sampled_tokens_has_no_loss(mode: str) -> None:
     nothing = torch.zeros_like(MASK)
     losses = LOSSES.clone().requires_grad_()
-    loss = Aggregation.of(nothing, mode)(losses, nothing)
+    loss = Aggregation.of(BatchCounts.of(nothing), mode)(losses, nothing)
     loss.backward()
     assert loss.item() == 0
     assert losses.grad is not None
@@ -55,7 +55,7 @@ def test_a_mini_batch_without_sampled_tokens_has_no_loss(mode: str) -> None:
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_masked_cells_do_not_matter(mode: str) -> None:
     losses = torch.where(MASK, LOSSES, float("nan")).requires_grad_()
-    loss = Aggregation.of(MASK, mode)(losses, MASK)
+    loss = Aggregation.of(BatchCounts.of(MASK), mode)(losses, MASK)
     loss.backward()
     assert loss.item() == pytest.approx(EXPECTED[mode])
     assert losses.grad is not None
@@ -65,15 +65,15 @@ def test_masked_cells_do_not_matter(mode: str) -> None:
 @pytest.mark.parametrize("mode", EXPECTED)
 def test_the_loss_of_one_token_is_the_loss(mode: str) -> None:
     one = tensor([[True]])
-    assert Aggregation.of(one, mode)(tensor([[3.0]]), one).item() == 3.0
+    assert Aggregation.of(BatchCounts.of(one), mode)(tensor([[3.0]]), one).item() == 3.0
 
 
 def test_an_unknown_mode_is_named() -> None:
     with pytest.raises(InvalidConfig, match="token-mode"):
-        Aggregation.of(MASK, "token-mode")
+        Aggregation.of(BatchCounts.of(MASK), "token-mode")
 
 
-def test_masked_sum_and_mean() -> None:
+def test_masked_cells_count_in_no_sum_and_no_mean() -> None:
     assert masked_sum(LOSSES, MASK).item() == 23
     assert masked_mean(LOSSES, MASK).item() == pytest.approx(4.6)
     assert masked_mean(LOSSES, torch.zeros_like(MASK)).item() == 0

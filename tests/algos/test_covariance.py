@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from rolemesh.algos.covariance import choose_clip_cov, choose_kl_cov, token_covariances, token_keys
 from rolemesh.config.actor import ActorConfig, PolicyLossConfig
+from tests.support.losses import options_of
 
 MASK = tensor([[True, True, True], [True, False, False]])
 # means over the four tokens: A 1, log π -2
@@ -35,7 +36,8 @@ def test_a_token_alone_has_no_covariance() -> None:
 
 
 def chosen_by(choose: Any, keys: Tensor = KEYS, old: Tensor = LOG_PROBS, **settings: Any) -> list[Any]:
-    found: list[Any] = choose(LOG_PROBS, old, ADVANTAGES, MASK, config(**settings), keys).nonzero().tolist()
+    options = options_of(choose, config(**settings))
+    found: list[Any] = choose(LOG_PROBS, old, ADVANTAGES, MASK, keys, **options).nonzero().tolist()
     return found
 
 
@@ -66,7 +68,8 @@ def test_clip_cov_leaves_tokens_that_the_clip_holds_already() -> None:
 @pytest.mark.parametrize("choose", [choose_clip_cov, choose_kl_cov])
 def test_without_a_token_none_is_chosen(choose: Any) -> None:
     nothing = torch.zeros_like(MASK)
-    assert not choose(LOG_PROBS, LOG_PROBS, ADVANTAGES, nothing, ActorConfig(), KEYS).any()
+    options = options_of(choose, ActorConfig())
+    assert not choose(LOG_PROBS, LOG_PROBS, ADVANTAGES, nothing, KEYS, **options).any()
 
 
 @pytest.mark.parametrize("equal_advantages", [False, True])
@@ -84,7 +87,7 @@ def test_the_order_of_rows_changes_no_choice(choose: Any, equal_advantages: bool
     def chosen(order: Tensor) -> Tensor:
         keys = token_keys(ids[order], torch.ones(40, 50), 30, [42, 7])
         rows = (log_probs[order], log_probs[order], advantages[order], mask[order])
-        found: Tensor = choose(*rows, settings, keys)
+        found: Tensor = choose(*rows, keys, **options_of(choose, settings))
         return found[order.argsort()]
 
     expected = chosen(torch.arange(40))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,18 +12,21 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from rolemesh.algos.estimators import ESTIMATORS
-from rolemesh.config.algorithm import COMPARING, AdvEstimator, AlgorithmConfig
+from rolemesh.catalog.estimators import ESTIMATORS
+from rolemesh.catalog.pages import PAGES
+from rolemesh.columns import COLUMNS
+from rolemesh.config.algorithm import AlgorithmConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig
 from rolemesh.graph import record
 from rolemesh.graph.recording import RESPONSE_TOKENS
-from rolemesh.roles import COLUMNS, Roles
-from rolemesh.services.controller.pages.choice import PAGES, record_step
+from rolemesh.roles import Roles
+from rolemesh.services.controller.pages.choice import record_step
 from rolemesh.services.controller.stages.advantages import compute_advantages
 
 B, T = 12, 7
+COMPARING = [name for name, estimator in ESTIMATORS.items() if estimator.compares]
 # GAE leaves what it passed on in masked cells, and ReMax the return in observations.
 ZEROED = [name for name in ESTIMATORS if name not in ("gae", "remax")]
 
@@ -33,8 +36,9 @@ def job_sections(name: str) -> dict[str, Any]:
         {"gdpo_reward_keys": ["a", "b", "c"], "gdpo_reward_weights": [1.0, 0.5, 2.0]} if name == "gdpo" else {}
     )
     algorithm = {"adv_estimator": name, "gamma": 0.9, "lam": 0.8, **keys}
+    rollout = {"n": 4, "multi_turn": {"enable": name == "grpo_by_turn"}}
     reward = {"custom_reward_function": {"path": "reward.py"}} if name == "gdpo" else {}
-    return {"algorithm": algorithm, "rollout": {"n": 4}, "reward": reward}
+    return {"algorithm": algorithm, "rollout": rollout, "reward": reward}
 
 
 def some_columns() -> dict[str, Any]:
@@ -54,6 +58,7 @@ def some_columns() -> dict[str, Any]:
         "sum_pi_squared": torch.rand(B, T, generator=draw),
         "entropys": torch.rand(B, T, generator=draw),
         "think_mask": torch.rand(B, T, generator=draw) < 0.7,
+        "turns": torch.randint(1, 3, (B, T), generator=draw).cummax(1).values,
     }
 
 
@@ -66,15 +71,17 @@ def computed(name: str, columns: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return batch["advantages"], batch["returns"]
 
 
-def test_the_table_has_the_estimators_of_the_configuration_and_each_has_a_page() -> None:
-    assert set(ESTIMATORS) == set(get_args(AdvEstimator)) == set(PAGES)
-    assert set(COMPARING) < set(ESTIMATORS)
+def test_each_estimator_has_a_page_and_only_those_by_a_group_compare() -> None:
+    assert {estimator.default_page for estimator in ESTIMATORS.values()} == {"ppo", "grpo", "remax"}
+    assert all("uid" in ESTIMATORS[name].reads for name in COMPARING)
+    for name, estimator in ESTIMATORS.items():
+        assert estimator.needs_critic == ("critic" in PAGES[estimator.default_page].roles), name
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_the_table_says_what_each_function_takes(name: str) -> None:
     estimator = ESTIMATORS[name]
-    parameters = inspect.signature(estimator.compute).parameters.values()
+    parameters = inspect.signature(estimator.load()).parameters.values()
     assert tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == estimator.reads
     assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == {*estimator.keys, *estimator.optional}
     assert set(estimator.keys) <= set(AlgorithmConfig.model_fields)
@@ -160,7 +167,7 @@ def test_unequal_shapes_are_refused(name: str) -> None:
     estimator = ESTIMATORS[name]
     algorithm = make_job(job_sections(name)).algorithm
     with pytest.raises(ValueError, match="one shape"):
-        estimator.compute(
+        estimator.load()(
             *(columns[column] for column in estimator.reads),
             **{key: getattr(algorithm, key) for key in estimator.keys},
         )
@@ -210,7 +217,8 @@ def test_the_baseline_reads_the_weights_of_a_rollout_correction_where_there_are_
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_an_estimator_that_compares_needs_something_to_compare(name: str) -> None:
-    sections = job_sections(name) | {"rollout": {"n": 1}}
+    sections = job_sections(name)
+    sections["rollout"]["n"] = 1
     with pytest.raises(InvalidConfig, match=rf"adv_estimator {name} compares .* rollout\.n is 1"):
         make_job(sections)
 
@@ -220,13 +228,18 @@ def test_an_estimator_with_another_baseline_needs_one_response(name: str) -> Non
     make_job(job_sections(name) | {"rollout": {"n": 1}})
 
 
+def test_turns_are_those_of_conversations() -> None:
+    with pytest.raises(InvalidConfig, match=r"grpo_by_turn compares turns .*multi_turn\.enable is false"):
+        make_job({"algorithm": {"adv_estimator": "grpo_by_turn"}, "rollout": {"n": 4}})
+
+
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
         ({"adv_estimator": "gdpo"}, "gdpo_reward_keys is empty"),
         (
             {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"], "gdpo_reward_weights": [1, 2]},
-            "gdpo_reward_weights has 2 numbers and gdpo_reward_keys 1 components",
+            "gdpo_reward_weights has 2 numbers, but gdpo_reward_keys has 1 components",
         ),
         (
             {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a"], "use_kl_in_reward": True},
@@ -239,16 +252,16 @@ def test_an_estimator_with_another_baseline_needs_one_response(name: str) -> Non
         ),
         (
             {"adv_estimator": "gdpo", "gdpo_reward_keys": ["acc", "a"]},
-            "gdpo_reward_keys names a, which only a function of yours could tell, and "
+            "gdpo_reward_keys names a, which only your own function could return, but "
             "reward.custom_reward_function.path is not set",
         ),
         (
             {"adv_estimator": "grpo", "kl_ctrl": {"type": "adaptive"}},
-            "kl_ctrl.type is adaptive and use_kl_in_reward false",
+            "kl_ctrl.type is adaptive, but use_kl_in_reward is false",
         ),
         (
             {"adv_estimator": "grpo", "filter_groups": {"max_num_gen_batches": 3}},
-            "max_num_gen_batches is 3 and enable false",
+            "max_num_gen_batches is 3, but enable is false",
         ),
         (
             {"adv_estimator": "egpo", "rollout_correction": {"bypass_mode": True}},
@@ -287,7 +300,9 @@ def test_where_all_answers_to_a_prompt_are_the_same_nothing_can_be_compared(
     sections = job_sections(name)
     sections["rollout"] |= sampling
     key = next(iter(sampling))
-    with pytest.raises(InvalidConfig, match=rf"rollout\.{key} is .* algorithm\.adv_estimator {name} learns"):
+    with pytest.raises(
+        InvalidConfig, match=rf"rollout\.{key} is .* algorithm\.adv_estimator {name} needs answers that differ"
+    ):
         make_job(sections)
 
 
@@ -297,5 +312,5 @@ def test_greedy_answers_may_be_compared_with_those_to_other_prompts() -> None:
 
 
 def test_a_warm_up_of_a_critic_that_is_not_there_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match=r"critic_warmup is 1, and a job with .* rloo has no critic"):
+    with pytest.raises(InvalidConfig, match=r"critic_warmup is 1, but a job with .* rloo has no critic"):
         make_job({**job_sections("rloo"), "trainer": {"critic_warmup": 1}})

@@ -17,6 +17,7 @@ from rolemesh.algos.group_advantages import (
     compute_gdpo,
     compute_gpg,
     compute_grpo,
+    compute_grpo_by_turn,
     compute_grpo_passk,
     compute_opo,
     compute_optimal_token_baseline,
@@ -44,6 +45,39 @@ def test_grpo_compares_the_responses_to_one_prompt() -> None:
     score = 1 / (2**0.5 + 1e-6)
     assert_close(advantages, tensor([-score, 0.0, score, 0.0])[:, None] * mask)
     assert torch.equal(advantages, returns)
+
+
+def test_a_turn_is_compared_with_the_same_turn_of_the_group() -> None:
+    """From the first turn on the rows earn 1 + 2, 0 + 4 and 2: μ₁ = 3. From the second on, 2 and 4: μ₂ = 3."""
+    rewards = tensor([[1.0, 0.0, 2.0, 0.0], [0.0, 0.0, 0.0, 4.0], [0.0, 2.0, 0.0, 0.0]])
+    turns = tensor([[1, -2, 2, 0], [1, 1, -2, 2], [1, 1, 0, 0]])
+    centred, returns = compute_grpo_by_turn(
+        rewards, turns > 0, ["a", "a", "a"], turns, norm_adv_by_std_in_grpo=False
+    )
+    assert torch.equal(centred, tensor([[0.0, 0, -1, 0], [1, 1, 0, 1], [-1, -1, 0, 0]]))
+    assert torch.equal(returns, centred)
+    normed, _ = compute_grpo_by_turn(rewards, turns > 0, ["a"] * 3, turns, norm_adv_by_std_in_grpo=True)
+    assert_close(normed[:, 0], tensor([0.0, 1.0, -1.0]) / (1 + 1e-6))
+    assert_close(normed[1, 3], tensor(1 / (2**0.5 + 1e-6)))
+
+
+def test_a_row_that_is_alone_in_a_turn_learns_nothing_from_it() -> None:
+    turns = tensor([[1, -2, 2], [1, 0, 0]])
+    rewards = tensor([[0.0, 0.0, 4.0], [2.0, 0.0, 0.0]])
+    advantages, _ = compute_grpo_by_turn(rewards, turns > 0, ["a", "a"], turns, norm_adv_by_std_in_grpo=False)
+    assert torch.equal(advantages, tensor([[1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+def test_with_one_turn_it_is_grpo_to_the_bit(by_std: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(24, 7, generator=generator) < 0.7
+    mask[:, 0] = True
+    rewards = torch.randn(24, 7, generator=generator) * mask
+    uid = [f"{row % 5}" for row in range(24)]
+    by_turn, _ = compute_grpo_by_turn(rewards, mask, uid, mask.long(), norm_adv_by_std_in_grpo=by_std)
+    grpo, _ = compute_grpo(rewards, mask, uid, norm_adv_by_std_in_grpo=by_std)
+    assert torch.equal(by_turn, grpo)
 
 
 def test_a_millionth_is_added_to_the_deviation() -> None:
@@ -78,7 +112,7 @@ def test_only_the_best_of_a_group_has_an_advantage_for_pass_at_k() -> None:
 
 
 def test_pass_at_k_needs_two_responses() -> None:
-    with pytest.raises(ValueError, match="two responses to a prompt; b has one"):
+    with pytest.raises(ValueError, match="two responses to a prompt; uid b has one"):
         compute_grpo_passk(*outcomes(1, 2, 3), ["a", "a", "b"], norm_adv_by_std_in_grpo=True)
 
 
@@ -334,7 +368,7 @@ def test_reinforce_plus_plus_baseline_of_groups_of_one_compares_with_the_batch()
 
 
 def test_a_uid_for_each_row_is_needed() -> None:
-    with pytest.raises(ValueError, match="3 uids for 4 rows"):
+    with pytest.raises(ValueError, match="expected one uid for each row; got 3 uids for 4 rows"):
         compute_rloo(REWARDS, MASK, np.array(["a"] * 3, dtype=object).tolist())
 
 

@@ -79,10 +79,10 @@ def test_a_schedule_of_an_unknown_number_of_steps_is_refused(
 @pytest.mark.parametrize(
     ("optim", "message"),
     [
-        ({"min_lr_ratio": 0.1}, "min_lr_ratio is 0.1 and lr_scheduler_type constant"),
+        ({"min_lr_ratio": 0.1}, "min_lr_ratio is 0.1, but lr_scheduler_type is constant"),
         ({"min_lr_ratio": 1.1, "lr_scheduler_type": "cosine"}, "min_lr_ratio"),
         ({"lr_scheduler_type": "polynomial"}, "none of constant, linear, cosine"),
-        ({"warmup_style": "cosine"}, "warmup_style is called lr_scheduler_type"),
+        ({"warmup_style": "cosine"}, "warmup_style is now lr_scheduler_type"),
     ],
 )
 def test_a_schedule_that_is_none_is_refused(optim: dict[str, Any], message: str) -> None:

@@ -1,19 +1,19 @@
-"""Policy and value losses by hand."""
+"""Policy losses by hand."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from rolemesh.algos.aggregation import Aggregation
+from rolemesh.algos.aggregation import Aggregation, BatchCounts
 from rolemesh.algos.policy_loss import (
-    POLICY_LOSSES,
     TokenLosses,
     bypass_policy_loss,
     cispo_policy_loss,
@@ -26,13 +26,16 @@ from rolemesh.algos.policy_loss import (
     gspo_policy_loss,
     kl_cov_policy_loss,
     sapo_policy_loss,
+    scale_losses,
     vanilla_policy_loss,
 )
-from rolemesh.algos.value_loss import clipped_value_loss
-from rolemesh.config.actor import ActorConfig, LossMode, PolicyLossConfig
+from rolemesh.catalog.catalog import load
+from rolemesh.catalog.policy_losses import POLICY_LOSSES
+from rolemesh.config.actor import ActorConfig, PolicyLossConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
 from rolemesh.errors import InvalidConfig
+from tests.support.losses import TOKEN_LOSSES, options_of, token_losses
 
 CONFIG = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, policy_loss=PolicyLossConfig(dro_beta=0.1))
 LN2 = math.log(2)
@@ -51,7 +54,8 @@ class Case:
         self, loss: Callable[..., TokenLosses], config: ActorConfig = CONFIG, **besides: Any
     ) -> TokenLosses:
         """The losses; their sum's gradient is then in `gradient`."""
-        result = loss(self.log_probs, self.old_log_probs, self.advantages, self.mask, config, **besides)
+        besides |= options_of(loss, config)
+        result = loss(self.log_probs, self.old_log_probs, self.advantages, self.mask, **besides)
         (self.gradient,) = torch.autograd.grad(result.losses.sum(), self.log_probs)
         return result
 
@@ -113,7 +117,7 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     assert_close(result.shares["pg_clipfrac"], of(1.0, 1.0, 0.0))
 
 
-def test_cispo_without_a_lower_bound() -> None:
+def test_cispo_with_a_clip_ratio_low_of_10_clips_nothing_from_below() -> None:
     config = ActorConfig(
         clip_ratio_low=10, clip_ratio_high=0.3, policy_loss=PolicyLossConfig(loss_mode="cispo")
     )
@@ -149,7 +153,7 @@ def test_kl_cov_adds_a_kl_to_the_chosen_tokens_and_clips_nothing() -> None:
 
 
 def test_sapo_and_geo_mean_have_an_aggregation_of_their_own() -> None:
-    own = {name: loss.aggregation for name, loss in POLICY_LOSSES.items() if loss.aggregation}
+    own = {name: POLICY_LOSSES[name].aggregation for name in TOKEN_LOSSES if POLICY_LOSSES[name].aggregation}
     assert own == {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-mean"}
 
 
@@ -162,7 +166,7 @@ def test_geo_mean_clips_each_log_ratio_and_weighs_the_row_by_the_mean() -> None:
     case = Case(new, [[0.1] * 3] * 3, [[1.0] * 3, [-2.0] * 3, [1.0] * 3], mask)
     result = case(geo_mean_policy_loss)
     first, second = math.exp(0.1), math.exp(0.15)
-    aggregate = Aggregation.of(case.mask, POLICY_LOSSES["geo_mean"].aggregation or "")
+    aggregate = Aggregation.of(BatchCounts.of(case.mask), POLICY_LOSSES["geo_mean"].aggregation or "")
     loss = aggregate(result.losses, case.mask)
     assert loss.item() == pytest.approx((-first + 2 * second) / 3)
     (gradient,) = torch.autograd.grad(
@@ -185,15 +189,20 @@ def test_a_geo_mean_token_that_is_held_counts_by_the_sign_of_its_advantage() -> 
 
 
 def case_losses(case: Case, loss: Callable[..., TokenLosses]) -> Tensor:
-    return loss(case.log_probs, case.old_log_probs, case.advantages, case.mask, CONFIG).losses
+    options = options_of(loss, CONFIG)
+    return loss(case.log_probs, case.old_log_probs, case.advantages, case.mask, **options).losses
 
 
 def test_the_weight_of_a_geo_mean_row_is_the_geometric_mean_of_its_tokens() -> None:
     weights, mask = tensor([[4.0, 1.0, 9.0], [2.0, 0.5, 9.0]]), tensor([[True, True, False]] * 2)
-    assert_close(POLICY_LOSSES["geo_mean"].weights(weights, mask), tensor([[2.0], [1.0]]))
-    assert torch.equal(POLICY_LOSSES["vanilla"].weights(weights, mask), weights)
+    losses = torch.ones(2, 3)
+    assert [name for name, loss in POLICY_LOSSES.items() if loss.row_weights] == ["geo_mean"]
+    by_row = scale_losses(losses, weights, mask, by_row=True)
+    assert_close(by_row, tensor([[2.0], [1.0]]).expand(2, 3))
+    assert torch.equal(scale_losses(losses, weights, mask, by_row=False), weights)
     nothing = tensor([[1.0, 0.0, 9.0]])  # 1e-10 stands in for 0
-    assert POLICY_LOSSES["geo_mean"].weights(nothing, mask[:1]).item() == pytest.approx(1e-5, rel=1e-4)
+    scaled = scale_losses(losses[:1], nothing, mask[:1], by_row=True)
+    assert scaled[0, 0].item() == pytest.approx(1e-5, rel=1e-4)
 
 
 DIVERGENCE = ActorConfig(clip_ratio_low=0.1, clip_ratio_high=0.2)
@@ -292,8 +301,17 @@ def test_bypass_rejects_by_the_policy_under_training() -> None:
 # ------------------------------------------------------------------------------ configuration
 
 
-def test_every_loss_mode_has_a_loss_and_no_other_has() -> None:
-    assert set(get_args(LossMode)) == set(POLICY_LOSSES)
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_the_catalog_says_what_each_loss_takes(name: str) -> None:
+    loss = POLICY_LOSSES[name]
+    parameters = inspect.signature(loss.load()).parameters.values()
+    besides = {"chosen": loss.choose is not None, "correction": loss.corrects}
+    expected = {*loss.keys, *(key for key, holds in besides.items() if holds)}
+    assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == expected
+    assert CONFIG.values_of(loss.keys).keys() == set(loss.keys)
+    if loss.choose is not None:
+        chooser = inspect.signature(load(loss.choose)).parameters.values()
+        assert {p.name for p in chooser if p.kind is p.KEYWORD_ONLY} == set(loss.choose_keys)
 
 
 @pytest.mark.parametrize(
@@ -306,10 +324,10 @@ def test_every_loss_mode_has_a_loss_and_no_other_has() -> None:
         ({"policy_loss": {"clip_cov_ratio": 0}}, "clip_cov_ratio"),
         ({"policy_loss": {"kl_cov_ratio": 1.5}}, "kl_cov_ratio"),
         ({"policy_loss": {"dro_beta": 0}}, "dro_beta"),
-        ({"policy_loss": {"loss_mode": "dro"}}, "loss_mode is dro and dro_beta is not set"),
+        ({"policy_loss": {"loss_mode": "dro"}}, "loss_mode is dro, but dro_beta is not set"),
         ({"tau_neg": 0}, "tau_neg"),
         ({"clip_ratio_c": math.inf}, "'actor.clip_ratio_c' is inf"),
-        ({"policy_loss": {"loss_mode": "gpg"}, "ppo_epochs": 2}, "ppo_epochs is 2 and .*loss_mode gpg"),
+        ({"policy_loss": {"loss_mode": "gpg"}, "ppo_epochs": 2}, "ppo_epochs is 2, but .*loss_mode gpg"),
     ],
 )
 def test_ranges_of_no_loss_are_refused(keys: dict[str, Any], message: str) -> None:
@@ -338,12 +356,12 @@ BESIDES: dict[str, dict[str, Any]] = {
 
 def aggregated(name: str, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     loss = POLICY_LOSSES[name]
-    tokens = loss.of_tokens(log_probs, old, advantages, mask, CONFIG, **BESIDES.get(name, {}))
-    aggregate = Aggregation.of(mask, loss.aggregation or "token-mean")
+    tokens = token_losses(name, log_probs, old, advantages, mask, config=CONFIG, **BESIDES.get(name, {}))
+    aggregate = Aggregation.of(BatchCounts.of(mask), loss.aggregation or "token-mean")
     return aggregate(tokens.losses, mask if tokens.accepted is None else tokens.accepted)
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_masked_cells_and_rows_without_a_token_change_nothing(name: str) -> None:
     mask = tensor([[True, True, False], [False, False, False]])
     new, old = tensor([[-1.0, -0.3, -2.0], [-1.0, -2.0, -3.0]]), tensor([[-1.2, -0.1, -1.0]] * 2)
@@ -361,7 +379,7 @@ def test_masked_cells_and_rows_without_a_token_change_nothing(name: str) -> None
     assert found[0][1].abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_a_batch_without_a_token_has_no_loss(name: str) -> None:
     log_probs = torch.full((2, 3), -1.0, requires_grad=True)
     nothing = torch.zeros(2, 3, dtype=torch.bool)
@@ -373,7 +391,7 @@ def test_a_batch_without_a_token_has_no_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
 def test_ratios_beyond_all_bounds_stay_finite(name: str, sign: float) -> None:
     log_probs = tensor([[0.0, -200.0, -1.0], [-200.0, 0.0, -1.0]], requires_grad=True)
     old = tensor([[-200.0, 0.0, -1.0]] * 2)
@@ -384,7 +402,7 @@ def test_ratios_beyond_all_bounds_stay_finite(name: str, sign: float) -> None:
     assert log_probs.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"gpg", "gspo", "kl_cov"}))
+@pytest.mark.parametrize("name", sorted(set(TOKEN_LOSSES) - {"gpg", "gspo", "kl_cov", "sft"}))
 def test_log_ratios_are_held_at_20(name: str) -> None:
     """π_old is lower by 90, then higher; what is reported is 20."""
     far, one = torch.full((1, 1), -90.0), torch.ones(1, 1)
@@ -393,60 +411,5 @@ def test_log_ratios_are_held_at_20(name: str) -> None:
         for key, value in BESIDES.get(name, {}).items()
     }
     for new, old, told in ((torch.zeros(1, 1), far, -20.0), (far, torch.zeros(1, 1), 20.0)):
-        result = POLICY_LOSSES[name].of_tokens(new, old, -1e-9 * one, one.bool(), CONFIG, **besides)
+        result = token_losses(name, new, old, -1e-9 * one, one.bool(), config=CONFIG, **besides)
         assert_close(result.shares["ppo_kl"], tensor([[told]]))
-
-
-# ------------------------------------------------------------------------------- the value loss
-
-
-def test_the_value_loss_is_half_the_larger_squared_error_of_value_and_clipped_value() -> None:
-    """Returns 1: free (0.1, 0.5, −2) has errors² 0.81, 0.25, 9; held within ±0.2 of the old 0, (0.1, 0.2, −0.2)
-    has 0.81, 0.64, 1.44."""
-    values, mask = tensor([[0.1, 0.5, -2.0, 9.0]]), tensor([[True, True, True, False]])
-    loss, clipped = clipped_value_loss(
-        values,
-        torch.zeros(1, 4),
-        torch.ones(1, 4),
-        mask,
-        cliprange_value=0.2,
-        aggregate=Aggregation.of(mask),
-    )
-    assert loss.item() == pytest.approx(0.5 * (0.81 + 0.64 + 9) / 3)
-    assert torch.equal(clipped[mask], tensor([0.0, 1.0, 0.0]))
-
-
-def test_a_value_that_falls_too_far_is_held_too() -> None:
-    """Return −1: −0.5 has the error² 0.25; held at −0.2 it has 0.64."""
-    one = torch.ones(1, 1)
-    loss, clipped = clipped_value_loss(
-        -0.5 * one, 0 * one, -one, one.bool(), cliprange_value=0.2, aggregate=Aggregation.of(one.bool())
-    )
-    assert loss.item() == pytest.approx(0.32)
-    assert clipped.item() == 1
-
-
-def test_no_value_within_its_range_counts_as_clipped() -> None:
-    generator = torch.Generator().manual_seed(0)
-    old = 3 * torch.randn(64, 64, generator=generator)
-    values, mask = old + torch.rand(64, 64, generator=generator) * 0.9 - 0.45, torch.ones(64, 64).bool()
-    _, clipped = clipped_value_loss(
-        values, old, -old, mask, cliprange_value=0.5, aggregate=Aggregation.of(mask)
-    )
-    assert clipped.sum() == 0
-
-
-def test_no_gradient_flows_where_a_value_has_moved_far_enough() -> None:
-    values = tensor([[0.1, 0.5, -2.0]]).requires_grad_()
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    loss, _ = clipped_value_loss(
-        values,
-        torch.zeros(1, 3),
-        torch.ones(1, 3),
-        mask,
-        cliprange_value=0.2,
-        aggregate=Aggregation.of(mask, "token-sum"),
-    )
-    loss.backward()
-    assert values.grad is not None
-    assert_close(values.grad, tensor([[-0.9, 0.0, -3.0]]))

@@ -28,7 +28,7 @@ SCORES = torch.tensor([1.0, -2.0, 0.0, 3.0, -2.0])
         ("max_random", 2.0, [0.1, 0.1, 0.1, 0.4, 0.1]),
     ],
 )
-def test_weights_by_the_methods_names(method: str, power: float, expected: list[float]) -> None:
+def test_resampling_weights_are_the_methods(method: str, power: float, expected: list[float]) -> None:
     weights = resampling_weights(SCORES, method=method, power=power)
     assert_close(weights, torch.tensor(expected).double(), atol=1e-7, rtol=1e-6)
     assert (weights > 0).all()

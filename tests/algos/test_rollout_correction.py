@@ -353,22 +353,31 @@ def test_what_is_rejected_is_out_of_the_loss_mask_and_told() -> None:
     [
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2}, "'token_k4' is none of token_k1, token_k2"),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2}, "'seq_max_k1' is none of"),
-        ({"rollout_rs": "token_k1"}, "rollout_rs is token_k1 and rollout_rs_threshold is not set"),
-        ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold is set and rollout_rs is not"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "1,2"}, "has 2 values for 1 of rollout_rs"),
-        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "it is one number, the largest"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0_0.5"}, "'2.0_0.5'; it is a number above 0"),
-        ({"rollout_is": "token", "rollout_is_threshold": "much"}, "'much'; it is a number above 0"),
-        ({"rollout_is": "token", "rollout_is_threshold": 0}, "it is a number above 0"),
-        ({"rollout_is": "token", "rollout_is_threshold": 0.55}, "two are written in quotes"),
-        ({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 0.55}, "two are written in quotes"),
-        ({"loss_type": "reinforce"}, "loss_type is reinforce and bypass_mode false"),
-        ({"bypass_mode": True, "rollout_is": "token"}, "ppo_clip and rollout_is token"),
-        ({"rollout_is_batch_normalize": True}, "and rollout_is not set, so there are no weights"),
+        ({"rollout_rs": "token_k1"}, "rollout_rs is token_k1, but rollout_rs_threshold is not set"),
+        ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold is set, but rollout_rs is not"),
+        (
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": "1,2"},
+            "has 2 values for 1 criteria of rollout_rs",
+        ),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "expected one number, the maximum"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0_0.5"}, "'2.0_0.5'; expected a number above 0"),
+        ({"rollout_is": "token", "rollout_is_threshold": "much"}, "'much'; expected a number above 0"),
+        ({"rollout_is": "token", "rollout_is_threshold": 0}, "expected a number above 0"),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": 0.55},
+            "in quotes, because Helm, unlike a job file, reads",
+        ),
+        ({"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": 0.55}, "write two bounds in quotes"),
+        ({"loss_type": "reinforce"}, "loss_type is reinforce, but bypass_mode is false"),
+        (
+            {"bypass_mode": True, "rollout_is": "token"},
+            "rollout_is is token with bypass_mode and loss_type ppo_clip",
+        ),
+        ({"rollout_is_batch_normalize": True}, "but rollout_is is not set, so there are no weights"),
         (
             {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}
             | {"rollout_is_batch_normalize": True},
-            "rollout_is_batch_normalize is true and bypass_mode too",
+            "rollout_is_batch_normalize and bypass_mode are true",
         ),
     ],
 )
@@ -380,7 +389,7 @@ def test_a_correction_that_contradicts_itself_is_refused(keys: dict[str, Any], m
 @pytest.mark.parametrize(
     ("loss_mode", "bypass_mode", "message"),
     [
-        ("bypass", False, "loss_mode is bypass and algorithm.rollout_correction.bypass_mode false"),
+        ("bypass", False, "loss_mode is bypass, but algorithm.rollout_correction.bypass_mode is false"),
         ("gspo", True, "loss_mode is gspo; set loss_mode to bypass, or bypass_mode to"),
     ],
 )

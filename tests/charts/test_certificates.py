@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from rendering import Object, objects, of_kind, pods, refusal
-from test_rendering import STRATEGIES
+from rendering import STRATEGIES, Object, objects, of_kind, pods, refusal
 
 JOB = {"algorithm": {"use_kl_in_reward": True}}
 
@@ -78,16 +77,16 @@ STEP = {"creates": "made", "command": ["true"]}
 @pytest.mark.parametrize(
     ("tls", "words"),
     [
-        ({"mode": "secret"}, "no Secret is named for actor: set tls.secrets.actor, or tls.secret for all"),
+        ({"mode": "secret"}, "but no Secret is named for actor: set tls.secrets.actor, or tls.secret for all"),
         ({"mode": "secret", "secrets": {"actor": "a"}}, "no Secret is named for controller"),
         (
             {"mode": "secret", "secret": "a", "secrets": {"rewards": "b"}},
-            "tls.secrets.rewards is set, and there are actor, controller, critic, reward, rollout: name one",
+            "tls.secrets.rewards is set, but the components are actor, controller, critic, reward, rollout",
         ),
-        ({"secrets": {"reward": "a"}}, "tls.mode is none, and tls.secret or tls.secrets is set"),
+        ({"secrets": {"reward": "a"}}, "tls.mode is none, but tls.secret or tls.secrets is set"),
         (
             {"mode": "certManager", "secret": "a"},
-            "tls.mode is certManager, and tls.secret or tls.secrets is set",
+            "tls.mode is certManager, but tls.secret or tls.secrets is set",
         ),
     ],
 )

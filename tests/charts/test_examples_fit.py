@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import yaml
-from rendering import EXAMPLES, ROOT, groups, objects, workloads
+from rendering import EXAMPLES, ROOT, groups, heads, objects, of_kind, workloads
 
 from rolemesh.config import JobConfig, load_job
 from rolemesh.config.job import make_job
 from rolemesh.models.tiny import make_tiny_model
+from rolemesh.planner.compare import make_plans
 from rolemesh.planner.devices import GPUS, cpu, parse_size
 from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.plan import Cluster, Planner
-from rolemesh.services.command_line.plan import make_plans
 
 # Their config.json, as published; a reward model of 7B has the shape of a language model of 7B.
 HIDDEN = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -60,10 +60,15 @@ def pod_limits(example: Path) -> dict[str, tuple[int, Mapping[str, Any]]]:
     """Of each group: how many pods, and what one of them may take."""
     things = objects({}, files=(example,))
     names = list(groups(things))
-    specs = [workload["spec"] for workload in workloads(things)]
+    specs = [workload["spec"] for workload in (*workloads(things), *heads(things))]
     containers = [spec["template"]["spec"]["containers"][0] for spec in specs]
+    pods = dict.fromkeys(names, 1) | {
+        cluster["metadata"]["labels"]["app.kubernetes.io/component"]: 1 + group["numOfHosts"]
+        for cluster in of_kind(things, "RayCluster")
+        for group in cluster["spec"]["workerGroupSpecs"]
+    }
     return {
-        name: (spec.get("replicas", 1), container["resources"]["limits"])
+        name: (spec.get("replicas", 1) * pods[name], container["resources"]["limits"])
         for name, spec, container in zip(names, specs, containers, strict=True)
     }
 
@@ -81,17 +86,19 @@ def test_the_planner_says_that_the_example_can_be_run(path: Path, tmp_path: Path
 
 
 def test_what_trains_on_one_gpu_and_needs_two_is_no_example(tmp_path: Path) -> None:
-    """The large example with a policy of 7B: neither as the chart would place it, nor as the planner would."""
+    """The large example with a policy of 7B: not as the chart would place it, but on more GPUs with ranks."""
     (path,) = [path for path in EXAMPLES if path.stem == "gpu-standalone"]
     values = yaml.safe_load(path.read_text())
     values["job"]["actor"]["model"]["path"] = "/models/Qwen2.5-7B-Instruct"
     job, limits = job_of(values, tmp_path), pod_limits(path)
     devices = {group: pods * int(limit["nvidia.com/gpu"]) for group, (pods, limit) in limits.items()}
     planner = Planner(job, role_shapes(job), Cluster(GPUS["h100"], sum(devices.values())))
-    assert planner.divided("standalone", job.groups, devices).verdict == "does not fit"
-    plans = {plan.name: plan for plan in make_plans(job, Cluster(GPUS["h100"], 16), searching=False)}
-    assert plans["standalone"].verdict == "cannot be run yet"
-    assert not any(plan.fits for plan in plans.values())
+    alone = devices | {"actor": 1, "critic": 1}
+    assert planner.divided("standalone", job.groups, alone).verdict == "does not fit"
+    plans = {plan.name: plan for plan in make_plans(job, Cluster(GPUS["h100"], 128), searching=False)}
+    assert plans["standalone"].verdict == "fits"
+    assert {group.name: group.ranks > 1 for group in plans["standalone"].groups}["actor"]
+    assert plans["hybrid"].verdict == plans["collocate"].verdict == "is refused"  # engines over eight GPUs
 
 
 @pytest.mark.parametrize("name", ["gsm8k-ppo", "gsm8k-grpo"])

@@ -230,7 +230,7 @@ def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:
 def test_a_label_of_the_charts_own_is_refused(kind: str, name: str, where: str) -> None:
     given = {kind: {name: "mine"}}
     said = refusal({"groups": {"reward": given}} if where == "groups" else {where: given})
-    assert f"pods.{kind} has {name}, which is the chart's own: leave it out" in said
+    assert f"pods.{kind} has {name}, which is reserved for the chart: remove it" in said
 
 
 @pytest.mark.parametrize("where", ["labels", "dashboards.labels"])
@@ -238,7 +238,7 @@ def test_a_label_of_the_charts_own_is_refused(kind: str, name: str, where: str) 
 def test_a_label_of_the_charts_own_is_refused_on_what_monitors_it(where: str, name: str) -> None:
     labels = {"labels": {name: "mine"}}
     said = refusal({"monitoring": {"dashboards": labels} if "dashboards" in where else labels})
-    assert f"monitoring.{where} has {name}, which is the chart's own: leave it out" in said
+    assert f"monitoring.{where} has {name}, which is reserved for the chart: remove it" in said
 
 
 def test_labels_of_yours_are_beside_the_charts() -> None:
@@ -313,17 +313,50 @@ def test_a_rollout_by_other_servers_asks_for_no_gpu() -> None:
     assert gpus({"job": {"rollout": OPENAI}}) == {"actor": 1, "critic": 1, "reward": 0, "rollout": 0}
     shared = {"placement": {"strategy": "hybrid"}, "job": {"rollout": OPENAI}}
     assert gpus(shared) == {"policy": 1, "judges": 1}
-    assert "wants 1 GPUs, and its roles use 0" in refusal(
+    assert "requests 1 GPUs, but its roles use 0" in refusal(
         {"job": {"rollout": OPENAI}, "groups": {"rollout": {"gpus": 1}}}
     )
 
 
 def test_a_model_without_a_gpu_is_told_or_refused(tmp_path: Any) -> None:
     reward = {"reward": {"reward_model": {"enable": True}}}
-    told = "ON CPU, WITHOUT A GPU: reward of group reward. Set roles.reward.gpus to 1 for one."
+    told = "ON CPU, WITHOUT A GPU: reward of group reward. Set roles.reward.gpus to 1 to use a GPU."
     assert told in notes({"job": reward}, tmp_path)
     assert "WITHOUT A GPU" not in notes({"job": reward, "roles": {"reward": {"gpus": 1}}}, tmp_path)
     assert "WITHOUT A GPU" not in notes({}, tmp_path)
     said = refusal({"job": reward | {"trainer": {"device": "cuda"}}})
     assert "a pod of group reward has no GPU for the models of reward: set roles.reward.gpus to 1" in said
     assert "roles.rollout" not in refusal({"job": {"rollout": OPENAI, "trainer": {"device": "cuda"}}})
+
+
+CONVERSES: Object = {"job": {"rollout": {"multi_turn": {"enable": True}}}}
+
+
+def test_a_job_with_conversations_has_environments_that_only_the_controller_calls() -> None:
+    """They reach what their tools may reach and nothing else, and scale like every stateless role."""
+    assert not [
+        each for each in of_kind(objects({}), "Deployment") if "environment" in each["metadata"]["name"]
+    ]
+    may = {"networkPolicy": {"environmentEgress": [JUDGE], "prepareEgress": [HUB]}}
+    scaled = {"autoscaling": {"environment": {"scaler": "hpa", "maxReplicas": 4}}}
+    values = CONVERSES | may | scaled
+    [deployment] = [
+        each
+        for each in of_kind(objects(values), "Deployment")
+        if each["metadata"]["name"] == "demo-environment"
+    ]
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    assert "nvidia.com/gpu" not in container["resources"].get("limits", {})
+    workspace = next(each for each in container["volumeMounts"] if each["name"] == "workspace")
+    assert workspace["readOnly"] is True
+    policy = policy_of("environment", values)
+    assert policy["egress"][1:] == [JUDGE]
+    [calls, _] = policy["ingress"]
+    [peer] = calls["from"]
+    assert peer["podSelector"]["matchExpressions"][0]["values"] == ["controller", "check"]
+    [scaler] = of_kind(objects(values), "HorizontalPodAutoscaler")
+    assert scaler["spec"]["scaleTargetRef"]["name"] == "demo-environment"
+    assert "demo-environment" in [each["metadata"]["name"] for each in of_kind(objects(values), "Service")]
+    [controller] = of_kind(objects(values), "Job")
+    [process] = controller["spec"]["template"]["spec"]["containers"]
+    assert any("--environment" in argument for argument in process["command"] + process.get("args", []))

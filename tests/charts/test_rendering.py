@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rendering import EXAMPLES, Object, groups, objects, of_kind, pods, schema_errors, selects, workloads
+from rendering import (
+    EXAMPLES,
+    STRATEGIES,
+    Object,
+    groups,
+    heads,
+    objects,
+    of_kind,
+    pods,
+    schema_errors,
+    selects,
+    workloads,
+)
 
-STRATEGIES: dict[str, Any] = {
-    name: {"strategy": name} for name in ("collocate", "hybrid", "split-collocate", "standalone")
-}
-STRATEGIES["custom"] = {
-    "strategy": "custom",
-    "groups": {
-        "train": ["actor", "critic"],
-        "free": ["reference"],
-        "rollout": ["rollout"],
-        "reward": ["reward"],
-    },
-}
 TLS: dict[str, Any] = {"none": {}, "certManager": {}, "secret": {"secret": "keys"}}
 SCALERS = {
     "none": {},
@@ -115,7 +115,8 @@ def mounts_exist(pod: Object) -> None:
 
 def selected(things: list[Object]) -> None:
     """Who is behind each Service, budget and policy."""
-    templates = {thing["metadata"]["name"]: thing["spec"]["template"] for thing in workloads(things)}
+    above = (*workloads(things), *heads(things))
+    templates = {thing["metadata"]["name"]: thing["spec"]["template"] for thing in above}
     (job,) = of_kind(things, "Job")
     templates["demo-controller"] = job["spec"]["template"]
     labels = {name: template["metadata"]["labels"] for name, template in templates.items()}
@@ -196,12 +197,14 @@ def references(things: list[Object]) -> None:
     }
     scalable = {(resource, name) for verb, resource, name in may if verb == "patch"}
     scales = {(f"{thing['kind'].lower()}s/scale", thing["metadata"]["name"]) for thing in workloads(things)}
-    assert {(resource, name) for verb, resource, name in may if verb == "get"} == scales
+    clusters = {("rayclusters", thing["metadata"]["name"]) for thing in of_kind(things, "RayCluster")}
+    assert {(resource, name) for verb, resource, name in may if verb == "get"} == scales | clusters
     (test,) = of_kind(things, "Pod")
     needed = [
         a.removeprefix("--need=") for a in test["spec"]["containers"][0]["args"] if a.startswith("--need=")
     ]
-    assert {(f"{kind}s/scale", name) for kind, name in (one.split("/") for one in needed)} == scales
+    asked = {(f"{kind}s/scale", name) for kind, name in (one.split("/") for one in needed)}
+    assert asked == scales | {("rayclusters/scale", name) for _, name in clusters}
     down = [arg.removeprefix("--scale-down=").split("/") for arg in args if arg.startswith("--scale-down=")]
     told = {
         (kind.lower(), thing["metadata"]["name"])
@@ -209,12 +212,13 @@ def references(things: list[Object]) -> None:
         if (kind := thing["kind"]) == "ScaledObject"
     }
     paused = {name for _, name in told}
-    for thing in workloads(things):
+    for thing in (*workloads(things), *heads(things)):
         if thing["metadata"]["name"] not in paused:
             told.add((thing["kind"].lower(), thing["metadata"]["name"]))
     assert {(kind, name) for kind, name in down} == told
     assert scalable == {
-        (f"{kind}s" if kind == "scaledobject" else f"{kind}s/scale", name) for kind, name in told
+        (f"{kind}s" if kind in ("scaledobject", "raycluster") else f"{kind}s/scale", name)
+        for kind, name in told
     }
     for pod in pods(things):
         for volume in pod["spec"]["volumes"]:
@@ -256,7 +260,7 @@ def test_helm_test_and_a_run_exclude_one_another(tmp_path: Path) -> None:
             assert asked.read_text() == "--config=/etc/rolemesh/job.yaml\n"  # `rolemesh control` has begun
             assert not is_free()
             with begin(check) as second:
-                assert "the job is active, and a test would spoil its run" in second.communicate()[1]
+                assert "the job is active, and a test would disrupt its run" in second.communicate()[1]
             assert second.returncode == 1
             go.write_text("on")
         assert first.returncode == 0

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from generate import LINES, schema
 from rendering import Object, objects, of_kind, pods, refusal, template
+
+from helm_values.generate import LINES, schema
 
 SCHEMA = json.loads(schema())
 BREAKS = ["\n", "\r", "\x85", "\u2028", "\u2029"]  # of a line, in YAML 1.1
@@ -64,7 +65,7 @@ def merged(base: Any, other: Any) -> Any:
 
 
 SCALER = {"scaler": "hpa", "maxReplicas": 2}
-SCALED: Object = {"autoscaling": dict.fromkeys(("rollout", "reference", "reward"), SCALER)}
+SCALED: Object = {"autoscaling": dict.fromkeys(("rollout", "reference", "reward", "environment"), SCALER)}
 
 
 @pytest.mark.parametrize("character", BREAKS, ids=ascii)
@@ -137,7 +138,12 @@ def test_a_reward_functions_code_arrives_as_it_is() -> None:
 
 
 # Between them these make each object that the chart has.
-JOB = {"algorithm": {"use_kl_in_reward": True}, "reward": {"reward_model": {"enable": True}}}
+JOB: Object = {
+    "algorithm": {"use_kl_in_reward": True},
+    "critic": {"enable": True},  # of the estimator whose name is a text here
+    "rollout": {"multi_turn": {"enable": True}},
+    "reward": {"reward_model": {"enable": True}},
+}
 OPERATED: Object = SCALED | {
     "tls": {"mode": "certManager"},
     "gang": {"scheduler": "volcano"},
@@ -151,7 +157,9 @@ OWN: Object = {
     "autoscaling": dict.fromkeys(SCALED["autoscaling"], SCALER | {"scaler": "keda"}),
     "job": JOB,
 }
-HELD_AGAINST_NAMES = re.compile("/job/placement|/gpu/resource|/placement|/rewardFunction/code|/image/digest")
+HELD_AGAINST_NAMES = re.compile(
+    "/job/placement|/gpu/resource|/placement|/rewardFunction/code|/plugins/code|/image/digest"
+)
 QUANTITY = re.compile(".*/(requests|limits|size|scratch|sharedMemory)")
 IN_PLACE_OF_WHAT_IS_MADE = re.compile("/tls/secret|.*/existingClaim")
 
@@ -200,8 +208,10 @@ def test_every_text_of_the_values_is_in_a_manifest() -> None:
     numbers = {at: str(1000 + number) for number, at in enumerate(places())}
     made = "".join(template(filled(base, numbers.__getitem__)) for base in (OPERATED, OWN))
     absent = {at for at, name in numbers.items() if not re.search(rf"\b{name}\b", made)}
-    lists_instead = {"/job/data/train_files", "/job/data/val_files", "/job/actor/model/target_modules"}
-    others_instead = {"/gpu/nodeSelector/k", "/pods/runtimeClassName"}
+    lists_instead = {"/job/plugins", "/job/data/train_files", "/job/data/val_files"}
+    lists_instead |= {"/job/actor/model/target_modules"}
+    others_instead = {"/gpu/nodeSelector/k"}
     others_instead |= {f"/roles/reward/resources/{part}/k" for part in ("requests", "limits")}
     unread = {"/global/k", "/controller/topologyKey"}
+    unread |= {"/huggingFace/cache"}  # without huggingFace.fetch; test_fetching.py has it
     assert {at for at in absent if not HELD_AGAINST_NAMES.match(at)} == lists_instead | others_instead | unread

@@ -59,6 +59,17 @@ def absence() -> str:
     return ""
 
 
+def knows(definition: str) -> bool:
+    """Whether the cluster has this custom resource definition, e.g. `rayclusters.ray.io`."""
+    try:
+        run("kubectl", "get", "crd", definition)
+    except Failed as failed:
+        if "NotFound" not in str(failed):
+            raise
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Namespace:
     """One namespace, and what is done in it."""
@@ -129,6 +140,7 @@ class Namespace:
             try:
                 _, _, address = forwarding.stdout.readline().partition("Forwarding from ")
                 with grpc.insecure_channel(address.partition(" ")[0]) as channel:
+                    _until_ready(channel, forwarding, pod)
                     yield controller_pb2_grpc.ControllerServiceStub(channel)
             finally:
                 forwarding.kill()
@@ -136,8 +148,19 @@ class Namespace:
     def steps(self, pod: str) -> Iterator[int]:
         """The number of each step of the controller in the pod, as it is made."""
         with self.controller(pod) as service:
-            for response in service.Watch(pb.WatchRequest(), wait_for_ready=True, timeout=600):
+            for response in service.Watch(pb.WatchRequest(), timeout=600):
                 yield response.record.step
+
+
+def _until_ready(channel: grpc.Channel, forwarding: subprocess.Popen[str], pod: str) -> None:
+    """Returns when the pod's server answers. Raises Failed if the pod ends before."""
+    ready = grpc.channel_ready_future(channel)
+    while forwarding.poll() is None:
+        with suppress(grpc.FutureTimeoutError):
+            ready.result(timeout=1)
+            return
+    ready.cancel()
+    raise Failed(f"{pod} ended before its server answered")
 
 
 def make_claim(namespace: Namespace, name: str, access_mode: str) -> None:
@@ -157,3 +180,9 @@ def new_namespace() -> Iterator[Namespace]:
         yield Namespace(name)
     finally:
         run("kubectl", "delete", "namespace", name, "--wait=false")
+
+
+def claims_of_the_user(namespace: Namespace) -> None:
+    """What the examples for GPUs expect to find."""
+    for name in ("models", "data"):
+        make_claim(namespace, name, "ReadWriteMany")

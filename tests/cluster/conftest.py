@@ -1,4 +1,4 @@
-"""Cluster tests take whatever KUBECONFIG points at, and need kubectl and helm."""
+"""Cluster tests run on the cluster of KUBECONFIG, and need kubectl and helm."""
 
 from __future__ import annotations
 

@@ -143,11 +143,14 @@ async def test_what_the_account_may_scale_goes_to_zero_and_the_rest_is_told(
         await unpause(workloads(given), cluster)  # as the next run does
         assert PAUSED not in namespace.one("scaledobject", "mine")["metadata"]["annotations"]
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [warning.split(" could")[0] for warning in warnings] == ["deployment other", "deployment gone"]
+    assert [warning.split(":")[0] for warning in warnings] == [
+        "could not scale down deployment other",
+        "could not scale down deployment gone",
+    ]
     assert "forbidden" in warnings[0]
     assert "not found" in warnings[1]
-    by_hand = warnings[0].split("do it by hand: ")[1]
+    by_hand = warnings[0].split("scale it by hand: ")[1]
     run(*by_hand.split())
     assert replicas("deployment", "other") == 0
     with pytest.raises(Failed, match="not found"):
-        run(*warnings[1].split("do it by hand: ")[1].split())
+        run(*warnings[1].split("scale it by hand: ")[1].split())

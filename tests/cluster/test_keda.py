@@ -6,8 +6,7 @@ import json
 
 import pytest
 from cluster import Failed, Namespace, Object, make_claim
-from test_training import BUSY
-from training import Job
+from training import BUSY, Job
 
 from rolemesh.v1 import controller_pb2 as pb
 

@@ -8,9 +8,8 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from cluster import Namespace, Object
+from cluster import Namespace, Object, claims_of_the_user
 from rendering import CHART
-from test_releases import claims_of_the_user
 
 pytestmark = pytest.mark.cluster
 
@@ -61,7 +60,7 @@ def test_a_large_job_is_scheduled_as_its_values_say(namespace: Namespace, nodes:
         taken[node["name"]] += gpus(pod)
         assert node["labels"][ZONE] == ("zone-0" if group_of(pod) == "rollout" else "zone-1")
     assert max(taken.values()) <= PER_NODE
-    said = re.search(r"It takes (\d+) GPUs", notes)
+    said = re.search(r"It uses (\d+) GPUs", notes)
     assert said
     assert sum(taken.values()) == int(said[1])
 

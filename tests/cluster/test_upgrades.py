@@ -79,7 +79,7 @@ def test_a_scalers_replicas_are_its_own_and_another_run_wakes_them(namespace: Na
     "what", ["huggingFace.secret", "storage.data.existingClaim", "rewardFunction.configMap"]
 )
 def test_what_is_not_in_the_namespace_is_refused(namespace: Namespace, what: str) -> None:
-    with pytest.raises(Failed, match=f"{what} is absent, and namespace {namespace.name} has no such"):
+    with pytest.raises(Failed, match=f"{what} is absent, but namespace {namespace.name} has no such"):
         namespace.install("job", "--values", str(TINY), "--set", f"{what}=absent")
 
 

@@ -112,9 +112,9 @@ def test_a_pod_that_may_not_be_entered_is_not_tried_for_ever(
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (controllers(("a", "Failed"), ("b", "Failed")), "no controller runs: b failed, as its logs say"),
+        (controllers(("a", "Failed"), ("b", "Failed")), r"no controller runs: b failed \(see its logs\), and"),
         (controllers(("a", "Failed"), ("b", "Pending")), "no controller runs: b is Pending$"),
-        (controllers(), "no controller runs: its pod is not made yet"),
+        (controllers(), "no controller runs: its pod is not created yet"),
         (controllers(suspended=True), "the run is suspended"),
         (None, "kubectl: Error from server .*jobs is forbidden"),
     ],

@@ -80,7 +80,7 @@ async def test_a_run_is_shown_paused_resumed_followed_and_stopped_by_commands(
     assert f"run  step {run.status.step} of 500  ·  has ended" in output
     code, output = await rolemesh("status", where)
     assert code == 1
-    assert output.startswith(f"error: no run is under way in {where}")
+    assert output.startswith(f"error: no run is in progress in {where}")
 
 
 async def test_a_watcher_survives_a_controller_that_is_restarted_and_sees_the_end() -> None:
@@ -133,4 +133,4 @@ async def test_a_name_is_looked_for_on_kubernetes(command: str, monkeypatch: pyt
     monkeypatch.setenv("PATH", "/nowhere")
     code, output = await rolemesh(command, "my-job")
     assert code == 2
-    assert "'my-job' is taken for a job on Kubernetes, and there is no kubectl" in output
+    assert "'my-job' is taken for a job on Kubernetes, but there is no kubectl" in output

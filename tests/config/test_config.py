@@ -85,7 +85,7 @@ def test_all_errors_of_a_file_are_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("[1, 2]", "holds a list"),
+        ("[1, 2]", "got a list"),
         ("a: [", "line 1: while parsing"),
         ("actor: 3", "'actor' is 3"),
     ],
@@ -134,7 +134,7 @@ def test_an_override_that_is_neither_a_key_nor_a_file_is_refused() -> None:
         ),
         (["algorithm.adv_estimator=grpo"], "rollout.n is 1"),
         (["trainer.resume_mode=resume_path"], "resume_from_path is not set"),
-        (["rollout.top_k=0"], "-1 takes all"),
+        (["rollout.top_k=0"], "-1 for all tokens"),
         (["rollout.name=openai"], "set rollout.openai.urls to the servers"),
     ],
 )
@@ -259,7 +259,7 @@ def test_one_train_file_may_be_written_without_a_list() -> None:
 
 @pytest.mark.parametrize("example", sorted(CHART.glob("examples/*.yaml")), ids=lambda path: path.stem)
 def test_values_of_the_chart_are_no_job_file_and_the_error_says_where_the_job_is(example: Path) -> None:
-    with pytest.raises(InvalidConfig, match=r"has the section job, as values of the chart .* make a file of"):
+    with pytest.raises(InvalidConfig, match=r"has the section job, so it is a values file .* make a file of"):
         load_job(example)
     values = yaml.safe_load(example.read_text(encoding="utf-8"))
     make_job(values["job"] | {"placement": values["placement"]})

@@ -20,14 +20,14 @@ import pytest
 from pydantic import BaseModel
 
 import rolemesh.config
-from rolemesh.algos.estimators import ESTIMATORS
+from rolemesh.catalog.estimators import ESTIMATORS
+from rolemesh.catalog.policy_losses import POLICY_LOSSES
 from rolemesh.config import Config, JobConfig, load_job, parse_overrides
+from rolemesh.config.actor import ActorConfig, PolicyLossConfig
 from rolemesh.config.algorithm import AlgorithmConfig
-from rolemesh.config.effects import NoEffect
+from rolemesh.config.base import NoEffect
 from rolemesh.config.job import make_job
-from rolemesh.config.placement import ROLES, ReplicasConfig
 from rolemesh.config.rollout import RolloutConfig
-from rolemesh.planner.plan import TRAINED
 from rolemesh.services.controller.main import warn_of_idle_keys
 from rolemesh.services.rollout.engines.vllm.arguments import ENGINE
 
@@ -226,7 +226,10 @@ def keys(section: type[Config], prefix: str = "") -> Iterator[tuple[str, type[Co
 TABLES: dict[type[Config], set[str]] = {
     AlgorithmConfig: {key for estimator in ESTIMATORS.values() for key in estimator.keys},
     RolloutConfig: set(ENGINE),
-    ReplicasConfig: {role for role in ROLES if role not in TRAINED},
+    JobConfig: {"plugins"},  # imported before the job is made
+    ActorConfig: {key for loss in POLICY_LOSSES.values() for key in (*loss.keys, *loss.choose_keys)}
+    | {"clip_ratio", "clip_ratio_low", "clip_ratio_high"},  # clip_low and clip_high
+    PolicyLossConfig: {key for loss in POLICY_LOSSES.values() for key in (*loss.keys, *loss.choose_keys)},
 }
 
 
@@ -236,11 +239,8 @@ def has_no_effect(section: type[Config], name: str) -> bool:
 
 
 def effective(readers: set[str]) -> set[str]:
-    return {
-        r
-        for r in readers
-        if not r.startswith(("rolemesh/planner/", "services/command_line/plan.py")) and "course_of" not in r
-    }
+    idle = ("rolemesh/planner/", "rolemesh/config/agreement.py", "services/command_line/plan.py")
+    return {reader for reader in readers if not reader.startswith(idle) and "course_of" not in reader}
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def test_every_key_is_read_or_is_said_to_have_no_effect(sources: Sources) -> Non
 
 def test_nothing_reads_a_key_that_is_said_to_have_no_effect(sources: Sources) -> None:
     marked = [(section, name) for _, section, name in keys(JobConfig) if has_no_effect(section, name)]
-    assert len(marked) == 8
+    assert len(marked) == 11
     assert [(s, n) for s, n in marked if n in TABLES.get(s, ()) or effective(sources.readers(s, n))] == []
 
 
@@ -280,13 +280,15 @@ def test_readers_are_found_through_types_properties_and_names(sources: Sources) 
         (found,) = (sources.readers(section, name) for key, section, name in keys(JobConfig) if key == dotted)
         return found
 
-    assert "rolemesh/models/optimizer.py: Optimizer.__init__" in readers("critic.optim.lr")  # by its base class
+    assert "rolemesh/training/optimizer.py: Optimizer.__init__" in readers(
+        "critic.optim.lr"
+    )  # by its base class
     assert "services/reward/worker.py: RewardWorker._columns" in readers(
         "reward.overlong_buffer.log"
     )  # tells_more
     assert readers("trainer.max_actor_ckpt_to_keep") == {"services/controller/run/loop.py: Run.__init__"}
     assert readers("reference.model.enable_gradient_checkpointing") == set()  # the actor's is read
-    assert "rolemesh/models/training.py: checkpoint_activations" in readers(
+    assert "rolemesh/training/loop.py: checkpoint_activations" in readers(
         "actor.model.enable_gradient_checkpointing"
     )
 
@@ -299,6 +301,8 @@ NAMED = {
     "rollout.calculate_log_probs": "true",
     "rollout.prompt_length": "512",
     "rollout.response_length": "512",
+    "rollout.agent.num_workers": "4",
+    "rollout.multi_turn.max_parallel_calls": "2",
     "reward.reward_manager": "prime",
 }
 

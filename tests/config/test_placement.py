@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 
+from rolemesh.catalog.roles import ROLES as DECLARED
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
-from rolemesh.config.placement import GROUP_NAME, ROLES, strategies
+from rolemesh.config.placement import GROUP_NAME, strategies
 from rolemesh.errors import InvalidConfig
-from rolemesh.services.processes.local import gpus_by_process
+from rolemesh.services.processes.role_processes import gpus_by_process
+
+ROLES = tuple(DECLARED)
 
 TABLES = {name: groups for name, groups in strategies().items() if groups}
+
+
+CONVERSES = {"multi_turn": {"enable": True}}
 
 
 def job(placement: dict[str, Any], *, reference: bool = True, **sections: Any) -> JobConfig:
@@ -23,25 +29,28 @@ def job(placement: dict[str, Any], *, reference: bool = True, **sections: Any) -
 def test_a_table_has_every_role_once(strategy: str) -> None:
     assert sorted(role for roles in TABLES[strategy].values() for role in roles) == sorted(ROLES)
     assert all(GROUP_NAME.fullmatch(name) for name in TABLES[strategy])
-    assert {role for roles in job({"strategy": strategy}).groups.values() for role in roles} == set(ROLES)
+    placed = job({"strategy": strategy}, rollout=CONVERSES).groups
+    assert {role for roles in placed.values() for role in roles} == set(ROLES)
 
 
 def test_the_tables_are_the_layouts_of_those_they_name() -> None:
     layouts = {name: {frozenset(roles) for roles in groups.values()} for name, groups in TABLES.items()}
+    alone = frozenset({"environment"})
     assert layouts == {
-        "collocate": {frozenset(ROLES)},
-        "hybrid": {frozenset({"actor", "rollout", "reference"}), frozenset({"critic", "reward"})},
+        "collocate": {frozenset(ROLES) - {"environment"}, alone},
+        "hybrid": {frozenset({"actor", "rollout", "reference"}), frozenset({"critic", "reward"}), alone},
         "split-collocate": {
             frozenset({"actor", "reference"}),
             frozenset({"critic", "reward"}),
             frozenset({"rollout"}),
+            alone,
         },
         "standalone": {frozenset({role}) for role in ROLES},
     }
 
 
 def test_each_role_is_alone_unless_the_job_says_otherwise() -> None:
-    assert job({}).groups == {role: (role,) for role in ROLES}
+    assert job({}, rollout=CONVERSES).groups == {role: (role,) for role in ROLES}
 
 
 def test_roles_that_a_job_lacks_drop_out_and_empty_groups_vanish() -> None:
@@ -53,7 +62,7 @@ def test_roles_that_a_job_lacks_drop_out_and_empty_groups_vanish() -> None:
     assert split.groups == {"policy": ("actor",), "judges": ("reward",), "rollout": ("rollout",)}
 
 
-def test_a_jobs_own_groups() -> None:
+def test_groups_of_strategy_custom_are_the_jobs() -> None:
     groups = {"one": ["rollout", "critic"], "two": ["reward", "reference"], "three": ["actor"]}
     assert job({"strategy": "custom", "groups": groups}).groups == {k: tuple(v) for k, v in groups.items()}
 
@@ -61,10 +70,13 @@ def test_a_jobs_own_groups() -> None:
 @pytest.mark.parametrize(
     ("placement", "words"),
     [
-        ({"strategy": "hibrid"}, "'hibrid'; there are collocate, .*standalone; did you mean 'hybrid'"),
-        ({"strategy": "../tables/x"}, "there are collocate"),
+        ({"strategy": "hibrid"}, "'hibrid'; expected one of collocate, .*standalone; did you mean 'hybrid'"),
+        ({"strategy": "../tables/x"}, "expected one of collocate"),
         ({"strategy": "custom"}, "no group has actor, which this job needs"),
-        ({"strategy": "hybrid", "groups": {"a": ["actor"]}}, "hybrid has groups of its own; set it to custom"),
+        (
+            {"strategy": "hybrid", "groups": {"a": ["actor"]}},
+            "hybrid has its own groups; set placement.strategy to custom",
+        ),
         (
             {"strategy": "custom", "groups": {"a": list(ROLES), "b": ["critic"]}},
             r"critic is listed 2 times \(a, b\)",
@@ -73,10 +85,10 @@ def test_a_jobs_own_groups() -> None:
         ({"strategy": "custom", "groups": {"a": list(ROLES[1:])}}, "no group has actor"),
         (
             {"strategy": "custom", "groups": {"a": [*ROLES, "judge"]}},
-            r"no such role: 'judge' \(in a\); roles are",
+            r"unknown role 'judge' \(in a\); roles are",
         ),
-        ({"strategy": "custom", "groups": {"A group": list(ROLES)}}, "small letters.*'A group'"),
-        ({"strategy": "custom", "groups": {"": list(ROLES)}}, "small letters"),
+        ({"strategy": "custom", "groups": {"A group": list(ROLES)}}, "lower-case letters.*'A group'"),
+        ({"strategy": "custom", "groups": {"": list(ROLES)}}, "lower-case letters"),
         (
             {"strategy": "hybrid", "replicas": {"rollout": 2}},
             r"rollout is 2, .*group policy .*actor 1, reference 1",
@@ -100,7 +112,8 @@ def test_replicas_of_a_group_are_those_of_all_its_roles() -> None:
 def test_rollouts_cannot_run_ahead_on_a_device_that_they_share() -> None:
     ahead = {"rollout": {"mode": "async"}}
     with pytest.raises(
-        InvalidConfig, match=r"shares the device of group policy with actor, reference: a stream"
+        InvalidConfig,
+        match=r"shares the device of group policy with actor, reference: generation keeps its turn",
     ):
         job({"strategy": "hybrid"}, **ahead)
     job({"strategy": "hybrid"}, **ahead, trainer={"max_staleness": 0})  # which is not ahead
@@ -136,3 +149,149 @@ def test_an_engine_of_several_ranks_gets_as_many_gpus() -> None:
     two_ranks = job({"strategy": "split-collocate"}, rollout={"name": "vllm", "tensor_model_parallel_size": 2})
     given = gpus_by_process(two_ranks, ["0", "1", "2", "3"])
     assert given == {"policy-0": ["0"], "judges-0": ["1"], "rollout-0": ["2", "3"]}
+
+
+def test_several_ranks_get_a_gpu_each() -> None:
+    ranked = job({"ranks": {"actor": 2, "reference": 2}, "replicas": {"reference": 2}})
+    assert gpus_by_process(ranked, ["0", "1", "2", "3"]) == {
+        "actor-0": ["0", "1"],
+        "rollout-0": ["2"],
+        "reference-0": ["3", "0"],
+        "reference-1": ["1", "2"],
+        "critic-0": ["3"],
+        "reward-0": [],
+    }
+    hybrid = job({"strategy": "hybrid", "ranks": {"policy": 2}})
+    assert gpus_by_process(hybrid, ["0", "1", "2"]) == {"policy-0": ["0", "1"], "judges-0": ["2"]}
+    with pytest.raises(InvalidConfig, match=r"ranks is 2 for actor, but the job may use 1 GPUs"):
+        gpus_by_process(ranked, ["0"])
+    assert gpus_by_process(ranked, [])["actor-0"] == []
+
+
+def test_ranks_of_a_group_or_of_all_its_roles() -> None:
+    assert [job({}).num_ranks(group) for group in job({}).groups] == [1] * 5
+    split = {"strategy": "split-collocate"}
+    for ranks in ({"policy": 4}, {"actor": 4, "reference": 4}, {"policy": 4, "actor": 4}):
+        placed = job(split | {"ranks": ranks})
+        assert {group: placed.num_ranks(group) for group in placed.groups} == {
+            "policy": 4,
+            "judges": 1,
+            "rollout": 1,
+        }
+    # A reward by rules has nothing on the device; rank 0 alone has it.
+    for ranks in ({"judges": 2}, {"critic": 2}):
+        assert job(split | {"ranks": ranks}).num_ranks("judges") == 2
+    scored = {"reward": {"reward_model": {"enable": True}}}
+    both = job({"ranks": {"reward": 2}, "replicas": {"reward": 3}}, **scored)
+    assert (both.num_ranks("reward"), both.num_replicas("reward")) == (2, 3)
+    assert job({"ranks": {"rollout": 1, "reward": 1}}).num_ranks("rollout") == 1
+
+
+def test_every_rank_of_a_group_with_the_rollout_has_an_engine_of_its_own() -> None:
+    limit = {"max_num_seqs": 64}
+    assert job({"strategy": "hybrid"}, rollout=limit).rows_at_once == 64
+    assert job({"strategy": "hybrid", "ranks": {"policy": 2}}, rollout=limit).rows_at_once == 128
+    assert job({"strategy": "collocate", "ranks": {"all": 4}}).num_ranks("all") == 4
+    split = {"name": "vllm", "tensor_model_parallel_size": 2}
+    with pytest.raises(
+        InvalidConfig,
+        match=r"tensor_model_parallel_size is 2, but group policy has 4 ranks \(placement.ranks\)",
+    ):
+        job({"strategy": "hybrid", "ranks": {"policy": 4}}, rollout=split)
+    job({"strategy": "split-collocate", "ranks": {"policy": 4}}, rollout=split)
+    # Other servers generate: rank 0 alone has the rollout.
+    servers = {"name": "openai", "openai": {"urls": ["http://127.0.0.1:8000"], "weights_dir": "/shared"}}
+    asking = job({"strategy": "hybrid", "ranks": {"actor": 2, "reference": 2}}, rollout=servers | limit)
+    assert (asking.num_ranks("policy"), asking.rows_at_once) == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        ({"ranks": {"actr": 2}}, "'actr', which is no group and no role; .*did you mean 'actor'"),
+        ({"ranks": {"policy": 2}}, "'policy', which is no group"),
+        ({"ranks": {"actor": 0}}, "greater than 0"),
+        ({"ranks": {"actor": 1.5}}, "placement.ranks.actor"),
+        ({"ranks": {"reward": 2}}, r"ranks.reward is 2, but reward has no model on a device"),
+        ({"ranks": {"rollout": 2}}, r"the rollout alone; set placement.replicas.rollout for more engines"),
+        (
+            {"strategy": "split-collocate", "ranks": {"actor": 2}},
+            r"differ in group policy \(actor 2, reference 1\), .*set placement.ranks.policy alone",
+        ),
+        (
+            {"strategy": "split-collocate", "ranks": {"policy": 2, "actor": 3, "reference": 3}},
+            r"differ in group policy \(policy 2, actor 3, reference 3\)",
+        ),
+        (
+            {"strategy": "split-collocate", "ranks": {"critic": 2, "reward": 2}},
+            "reward has no model on a device",
+        ),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused(placement: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        job(placement)
+
+
+def test_verls_numbers_of_gpus_are_the_ranks_of_each_group_with_a_model() -> None:
+    split = {"strategy": "split-collocate"}
+    for given, ranks in (({"n_gpus_per_node": 4}, 4), ({"n_gpus_per_node": 2, "nnodes": 2}, 4), ({}, 1)):
+        spread = job(split, trainer=given)
+        assert {group: spread.num_ranks(group) for group in spread.groups} == {
+            "policy": ranks,
+            "judges": ranks,
+            "rollout": 1,
+        }
+    alone = job({}, trainer={"n_gpus_per_node": 2})  # a reward by rules has no model
+    assert {group: alone.num_ranks(group) for group in alone.groups} == {
+        **{"actor": 2, "reference": 2, "critic": 2},
+        **{"rollout": 1, "reward": 1},
+    }
+    assert job({"strategy": "collocate"}, trainer={"n_gpus_per_node": 1}).num_ranks("all") == 1
+    both = job({"ranks": {"actor": 2}}, trainer={"n_gpus_per_node": 2})
+    assert both.num_ranks("actor") == 2
+
+
+@pytest.mark.parametrize(
+    ("placement", "trainer", "words"),
+    [
+        (
+            {"ranks": {"actor": 4}},
+            {"n_gpus_per_node": 2},
+            r"actor is 4, but trainer.n_gpus_per_node .* is 2",
+        ),
+        ({}, {"nnodes": 2}, "nnodes is 2, but n_gpus_per_node is not set"),
+        ({}, {"n_gpus_per_node": 0}, "trainer.n_gpus_per_node"),
+    ],
+)
+def test_numbers_of_gpus_that_contradict_are_refused(
+    placement: dict[str, Any], trainer: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        job(placement, trainer=trainer)
+
+
+def test_a_mini_batch_of_fewer_rows_than_ranks_is_refused() -> None:
+    one = {"ppo_micro_batch_size_per_gpu": 1}
+    few: dict[str, Any] = {"actor": {"ppo_mini_batch_size": 2, **one}, "critic": one}
+    with pytest.raises(InvalidConfig, match=r"actor.* is 2, so a mini-batch has 2 rows .* than the 4 parts"):
+        job({"ranks": {"actor": 4}}, **few)
+    with pytest.raises(InvalidConfig, match=r"critic.ppo_mini_batch_size is 2.*4 ranks of group critic"):
+        job({"ranks": {"critic": 4}}, **few)
+    job({"ranks": {"actor": 4}}, **few, rollout={"n": 2})
+    few["actor"] |= {"ulysses_sequence_parallel_size": 2}
+    job({"ranks": {"actor": 4}}, **few)
+
+
+@pytest.mark.parametrize(
+    ("actor", "ranks", "words"),
+    [
+        ({}, 1, "is 2, which does not divide the 1 rank of group actor"),
+        ({}, 3, "is 2, which does not divide the 3 ranks of group actor"),
+        ({"model": {"use_remove_padding": False}}, 2, "use_remove_padding is false"),
+    ],
+)
+def test_ranks_that_cannot_share_rows_are_refused(actor: dict[str, Any], ranks: int, words: str) -> None:
+    with pytest.raises(InvalidConfig, match=words):
+        job({"ranks": {"actor": ranks}}, actor=actor | {"ulysses_sequence_parallel_size": 2})
+    assert job({"ranks": {"actor": 4}}, actor={"ulysses_sequence_parallel_size": 2}).ulysses_size("actor") == 2

@@ -23,7 +23,7 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Roles, methods
 from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.rpc.metadata import VERSION_KEY
-from rolemesh.services.controller.main import CLIENTS
+from rolemesh.services.controller.main import new_client
 from rolemesh.services.controller.stages.experience import fan_out
 from rolemesh.weights.source import WeightSource
 from rolemesh.wire.streams import receive_batches, send
@@ -103,7 +103,7 @@ async def test_rows_in_the_making_go_on_with_new_weights(tiny_model: Path, tmp_p
     """Rows are decoded four at a time. The second four of step 2 are being made when version 1 comes."""
     job = small_job(
         tmp_path, tiny_model, "run", ASYNC, *NO_CRITIC, "trainer.total_training_steps=2",
-        "rollout.max_num_seqs=4", "data.max_response_length=64", "rollout.ignore_eos=true",
+        "rollout.max_num_seqs=4", "data.max_response_length=256", "rollout.ignore_eos=true",
     )  # fmt: skip
 
     class Late(Observed):
@@ -178,7 +178,7 @@ async def test_no_row_is_lost_when_a_replica_dies_while_it_generates_ahead(
         roles: dict[str, Any] = {}
         for role in ("actor", "reward"):
             addresses = await stack.enter_async_context(served(role, job))
-            roles[role] = await stack.enter_async_context(CLIENTS[role](addresses, methods(job)))
+            roles[role] = await stack.enter_async_context(new_client(role, addresses, job))
         rollout = RolloutClient([doomed.address, other.address], methods(job))
         roles["rollout"] = await stack.enter_async_context(rollout)
         for client in roles.values():

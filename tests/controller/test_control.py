@@ -48,7 +48,7 @@ async def test_a_policy_whose_vocabulary_is_unknown_is_told_before_a_role_is_ask
     bare = without_weights(tiny_model, tmp_path / "bare")
     job = small_job(tmp_path, bare, "run", *OVERRIDES)
     (bare / "config.json").write_text(json.dumps({"model_type": "no such model"}))
-    with pytest.raises(ModelNotFound, match="does not say how large its vocabulary is"):
+    with pytest.raises(ModelNotFound, match="cannot read the vocabulary size of"):
         await prepare(job)
     (bare / "config.json").unlink()
     with pytest.raises(ModelNotFound, match=r"has no config\.json"):

@@ -141,7 +141,7 @@ def test_a_logger_that_cannot_begin_is_an_error_that_tells_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nosuch://server")
-    with pytest.raises(RolemeshError, match=r"mlflow could not begin: .*nosuch.* MLFLOW_TRACKING_URI names"):
+    with pytest.raises(RolemeshError, match=r"mlflow could not start: .*nosuch.* MLFLOW_TRACKING_URI names"):
         write_three_steps(job_with(tmp_path / "run", "mlflow"))
 
 

@@ -104,6 +104,27 @@ def test_the_spread_over_sampled_tokens_and_what_the_critic_explains_by_hand() -
     assert {key: metrics[key] for key in expected} == pytest.approx(expected)
 
 
+def test_rewards_of_turns_are_means_over_the_rows_that_have_the_turn() -> None:
+    batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
+    batch["returns"] = batch["advantages"] = tensor([[1.0, 2.0, 3.0], [6.0, 99.0, -99.0]])
+    batch["turns"] = tensor([[1, -2, 2], [1, 0, 0]])
+    batch["contexts"] = tensor([[0, 1, 1], [0, 0, 0]])
+    batch["environment_rewards"] = tensor([[0.5, 0.0, 2.0], [1.5, 0.0, 0.0]])
+    batch["conversation"] = [{"turns": 2.0, "why": "done"}, {"turns": 1.0, "why": "max_response_length"}]
+    metrics = batch_metrics(batch, ActorConfig())
+    told = {name: value for name, value in metrics.items() if name.startswith("conversation/")}
+    assert told == {
+        "conversation/turns/mean": 1.5,
+        "conversation/prompts/mean": 1.5,
+        "conversation/tokens/mean": 2.0,
+        "conversation/reward/mean": 2.0,
+        "conversation/reward/turn_1/mean": 1.0,
+        "conversation/reward/turn_2/mean": 2.0,
+        "conversation/ended/done": 0.5,
+        "conversation/ended/max_response_length": 0.5,
+    }
+
+
 @pytest.mark.parametrize(
     ("mode", "entropy"),
     [
@@ -223,7 +244,9 @@ async def test_a_paused_run_begins_no_step_until_it_is_resumed_or_stopped() -> N
 def test_latest_that_names_what_is_not_there_is_an_error_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "global_step_3").mkdir()
     (tmp_path / "latest").write_text("global_step_5\n")
-    with pytest.raises(CheckpointFailed, match=r"names 'global_step_5'.*there are \[3\].*resume_path"):
+    with pytest.raises(
+        CheckpointFailed, match=r"names 'global_step_5'.*there are checkpoints of steps \[3\].*resume_path"
+    ):
         Checkpoints(tmp_path).latest()
 
 

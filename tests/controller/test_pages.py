@@ -418,7 +418,7 @@ async def test_val_only_validates_and_trains_nothing(tiny_model: Path, tmp_path:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.critic_warmup=1", "algorithm.adv_estimator=grpo"], "critic_warmup is 1, and a job with"),
+        (["trainer.critic_warmup=1", "algorithm.adv_estimator=grpo"], "critic_warmup is 1, but a job with"),
         (["data.train_files=[]"], "data.train_files is empty"),
         (["data.val_files=[]", "trainer.test_freq=1"], "data.val_files is empty"),
     ],

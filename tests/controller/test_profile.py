@@ -38,7 +38,7 @@ async def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> J
     """The same run without a profile."""
     job = small_job(tmp_path_factory.mktemp("plain"), tiny_model, "run", *TWO_STEPS)
     async with in_process(job) as roles:
-        assert roles.actor.traces is None  # type: ignore[attr-defined]
+        assert roles.actor.seat.traces is None  # type: ignore[attr-defined]
         await run(job, roles)
     return job
 
@@ -169,7 +169,7 @@ def test_a_run_without_profile_steps_writes_and_records_nothing(plain: JobConfig
 
 def test_a_step_that_is_never_made_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     job = profiled_job(tmp_path, tiny_model, "trainer.profile_steps=[1, 9]")
-    with pytest.raises(InvalidConfig, match=r"trainer.profile_steps names step 9, and the job has 2"):
+    with pytest.raises(InvalidConfig, match=r"trainer.profile_steps names step 9, but the job has 2"):
         Run(job, load_tokenizer(job.actor.model))
     with pytest.raises(InvalidConfig, match="profile_steps"):
         profiled_job(tmp_path, tiny_model, "trainer.profile_steps=[0]")

@@ -58,7 +58,7 @@ def test_a_recipe_is_one_method_whatever_it_is_laid_on(recipe: Path) -> None:
 
 
 def test_the_answers_of_the_demo_have_no_room_for_dapos_buffer() -> None:
-    with pytest.raises(InvalidConfig, match=r"overlong_buffer.len is 12 and data.max_response_length 9"):
+    with pytest.raises(InvalidConfig, match=r"overlong_buffer\.len is 12, but data\.max_response_length is 9"):
         laid_on(CONFIGS / "recipes" / "dapo.yaml", "tiny.yaml")
 
 

@@ -10,14 +10,19 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_process import course, small_job, train, workers
 
 from rolemesh.config import JobConfig
+from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidConfig
+from rolemesh.forwarding import Forwarding
 from rolemesh.models.loading import load_tokenizer
+from rolemesh.roles import Actor, Metrics
 from rolemesh.services.controller.run.checkpoints import Checkpoints
 from rolemesh.services.controller.run.loop import Run
 
@@ -230,6 +235,39 @@ async def test_a_checkpoint_that_does_not_fit_leaves_the_last_good_one(
     assert (job.run_dir / "latest").read_text() == "global_step_1\n"
     assert not list(job.run_dir.glob("*.partial"))
     assert (await train(job)).step == 4
+
+
+class SlowDisk(Forwarding[Actor]):
+    """The actor's checkpoints reach the disk when the next update has begun, or the run is at its end."""
+
+    def __init__(self, actor: Actor, last: int) -> None:
+        super().__init__(actor)
+        self.updates, self.finished, self.last, self.change = 0, 0, last, asyncio.Condition()
+
+    async def update(self, batch: DataProto) -> Metrics:
+        async with self.change:
+            self.updates += 1
+            self.change.notify_all()
+        return await self._role.update(batch)
+
+    async def finish_checkpoint(self, directory: Path) -> None:
+        async with self.change:
+            step = int(directory.parent.name.removeprefix("global_step_").removesuffix(".partial"))
+            await self.change.wait_for(lambda: self.updates > step or step == self.last)
+        await self._role.finish_checkpoint(directory)
+        self.finished += 1
+
+
+async def test_steps_go_on_while_a_checkpoint_is_written(
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *NOISY)
+    with workers(job) as roles:
+        actor: Any = SlowDisk(roles.actor, last=4)
+        async with asyncio.timeout(120):  # it would wait for ever, if a step waited for the disk
+            await Run(job, load_tokenizer(job.actor.model)).train(replace(roles, actor=actor))
+    assert actor.finished == 4
+    assert_same_end(job, unbroken)
 
 
 async def test_old_checkpoints_go_only_when_a_new_one_is_whole(tiny_model: Path, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it
         assert change == {"spec": {"replicas": 0}}
         await request.answer({"message": "statefulsets is forbidden"}, 403)
         await run
-    assert "do it by hand: kubectl -n here scale statefulset job-actor --replicas=0" in caplog.text
+    assert "scale it by hand: kubectl -n here scale statefulset job-actor --replicas=0" in caplog.text
 
 
 async def test_a_run_that_failed_is_left_as_it_is(
@@ -134,7 +134,7 @@ async def test_wrong_configuration_leaves_no_pod_either(
 async def test_a_run_directory_is_one_runs(tiny_model: Path, tmp_path: Path) -> None:
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
     nobody = {role: ["127.0.0.1:1"] for role in job.roles}
-    with held(job.run_dir), pytest.raises(RolemeshError, match=r"run is the directory of a run that still"):
+    with held(job.run_dir), pytest.raises(RolemeshError, match=r"run is the directory of a running run"):
         await controlled(job, nobody)
 
 
@@ -154,7 +154,7 @@ async def test_roles_that_have_been_scaled_down_are_not_waited_for(
         assert request.path == "/apis/apps/v1/namespaces/here/statefulsets/job-actor/scale"
         with pytest.raises(InvalidConfig) as refused:
             await run
-    assert "scaled down, as at the end of a run: statefulset/job-actor of namespace here" in str(refused.value)
+    assert "scaled to zero, as after a run: statefulset/job-actor in namespace here" in str(refused.value)
     assert str(refused.value).endswith("kubectl -n here scale --replicas=1 statefulset/job-actor")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from float64 import in_float64
+from saving import saved
 from sequences import sequence_batch
 from torch.testing import assert_close
 from transformers import (
@@ -17,9 +18,9 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from rolemesh.algos.aggregation import TokenMean
+from rolemesh.algos.aggregation import BatchCounts, TokenMean
 from rolemesh.config import JobConfig
-from rolemesh.config.critic import CriticConfig
+from rolemesh.config.actor import CriticConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
@@ -109,7 +110,7 @@ async def test_a_critic_is_saved_as_a_token_classification_directory(any_model: 
     worker = CriticWorker(critic_job(any_model))
     batch = sequence_batch(8)
     await worker.update(batch)
-    await worker.save_checkpoint(tmp_path / "critic")
+    await saved(worker, tmp_path / "critic")
     values = (await worker.compute_values(batch))["values"]
     theirs, found = AutoModelForTokenClassification.from_pretrained(
         tmp_path / "critic", dtype=torch.float32, output_loading_info=True
@@ -170,7 +171,7 @@ def test_a_critics_loss_is_aggregated_as_the_actors_unless_set() -> None:
     actor = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 5}
     for own, expected in (({}, 10 / 2 / 5), ({"loss_agg_mode": "token-sum"}, 10)):
         config = make_job({"actor": actor, "critic": own}).critic
-        loss, _ = value_objective(torch.zeros(2, 2), rows, rows["response_mask"], config)
+        loss, _ = value_objective(torch.zeros(2, 2), rows, BatchCounts.of(rows["response_mask"]), config)
         assert loss.item() == pytest.approx(expected)
 
 
@@ -185,7 +186,7 @@ def test_what_is_rejected_is_in_no_mean_that_a_critic_reports() -> None:
         }
     )
     values = torch.tensor([[1.0, 1.0], [9.0, 0.0]])
-    _, shares = value_objective(values, rows, rows["response_mask"], make_job({}).critic)
+    _, shares = value_objective(values, rows, BatchCounts.of(rows["response_mask"]), make_job({}).critic)
     told = {name: share for name, share in shares.items() if isinstance(share, TokenMean)}
     means = {name: (share.total / share.num_tokens).item() for name, share in told.items()}
     assert means == {"vf_clipfrac": 1 / 2, "vpred_mean": 1.0}
@@ -216,7 +217,9 @@ def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(tiny_model: Pat
         model.zero_grad()
         for at in MicroBatches(num_rows, max_tokens, packed, balanced=True).cut(batch):
             rows = batch.select_idxs(at)
-            loss, _ = value_objective(token_values(model, rows), rows, batch["response_mask"], config)
+            loss, _ = value_objective(
+                token_values(model, rows), rows, BatchCounts.of(batch["response_mask"]), config
+            )
             loss.backward()
             total += loss.detach()
         return [total, *(parameter.grad.clone() for parameter in model.parameters())]

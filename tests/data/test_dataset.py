@@ -13,8 +13,8 @@ import torch
 from rolemesh.config.data import DataConfig
 from rolemesh.data import PromptDataset, PromptOrder, write_arithmetic, write_gsm8k
 from rolemesh.data.arithmetic import arithmetic_problems
-from rolemesh.data.gsm8k import gsm8k_rows
 from rolemesh.data.parquet import write_rows
+from rolemesh.data.publishers.gsm8k import gsm8k_rows
 from rolemesh.errors import InvalidData
 from rolemesh.models.tiny import byte_tokenizer
 
@@ -167,7 +167,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         with pytest.raises(InvalidData, match=message) as raised:
             dataset([file])
         assert str(file) in str(raised.value)
-    with pytest.raises(InvalidData, match="no Parquet file"):
+    with pytest.raises(InvalidData, match="no file given"):
         dataset([])
 
 
@@ -254,7 +254,21 @@ def test_gsm8k_rows_have_verls_layout(tmp_path: Path) -> None:
     assert len(data) == 64
 
 
-def test_gsm8k_from_one_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("answered_by", "brought"),
+    [
+        ("tool", {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}}),
+        ("interaction", {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "72"}}),
+    ],
+)
+def test_gsm8k_rows_of_conversations_bring_what_verls_do(answered_by: str, brought: dict[str, Any]) -> None:
+    row, plain = (gsm8k_rows(GSM8K / "train.jsonl", by)[0] for by in (answered_by, None))
+    if answered_by == "interaction":
+        brought["interaction_kwargs"]["query"] = plain["extra_info"]["question"]
+    assert row == {**plain, "agent_name": "tool_agent", "extra_info": {**plain["extra_info"], **brought}}
+
+
+def test_one_gsm8k_file_makes_one_parquet_file(tmp_path: Path) -> None:
     assert [f.name for f in write_gsm8k(GSM8K / "test.jsonl", tmp_path)] == ["test.parquet"]
 
 

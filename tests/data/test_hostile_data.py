@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from rolemesh.config.data import DataConfig
 from rolemesh.data import PromptDataset, column_process, parquet
 from rolemesh.data.dataset import longest_token
-from rolemesh.data.gsm8k import gsm8k_rows
 from rolemesh.data.parquet import read_table, write_rows
+from rolemesh.data.publishers.gsm8k import gsm8k_rows
 from rolemesh.errors import InvalidData
 from rolemesh.models.tiny import CHAT_TEMPLATE, byte_tokenizer
 
@@ -123,7 +123,11 @@ def test_a_column_of_nan_or_nothing_is_named(tmp_path: Path) -> None:
         ("prompt", [float("nan")], "should hold a list of"),
         ("prompt", [None], "should hold a list of"),
         ("data_source", [float("nan")], "should hold a str; it holds nan"),
-        ("reward_model", [{"style": "rule", "ground_truth": float("nan")}], "has no 'ground_truth', but NaN"),
+        (
+            "reward_model",
+            [{"style": "rule", "ground_truth": float("nan")}],
+            "has NaN as 'ground_truth'; expected a",
+        ),
     ):
         table = pa.Table.from_pylist([row()])
         table = table.set_column(table.column_names.index(column), column, pa.array(cells))

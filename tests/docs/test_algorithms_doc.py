@@ -9,8 +9,8 @@ import pytest
 
 from rolemesh.algos import kl
 from rolemesh.algos.aggregation import MODES
-from rolemesh.algos.estimators import ESTIMATORS
-from rolemesh.algos.policy_loss import POLICY_LOSSES
+from rolemesh.catalog.estimators import ESTIMATORS
+from rolemesh.catalog.policy_losses import POLICY_LOSSES
 from rolemesh.config.base import leaves
 from rolemesh.config.job import JobConfig
 from rolemesh.services.reward.functions import RULES
@@ -36,7 +36,7 @@ def names(section: str) -> list[str]:
         ("Advantages", ESTIMATORS),
         ("Policy losses", POLICY_LOSSES),
         ("Aggregation", MODES),
-        ("KL", kl.ESTIMATORS | kl.ALIASES),
+        ("KL", kl.KL_ESTIMATORS | kl.ALIASES),
         ("Rewards", {*RULES, "reward.overlong_buffer"}),
     ],
 )

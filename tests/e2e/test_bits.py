@@ -3,20 +3,15 @@ one replica of the stateless roles and with two, each role alone or several taki
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from in_process import course, small_job, train
-from serving import num_switches, served_group
+from serving import num_switches, train_over_grpc
 
 from rolemesh.config import JobConfig
 from rolemesh.config.placement import strategies
-from rolemesh.models.loading import load_tokenizer
-from rolemesh.services.controller.main import drive
-from rolemesh.services.controller.run.loop import Run
 
-LOCAL = "127.0.0.1:0"
 SAVED = ("trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.test_freq=3")
 ALGORITHMS = {
     "ppo": SAVED,  # GAE, critic, adaptive KL in the reward
@@ -41,18 +36,6 @@ PLACEMENTS = {name: [f"placement.strategy={name}"] for name, groups in strategie
     "0 steps ahead": [*TWO_REPLICAS, "rollout.mode=async", "trainer.max_staleness=0"],
     "custom": ["placement.strategy=custom", OWN_GROUPS],
 }
-
-
-async def train_over_grpc(job: JobConfig) -> None:
-    """The whole run with every group behind a port."""
-    async with AsyncExitStack() as stack:
-        addresses: dict[str, list[str]] = {role: [] for role in job.roles}
-        for group, roles in job.groups.items():
-            for _ in range(job.num_replicas(group)):
-                address = await stack.enter_async_context(served_group(roles, job))
-                for role in roles:
-                    addresses[role].append(address)
-        await drive(Run(job, load_tokenizer(job.actor.model)), addresses, LOCAL, None)
 
 
 def checkpoint(job: JobConfig) -> dict[str, bytes]:

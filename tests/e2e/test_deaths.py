@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import course, small_job, train
+from in_process import small_job, train
+from outcomes import outcome, with_reward
 from serving import serve_process, served
 
-from rolemesh.config import JobConfig
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.contract import ACTOR, WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer
@@ -63,21 +63,6 @@ class Killing(WeightsServicer):
             at += service.FRAME_BYTES
             if request.version == 2 and self.num_starts == 1 and at > request.length // 2:
                 os.kill(self.pid, 9)
-
-
-def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, bytes]]:
-    """Every metric of every step, and the last checkpoint byte for byte."""
-    last = job.run_dir / "global_step_3"
-    files = {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*") if path.is_file()}
-    assert {"actor/model.safetensors", "critic/model.safetensors"} <= files.keys()
-    return course(job), files
-
-
-def with_reward(job: JobConfig, **kwargs: Any) -> JobConfig:
-    """Its reward function is called with these, too, by one process that counts all rows."""
-    custom = job.reward.custom_reward_function.model_copy(update={"reward_kwargs": kwargs})
-    changed = {"custom_reward_function": custom, "num_workers": 1}
-    return job.model_copy(update={"reward": job.reward.model_copy(update=changed)})
 
 
 @pytest.mark.parametrize("moment", ["generation", "weights"])

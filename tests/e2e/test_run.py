@@ -9,99 +9,17 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from in_process import course, small_job, train
+from in_process_commands import rolemesh as command
+from launched import DEADLINE_S, gated, rolemesh, written
 from serving import gate
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.services.processes.launch import check_engine
-
-DEADLINE_S = 240  # five processes import torch on a busy machine
-
-# Says that the first training row is being scored, and waits until it may go on.
-GATED = """
-import os
-
-def compute_score(data_source, solution_str, ground_truth, extra_info, started, go_on, marker):
-    if extra_info["split"] == "train" and not os.path.exists(marker):
-        open(marker, "w").close()
-        for path, flags, act in ((started, os.O_WRONLY, lambda fd: os.write(fd, b".")),
-                                 (go_on, os.O_RDONLY, lambda fd: os.read(fd, 1))):
-            fd = os.open(path, flags)
-            act(fd)
-            os.close(fd)
-    return sum(character.isdigit() for character in solution_str) / 8
-"""
-
-
-class Launched:
-    """A `rolemesh` command and what it says."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    async def says(self, words: str) -> str:
-        """Reads its output up to a line with these words."""
-        assert self.process.stdout is not None
-        seen = ""
-        async with asyncio.timeout(DEADLINE_S):
-            while words not in seen:
-                line = await self.process.stdout.readline()
-                assert line, f"it ended without saying {words!r}; it said:\n{seen}"
-                seen += line.decode()
-        return seen
-
-    def ended(self) -> asyncio.Task[int]:
-        """Done when the process is."""
-        return asyncio.create_task(self.process.wait())
-
-    async def end(self) -> tuple[int, str]:
-        """Exit code, and the rest of its output."""
-        async with asyncio.timeout(DEADLINE_S):
-            rest, _ = await self.process.communicate()
-        assert self.process.returncode is not None
-        return self.process.returncode, rest.decode()
-
-
-@asynccontextmanager
-async def rolemesh(*arguments: str) -> AsyncIterator[Launched]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rolemesh", *arguments),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        limit=2**20,
-    )
-    try:
-        yield Launched(process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
-def written(job: JobConfig, directory: Path) -> str:
-    path = directory / "job.yaml"
-    path.write_text(job.to_yaml())
-    return str(path)
-
-
-def gated(job: JobConfig, directory: Path, *fifos: Path) -> JobConfig:
-    """The job with a reward that waits for the test, once."""
-    function = directory / "gated.py"
-    function.write_text(GATED)
-    started, go_on = map(str, fifos)
-    kwargs = {"started": started, "go_on": go_on, "marker": str(directory / "marker")}
-    custom = job.reward.custom_reward_function.model_copy(
-        update={"path": str(function), "reward_kwargs": kwargs}
-    )
-    return job.model_copy(update={"reward": job.reward.model_copy(update={"custom_reward_function": custom})})
 
 
 def pids(job: JobConfig) -> dict[str, int]:
@@ -124,26 +42,16 @@ async def all_end(job: JobConfig, within_s: float) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("placement", "processes"),
-    [
-        (
-            "placement.replicas.reward=2",
-            {"actor-0", "rollout-0", "reference-0", "critic-0", "reward-0", "reward-1"},
-        ),
-        ("placement.strategy=hybrid", {"policy-0", "judges-0"}),
-    ],
-)
 async def test_a_run_in_processes_ends_with_the_bits_of_one_in_process(
-    tiny_model: Path, tmp_path: Path, placement: str, processes: set[str]
+    tiny_model: Path, tmp_path: Path
 ) -> None:
-    overrides = ("trainer.save_freq=4", "trainer.test_freq=2", placement)
+    overrides = ("trainer.save_freq=4", "trainer.test_freq=2", "placement.replicas.reward=2")
     job = small_job(tmp_path, tiny_model, "run", *overrides)
     async with rolemesh("run", written(job, tmp_path)) as launched:
         code, output = await launched.end()
     assert code == 0, output
     assert "4 of 4" in output
-    assert set(pids(job)) == processes
+    assert set(pids(job)) == {"actor-0", "rollout-0", "reference-0", "critic-0", "reward-0", "reward-1"}
     assert not any(map(lives, pids(job).values()))
     assert (job.run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -159,13 +67,14 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_a
     tiny_model: Path, tmp_path: Path
 ) -> None:
     with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
-        plain = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=100")
+        overrides = ("trainer.save_freq=100", "placement.strategy=hybrid")
+        plain = small_job(tmp_path, tiny_model, "run", *overrides)
         job = gated(plain, tmp_path, started.path, go_on.path)
         async with rolemesh("run", written(job, tmp_path)) as launched:
             async with asyncio.timeout(DEADLINE_S):
                 await started.passed(launched.ended())  # step 1 runs
             launched.process.send_signal(signal.SIGINT)
-            await launched.says("ends after this step")
+            await launched.says("stopping after this step")
             go_on.open()
             code, output = await launched.end()
         assert code == 130, output
@@ -175,10 +84,11 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_a
         assert not any(map(lives, pids(job).values()))
 
         # where the roles are is no part of a checkpoint
-        async with rolemesh("run", written(job, tmp_path), "placement.strategy=hybrid") as again:
+        assert set(pids(job)) == {"policy-0", "judges-0"}
+        async with rolemesh("run", written(job, tmp_path), "placement.strategy=collocate") as again:
             code, output = await again.end()
         assert code == 0, output
-        assert {"policy-0", "judges-0"} <= set(pids(job))
+        assert "all-0" in pids(job)
     (tmp_path / "other").mkdir()
     unbroken = small_job(tmp_path / "other", tiny_model, "run", "trainer.save_freq=100")
     await train(unbroken)
@@ -187,35 +97,29 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_a
 
 async def test_kill_9_of_the_launcher_leaves_no_process(tiny_model: Path, tmp_path: Path) -> None:
     with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
-        job = gated(small_job(tmp_path, tiny_model, "run"), tmp_path, started.path, go_on.path)
+        plain = small_job(tmp_path, tiny_model, "run", "placement.strategy=hybrid")
+        job = gated(plain, tmp_path, started.path, go_on.path)
         async with rolemesh("run", written(job, tmp_path)) as launched:
             async with asyncio.timeout(DEADLINE_S):
                 await started.passed(launched.ended())
-            assert len(pids(job)) == 5
+            assert len(pids(job)) == 2
             assert all(map(lives, pids(job).values()))
             launched.process.kill()
             await launched.process.wait()
             await all_end(job, within_s=DEADLINE_S)  # also the reward, whose function never returns
 
 
-@pytest.mark.parametrize(
-    ("strategy", "victim", "words"),
-    [
-        ("standalone", "critic-0", "critic-0 (pid"),
-        ("hybrid", "policy-0", "policy-0 (with actor, rollout, reference,"),
-    ],
-)
 async def test_a_killed_process_ends_the_run_with_its_name_its_roles_and_its_last_words(
-    tiny_model: Path, tmp_path: Path, strategy: str, victim: str, words: str
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
-        plain = small_job(tmp_path, tiny_model, "run", f"placement.strategy={strategy}")
+        plain = small_job(tmp_path, tiny_model, "run", "placement.strategy=hybrid")
         job = gated(plain, tmp_path, started.path, go_on.path)
         async with rolemesh("run", written(job, tmp_path)) as launched:
             async with asyncio.timeout(DEADLINE_S):
                 await started.passed(launched.ended())
-            os.kill(pids(job)[victim], signal.SIGKILL)
-            await launched.says(f"error: {words}")
+            os.kill(pids(job)["policy-0"], signal.SIGKILL)
+            await launched.says("error: policy-0 (with actor, rollout, reference, pid")
             go_on.open()
             code, output = await launched.end()
         assert code == 1
@@ -223,18 +127,56 @@ async def test_a_killed_process_ends_the_run_with_its_name_its_roles_and_its_las
         assert not any(map(lives, pids(job).values()))
 
 
+async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bits_of_an_unbroken_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """One rank of two is killed after step 2, and after step 4 a process of four roles."""
+    overrides = (
+        "trainer.save_freq=2",
+        "trainer.total_training_steps=6",
+        "placement.strategy=custom",
+        "placement.groups={actor: [actor], others: [rollout, reference, critic, reward]}",
+        "placement.ranks={actor: 2}",
+    )
+    job = small_job(tmp_path, tiny_model, "run", *overrides)
+    async with rolemesh("run", written(job, tmp_path)) as launched:
+        for step, victim in ((2, "actor-0-rank-1"), (4, "others-0")):
+            async with asyncio.timeout(DEADLINE_S):
+                while not (job.run_dir / f"global_step_{step}").exists():  # noqa: ASYNC110  # another process's
+                    await asyncio.sleep(0.02)
+            os.kill(pids(job)[victim], signal.SIGKILL)
+        code, output = await launched.end()
+    assert code == 0, output
+    assert "actor-0-rank-1 (pid" in output
+    assert "others-0 (with rollout, reference, critic, reward, pid" in output
+    assert output.count("starting all roles anew") == 2
+    assert not any(map(lives, pids(job).values()))
+
+    (tmp_path / "other").mkdir()
+    unbroken = small_job(tmp_path / "other", tiny_model, "run", *overrides)
+    async with rolemesh("run", written(unbroken, tmp_path / "other")) as launched:
+        code, output = await launched.end()
+    assert code == 0, output
+    assert course(job) == course(unbroken)
+    for role in ("actor", "critic"):
+        files = [j.run_dir / "global_step_6" / role / "model.safetensors" for j in (job, unbroken)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+
+
 async def test_a_role_that_never_becomes_ready_is_named_with_its_log(tiny_model: Path, tmp_path: Path) -> None:
     with gate(tmp_path / "gate") as waits:
-        job = small_job(tmp_path, tiny_model, "run", "trainer.ready_timeout_s=40")
+        groups = "placement.groups={others: [actor, rollout, reference, critic], reward: [reward]}"
+        overrides = ("trainer.ready_timeout_s=40", "placement.strategy=custom", groups)
+        job = small_job(tmp_path, tiny_model, "run", *overrides)
         (tmp_path / "reward.py").write_text(
             f"import os\nos.read(os.open({str(waits.path)!r}, os.O_RDONLY), 1)\n"
         )
         async with rolemesh("run", written(job, tmp_path)) as launched:
             code, output = await launched.end()
     assert code == 1
-    assert "reward was not ready within 40 s (asked since" in output
+    assert "reward was not ready within 40 s (waiting since" in output
     assert "reward-0 (pid" in output
-    assert "listens on" in output
+    assert "listening on" in output
     assert not any(map(lives, pids(job).values()))
 
 
@@ -249,16 +191,24 @@ async def test_a_role_that_never_becomes_ready_is_named_with_its_log(tiny_model:
         ("trainer.resume_mode=resume_path trainer.resume_from_path=absent", "absent is not a checkpoint"),
     ],
 )
-async def test_what_is_wrong_from_the_start_is_told_before_any_process_starts(
+def test_what_is_wrong_from_the_start_is_told_before_any_process_starts(
     tiny_model: Path, tmp_path: Path, override: str, words: str
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run")
-    async with rolemesh("run", written(job, tmp_path), *override.split()) as launched:
-        code, output = await launched.end()
-    assert code in (1, 2)
-    assert output.startswith("error: ")
-    assert words in output
+    answer = command("run", written(job, tmp_path), *override.split())
+    assert answer.returncode in (1, 2)
+    assert answer.stderr.startswith("error: ")
+    assert words in answer.stderr
     assert pids(job) == {}
+
+
+async def test_a_process_whose_job_is_wrong_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("trainer: {total_trainig_steps: 2}")
+    async with rolemesh("run", str(tmp_path / "job.yaml")) as launched:
+        code, output = await launched.end()
+    assert code == 2
+    (line,) = output.splitlines()
+    assert line.startswith("error: ")
 
 
 def test_where_vllm_is_not_installed_a_launcher_says_so_before_any_process_starts(
@@ -269,17 +219,16 @@ def test_where_vllm_is_not_installed_a_launcher_says_so_before_any_process_start
         check_engine(small_job(tmp_path, tiny_model, "run", "rollout.name=vllm"))
 
 
-async def test_a_model_that_was_cut_short_is_refused_before_any_process_starts(
+def test_a_model_that_was_cut_short_is_refused_before_any_process_starts(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_model, broken)
     os.truncate(broken / "model.safetensors", 100_000)
     job = small_job(tmp_path, broken, "run")
-    async with rolemesh("run", written(job, tmp_path)) as launched:
-        code, output = await launched.end()
-    assert code in (1, 2)
-    assert f"{broken / 'model.safetensors'} is not whole: by its header it has" in output
+    answer = command("run", written(job, tmp_path))
+    assert answer.returncode in (1, 2)
+    assert f"{broken / 'model.safetensors'} is incomplete: expected" in answer.stderr
     assert pids(job) == {}
 
 
@@ -288,7 +237,7 @@ async def test_a_damaged_model_fails_with_the_roles_own_words(tiny_model: Path, 
     shutil.copytree(tiny_model, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes().replace(b"F32", b"F23"))
-    job = small_job(tmp_path, broken, "run")
+    job = small_job(tmp_path, broken, "run", "placement.strategy=collocate")
     async with rolemesh("run", written(job, tmp_path)) as launched:
         code, output = await launched.end()
     assert code == 1

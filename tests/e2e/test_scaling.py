@@ -9,8 +9,8 @@ from typing import Any
 
 from in_process import small_job, train
 from membership import Told
+from outcomes import outcome, with_reward
 from serving import Process, gate, serve_process, served
-from test_deaths import outcome, with_reward
 
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.main import drive

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from certificates import Authority, swap
 from in_process import course, small_job, train
+from launched import gated, rolemesh, written
 from serving import gate, serve_process, served_group
-from test_run import gated, rolemesh, written
 
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc import tls

@@ -17,7 +17,7 @@ from serving import serve_process
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RolloutClient
-from rolemesh.services.processes.local import role_processes
+from rolemesh.services.processes.role_processes import role_processes
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -37,10 +37,11 @@ OVERRIDES = (
 )
 
 
-async def test_the_trainer_learns_from_the_distribution_that_vllm_drew_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_the_trainer_learns_from_the_distribution_that_vllm_drew_from(ranks: int, tmp_path: Path) -> None:
     """Before the first update of the weights and after each, asleep in between, cut by top-k and top-p."""
     model = make_tiny_model(tmp_path / "model", num_heads=2, initializer_range=0.1)  # heads of 32, for vLLM
-    job = small_job(tmp_path, model, "run", *OVERRIDES)
+    job = small_job(tmp_path, model, "run", *OVERRIDES, f"placement.ranks.policy={ranks}")
     (tmp_path / "job.yaml").write_text(job.to_yaml())
     launched = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "rolemesh", "run", str(tmp_path / "job.yaml")),
@@ -57,8 +58,8 @@ async def test_the_trainer_learns_from_the_distribution_that_vllm_drew_from(tmp_
         assert step["rollout/stale_tokens"] == 0
         assert step["actor/grad_norm"] > 0
     log = (job.run_dir / "logs" / "policy-0.log").read_text()
-    assert log.count("actor sleeps, rollout is on the device") >= 3
-    assert log.count("rollout sleeps, ") >= 3
+    assert log.count("switched the device from actor to rollout") >= 3
+    assert log.count("switched the device from rollout to ") >= 3
 
 
 async def test_a_role_whose_engine_has_died_ends_itself(tmp_path: Path) -> None:
@@ -83,13 +84,14 @@ async def test_a_role_whose_engine_has_died_ends_itself(tmp_path: Path) -> None:
 async def test_what_a_killed_role_had_started_is_gone_when_its_end_is_told(tmp_path: Path) -> None:
     """Even if the first process of vLLM had only begun."""
     model = make_tiny_model(tmp_path / "model", num_heads=2)
-    job = small_job(tmp_path, model, "run", "rollout.name=vllm")
+    groups = "placement.groups={rollout: [rollout], others: [actor, reference, critic, reward]}"
+    job = small_job(tmp_path, model, "run", "rollout.name=vllm", "placement.strategy=custom", groups)
     async with role_processes(job) as processes:
         (member,) = [member for member in processes.members if "rollout" in member.roles]
         role = psutil.Process(member.process.pid)
         while not (children := await asyncio.to_thread(role.children, recursive=True)):
             assert member.process.returncode is None
         role.kill()
-        await member.gone
+        await member.process.gone
         _, alive = psutil.wait_procs(children, timeout=100)
         assert alive == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +38,19 @@ def rows_of(lengths: list[int], width: int = 10, prompts: list[int] | None = Non
     """Every row with a prompt of its own, unless it is told which."""
     mask = (torch.arange(width) < torch.tensor(lengths, dtype=torch.int64)[:, None]).long()
     ids = torch.tensor(prompts or range(len(lengths)))[:, None].expand(mask.shape)
-    return DataProto({"input_ids": ids, "attention_mask": mask, "response_mask": mask[:, 1:].bool()})
+    positions = torch.arange(width).expand(mask.shape).clone()
+    columns = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return DataProto({**columns, "response_mask": mask[:, 1:].bool()})
+
+
+def test_each_context_of_a_row_counts_with_its_padding() -> None:
+    rows = rows_of([8, 8, 8, 8])
+    rows["position_ids"][0, 4:] = torch.arange(6)  # two contexts
+    rows["position_ids"][2, [3, 6]] = 0  # three
+    settings = MicroBatches(num_rows=4, max_tokens=30, packed=False, balanced=True)
+    assert sorted(part.tolist() for part in settings.cut(rows)) == [[0], [1, 3], [2]]
+    with pytest.raises(InvalidBatch, match="row 2 has 30 tokens with its padding"):
+        replace(settings, max_tokens=20).cut(rows)
 
 
 def test_padding_counts_where_it_goes_through_the_model() -> None:
@@ -139,7 +152,7 @@ DATA = {"data": {"train_batch_size": 4, "max_prompt_length": 60, "max_response_l
         ),
         (
             {"actor": {"model": {"enable_activation_offload": True, "enable_gradient_checkpointing": False}}},
-            "enable_activation_offload is true and enable_gradient_checkpointing false",
+            "enable_activation_offload is true, but enable_gradient_checkpointing is false",
         ),
     ],
 )  # fmt: skip
@@ -160,3 +173,46 @@ def test_what_is_not_said_is_the_actors() -> None:
         merge(DATA, {"actor": dynamic, "critic": {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": 4}})
     )
     assert job.max_tokens("critic") is None
+
+
+def test_rows_are_dealt_to_ranks_once_each_and_evenly() -> None:
+    draw = random.Random(1)
+    for _ in range(200):
+        count, num_ranks = draw.randint(1, 30), draw.randint(1, 9)
+        rows = rows_of(
+            [draw.randint(2, 10) for _ in range(count)], prompts=[draw.randint(0, 6) for _ in range(count)]
+        )
+        tokens = rows["attention_mask"].sum(1)
+        for most, packed, balanced in [
+            (None, True, True),
+            (None, True, False),
+            (None, False, True),
+            (40, True, True),
+        ]:
+            parts = MicroBatches(draw.randint(1, 8), most, packed, balanced).deal(rows, num_ranks)
+            assert len(parts) == num_ranks
+            assert sorted(torch.cat(parts).tolist()) == list(range(count))
+            assert all(part.tolist() == sorted(part.tolist()) for part in parts)
+            sizes = [len(part) for part in parts]
+            assert all(sizes[: sizes.index(0)] if 0 in sizes else sizes), (
+                "a rank without rows comes before another"
+            )
+            if most is None:
+                assert max(sizes) == -(-count // num_ranks)  # as few micro-batches as possible
+            else:
+                spread = [int(tokens[part].sum()) for part in parts]
+                assert max(spread) <= int(tokens.sum()) / num_ranks + 10
+
+
+def test_answers_to_one_prompt_are_dealt_to_one_rank_where_that_is_even() -> None:
+    rows = rows_of([4] * 8, prompts=[0, 1, 0, 1, 2, 2, 3, 3])
+    for most in (None, 20):
+        parts = [part.tolist() for part in MicroBatches(2, most, True, True).deal(rows, 2)]
+        prompts = [{int(rows["input_ids"][row, 0]) for row in part} for part in parts]
+        assert sorted(map(len, parts)) == [4, 4]
+        assert not prompts[0] & prompts[1]
+
+
+def test_a_row_that_no_pass_may_hold_is_not_dealt() -> None:
+    with pytest.raises(InvalidBatch, match=r"row 2 has 9 tokens, and critic\.ppo_max_token_len_per_gpu is 8"):
+        MicroBatches(1, 8, True, True, "critic.ppo_max_token_len_per_gpu").deal(rows_of([3, 4, 9]), 2)

@@ -22,7 +22,7 @@ from rolemesh.models.distribution import head
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.packing import pack, padded_width, remove_padding
 from rolemesh.models.sequence import token_stats, token_values
-from rolemesh.models.training import checkpoint_activations
+from rolemesh.training.loop import checkpoint_activations
 
 SMALL = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -207,7 +207,7 @@ def test_attention_pads_a_row_by_a_quarter_at_most() -> None:
 def test_what_cannot_go_without_padding_is_refused(kind: str, settings: dict[str, Any]) -> None:
     body = causal_lm(kind, torch.float32, **settings).get_decoder()
     with pytest.raises(
-        InvalidConfig, match=r"actor\.model\.use_remove_padding is true, and .*; set it to false"
+        InvalidConfig, match=r"actor\.model\.use_remove_padding is true, but .*; set it to false"
     ):
         remove_padding(body, "actor")
 
@@ -289,11 +289,15 @@ def test_packed_rows_give_the_numbers_of_padded_ones_in_bfloat16_on_a_gpu() -> N
         assert not torch.equal(packed.log_probs, padded.log_probs)
 
 
-@pytest.mark.parametrize(("device", "offload"), [("meta", True), ("meta", False), ("cpu", True)])
+@pytest.mark.parametrize(
+    ("device", "weights", "offload"),
+    [("meta", "meta", True), ("meta", "cpu", True), ("meta", "meta", False), ("cpu", "cpu", True)],
+)
 def test_activations_go_to_the_host_where_the_job_says_so_and_there_is_a_device(
-    device: str, offload: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, weights: str, offload: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`meta` stands for a device. What moves activations wants pinned memory, and is only noted."""
+    """`meta` stands for a device, also with weights on the host between passes (param_offload). What moves
+    activations wants pinned memory, and is only noted."""
     asked: list[dict[str, Any]] = []
 
     def noted(**how: Any) -> AbstractContextManager[None]:
@@ -301,8 +305,10 @@ def test_activations_go_to_the_host_where_the_job_says_so_and_there_is_a_device(
         return nullcontext()
 
     monkeypatch.setattr(modeling_utils, "save_on_cpu", noted)
-    model = causal_lm("Qwen2", torch.float32).to(device).train()
-    checkpoint_activations(model, TrainedModelConfig(path="", enable_activation_offload=offload))
+    model = causal_lm("Qwen2", torch.float32).to(weights).train()
+    config = TrainedModelConfig(path="", enable_activation_offload=offload)
+    checkpoint_activations(model, config, torch.device(device))
+    model.to(device)
     hidden, angles = torch.zeros(1, 5, 32, device=device), torch.zeros(1, 5, 8, device=device)
     for layer in model.get_decoder().layers:
         layer(hidden, position_embeddings=(angles, angles))
@@ -318,7 +324,7 @@ def test_activations_on_the_host_leave_the_gradients_and_free_the_gpu() -> None:
             uneven(64).to("cuda"),
         )
         config = TrainedModelConfig(path="", enable_activation_offload=offload)
-        checkpoint_activations(model, config)
+        checkpoint_activations(model, config, torch.device("cuda"))
         remove_padding(model.get_decoder(), "actor")
         torch.cuda.reset_peak_memory_stats()
         gradients = stats_and_gradients(model, rows)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn, tensor
 
-from rolemesh.algos.aggregation import TokenMean
+from rolemesh.algos.aggregation import BatchCounts, TokenMean
 from rolemesh.config.model import OptimConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.optimizer import Optimizer
-from rolemesh.models.training import Schedule, train
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.training.loop import Schedule, learn, train
+from rolemesh.training.optimizer import Optimizer
 
 
 def test_shares_add_up_means_are_over_all_tokens_and_extremes_stay_extremes() -> None:
@@ -22,12 +23,13 @@ def test_shares_add_up_means_are_over_all_tokens_and_extremes_stay_extremes() ->
             "x": tensor([[1.0], [3.0], [2.0], [6.0]]),
             "num_tokens": tensor([0, 1, 1, 3]),
             "attention_mask": torch.ones(4, 1, dtype=torch.int64),
+            "position_ids": torch.zeros(4, 1, dtype=torch.int64),
             "response_mask": torch.ones(4, 1, dtype=torch.bool),
         }
     )
     model = nn.Linear(1, 1)
 
-    def loss_of(rows: DataProto, mask: Tensor) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
+    def loss_of(rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         x, num_tokens = rows["x"].sum(), rows["num_tokens"].sum()
         rows["seen"] = rows["x"] * 10
         return model(rows["x"]).sum(), {"loss": x, "kl": TokenMean(x * num_tokens, num_tokens)}
@@ -38,8 +40,15 @@ def test_shares_add_up_means_are_over_all_tokens_and_extremes_stay_extremes() ->
         return told if least < 20 else told | {"late": 5.0}
 
     optimizer = Optimizer(model, OptimConfig(lr=0.5), grad_clip=1.0, role="actor")
-    schedule = Schedule(2, MicroBatches(1, None, False, balanced=False), epochs=1, shuffle=False, seed=0)
-    metrics = train(batch, optimizer, schedule, loss_of, report=report)
+    micro_batches = MicroBatches(1, None, False, balanced=False)
+    schedule = Schedule(2, micro_batches, epochs=1, shuffle=False, seed=0)
+
+    def learn_alone(mini_batch: DataProto, counts: BatchCounts) -> list[DataProto]:
+        part = DataProto(mini_batch.tensors, meta_info={"mini_batch": counts})
+        cpu = torch.device("cpu")
+        return [learn(part, model, cpu, optimizer, micro_batches, Ranks.alone(), loss_of, ["seen"])]
+
+    metrics = train(batch, optimizer, schedule, learn_alone, report=report)
     assert metrics.pop("grad_norm") > 0
     assert metrics == pytest.approx(
         {

@@ -18,6 +18,7 @@ from monitoring.dashboards import DIRECTORY, generated
 
 RUNBOOKS = ROOT / "docs" / "runbooks"
 CASES = Path(__file__).with_name("alerts.yaml")
+BOARDS = ["agents", "job", "roles", "transport"]
 ALERT_NAMES = [rule["alert"] for rule in rules() if "alert" in rule]
 
 
@@ -25,7 +26,7 @@ def test_dashboards_are_fresh() -> None:
     assert {path: path.read_text() for path in DIRECTORY.iterdir()} == generated(), "run make dashboards"
 
 
-@pytest.mark.parametrize("name", ["job", "roles", "transport"])
+@pytest.mark.parametrize("name", BOARDS)
 def test_a_dashboard_is_one_of_grafanas_schema(name: str) -> None:
     """Read with Grafana's own types nothing is lost: every key is one that they know."""
     register_default_plugins()
@@ -33,7 +34,7 @@ def test_a_dashboard_is_one_of_grafanas_schema(name: str) -> None:
     assert json.loads(json.dumps(Dashboard.from_json(board), cls=JSONEncoder)) == board
 
 
-@pytest.mark.parametrize("name", ["job", "roles", "transport"])
+@pytest.mark.parametrize("name", BOARDS)
 def test_panels_say_what_they_show_and_fill_their_rows(name: str) -> None:
     board = boards()[name]
     cells: set[tuple[int, int]] = set()
@@ -74,7 +75,7 @@ def test_an_alert_says_how_bad_it_is_and_has_its_page(alert: str) -> None:
     titles = tuple(
         f"*{name}* / {panel['title']}" for name, board in boards().items() for panel in panels(board)
     )
-    named = re.findall(r"\*(?:job|roles|transport)\* / .{60}", " ".join(text.split()))
+    named = re.findall(r"\*(?:agents|job|roles|transport)\* / .{60}", " ".join(text.split()))
     assert named
     assert not [name for name in named if not name.startswith(titles)], "there is no such panel"
 

@@ -12,15 +12,19 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from echoing import TALKS, make_talkative
 from in_process import small_job
 from questions import Question, of_panels, of_rules, of_variables
 from real_prometheus import INSTALL, Prometheus, prometheus
 
 # Something for every panel: roles that share a device and roles that do not, a critic, KL in reward and loss,
-# rollouts that run ahead, validation, checkpoints.
+# rollouts that run ahead, conversations with a tool, validation, checkpoints.
 EVERYTHING = (
+    *TALKS,
     "placement.strategy=custom",
-    "placement.groups={learners: [actor, critic], rollouts: [rollout], judges: [reference, reward]}",
+    "placement.groups={learners: [actor, critic], rollouts: [rollout],"
+    "                  judges: [reference, reward, environment]}",
+    "placement.ranks={learners: 2}",  # panels about ranks show roles of several
     "rollout.mode=async",
     "algorithm.rollout_correction.rollout_is=token",
     "actor.use_kl_loss=true",
@@ -32,10 +36,10 @@ SCRAPED_EVERY = "500ms"
 VARIABLES = {"namespace": "local", "job": "run", "role": ".+", "datasource": "-", "__rate_interval": "5s"}
 
 
-def test_every_panel_and_alert_asks_for_what_a_run_shows(tiny_model: Path, tmp_path: Path) -> None:
+def test_every_panel_and_alert_asks_for_what_a_run_shows(tmp_path: Path) -> None:
     if not shutil.which("prometheus"):
         pytest.skip(f"DASHBOARDS AND ALERTS ARE NOT TESTED: {INSTALL}")
-    job = small_job(tmp_path, tiny_model, "run", *EVERYTHING)
+    job = small_job(tmp_path, make_talkative(tmp_path / "model"), "run", *EVERYTHING)
     (tmp_path / "job.yaml").write_text(job.to_yaml())
     with prometheus(tmp_path, str(tmp_path / "*.targets.json"), SCRAPED_EVERY) as asked:
         start = time.time()

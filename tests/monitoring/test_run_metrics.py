@@ -58,4 +58,4 @@ def test_a_run_that_cannot_tell_prometheus_runs_all_the_same(
     job = small_job(tmp_path, tiny_model, "run")
     (tmp_path / "run.targets.json").mkdir()
     with shown_to_prometheus(job, {"actor-0": "127.0.0.1:1"}):
-        assert "no Prometheus will find this run" in caplog.text
+        assert "Prometheus cannot find this run" in caplog.text

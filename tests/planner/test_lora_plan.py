@@ -39,7 +39,9 @@ def test_a_target_that_the_model_has_not_is_refused_before_anything_starts(
     tiny_model: Path, targets: Any
 ) -> None:
     job = job_of(tiny_model, lora_rank=8, target_modules=targets)
-    with pytest.raises(InvalidConfig, match=r"target_modules: .* matches no module; there are \[.*'q_proj'"):
+    with pytest.raises(
+        InvalidConfig, match=r"target_modules: .* matches no module; expected some of \[.*'q_proj'"
+    ):
         role_memory(job, "actor", role_shapes(job), H100)
 
 

@@ -72,6 +72,14 @@ SPLIT = {"policy": ("actor", "reference"), "value": ("critic", "reward"), "rollo
 NAMED = {"standalone": STANDALONE, "collocate": COLLOCATE, "hybrid": HYBRID, "split": SPLIT}
 
 
+def test_a_job_that_answers_nothing_only_updates() -> None:
+    job = make_job({"algorithm": {"page": "sft"}, "data": {"max_length": 1024}})
+    plan = Planner(job, {"actor": LLAMA_1B}, Cluster(H100, 1)).plan("standalone", STANDALONE)
+    assert [group.roles for group in plan.groups] == [("actor",)]
+    assert plan.fits
+    assert plan.seconds == plan.phases["update"] > 0
+
+
 # -------------------------------------------------------------------------------------- shapes
 
 
@@ -182,6 +190,18 @@ def test_the_cache_of_hf_has_full_width_for_every_row_that_is_decoded() -> None:
     assert memory.weights == 4 * 6_738_415_616
 
 
+def test_hf_keeps_turns_of_conversations_beside_its_cache() -> None:
+    conversations = {"max_num_seqs": 64, "multi_turn": {"enable": True}}
+    memory = role_memory(ppo(rollout=conversations), "rollout", {"rollout": LLAMA_7B}, H100)
+    assert memory.kv_cache == (64 + 64) * 1024 * 2**19 == 64 * GIB  # rows that are decoded, rows that are kept
+    few = ppo(rollout=conversations, data={"train_batch_size": 8}, actor={"ppo_mini_batch_size": 8})
+    assert role_memory(few, "rollout", {"rollout": LLAMA_7B}, H100).kv_cache == (8 + 8) * 1024 * 2**19
+    vllm = [
+        ppo(rollout={"name": "vllm", "multi_turn": {"enable": enable}}) for enable in (False, True)
+    ]  # which keeps turns in the one cache that it has
+    assert len({role_memory(job, "rollout", {"rollout": LLAMA_7B}, H100).kv_cache for job in vllm}) == 1
+
+
 def test_vllm_takes_its_share_of_the_device() -> None:
     job = ppo(rollout={"name": "vllm", "gpu_memory_utilization": 0.75})
     memory = role_memory(job, "rollout", {"rollout": LLAMA_7B}, H100)
@@ -267,7 +287,7 @@ def test_flops_are_two_for_each_weight_and_token_and_four_for_each_pair_of_token
 
 
 def test_decoding_few_rows_takes_as_long_as_reading_the_weights() -> None:
-    exact = Device("ideal", 80 * GIB, {"bfloat16": 1e18}, 1e12, 1e12, 1e12, block_s=0.0)
+    exact = Device("ideal", 80 * GIB, {"bfloat16": 1e18}, 1e12, 1e12, 1e12, 1e12, block_s=0.0)
     job = ppo(
         data={"train_batch_size": 4, "max_prompt_length": 1, "max_response_length": 100},
         actor={"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 4},
@@ -343,6 +363,16 @@ def test_a_replica_over_several_gpus_takes_them_together() -> None:
         assert plan.fits
         assert next(g.devices for g in plan.groups if g.name == "rollout") % 2 == 0
         assert sum(g.devices for g in plan.groups) <= gpus
+
+
+def test_an_engine_over_several_gpus_needs_a_group_without_ranks() -> None:
+    for split, words in ((1, ""), (2, "policy trains, so each of its ranks has one GPU")):
+        rollout = {"name": "vllm", "tensor_model_parallel_size": split}
+        groups = {"policy": ["actor", "rollout", "reference"], "critic": ["critic"], "reward": ["reward"]}
+        planned = planner(LLAMA_1B, gpus=3, rollout=rollout)
+        plan = planned.divided("hybrid", groups, {"policy": 2, "critic": 1, "reward": 0})
+        assert words in plan.blocked
+        assert plan.verdict == ("is refused" if words else "fits")
 
 
 @settings(max_examples=60, deadline=None)

@@ -27,52 +27,10 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICES = ("", "rolemesh.v1.RewardService")
 
 
-async def health(channel: grpc.aio.Channel) -> set[int]:
-    stub = health_pb2_grpc.HealthStub(channel)
-    return {(await stub.Check(health_pb2.HealthCheckRequest(service=name))).status for name in SERVICES}
-
-
 async def until_not_serving(channel: grpc.aio.Channel) -> None:
     async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
         if answer.status == NOT_SERVING:
             return
-
-
-async def test_a_role_answers_probes_while_it_loads_and_drains_on_sigterm(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """One process through its life; its reward file cannot be imported before the test opens a gate."""
-    with (
-        gate(tmp_path / "import") as door,
-        gate(tmp_path / "started") as started,
-        gate(tmp_path / "gate") as held,
-    ):
-        job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(held.path))
-        function = tmp_path / "gated.py"
-        function.write_text(f"open({str(door.path)!r}).read(1)\n" + function.read_text())
-        async with (
-            serve_process("reward", job, tmp_path) as role,
-            RewardClient([role.address], methods(job), timeout_s=30, patience_s=0.1) as client,
-            grpc.aio.insecure_channel(role.address) as channel,
-        ):
-            # Loading.
-            assert await health(channel) == {NOT_SERVING}
-            with pytest.raises(RoleUnavailable, match=r"still loading|no replica answers"):
-                await client.compute_scores(reward_batch(1))
-            door.open(1)
-            await client.wait_until_ready(120)
-            assert await health(channel) == {SERVING}
-            # A call runs when the process is asked to end.
-            running = asyncio.create_task(client.compute_scores(reward_batch(3)))
-            await started.passed(running)
-            role.process.send_signal(signal.SIGTERM)
-            await until_not_serving(channel)
-            async with RewardClient([role.address], methods(job), patience_s=0.1) as late:
-                with pytest.raises(RoleUnavailable, match=r"draining|no replica answers"):
-                    await late.compute_scores(reward_batch(1))
-            held.open()
-            assert (await running)["token_level_scores"].sum(1).tolist() == [0, 1, 2]
-            assert await role.process.wait() == 0
 
 
 async def test_a_role_ends_with_its_launcher_though_it_computes(tiny_model: Path, tmp_path: Path) -> None:

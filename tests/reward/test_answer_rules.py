@@ -10,7 +10,8 @@ import torch
 
 from rolemesh.config.reward import OverlongBufferConfig, RewardConfig
 from rolemesh.data import arithmetic
-from rolemesh.data import gsm8k as gsm8k_data
+from rolemesh.data.publishers import gsm8k as gsm8k_data
+from rolemesh.sandbox.inside import idle_time
 from rolemesh.services.reward.functions import (
     RULES,
     UnknownDataSource,
@@ -27,7 +28,6 @@ from rolemesh.services.reward.functions.prime_code import (
     same_text,
 )
 from rolemesh.services.reward.overlong import overlong_penalty
-from rolemesh.services.reward.sandbox.inside import idle_time
 
 # ------------------------------------------------------------------------------------ which rule
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_reward_worker import batch, custom, job
+from reward_rows import batch, custom, job
 
 from rolemesh.config.actor import ActorConfig
 from rolemesh.config.base import merge

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from rolemesh.config.reward import CustomRewardConfig, RewardConfig
-from rolemesh.data.gsm8k import gsm8k_rows
+from rolemesh.data.publishers.gsm8k import gsm8k_rows
 from rolemesh.errors import InvalidConfig
-from rolemesh.services.reward.functions import UnknownDataSource, default_compute_score, gsm8k, math
+from rolemesh.rules import gsm8k
+from rolemesh.services.reward.functions import UnknownDataSource, default_compute_score, math
 from rolemesh.services.reward.functions.custom import load_function
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gsm8k" / "train.jsonl"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_reward_worker import batch, custom, job
+from reward_rows import batch, custom, job
 
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig, RewardFailed
@@ -103,10 +103,10 @@ async def test_rows_are_scored_at_the_same_time_and_the_event_loop_goes_on(
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "the process that scored it was ended by SIGSEGV"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", r"was ended by SIGKILL \(out of memory\?\)"),
-        ("sys.exit(3)", "ended itself with exit code 3"),
-        ("os._exit(0)", "ended itself with exit code 0"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "the process that scored it was killed by SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"was killed by SIGKILL \(out of memory\?\)"),
+        ("sys.exit(3)", "exited with code 3"),
+        ("os._exit(0)", "exited with code 0"),
         ("time.sleep(600)", r"not scored within reward.timeout_s, 8 s"),
         ("print(1 / 0)", r"raised ZeroDivisionError: division by zero \(.*mine.py, line 4\)"),
     ],
@@ -152,7 +152,7 @@ async def test_an_answer_to_another_row_costs_one_row_and_the_process(tiny_model
     async with working(tiny_model, num_workers=1, **custom(tmp_path, source)) as worker:
         assert await scores(worker, "good") == [1.0]
         [before] = children()
-        with pytest.raises(RewardFailed, match="row train-000000: an answer that was not to it"):
+        with pytest.raises(RewardFailed, match=r"row train-000000: .* sent an answer to another message"):
             await scores(worker, "bad")
         assert await scores(worker, "good", "good") == [1.0, 1.0]
         assert before not in children()
@@ -239,9 +239,9 @@ def test_judges_end_with_the_service_however_that_ends(tmp_path: Path, number: s
     )
     source = (
         "from rolemesh.config.reward import RewardConfig\n"
-        "from rolemesh.services.reward.judges import Call, Judges, Line\n"
+        "from rolemesh.services.reward.scoring_pool import Call, Judges, Line\n"
         f"config = RewardConfig(custom_reward_function={{'path': {str(function)!r}}})\n"
-        "line = Line([Call([0], {'solution_str': 'x'})], str)\nJudges(config).submit(line)\n"
+        "line = Line([Call([0], [{'solution_str': 'x'}])], str)\nJudges(config).submit(line)\n"
         "line.verdicts.result()\n"
     )
     service = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
@@ -315,11 +315,11 @@ async def test_the_dapo_manager_takes_the_punishment_from_the_score_and_not_from
     ("reward", "said"),
     [
         ({"reward_manager": "batch"}, "custom_reward_function.path is not set"),
-        ({"overlong_buffer": {"enable": True, "len": 4}}, "reward_manager is naive.*reward_manager to dapo"),
+        ({"overlong_buffer": {"enable": True, "len": 4}}, "reward_manager naive.*reward_manager to dapo"),
         ({"reward_manager": "dapo", "overlong_buffer": {"enable": True}}, "overlong_buffer.len is 0"),
         (
             {"reward_manager": "dapo", "overlong_buffer": {"enable": True, "len": 600}},
-            "reward.overlong_buffer.len is 600 and data.max_response_length 512",
+            "reward.overlong_buffer.len is 600, but data.max_response_length is 512",
         ),
     ],
 )
@@ -364,7 +364,7 @@ async def test_programs_and_mathematics_are_scored_beside_quick_rules(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program that breaks out of nothing fails; the rows beside it have their scores, and nothing is left."""
-    monkeypatch.setattr("test_reward_worker.T", 96)
+    monkeypatch.setattr("reward_rows.T", 96)
     tests = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
     rows = batch(
         ("taco", ADDS, tests),

@@ -8,63 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from reward_rows import TOKENIZER, T, batch, custom, job
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForSequenceClassification
 
-from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, RewardFailed
 from rolemesh.models.tiny import byte_tokenizer
-from rolemesh.services.reward.verdict import Verdict
+from rolemesh.services.reward.scoring_call import Verdict
 from rolemesh.services.reward.worker import RewardWorker
-
-TOKENIZER = byte_tokenizer()
-P, T = 16, 24
-
-
-def job(model: Path, **reward: Any) -> JobConfig:
-    return make_job({
-        "actor": {"model": {"path": str(model)}},
-        "data": {"max_prompt_length": P, "max_response_length": T},
-        "reward": reward,
-    })  # fmt: skip
-
-
-def batch(*rows: tuple[str, str, Any], style: str = "rule") -> DataProto:
-    """Rows of (data_source, response, ground_truth), each with the end token."""
-    prompts, prompt_mask = padded([TOKENIZER(f"ask {i}")["input_ids"] for i in range(len(rows))], P, left=True)
-    ids = [[*TOKENIZER(response)["input_ids"], TOKENIZER.eos_token_id] for _, response, _ in rows]
-    responses, response_mask = padded(ids, T, left=False)
-    return DataProto.from_dict(
-        {
-            "prompts": prompts,
-            "prompt_mask": prompt_mask,
-            "responses": responses,
-            "response_mask": response_mask,
-        },
-        {
-            "uid": [f"train-{i:06d}" for i in range(len(rows))],
-            "data_source": [source for source, _, _ in rows],
-            "reward_model": [{"style": style, "ground_truth": truth} for _, _, truth in rows],
-            "extra_info": [{"index": i} for i in range(len(rows))],
-        },
-    )
-
-
-def padded(ids: list[list[int]], width: int, *, left: bool) -> tuple[Tensor, Tensor]:
-    tokens = torch.full((len(ids), width), TOKENIZER.pad_token_id)
-    mask = torch.zeros((len(ids), width), dtype=torch.bool)
-    for row, values in enumerate(ids):
-        at = slice(width - len(values), width) if left else slice(0, len(values))
-        tokens[row, at], mask[row, at] = torch.tensor(values), True
-    return tokens, mask
-
-
-def custom(tmp_path: Path, source: str) -> dict[str, Any]:
-    file = tmp_path / "mine.py"
-    file.write_text(source)
-    return {"custom_reward_function": {"path": str(file)}}
-
 
 # --------------------------------------------------------------------------------------- rules
 
@@ -252,6 +203,31 @@ async def test_a_rows_score_has_the_same_bits_whoever_shares_the_call(
     assert len(set(together.tolist())) == 7
     for index in ([0], [6], [3, 1], [6, 5, 4, 3, 2, 1, 0]):
         assert torch.equal((await worker.compute_scores(rows.select_idxs(index)))["acc"], together[index])
+
+
+@pytest.mark.parametrize("added", [[], ["answer"]], ids=["the same ids", "another tokenizer"])
+async def test_the_model_scores_what_the_policy_saw_last_and_said_to_it(
+    tiny_model: Path, tmp_path: Path, added: list[str]
+) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(added)
+    worker = RewardWorker(job(tiny_model, **with_model(make_reward_model(tmp_path / "rm", tokenizer))))
+    rows = batch(*texts(2), style="model")
+    written = rows["response_mask"].long()
+    turns, contexts = written.clone(), 0 * written
+    turns[1, 3:5], turns[1, 5:] = -2, 2 * written[1, 5:]  # another prompt of two tokens, and what is said to it
+    contexts[1, 3:] = written[1, 3:]
+    talks = {"turns": turns, "contexts": contexts, "environment_rewards": torch.zeros(2, T)}
+    whole = DataProto({**rows.tensors, **talks, "response_mask": turns > 0}, rows.non_tensors)
+    alone = DataProto(dict(rows.tensors), rows.non_tensors)
+    alone["prompt_mask"] = rows["prompt_mask"] & torch.tensor([[True], [False]])
+    alone["response_mask"] = rows["response_mask"] & ((torch.arange(T) >= 3) | torch.tensor([[True], [False]]))
+    scores = (await worker.compute_scores(whole))["acc"]
+    assert torch.equal(scores, (await worker.compute_scores(alone))["acc"])
+    assert scores[1] != (await worker.compute_scores(rows))["acc"][1]
+    whole["contexts"][1, 6] = 0
+    with pytest.raises(InvalidBatch, match="'contexts', row 1, goes down at 6"):
+        await worker.compute_scores(whole)
 
 
 async def test_a_model_with_another_tokenizer_reads_the_text(tiny_model: Path, tmp_path: Path) -> None:

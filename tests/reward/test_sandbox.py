@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.services.reward.sandbox.box import Limits, Outcome, Sandbox, SandboxUnavailable
+from rolemesh.sandbox.box import Limits, Outcome, Sandbox, SandboxUnavailable
 
 LIMITS = Limits(cpu_s=2, wall_s=3.0, memory_bytes=512 << 20, output_bytes=1 << 20)
 ADDS = "a, b = map(int, input().split())\nprint(a + b)\n"
@@ -304,7 +304,7 @@ def test_a_function_is_called_with_the_arguments_and_its_prints_are_no_result(sa
 def test_the_sandbox_ends_with_who_started_it_and_the_program_in_it_too() -> None:
     """Killed without a chance to clean up, as by the kernel when memory is short."""
     source = (
-        "import threading\nfrom rolemesh.services.reward.sandbox.box import Limits, Sandbox\n"
+        "import threading\nfrom rolemesh.sandbox.box import Limits, Sandbox\n"
         "box = Sandbox()\nbox.run('', '', Limits())\nprint(box._process.pid, flush=True)\n"
         "box.run('import time; time.sleep(600)', '', Limits(wall_s=600.0))\n"
     )
@@ -343,20 +343,20 @@ def test_a_sandbox_that_was_killed_says_so_and_the_next_program_has_another(sand
 def test_without_landlock_no_program_is_run() -> None:
     """Landlock's system calls are taken away by a filter, as a kernel or a runtime without it does."""
     source = (
-        "import ctypes, struct\nfrom rolemesh.services.reward.sandbox import landlock, seccomp\n"
+        "import ctypes, struct\nfrom rolemesh.sandbox import landlock, seccomp\n"
         "landlock.no_new_privileges()\n"
         "program = [(32, 0, 0, 0), (21, 0, 1, 444), (6, 0, 0, 0x50000 | 38), (6, 0, 0, 0x7FFF0000)]\n"
         "code = ctypes.create_string_buffer(b''.join(struct.pack('=HBBI', *i) for i in program))\n"
         "head = struct.pack('HL', 4, ctypes.cast(code, ctypes.c_void_p).value)\n"
         "assert ctypes.CDLL(None).prctl(22, 2, head, 0, 0) == 0\n"
-        "from rolemesh.services.reward.sandbox.box import Limits, Sandbox, SandboxUnavailable\n"
+        "from rolemesh.sandbox.box import Limits, Sandbox, SandboxUnavailable\n"
         "try: print(Sandbox().run('print(1)', '', Limits()))\n"
         "except SandboxUnavailable as error: print(error)\n"
     )
     ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
     assert ran.stdout == (
-        "programs cannot be shut in here: the kernel has no Landlock (Linux 5.13 or newer, with landlock among "
-        "its LSMs)\n"
+        "programs cannot be sandboxed here: the kernel has no Landlock "
+        "(Linux 5.13 or newer, with landlock among its LSMs)\n"
     ), ran.stderr
 
 

@@ -53,11 +53,11 @@ def texts(tiny_model: Path) -> Any:
     return Texts(tiny_model)
 
 
-def test_tags_of_one_token_each(texts: Texts) -> None:
+def test_thoughts_between_tags_of_one_token_are_found(texts: Texts) -> None:
     assert texts.thoughts("a", "<think>", "bc", "</think>", "d") == ["b", "c"]
 
 
-def test_tags_of_many_tokens_each(texts: Texts) -> None:
+def test_thoughts_between_tags_of_many_tokens_are_found(texts: Texts) -> None:
     assert texts.thoughts("a<think>bc</think>d") == ["b", "c"]
 
 
@@ -91,7 +91,7 @@ def test_observations_are_no_thoughts_and_hide_none(texts: Texts) -> None:
     assert texts.marked(responses, mask) == [["a", "c"]]
 
 
-def test_each_row_has_its_own(texts: Texts) -> None:
+def test_thoughts_are_found_row_by_row_and_end_with_the_mask(texts: Texts) -> None:
     responses = torch.tensor([texts.tokens("<think>a</think>"), texts.tokens("no thoughts here")])
     mask = torch.ones_like(responses, dtype=torch.bool)
     mask[1, 2:] = False

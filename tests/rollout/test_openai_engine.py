@@ -6,37 +6,44 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from torch import Tensor
+from generation import generated
+from openai_rollouts import (
+    MAX_LOGPROBS,
+    T,
+    assert_are_the_models,
+    changed,
+    free_port,
+    job_of,
+    log_probs_of,
+    prompts_of,
+    weights,
+    worker_of,
+)
+from turns import conversation, lengths_of, with_answer
 
-from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable, WeightsUnavailable
-from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.services.rollout.engines.openai.engine import OpenAIEngine
 from rolemesh.services.rollout.engines.openai.folder import PREFIX
-from rolemesh.services.rollout.engines.openai.servers import Completion, Request, ServerLost, VllmServer
+from rolemesh.services.rollout.engines.openai.servers import VllmServer
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.weights.held import HeldWeights
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.timeout(500)  # the server's start is the first test's; 45 s where nothing else runs
 
-P, T, MAX_LOGPROBS = 12, 96, 24
 START_S = 400
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -97,87 +104,6 @@ def answers(address: str) -> bool:
         return False
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def job_of(model: Path, urls: list[str], weights_dir: Path, **rollout: Any) -> JobConfig:
-    openai = {"urls": urls, "weights_dir": str(weights_dir), **rollout.pop("openai", {})}
-    return make_job(
-        {
-            "actor": {"model": {"path": str(model)}},
-            "data": {"max_prompt_length": P, "max_response_length": rollout.pop("tokens", T)},
-            "rollout": {"name": "openai", "temperature": 1.0, "openai": openai, **rollout},
-        }
-    )
-
-
-@contextmanager
-def worker_of(*args: Any, **rollout: Any) -> Iterator[RolloutWorker]:
-    worker = RolloutWorker(job_of(*args, **rollout))
-    try:
-        yield worker
-    finally:
-        worker.close()
-
-
-def prompts_of(rows: int, sampling: str = "train") -> DataProto:
-    generator = torch.Generator().manual_seed(3)
-    mask = torch.arange(P) >= P - torch.randint(1, P + 1, (rows,), generator=generator)[:, None]
-    ids = torch.randint(0, 256, (rows, P), generator=generator).where(mask, 256)
-    return DataProto(
-        {"prompts": ids, "prompt_mask": mask, "seeds": torch.arange(rows) * 7919 - 5},
-        {},
-        {"sampling": sampling},
-    )
-
-
-async def generated(worker: RolloutWorker, prompts: DataProto) -> DataProto:
-    """All rows, each once, in the order of the request."""
-    answer = DataProto.concat([rows async for rows in worker.generate(prompts)])
-    assert sorted(answer["row"].tolist()) == list(range(len(prompts)))
-    return answer[answer["row"].argsort()]
-
-
-def changed(model: Path, scale: float) -> Any:
-    """The model with other weights: the law of an update is that answers follow it."""
-    other = load_causal_lm(make_job({"actor": {"model": {"path": str(model)}}}).actor.model, "actor")
-    generator = torch.Generator().manual_seed(int(1000 * scale))
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
-    return other
-
-
-def weights(model: Any) -> Mapping[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in named_weights(model).items()}
-
-
-@torch.no_grad()
-def log_probs_of(model: Any, prompts: DataProto, rows: DataProto, temperature: float = 1.0) -> Tensor:
-    """[B, T] by transformers, one row after another; renormalised over kept_ids where there are any."""
-    result = torch.zeros(rows["responses"].shape)
-    for i in range(len(rows)):
-        n = int(rows["response_mask"][i].sum())
-        prompt = prompts["prompts"][i][prompts["prompt_mask"][i]]
-        response = rows["responses"][i, :n]
-        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / temperature
-        log_probs = logits.log_softmax(-1)
-        drawn = log_probs.gather(-1, response[:, None])[:, 0]
-        if "kept_ids" in rows:
-            kept = rows["kept_ids"][i, :n].long()
-            drawn -= log_probs.gather(-1, kept.clamp(min=0)).where(kept >= 0, -torch.inf).logsumexp(-1)
-        result[i, :n] = drawn
-    return result
-
-
-def assert_are_the_models(model: Any, prompts: DataProto, rows: DataProto, **sampling: float) -> None:
-    expected = log_probs_of(model, prompts, rows, **sampling)
-    torch.testing.assert_close(rows["rollout_log_probs"], expected, atol=1e-4, rtol=0)
-
-
 # ------------------------------------------------------------------------------- generation
 
 
@@ -225,6 +151,26 @@ async def test_a_row_follows_from_its_seed(url: str, model: Path, tmp_path: Path
     assert (first["responses"] != other["responses"]).any(1).all()
 
 
+async def test_turns_go_on_where_the_row_ends(url: str, model: Path, tmp_path: Path):
+    """Log-probs are the model's given all tokens before; a row is its seed's, whoever shares the request."""
+    prompts, actor = prompts_of(6), changed(model, 0)
+    with worker_of(model, [url], tmp_path, tokens=64) as worker:
+        worker._engine._ends = list(range(0, 256, 16))
+        exchanged = await conversation(prompts, 64, [[5] * 6], [partial(generated, worker)] * 2)
+        request, answer = exchanged[1]
+        again = await generated(worker, request[[2]])
+        without = await generated(worker, prompts)
+    assert torch.equal(exchanged[0][1]["responses"], without["responses"])
+    assert torch.equal(again["responses"][0], answer["responses"][2])
+    mask, begun = answer["response_mask"], lengths_of(request["turns"])[:, None]
+    assert mask.any(1).all()
+    assert torch.equal(mask, (torch.arange(64) >= begun) & (torch.arange(64) < begun + mask.sum(1)[:, None]))
+    after = with_answer(request, answer, 2)
+    after["response_mask"] = after["turns"] != 0
+    expected = torch.where(mask, log_probs_of(actor, request, after), 0)
+    torch.testing.assert_close(answer["rollout_log_probs"], expected, atol=1e-4, rtol=0)
+
+
 async def test_rows_come_while_others_wait_and_leaving_ends_those(url: str, model: Path, tmp_path: Path):
     with worker_of(model, [url], tmp_path, ignore_eos=True, max_num_seqs=4) as worker:
         begun = tokens_made(url)
@@ -251,25 +197,6 @@ async def until(condition: Any) -> None:
     async with asyncio.timeout(30):
         while not await asyncio.to_thread(condition):
             pass
-
-
-REQUEST = Request([1], 0, 2, make_job({}).rollout, [258], False, 259)
-
-
-@pytest.mark.parametrize(
-    ("completion", "message"),
-    [
-        (Completion([], []), "0 tokens"),
-        (Completion([1, 2, 3], [-1.0, -1.0, -1.0]), "3 tokens, of 2"),
-        (Completion([1, 2], [-1.0]), "1 log-probs for 2 tokens"),
-        (Completion([1, 259], [-1.0, -1.0]), "outside the vocabulary"),
-        (Completion([1, 2], [-1.0, float("nan")]), "no number"),
-        (Completion([1, 2], [-1.0, -9999.0]), "no number"),
-    ],
-)
-def test_an_answer_that_is_none_is_not_mended(completion: Completion, message: str):
-    with pytest.raises(ServerLost, match=message):
-        completion.check(REQUEST)
 
 
 # ---------------------------------------------------------------------------------- weights
@@ -418,27 +345,7 @@ async def test_the_last_server_that_dies_ends_the_call_in_time(url: str, model: 
 # ------------------------------------------------------------------------------ at the start
 
 
-def test_a_server_that_is_not_there(model: Path, tmp_path: Path):
-    with pytest.raises(RoleUnavailable, match=r"127\.0\.0\.1:\d+ cannot be used: GET /v1/models: ConnectError"):
-        RolloutWorker(job_of(model, [f"http://127.0.0.1:{free_port()}"], tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_something_else_at_the_address(model: Path, tmp_path: Path):
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b'{"hello": "world"}')
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(RoleUnavailable, match="an answer is not as documented: KeyError 'data'"):
-            RolloutWorker(job_of(model, [f"http://127.0.0.1:{server.server_address[1]}"], tmp_path))
-        server.shutdown()
-
-
-def test_a_server_of_another_tokenizer(url: str, model: Path, tmp_path: Path):
+def test_a_server_with_another_tokenizer_is_refused(url: str, model: Path, tmp_path: Path):
     other = tmp_path / "other"
     other.mkdir()
     for file in model.iterdir():
@@ -447,15 +354,15 @@ def test_a_server_of_another_tokenizer(url: str, model: Path, tmp_path: Path):
     vocab = tokenizer["model"]["vocab"]
     vocab["R"], vocab["o"] = vocab["o"], vocab["R"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(InvalidConfig, match="another tokenizer than"):
+    with pytest.raises(InvalidConfig, match="a different tokenizer than"):
         RolloutWorker(job_of(other, [url], tmp_path))
 
 
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"tokens": 501}, "it takes 512 tokens, and .* is 513"),
-        ({"dtype": "bfloat16"}, "it computes in torch.float32, and rollout.dtype is bfloat16"),
+        ({"tokens": 501}, "it takes 512 tokens, but .* is 513"),
+        ({"dtype": "bfloat16"}, "it computes in torch.float32, but rollout.dtype is bfloat16"),
         ({"top_k": MAX_LOGPROBS + 1}, "--max-logprobs 25"),
     ],
 )
@@ -484,107 +391,3 @@ def test_a_server_without_a_flag_is_told_which(
     config[section][key] = value
     (wrong,) = server.unfit(config)
     assert flag in wrong
-
-
-def test_settings_that_are_missing_are_named(model: Path, tmp_path: Path):
-    with pytest.raises(InvalidConfig, match=r"set rollout\.openai\.urls .* and rollout\.openai\.weights_dir"):
-        OpenAIEngine(make_job({"rollout": {"name": "openai"}}))
-    with pytest.raises(InvalidConfig, match="no_such_directory"):
-        OpenAIEngine(job_of(model, ["http://127.0.0.1:1"], tmp_path / "no_such_directory"))
-    with pytest.raises(InvalidConfig, match="NO_SUCH_VARIABLE, which is not set"):
-        OpenAIEngine(job_of(model, ["http://x"], tmp_path, openai={"api_key_env": "NO_SUCH_VARIABLE"}))
-    with pytest.raises(InvalidConfig, match="enforce_eager is the engine vllm's"):
-        job_of(model, ["http://x"], tmp_path, enforce_eager=True)
-
-
-# ---------------------------------------------------------------------------------- SGLang
-
-
-class DocumentedSglang(BaseHTTPRequestHandler):
-    """What SGLang's documentation says of its endpoints; it writes down what it is asked. Every token is 65 and
-    has the log-prob -2 / temperature."""
-
-    asked: list[tuple[str, Any, str]]
-    version = "default"
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self.answer(None)
-
-    def do_POST(self) -> None:
-        self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-    def answer(self, body: Any) -> None:
-        self.asked.append((self.path, body, self.headers.get("Authorization", "")))
-        data = json.dumps(getattr(self, self.path.strip("/").replace("/", "_"))(body)).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def v1_models(self, _: Any) -> Any:
-        return {"data": [{"id": "default", "root": "/models/m", "max_model_len": 512}]}
-
-    def tokenize(self, body: Any) -> Any:
-        return {"tokens": self.tokenizer(body["prompt"])["input_ids"]}  # type: ignore[attr-defined]
-
-    def get_server_info(self, _: Any) -> Any:
-        return {"enable_deterministic_inference": True}
-
-    def get_model_info(self, _: Any) -> Any:
-        return {"model_path": "/models/m", "weight_version": type(self).version}
-
-    def update_weights_from_disk(self, body: Any) -> Any:
-        type(self).version = body["weight_version"]
-        return {"success": True, "message": "Succeeded to update model weights."}
-
-    def generate(self, body: Any) -> Any:
-        temperature = body["sampling_params"]["temperature"] or 1.0
-        made = [[-2.0 / temperature, 65, None]] * body["sampling_params"]["max_new_tokens"]
-        info = {"finish_reason": {"type": "length"}, "output_token_logprobs": made}
-        if body.get("top_logprobs_num"):
-            info["output_top_logprobs"] = [[[-2.0 / temperature, 65, None], [-3.0 / temperature, 66, None]]]
-        return {"text": "", "meta_info": info}
-
-    def log_message(self, *_: Any) -> None:
-        """Not into the test's output."""
-
-
-async def test_sglang_is_asked_as_its_documentation_says(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """SGLang itself needs a GPU. The server here stands in for it: it shows what is sent, not that SGLang takes
-    it."""
-    from transformers import AutoTokenizer
-
-    class Handler(DocumentedSglang):
-        asked: list[tuple[str, Any, str]] = []  # noqa: RUF012
-        tokenizer = AutoTokenizer.from_pretrained(model)
-
-    monkeypatch.setenv("FLEET_KEY", "secret")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_address[1]}"
-        keys = {"api": "sglang", "api_key_env": "FLEET_KEY"}
-        with worker_of(model, [address], tmp_path, temperature=0.5, tokens=8, openai=keys) as worker:
-            rows = await generated(worker, prompts_of(3))
-            await worker.update_weights(HeldWeights(4, weights(changed(model, 0.1))))
-            again = await generated(worker, prompts_of(3))
-        with pytest.raises(InvalidConfig, match=r"do not heed rollout\.top_k and rollout\.top_p"):
-            RolloutWorker(job_of(model, [address], tmp_path, top_k=5, openai=keys))
-        server.shutdown()
-
-    assert (rows["responses"] == 65).all()
-    assert (rows["rollout_log_probs"] == -4.0).all()
-    assert (rows["weight_versions"] == 0).all()
-    assert (again["weight_versions"] == 4).all()
-    assert {key for _, _, key in Handler.asked} == {"Bearer secret"}
-    updates = [body for path, body, _ in Handler.asked if path == "/update_weights_from_disk"]
-    assert updates[0]["model_path"] == "/models/m", "version 0 is the server's own model"
-    assert updates[1]["model_path"].startswith(str(tmp_path))
-    assert updates[1]["weight_version"].startswith("4@")
-    row = next(
-        body for path, body, _ in Handler.asked if path == "/generate" and "top_logprobs_num" not in body
-    )
-    assert row["return_logprob"]
-    assert row["sampling_params"]["stop_token_ids"] == [258]

@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,9 @@ async def test_the_same_weights_under_a_new_version_change_no_token(ending_model
 
 
 @pytest.mark.usefixtures("step_by_step")
-async def test_a_call_in_line_begins_with_the_weights_of_its_turn(ending_model: Path):
-    worker, prompts = RolloutWorker(job_of(ending_model)), prompts_of(13)
+async def test_rows_in_line_begin_with_the_weights_of_their_turn(ending_model: Path):
+    """Those of a second call, for which the batch has no room."""
+    worker, prompts = RolloutWorker(job_of(ending_model, max_num_seqs=13)), prompts_of(13)
     weights = named_weights(trained(ending_model))
     first, second = await asyncio.gather(with_a_swap(worker, prompts, 1, weights), generated(worker, prompts))
     assert set(first["weight_versions"][first["response_mask"]].tolist()) == {0, 1}
@@ -233,7 +235,7 @@ async def test_a_stream_holds_the_device_to_its_end_and_new_weights_wait_for_the
     for each in (other, worker):
         await lease.vacate()
         lease.seat(each)
-        each.lease = lease
+        each.seat = replace(each.seat, lease=lease)
     order = []
 
     async def train() -> None:

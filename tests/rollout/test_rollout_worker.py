@@ -12,13 +12,15 @@ import torch
 from generation import COLUMNS, EOS, PAD, P, T, generated, job_of, prompts_of, trained
 from transformers import AutoModelForCausalLM
 
+from rolemesh.catalog.engines import ENGINES, EngineSpec
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, RoleFailed
 from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.services.rollout.engines import LOADERS, hf, load_engine
-from rolemesh.services.rollout.engines.hf import MIN_ROWS, HfEngine, neutral_rows
+from rolemesh.services.rollout.engines.hf import HfEngine, batch
+from rolemesh.services.rollout.engines.hf.attention import Decoding
+from rolemesh.services.rollout.engines.hf.neutral import MIN_ROWS, neutral_rows
 from rolemesh.services.rollout.engines.sampling import log_distribution
 from rolemesh.services.rollout.worker import RolloutWorker
 
@@ -56,21 +58,25 @@ async def test_bits_are_the_same_among_many_rows_that_are_thinned_out_whenever_n
     weights = {7: named_weights(trained(ending_model)), 8: named_weights(trained(ending_model, seed=5))}
     weights[9] = weights[7]
     swaps = {3: 7, 5: 8, 6: 9}  # tokens made before: version
-    sizes: list[int] = []  # rows in each forward
-    step = hf._Batch._step
+    sizes: list[int] = []  # tokens of each decode step
+    step = batch.Batch._step
 
-    def stepping(batch: Any) -> None:
-        step(batch)
-        if version := swaps.get(len(batch._versions)):
-            batch._engine._load(version, weights[version])
+    def stepping(running: Any) -> None:
+        step(running)
+        [group] = running._groups
+        if version := swaps.get(group.t):
+            running._engine._load(version, weights[version])
 
-    monkeypatch.setattr(hf._Batch, "_step", stepping)
+    monkeypatch.setattr(batch.Batch, "_step", stepping)
 
     async def answers(some: DataProto) -> DataProto:
         worker = RolloutWorker(job)
-        worker._engine.model.register_forward_pre_hook(
-            lambda _, __, inputs: sizes.append(len(inputs["input_ids"])), with_kwargs=True
-        )
+
+        def count(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+            if isinstance(inputs["reading"], Decoding):
+                sizes.append(inputs["input_ids"].numel())
+
+        worker._engine.model.register_forward_pre_hook(count, with_kwargs=True)
         answer = await generated(worker, some)
         worker.close()
         return answer
@@ -92,23 +98,23 @@ async def test_bits_are_the_same_among_many_rows_that_are_thinned_out_whenever_n
 async def test_steps_are_made_one_after_another_until_something_waits(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(hf, "STEPS_S", 1000.0)
+    monkeypatch.setattr(batch, "STEPS_S", 1000.0)
     worker = RolloutWorker(job_of(tiny_model, ignore_eos=True))
     order: list[str] = []
-    step, steps = hf._Batch._step, hf._Batch.steps
+    step, steps = batch.Batch._step, batch.Batch.steps
 
-    def stepping(batch: Any) -> None:
-        step(batch)
+    def stepping(running: Any) -> None:
+        step(running)
         order.append("step")
         if order.count("step") == 5:
-            worker.thread.submit(order.append, "another")
+            worker.seat.thread.submit(order.append, "another")
 
-    def handing_over(batch: Any) -> DataProto | None:
+    def handing_over(running: Any) -> Any:
         order.append("job")
-        return steps(batch)
+        return steps(running)
 
-    monkeypatch.setattr(hf._Batch, "_step", stepping)
-    monkeypatch.setattr(hf._Batch, "steps", handing_over)
+    monkeypatch.setattr(batch.Batch, "_step", stepping)
+    monkeypatch.setattr(batch.Batch, "steps", handing_over)
     await generated(worker, prompts_of(3))
     assert order == ["job", *["step"] * 5, "another", "job", *["step"] * (T - 5)]
     worker.close()
@@ -257,10 +263,8 @@ async def test_prompts_that_are_not_left_padded_are_refused(tiny_model: Path, ma
 
 
 def test_an_unknown_engine_is_refused_with_those_there_are(tiny_model: Path):
-    job = job_of(tiny_model)
-    other = job.model_copy(update={"rollout": job.rollout.model_copy(update={"name": "sglang"})})
-    with pytest.raises(InvalidConfig, match=r"'sglang'; engines: hf"):
-        load_engine(other, None)
+    with pytest.raises(InvalidConfig, match=r"'rollout\.name' is 'sglang', which is none of hf, vllm, openai"):
+        job_of(tiny_model, name="sglang")
 
 
 @pytest.mark.parametrize(
@@ -280,7 +284,7 @@ def test_an_unknown_engine_is_refused_with_those_there_are(tiny_model: Path):
     ],
 )
 async def test_an_engine_that_breaks_the_contract_is_found_out_at_once(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, message: str
+    tiny_model: Path, spoil: Any, message: str
 ):
     class Careless(HfEngine):
         async def generate(
@@ -291,8 +295,8 @@ async def test_an_engine_that_breaks_the_contract_is_found_out_at_once(
                     spoil(rows)
                     yield rows
 
-    monkeypatch.setitem(LOADERS, "hf", Careless)
-    worker = RolloutWorker(job_of(tiny_model))
+    with ENGINES.adding(EngineSpec(name="careless", code=Careless)):
+        worker = RolloutWorker(job_of(tiny_model, name="careless"))
     with pytest.raises(RoleFailed, match=f"the answer of rollout.generate.*{message}"):
         await generated(worker, prompts_of(1))
     worker.close()

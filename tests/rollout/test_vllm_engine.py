@@ -4,7 +4,6 @@ A start takes half a minute or more, so one engine serves most tests: a tied Qwe
 two ranks."""
 
 import asyncio
-import importlib.util
 import os
 import re
 import signal
@@ -22,39 +21,18 @@ import pytest_asyncio
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from vllm_rollouts import EOS, GREEDY, PAD, PLAIN, P, T, installed, job_of, model_with_ends
 
-from rolemesh.config.job import JobConfig, make_job
-from rolemesh.config.rollout import RolloutConfig, SamplingConfig
+from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable, WeightsUnavailable
+from rolemesh.errors import RoleFailed, RoleUnavailable, WeightsUnavailable
 from rolemesh.models.loading import named_weights
-from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.rollout.engines import load_engine
 from rolemesh.services.rollout.engines.sampling import log_distribution
-from rolemesh.services.rollout.engines.vllm import arguments
 from rolemesh.services.rollout.worker import RolloutWorker
 
-installed = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None,
-    reason="vLLM is not installed: there is no build for this platform",
-)
 pytestmark = pytest.mark.timeout(900)  # three processes import vLLM, on cores that other tests use too
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
-
-P, T, EOS, PAD = 12, 48, 258, 256
-PLAIN = SamplingConfig()
-GREEDY = SamplingConfig(do_sample=False)
-
-
-def job_of(model: Path, **rollout: Any) -> JobConfig:
-    return make_job(
-        {
-            "actor": {"model": {"path": str(model)}},
-            "data": {"max_prompt_length": P, "max_response_length": T},
-            "rollout": {"name": "vllm", **rollout},
-            "trainer": {"device": "cpu"},
-        }
-    )
 
 
 def prompts_of(rows: int) -> DataProto:
@@ -63,15 +41,6 @@ def prompts_of(rows: int) -> DataProto:
     mask = torch.arange(P) >= P - lengths[:, None]
     ids = torch.randint(0, 256, (rows, P), generator=generator).where(mask, PAD)
     return DataProto({"prompts": ids, "prompt_mask": mask, "seeds": torch.arange(rows) * 7919 - 1})
-
-
-def model_with_ends(directory: Path, architecture: Any, seed: int = 0) -> Path:
-    """Heads are 32 wide, which vLLM asks for; one token in 25 ends a response."""
-    make_tiny_model(directory, architecture, num_heads=2, initializer_range=0.1, seed=seed)
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    model.generation_config.eos_token_id = [*range(0, 256, 25), EOS]
-    model.generation_config.save_pretrained(directory)
-    return directory
 
 
 async def generated(engine: Any, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
@@ -413,11 +382,12 @@ def test_its_processes_end_with_the_one_that_started_them(model_directory: Path)
     """Also when that is killed while the first of them has only begun."""
     program = f"""
         from pathlib import Path
-        from test_vllm_engine import job_of, load_engine
+        from vllm_rollouts import job_of
+        from rolemesh.services.rollout.engines import load_engine
         load_engine(job_of(Path({str(model_directory)!r})), None)
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
     owner = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
     children: list[psutil.Process] = []
     while len(children) < 2:  # multiprocessing's tracker of resources, and the engine
@@ -427,94 +397,3 @@ def test_its_processes_end_with_the_one_that_started_them(model_directory: Path)
     owner.wait()
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
-
-
-# -------------------------------------------------------------------------- the job's keys
-
-
-def test_every_key_of_the_section_has_its_place():
-    places = [arguments.ENGINE, arguments.ENGINE_DERIVED, arguments.SAMPLING, arguments.ELSEWHERE]
-    keys = [key for place in places for key in place]
-    assert sorted(keys) == sorted(RolloutConfig.model_fields)
-
-
-@installed
-def test_the_keys_reach_vllm(model_directory: Path):
-    from transformers import AutoConfig
-
-    keys = {
-        "max_num_seqs": 9,
-        "gpu_memory_utilization": 0.3,
-        "max_num_batched_tokens": 77,
-        "enable_chunked_prefill": False,
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
-        "tensor_model_parallel_size": 2,
-        "dtype": "bfloat16",
-    }
-    job = job_of(model_directory, **keys, stop=["7"], top_k=5, top_p=0.5, ignore_eos=True)
-
-    class Outline:
-        config = AutoConfig.from_pretrained(model_directory)
-
-    given = arguments.engine_arguments(job, Outline)
-    assert {ours: given[theirs] for ours, theirs in arguments.ENGINE.items()} == keys  # prompts whole, on a CPU
-    assert given["max_model_len"] == P + T
-    assert given["max_logprobs"] == 5
-    assert not given["skip_tokenizer_init"]  # stop is text
-    asked = arguments.sampling_arguments(job, job.rollout, [1, 2])
-    assert (asked["top_k"], asked["top_p"], asked["stop"], asked["logprobs"]) == (5, 0.5, ["7"], 5)
-    assert asked["ignore_eos"]
-    assert asked["stop_token_ids"] == []
-    greedy = arguments.sampling_arguments(job, job.rollout.val_kwargs, [1, 2])
-    assert greedy["temperature"] == greedy["logprobs"] == 0
-
-
-@pytest.mark.parametrize(
-    ("rollout", "message"),
-    [
-        ({"multi_turn": {"enable": True}}, r"rollout.multi_turn is set, and a response is one turn"),
-        ({"agent": {"num_workers": 8}}, r"rollout.agent is set, and a response is one turn"),
-        ({"calculate_log_probs": False}, "calculate_log_probs is false"),
-        ({"prompt_length": P + 1}, rf"rollout.prompt_length is {P + 1} and data.max_prompt_length {P}"),
-        ({"response_length": T + 1}, rf"rollout.response_length is {T + 1} and data.max_response_length {T}"),
-        ({"load_format": "dummy"}, "load_format.*safetensors"),
-        ({"name": "hf", "tensor_model_parallel_size": 2}, "the engine vllm's, and rollout.name is hf"),
-        ({"name": "hf", "stop": ["x"]}, "the engine vllm's, and rollout.name is hf"),
-    ],
-)
-def test_keys_that_cannot_be_followed_are_refused_with_the_reason(rollout: dict[str, Any], message: str):
-    with pytest.raises(InvalidConfig, match=message):
-        job_of(Path("model"), **rollout)
-
-
-def test_keys_of_other_job_files_that_ask_for_nothing_are_taken():
-    assert job_of(Path("model"), multi_turn={"enable": False}, prompt_length=P, response_length=T)
-
-
-@installed
-def test_heads_that_vllm_cannot_compute_are_refused_at_start(tmp_path: Path):
-    make_tiny_model(tmp_path, num_heads=4)
-    with pytest.raises(InvalidConfig, match="16 wide"):
-        load_engine(job_of(tmp_path), None)
-
-
-def test_where_vllm_is_not_installed_choosing_it_says_what_to_install(tiny_model: Path):
-    """In a process whose interpreter has no module of that name."""
-    program = f"""
-        import sys
-        from pathlib import Path
-        sys.modules["vllm"] = None
-        from test_vllm_engine import job_of, load_engine
-        load_engine(job_of(Path({str(tiny_model)!r})), None)
-    """
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
-    ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "InvalidConfig: rollout.name is vllm" in ended.stderr
-    assert "install `rolemesh[vllm]` for a GPU" in ended.stderr

@@ -22,10 +22,12 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from in_process import small_job
+from saving import saved
 from serving import serve_process, served
 from typer.testing import CliRunner
 
 import rolemesh.v1
+from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, NotPermitted, RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import methods
@@ -37,7 +39,6 @@ from rolemesh.rpc.errors import ENDED_WHILE_WRITING
 from rolemesh.rpc.serving.access import Permissions
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.command_line.app import app
-from rolemesh.services.processes.serve import ROLES
 from rolemesh.telemetry import metrics
 from rolemesh.v1 import data_pb2
 from rolemesh.weights.remote import RemoteWeights
@@ -247,7 +248,7 @@ async def test_a_rewards_key_saves_no_checkpoint_and_the_controllers_does(
     tiny_model: Path, tmp_path: Path, authority: Authority
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run")
-    refused = metrics.SERVER_REQUESTS.labels("actor", "SaveCheckpoint", "PERMISSION_DENIED")
+    refused = metrics.SERVER_REQUESTS.labels("actor", "BeginCheckpoint", "PERMISSION_DENIED")
     before = refused._value.get()
     directory = job.run_dir / "global_step_1" / "actor"
     tls.use_keys(swap(tmp_path / "actor", authority.keys(JOB, "actor")))
@@ -255,16 +256,16 @@ async def test_a_rewards_key_saves_no_checkpoint_and_the_controllers_does(
         tls.use_keys(swap(tmp_path / "reward", authority.keys(JOB, "reward")))
         async with ActorClient(addresses, methods(job)) as reward:
             with pytest.raises(NotPermitted) as error:
-                await reward.save_checkpoint(directory)
+                await saved(reward, directory)
         assert str(error.value).endswith(
-            "ActorService.SaveCheckpoint may be called by controller; "
+            "ActorService.BeginCheckpoint may be called by controller; "
             "the caller's certificate names reward of my-job"
         )
         assert not directory.exists()
         assert refused._value.get() == before + 1
         tls.use_keys(swap(tmp_path / "controller", authority.keys(JOB, "controller")))
         async with ActorClient(addresses, methods(job)) as controller:
-            await controller.save_checkpoint(directory)
+            await saved(controller, directory)
         assert (directory / "config.json").exists()
 
 

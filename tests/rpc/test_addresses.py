@@ -46,7 +46,7 @@ async def test_nothing_else_is_dialled(address: str) -> None:
         open_channel(address, "rollout")
     with pytest.raises(InvalidConfig, match="is not an address"):
         RewardClient([address], methods(make_job({})))
-    with pytest.raises(InvalidBatch, match=r"a source of weights: .* is not an address"):
+    with pytest.raises(InvalidBatch, match=r"invalid source of weights: .* is not an address"):
         RemoteWeights(["127.0.0.1:1", address], 1, "0" * 64)
 
 

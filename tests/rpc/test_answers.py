@@ -14,12 +14,13 @@ import torch
 from batches import VOCABULARY, P, T, correct, with_column, wrong_answers
 from google.protobuf.descriptor import ServiceDescriptor
 
+from rolemesh.columns import COLUMNS
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.dataproto.equality import same_tensor
 from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch, RoleFailed
-from rolemesh.roles import COLUMNS, Metrics, methods
+from rolemesh.roles import Metrics, methods
 from rolemesh.rpc import answers
 from rolemesh.rpc.batches import LARGE_ROWS, batch_of, check_answer
 from rolemesh.rpc.calling.clients import (
@@ -37,7 +38,7 @@ from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.controller.stages.batch_metrics import batch_metrics
 from rolemesh.services.critic.servicer import CriticServicer
 from rolemesh.services.critic.worker import CriticWorker
-from rolemesh.services.processes.serve import ROLES as SERVED
+from rolemesh.services.processes.serve import services_of
 from rolemesh.services.reward.servicer import RewardServicer
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.servicer import RolloutServicer
@@ -158,7 +159,8 @@ def test_every_column_that_a_method_may_answer_with_is_spoilt_here(tiny_model: P
     spoilt_here = {name for method, estimator in asked for name in methods(jobs[estimator])[method].writes}
     never = {"prompts", "prompt_mask", "uid", "seeds", "data_source", "reward_model", "extra_info", "input_ids",
              "attention_mask", "position_ids", "reward_baselines", "token_level_rewards", "rollout_is_weights",
-             "loss_mask", "advantages", "returns"}  # fmt: skip
+             "loss_mask", "advantages", "returns", "agent_name", "messages", "turns", "contexts",
+             "environment_rewards", "conversation", "response_texts"}  # fmt: skip
     assert spoilt_here == set(COLUMNS) - never
 
 
@@ -312,7 +314,7 @@ async def test_a_batch_of_many_rows_or_bytes_is_looked_through_while_the_event_l
 
 # ------------------------------------------------------------------------- answers that are one message
 
-SERVICES = dict.fromkeys(service for role in SERVED.values() for service in role.services)
+SERVICES = dict.fromkeys(service for role in ROLES for service in services_of(role))
 MESSAGES = [rpc for service in SERVICES for rpc in rpcs(service) if rpc.response is not FRAME]
 EMPTY_FIELD = b"\x7a\x00"  # of two bytes, which no message knows
 

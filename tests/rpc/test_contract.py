@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from grpc_health.v1 import health_pb2
 
+from rolemesh.roles import Actor, Critic, Reference, Reward, Rollout
 from rolemesh.rpc.calling.dispatch import Dispatcher
 from rolemesh.rpc.calling.pool import ReplicaPool
 from rolemesh.rpc.contract import (
@@ -45,6 +46,12 @@ def test_a_method_is_what_its_proto_says() -> None:
     assert {rpc.callers for rpc in rpcs(REWARD)} == {frozenset({"controller"})}
 
 
+def test_a_methods_name_is_its_protocols() -> None:
+    protocols = {ACTOR: Actor, CRITIC: Critic, REFERENCE: Reference, REWARD: Reward, ROLLOUT: Rollout}
+    for service, protocol in protocols.items():
+        assert [rpc.method for rpc in rpcs(service) if not hasattr(protocol, rpc.method)] == []
+
+
 def test_a_service_of_another_projects_proto_names_no_callers() -> None:
     health = health_pb2.DESCRIPTOR.services_by_name["Health"]
     assert {rpc.callers for rpc in rpcs(health)} == {frozenset()}
@@ -65,5 +72,5 @@ async def test_a_method_without_a_dispatch_is_refused_by_the_client_that_spreads
     assert {rpc.dispatch for rpc in rpcs(WEIGHTS)} == {DISPATCH_UNSPECIFIED}
     assert set(Dispatch.values()) == {DISPATCH_UNSPECIFIED, DISPATCH_SHARD_ROWS, DISPATCH_BROADCAST}
     dispatcher = Dispatcher(ReplicaPool("rollout", ["127.0.0.1:1"], patience_s=0.0), WEIGHTS, timeout_s=1.0)
-    with pytest.raises(AssertionError, match=r"GetManifest: the \.proto says no dispatch"):
+    with pytest.raises(AssertionError, match=r"GetManifest: the \.proto declares no dispatch"):
         await dispatcher.call("GetManifest", GetManifestRequest())

@@ -169,8 +169,14 @@ class Hosts:
     path: Path
 
     def name(self, *addresses: str) -> None:
-        """What reward.here.svc is from now on."""
-        self.path.write_text("".join(f"{address} reward.here.svc\n" for address in addresses))
+        """What reward.here.svc is from now on. One write in place, of always the same length: a reader never
+        sees the file empty, and it stays the file that is mounted."""
+        text = "".join(f"{address} reward.here.svc\n" for address in addresses).encode()
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(file, text.ljust(1024, b"\n"), 0)
+        finally:
+            os.close(file)
 
     @asynccontextmanager
     async def watcher(self, *args: str) -> AsyncIterator[Callable[[], Awaitable[str]]]:
@@ -220,7 +226,10 @@ async def test_where_the_watch_is_forbidden_the_name_is_asked(
             await (await api.next()).items("7", slice_of(endpoint(A)))
             assert json.loads(await line()) == at(A)
         await (await api.next()).answer({"message": "endpointslices is forbidden: User"}, 403)
-        assert "looked for by DNS, as reward.here.svc: endpointslices is forbidden" in await line()
+        assert (
+            "cannot watch endpoints of reward, using DNS name reward.here.svc: endpointslices is forbidden"
+            in await line()
+        )
         assert json.loads(await line()) == ["127.0.0.4:50051"]
 
 

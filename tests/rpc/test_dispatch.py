@@ -285,13 +285,13 @@ async def test_the_address_of_another_role_is_told_at_once(tiny_model: Path, tmp
     job = reward_job(tiny_model, tmp_path)
     async with served("reward", job) as addresses, ActorClient(addresses, methods(job)) as client:
         async with asyncio.timeout(20):
-            with pytest.raises(InvalidConfig, match=r"actor at .*: another role .* it is no actor"):
+            with pytest.raises(InvalidConfig, match=r"actor at .*: another role serves there, not actor"):
                 await client.wait_until_ready(600.0)
 
 
 def test_a_role_that_is_trained_has_one_address(tiny_model: Path, tmp_path: Path) -> None:
     table = methods(reward_job(tiny_model, tmp_path))
-    with pytest.raises(InvalidConfig, match="actor has one replica; got 2"):
+    with pytest.raises(InvalidConfig, match="actor has exactly one replica; got 2"):
         ActorClient(["127.0.0.1:1", "127.0.0.1:2"], table)
     with pytest.raises(InvalidConfig, match="reward needs the address of each replica"):
         RewardClient([], table)

@@ -104,10 +104,10 @@ def test_an_error_that_cannot_say_what_it_is_has_a_status_all_the_same(cls: type
 
     code, details, _ = to_status(Mute())
     assert code is to_status(cls())[0]
-    assert details.endswith("its message cannot be told (KeyError)")
+    assert details.endswith("its message cannot be formatted (KeyError)")
 
 
-def test_the_page_shows_the_table() -> None:
+def test_the_page_of_errors_has_the_status_of_each() -> None:
     page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page, re.MULTILINE))
     assert rows == {cls.__name__: code.name for cls, code in STATUS.items()}

@@ -98,8 +98,8 @@ async def test_whoever_hangs_is_not_live() -> None:
     loop.close()
 
 
-async def test_names_and_states_through_a_roles_life(tiny_model: Path, tmp_path: Path) -> None:
-    """Loading, serving, draining: alive all the time, ready in between."""
+async def test_a_role_tells_each_state_of_its_life_and_drains(tiny_model: Path, tmp_path: Path) -> None:
+    """Loading until the test opens a gate, serving, draining after SIGTERM; alive all the time."""
     names = ("", "reward", "rolemesh.v1.RewardService")
     with gate(tmp_path / "import") as door, gate(tmp_path / "started") as started, gate(tmp_path / "g") as held:
         job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(held.path))
@@ -109,27 +109,33 @@ async def test_names_and_states_through_a_roles_life(tiny_model: Path, tmp_path:
             serve_process("reward", job, tmp_path) as role,
             RewardClient([role.address], methods(job), patience_s=0.1) as client,
             grpc.aio.insecure_channel(role.health) as channel,
+            grpc.aio.insecure_channel(role.address) as served_at,
         ):
 
             async def told() -> set[int]:
                 assert await check(channel, "live") == SERVING
-                return {await check(channel, name) for name in names}
+                return {await check(asked, name) for name in names for asked in (channel, served_at)}
 
             assert await told() == {NOT_SERVING}
+            with pytest.raises(RoleUnavailable, match=r"still loading|no replica answers"):
+                await client.compute_scores(reward_batch(1))
             with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
                 await check(channel, "critic")
             door.open(1)
             await client.wait_until_ready(120)
             assert await told() == {SERVING}
-            running = asyncio.create_task(client.compute_scores(reward_batch(1)))
+            running = asyncio.create_task(client.compute_scores(reward_batch(3)))
             await started.passed(running)
             role.process.send_signal(signal.SIGTERM)
             async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
                 if answer.status == NOT_SERVING:
                     break
             assert await told() == {NOT_SERVING}
-            with pytest.raises(RoleUnavailable):
-                await RewardClient([role.address], methods(job), patience_s=0.1).wait_until_ready(0.1)
+            async with RewardClient([role.address], methods(job), patience_s=0.1) as late:
+                with pytest.raises(RoleUnavailable):
+                    await late.wait_until_ready(0.1)
+                with pytest.raises(RoleUnavailable, match=r"draining|no replica answers"):
+                    await late.compute_scores(reward_batch(1))
             held.open()
-            assert len(await running) == 1
+            assert (await running)["token_level_scores"].sum(1).tolist() == [0, 1, 2]
             assert await role.process.wait() == 0

@@ -109,7 +109,7 @@ async def test_a_call_waits_for_a_replica_that_is_yet_to_come(tiny_model: Path, 
 async def test_when_nobody_comes_the_error_says_what_was_last_known(tiny_model: Path, tmp_path: Path) -> None:
     table = methods(reward_job(tiny_model, tmp_path))
     async with RewardClient(Told(), table) as client:
-        with pytest.raises(RoleUnavailable, match=r"reward: no replica answers, since 0.1 s \(at no address\)"):
+        with pytest.raises(RoleUnavailable, match=r"reward: no replica answers, for 0.1 s \(at no address\)"):
             await client.wait_until_ready(0.1)
     async with RewardClient(Told("127.0.0.1:1"), table) as client:
         with pytest.raises(RoleUnavailable, match=r"reward: no replica answers.*127.0.0.1:1"):

@@ -19,18 +19,19 @@ from in_process import small_job
 from serving import served
 
 import rolemesh.v1
+from rolemesh.catalog.roles import ROLES
 from rolemesh.config.job import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed
 from rolemesh.roles import methods
-from rolemesh.rpc.contract import Rpc, rpcs
+from rolemesh.rpc.contract import GROUP, Rpc, rpcs
 from rolemesh.rpc.errors import ENDED_WHILE_WRITING, ERROR_KEY
 from rolemesh.rpc.metadata import STEP_KEY
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.controller.service.servicer import SERVICE as CONTROLLER
 from rolemesh.services.controller.service.servicer import ControllerServicer
 from rolemesh.services.controller.service.status import RunStatus
-from rolemesh.services.processes.serve import ROLES, group_server, load_group
+from rolemesh.services.processes.serve import group_server, load_group, services_of
 from rolemesh.v1 import frame_pb2
 from rolemesh.wire.limits import MAX_REQUEST_BYTES
 from rolemesh.wire.streams import send
@@ -53,7 +54,7 @@ async def everything_served(job: JobConfig) -> AsyncIterator[list[tuple[str, Rpc
         places: list[tuple[str, ServiceDescriptor, str]] = []
         for role in ROLES:
             [address] = await stack.enter_async_context(served(role, job))
-            places += [(role, service, address) for service in ROLES[role].services]
+            places += [(role, service, address) for service in services_of(role)]
         server = RoleServer({"controller": [CONTROLLER]})
         address = await server.start("127.0.0.1:0")
         stack.push_async_callback(server.drain, 0)
@@ -63,7 +64,8 @@ async def everything_served(job: JobConfig) -> AsyncIterator[list[tuple[str, Rpc
         for role, service, address in places:
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
             calls += [(role, rpc, channel) for rpc in rpcs(service)]
-        assert {rpc.service for _, rpc, _ in calls} == every_service()
+        # Rank 0 serves GroupService, to its followers alone: tests/ranks/test_orders.py.
+        assert {rpc.service for _, rpc, _ in calls} == every_service() - {GROUP.full_name}
         yield calls
 
 
@@ -179,7 +181,9 @@ async def test_a_batch_that_nobody_declared_is_an_error_before_anybody_calls(
     for door in (None, worker.door):
         with pytest.raises(RoleFailed, match=r"undeclared.New/Compute\w+ takes a batch.*rolemesh/roles.py"):
             await server.ready({service: Servicer(door)})
-    with pytest.raises(RoleFailed, match=r"/unary.New/ComputeLogProbs takes a Frame that is no stream"):
+    with pytest.raises(
+        RoleFailed, match=r"/unary.New/ComputeLogProbs takes a single Frame; a request must be one message"
+    ):
         RoleServer({"reference": [new_service("unary", ("ComputeLogProbs", False))]})
 
 

@@ -116,7 +116,7 @@ async def test_a_role_that_the_certificate_names_and_the_process_does_not_serve_
     keys = swap(tmp_path / "keys", authority.keys(JOB, *ROLES, "actor"))
     async with reward_with(job, keys) as address, ActorClient([address], methods(job)) as actor:
         async with asyncio.timeout(60):
-            with pytest.raises(InvalidConfig, match=r"actor at .*: another role .* it is no actor"):
+            with pytest.raises(InvalidConfig, match=r"actor at .*: another role serves there, not actor"):
                 await actor.wait_until_ready(600.0)
 
 
@@ -246,14 +246,20 @@ def test_what_is_half_written_is_not_taken(
     ("change", "words"),
     [
         ({"tls.key": None}, "No such file or directory.*tls.key"),
-        ({"tls.crt": b"no certificate"}, "are to be PEM"),
+        ({"tls.crt": b"no certificate"}, "must be PEM"),
         ({"tls.key": Authority().keys(JOB)["tls.key"]}, "tls.key is not the key of tls.crt"),
-        ({"ca.crt": b""}, "are to be PEM"),
-        (Authority().files(), "is to have a DNS name"),
-        (Authority().files("*.svc"), "is to have a DNS name"),
+        ({"ca.crt": b""}, "must be PEM"),
+        (Authority().files(), "must have a DNS name"),
+        (Authority().files("*.svc"), "must have a DNS name"),
         (Authority().keys(JOB, "actor", "*"), r"has the DNS name '\*.my-job'; name each role, as ROLE.my-job"),
-        (Authority().files(f"actor.{JOB}", JOB), "the job 'actor.my-job', its first DNS name, has the name of"),
-        (Authority().files(f"Actor.{JOB}"), "a job's name does not begin with a role"),
+        (
+            Authority().files(f"actor.{JOB}", JOB),
+            "must be the job's, and 'actor.my-job' is the actor of another job",
+        ),
+        (
+            Authority().files(f"Actor.{JOB}"),
+            f"'Actor.{JOB}' is the Actor of another job; put the job's name before",
+        ),
     ],
 )
 def test_keys_that_cannot_be_used_are_named(

@@ -1,5 +1,5 @@
-"""A small HTTPS server that speaks the part of the Kubernetes API that a watch needs, and misbehaves in the
-ways that the protocol allows."""
+"""A small HTTPS server with the part of the Kubernetes API that a watch needs. Tests let it fail in the ways
+that the protocol allows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def slice_of(*endpoints: dict[str, Any], name: str = "reward-a", version: str = 
 
 @dataclass
 class Request:
-    """One that waits for its answer."""
+    """A request that waits for its answer."""
 
     method: str
     path: str
@@ -55,7 +55,7 @@ class Request:
         await self.cut()
 
     async def items(self, version: str, *slices: Slice) -> None:
-        """The answer to a list."""
+        """Answer a list request."""
         await self.answer({"metadata": {"resourceVersion": version}, "items": list(slices)})
 
     def begin(self) -> None:
@@ -69,7 +69,7 @@ class Request:
         self._write(b'9\r\n{"type": \r\n')
 
     async def end(self) -> None:
-        """As a server ends a watch after timeoutSeconds."""
+        """End a watch as a server does after timeoutSeconds."""
         self._write(b"0\r\n\r\n")
         await self.cut()
 
@@ -108,7 +108,7 @@ class ApiServer:
 
 @asynccontextmanager
 async def api_server(directory: Path) -> AsyncIterator[ApiServer]:
-    """Started, with the account of a pod in the namespace `here` in `directory`."""
+    """Start a server; `directory` gets a pod's service account in the namespace `here`."""
     certificate, key = _certificate()
     (directory / "ca.crt").write_bytes(certificate)
     (directory / "own.pem").write_bytes(certificate + key)
@@ -126,7 +126,7 @@ async def api_server(directory: Path) -> AsyncIterator[ApiServer]:
 
 
 def _certificate() -> tuple[bytes, bytes]:
-    """Of an API server that is its own authority."""
+    """Make a self-signed certificate of an API server, and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "api")])
     now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""Batches for the methods of a job, by declaration: correct ones, and each way to be wrong."""
+"""Batches for the methods of a job, made from the declarations: correct ones, and one for each error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from sequences import sequence_batch
 from torch import Tensor
 
+from rolemesh.columns import COLUMNS
 from rolemesh.dataproto import DataProto
-from rolemesh.roles import COLUMNS, Method
+from rolemesh.roles import Method
 from rolemesh.services.rollout.engines.sampling import draw_uniforms
 from rolemesh.v1 import frame_pb2
 from rolemesh.wire.codec import encode
@@ -19,7 +20,7 @@ from rolemesh.wire.frame import join_frame
 
 P, T, K = 6, 10, 4
 VOCABULARY = 259  # of the tiny models
-# Of each column of integers that something is looked up by: the least value, and the first that is too high.
+# For each integer column used as an index: the lowest valid value, and the lowest value that is too high.
 LIMITS = {
     "prompts": (0, VOCABULARY),
     "responses": (0, VOCABULARY),
@@ -31,7 +32,7 @@ LIMITS = {
 
 
 def correct(method: Method, rows: int, *, prompt: int = P, response: int = T) -> DataProto:
-    """A batch that the method takes, of a job with these widths and rollout.top_k K."""
+    """Make a batch that the method accepts, for a job with these widths and rollout.top_k K."""
     batch = sequence_batch(rows, prompt=prompt, response=response)
     ids, attended = batch["input_ids"], batch["attention_mask"].bool()
     sampled = batch["response_mask"]
@@ -41,6 +42,7 @@ def correct(method: Method, rows: int, *, prompt: int = P, response: int = T) ->
         "prompts": ids[:, :prompt],
         "prompt_mask": attended[:, :prompt],
         "responses": ids[:, prompt:],
+        "turns": attended[:, prompt:].where(torch.arange(response) < response - 1, False).long(),
         "seeds": torch.arange(rows) * 7919 - 5,
         "kept_ids": torch.where(sampled[..., None], torch.cat([drawn, others], -1), -1).int(),
         "loss_mask": sampled & (torch.arange(response) != 2),
@@ -57,7 +59,7 @@ def correct(method: Method, rows: int, *, prompt: int = P, response: int = T) ->
 
 
 def with_column(batch: DataProto, name: str, value: Any) -> DataProto:
-    """The batch with another column of that name."""
+    """Return the batch with the column replaced or added."""
     changed = DataProto(batch.tensors, batch.non_tensors, dict(batch.meta_info))
     changed[name] = value
     return changed
@@ -68,7 +70,7 @@ def without(batch: DataProto, name: str) -> DataProto:
 
 
 def wrong_columns(method: Method, batch: DataProto) -> Iterator[tuple[str, str, DataProto]]:
-    """Every way for every column to be wrong: the column, how, and the batch."""
+    """Yield each possible error of each column: the column, the error, and the batch."""
     for name in batch.columns:
         ways = _wrong_tensors(name, batch, batch) if COLUMNS[name].dtype else _wrong_cells(name, batch)
         for how, value in ways:
@@ -78,7 +80,7 @@ def wrong_columns(method: Method, batch: DataProto) -> Iterator[tuple[str, str, 
 
 
 def wrong_answers(answer: DataProto, request: DataProto) -> Iterator[tuple[str, str, DataProto]]:
-    """Every way for an answer to be wrong: a column, how, and the answer."""
+    """Yield each possible error of an answer: the column, the error, and the answer."""
     masked = answer if "response_mask" in answer else request
     for name in answer.columns:
         ways = _wrong_tensors(name, answer, masked) if COLUMNS[name].dtype else _wrong_cells(name, answer)
@@ -107,7 +109,7 @@ def wrong_answers(answer: DataProto, request: DataProto) -> Iterator[tuple[str, 
 
 
 def _wrong_tensors(name: str, batch: DataProto, masked: DataProto) -> Iterator[tuple[str, Any]]:
-    """masked: has the response_mask of the batch's rows."""
+    """Yield wrong tensors. `masked` has the response_mask of the batch's rows."""
     column, tensor, rows = COLUMNS[name], batch[name], len(batch)
     for dtype in (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64, torch.bfloat16):
         if dtype != column.dtype:
@@ -140,7 +142,7 @@ def _wrong_tensors(name: str, batch: DataProto, masked: DataProto) -> Iterator[t
 
 
 def _with(tensor: Tensor, value: int, row: int, column: int) -> Tensor:
-    """The value in a cell: the last of the last row is padding where there is any."""
+    """Return the tensor with the value in a cell. The last cell of the last row is padding, if any is."""
     changed = tensor.clone()
     changed[row, column] = value
     return changed
@@ -157,7 +159,7 @@ def _wrong_cells(name: str, batch: DataProto) -> Iterator[tuple[str, Any]]:
 
 
 def wrong_wholes(method: Method, batch: DataProto) -> Iterator[tuple[str, DataProto]]:
-    """What is wrong with no column alone: how, and the batch."""
+    """Yield errors of the whole batch: the error, and the batch."""
     yield "no columns", DataProto()
     yield "zero rows", batch[:0]
     yield "no tokens", _narrowed(batch)
@@ -168,7 +170,7 @@ def wrong_wholes(method: Method, batch: DataProto) -> Iterator[tuple[str, DataPr
 
 
 def _narrowed(batch: DataProto) -> DataProto:
-    """T = 0; P = 0 where the method reads prompts alone."""
+    """Return the batch with T = 0, or with P = 0 if the method reads only prompts."""
     lost = "T" if any("T" in COLUMNS[name].axes for name in batch.columns) else "P"
     widths = {lost: 0, "S": P}
     tensors = {
@@ -180,7 +182,7 @@ def _narrowed(batch: DataProto) -> DataProto:
 
 
 def of_shape(batch: DataProto, shape: tuple[int, ...]) -> list[bytes]:
-    """No row of the batch, in columns of a shape that has no element: `encode` does not write it."""
+    """Encode no row of the batch, in columns of a shape without elements, which `encode` never writes."""
     encoded = encode(batch[:0])
     header = frame_pb2.FrameHeader.FromString(encoded.header)
     for spec in header.tensors:

@@ -1,4 +1,4 @@
-"""Real keys: authorities, and directories of the certificates that they sign."""
+"""Authorities with real keys, and directories of certificates that they sign."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Authority:
         return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     def keys(self, job: str, *roles: str, **more: Any) -> dict[str, bytes]:
-        """For a process of the job that is these roles."""
+        """Make the files of a process of the job that has these roles."""
         return self.files(job, *(f"{role}.{job}" for role in roles), **more)
 
     def files(self, *names: str, lasts: timedelta = HOUR, trusted: bytes = b"") -> dict[str, bytes]:
-        """A new key and its certificate, for these DNS names; `trusted`: further authorities."""
+        """Make a new key and its certificate for these DNS names. `trusted`: additional authorities."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "process")])
         certificate = self._sign(key, subject, lasts, *names)
@@ -67,7 +67,7 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def swap(directory: Path, files: dict[str, bytes]) -> Path:
-    """Puts the files in place as a kubelet does with a Secret: behind one link, which is swapped."""
+    """Replace the files as a kubelet does for a Secret: by replacing one symbolic link."""
     generation = directory / f"..generation-{next(generations)}"
     generation.mkdir(parents=True)
     for name, content in files.items():

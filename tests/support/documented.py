@@ -10,14 +10,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def documented_names() -> list[str]:
-    """Those in the first column of a table, as they stand there."""
+    """Return the names in the first columns of the tables, unchanged."""
     rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
 
 
 def undocumented(records: Iterable[Mapping[str, object]]) -> list[str]:
-    """The names in records of metrics.jsonl that the page does not explain. On it <n> and <k> are numbers, any
-    other <name> is a word, and <source> may have slashes."""
+    """Return the names in records of metrics.jsonl that the page does not explain.
+
+    On the page, <n> and <k> are numbers, <source> may have slashes, and any other <name> is a word.
+    """
     placeholders = {"<n>": r"\d+", "<k>": r"\d+", "<source>": r".+"}
     patterns = [
         "".join(

@@ -1,4 +1,4 @@
-"""Models that compute in float64 from end to end."""
+"""Models that compute only in float64."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from torch import nn
 
 
 def in_float64(model: Any) -> Any:
-    """The model, in place. transformers' norms compute in float32 whatever the type of the model, so that
-    gradients which are added before a norm and after it would differ by float32's rounding."""
+    """Convert the model in place.
+
+    transformers' norms always compute in float32. Then gradients that are added before a norm differ from
+    gradients that are added after it, by float32's rounding.
+    """
     model.double()
     norms = [(name, part) for name, part in model.named_modules() if hasattr(part, "variance_epsilon")]
     for name, part in norms:

@@ -1,4 +1,4 @@
-"""Prompts, their answers by the hf engine, and other weights for it."""
+"""Prompts, responses of engine hf to them, and changed weights for it."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def prompts_of(rows: int, sampling: str = "train") -> DataProto:
 
 
 async def generated(worker: RolloutWorker, prompts: DataProto) -> DataProto:
-    """All rows, in the order of the request."""
+    """Generate all rows; return them in the order of the request."""
     answer = DataProto.concat([rows async for rows in worker.generate(prompts)])
     assert sorted(answer["row"].tolist()) == list(range(len(prompts)))
     return answer[answer["row"].argsort()]
 
 
 def trained(model: Path, seed: int = 4) -> Any:
-    """The directory's model after a change of every weight."""
+    """Load the directory's model, and change every weight."""
     changed, generator = AutoModelForCausalLM.from_pretrained(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in changed.parameters():

@@ -20,10 +20,11 @@ from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import read_metrics
 from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.environment.worker import EnvironmentWorker
 from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.workers.local import LocalWorker
-from rolemesh.workers.traces import Traces
+from rolemesh.workers.seat import Seat
 
 WORKERS: dict[str, Any] = {
     "actor": ActorWorker,
@@ -31,9 +32,10 @@ WORKERS: dict[str, Any] = {
     "reference": ReferenceWorker,
     "critic": CriticWorker,
     "reward": RewardWorker,
+    "environment": EnvironmentWorker,
 }
 
-# Rewards digits: something that a random model does now and then.
+# Rewards digits, which a random model sometimes generates.
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(character.isdigit() for character in solution_str) / 8
@@ -55,7 +57,7 @@ def write_data(directory: Path, name: str, num_rows: int) -> str:
 
 
 def small_job(directory: Path, model: Path, run: str, *overrides: str) -> JobConfig:
-    """Four prompts a step, two answers each, PPO with an adaptive KL in the reward, where it has one."""
+    """Make a PPO job: four prompts a step, two responses each, adaptive KL if the reward has a KL penalty."""
     (directory / "reward.py").write_text(REWARD)
     base: dict[str, Any] = {
         "algorithm": {
@@ -89,16 +91,14 @@ def small_job(directory: Path, model: Path, run: str, *overrides: str) -> JobCon
     }
     sections = merge(base, parse_overrides(overrides))
     if not sections["algorithm"]["use_kl_in_reward"]:
-        del sections["algorithm"]["kl_ctrl"]  # nothing to steer
+        del sections["algorithm"]["kl_ctrl"]  # no KL penalty to adapt
     return make_job(sections)
 
 
 @contextmanager
 def workers(job: JobConfig) -> Iterator[Roles]:
-    """The job's roles as workers of this process."""
-    made: dict[str, LocalWorker] = {role: WORKERS[role](job) for role in job.roles}
-    for role, worker in made.items():
-        worker.traces = Traces.of(job, role)
+    """Make the job's roles as workers in this process."""
+    made: dict[str, LocalWorker] = {role: WORKERS[role](job, Seat.of(job, role)) for role in job.roles}
     try:
         yield Roles.of(job, made)
     finally:
@@ -107,11 +107,10 @@ def workers(job: JobConfig) -> Iterator[Roles]:
 
 
 async def train(job: JobConfig) -> Summary:
-    """A whole run with fresh workers, as a new process would make it. docs/metrics.md has every name that it
-    reports."""
+    """Run the whole job with new workers, as a new process would. docs/metrics.md must have every metric."""
     with workers(job) as roles:
         summary = await Run(job, load_tokenizer(job.actor.model)).train(roles)
-    assert undocumented(summary.records) == []
+    assert not (names := undocumented(summary.records)), names
     return summary
 
 
@@ -119,6 +118,6 @@ CLOCKS = ("timing_s/", "perf/throughput", "ended_at")
 
 
 def course(job: JobConfig) -> list[dict[str, float | None]]:
-    """metrics.jsonl without clock times: every loss, score and norm of every step."""
+    """Read metrics.jsonl without clock times: every loss, score and norm of every step."""
     records = read_metrics(job.run_dir / "metrics.jsonl")
     return [{key: value for key, value in r.items() if not key.startswith(CLOCKS)} for r in records]

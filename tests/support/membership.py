@@ -1,4 +1,4 @@
-"""Replicas that come and go as a test says."""
+"""Replicas that a test adds and removes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Told:
         self._now, self._changed = frozenset(addresses), asyncio.Event()
 
     def tell(self, *addresses: str) -> None:
-        """These are there from now on."""
+        """Set the replicas that exist from now on."""
         self._now = frozenset(addresses)
         self._changed.set()
 
@@ -27,6 +27,6 @@ class Told:
 
 
 async def until(pool: ReplicaPool, holds: Callable[[], object]) -> None:
-    """Returns when it holds, which it may after any change of the pool."""
+    """Wait until the condition holds; it is checked after each change of the pool."""
     async with asyncio.timeout(30), pool._changed:
         await pool._changed.wait_for(holds)

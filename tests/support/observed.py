@@ -1,4 +1,4 @@
-"""A run whose order of events can be told, with roles in this process or over gRPC."""
+"""A run whose order of events is recorded, with roles in this process or over gRPC."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from serving import served
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.roles import Metrics, Roles, methods
-from rolemesh.services.controller.main import CLIENTS
+from rolemesh.roles import Metrics, Roles
+from rolemesh.services.controller.main import new_client
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.weights.source import WeightSource
 
@@ -32,12 +32,12 @@ async def in_process(job: JobConfig) -> AsyncIterator[Roles]:
 
 @asynccontextmanager
 async def over_grpc(job: JobConfig) -> AsyncIterator[Roles]:
-    """Every role behind a port, the rollout behind two."""
+    """Serve every role on a port, the rollout on two."""
     async with AsyncExitStack() as stack:
         clients: dict[str, Any] = {}
         for role in job.roles:
             addresses = await stack.enter_async_context(served(role, *[job] * (1 + (role == "rollout"))))
-            clients[role] = await stack.enter_async_context(CLIENTS[role](addresses, methods(job)))
+            clients[role] = await stack.enter_async_context(new_client(role, addresses, job))
         yield Roles.of(job, clients)
 
 
@@ -49,7 +49,7 @@ async def run(job: JobConfig, roles: Roles) -> Run:
 
 @dataclass
 class Observed:
-    """The rollout and the actor of a run, in between a list of what happened in which order."""
+    """Wraps the rollout and the actor of a run, and records their events in order."""
 
     roles: Roles
     events: list[str] = field(default_factory=list)
@@ -100,8 +100,11 @@ class Observed:
     async def publish_weights(self, version: int) -> WeightSource:
         return await self.roles.actor.publish_weights(version)
 
-    async def save_checkpoint(self, directory: Path) -> None:
-        await self.roles.actor.save_checkpoint(directory)
+    async def begin_checkpoint(self, directory: Path) -> None:
+        await self.roles.actor.begin_checkpoint(directory)
+
+    async def finish_checkpoint(self, directory: Path) -> None:
+        await self.roles.actor.finish_checkpoint(directory)
 
     async def load_checkpoint(self, directory: Path | None) -> None:
         await self.roles.actor.load_checkpoint(directory)

@@ -1,4 +1,4 @@
-"""What Helm makes of the chart, and what a cluster would say of it."""
+"""Renders the chart with Helm, and checks the result as a cluster would."""
 
 from __future__ import annotations
 
@@ -16,12 +16,26 @@ import jsonschema
 import kubernetes_validate.utils
 import yaml
 
+# placements by the name of their strategy
+STRATEGIES: dict[str, Any] = {
+    name: {"strategy": name} for name in ("collocate", "hybrid", "split-collocate", "standalone")
+}
+STRATEGIES["custom"] = {
+    "strategy": "custom",
+    "groups": {
+        "train": ["actor", "critic"],
+        "free": ["reference"],
+        "rollout": ["rollout"],
+        "reward": ["reward"],
+    },
+}
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "rlhf-job"
 EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
 KUBERNETES = "1.34.0"
 
-# What a cluster has that has everything the chart knows.
+# The APIs of a cluster that has everything that the chart can use.
 APIS = (
     "monitoring.coreos.com/v1/PodMonitor",
     "monitoring.coreos.com/v1/PrometheusRule",
@@ -29,36 +43,37 @@ APIS = (
     "cert-manager.io/v1/Certificate",
     "scheduling.x-k8s.io/v1alpha1/PodGroup",
     "scheduling.volcano.sh/v1beta1/PodGroup",
+    "ray.io/v1/RayCluster",
 )
 
 Object = dict[str, Any]
 
 # The definitions of prometheus-operator 0.85.0, KEDA 2.18.3, cert-manager 1.19.2 and scheduler-plugins 0.32.7
-# (all Apache-2.0): what they require, without what they explain.
+# (all Apache-2.0), without their descriptions.
 DEFINITIONS: dict[str, Object] = json.loads((ROOT / "tests/charts/crds.json").read_text(encoding="utf-8"))
 
-# The library reads a megabyte of definitions for each object that it looks at.
+# Without the cache, the library reads a megabyte of definitions for each object.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
 @cache
 def helm() -> str | None:
-    """The program: $HELM, or the one that `make setup` left, or this machine's."""
+    """Find the program: $HELM, the one in .venv, or this machine's."""
     return os.environ.get("HELM") or shutil.which("helm", path=f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}")
 
 
 class Refused(Exception):
-    """Helm's words, with which the installation ends."""
+    """Helm refused the values; the message is Helm's."""
 
 
 def template(
     values: Mapping[str, Any], *, release: str = "demo", apis: Sequence[str] = APIS, chart: Path = CHART,
     files: Sequence[Path] = (),
 ) -> str:  # fmt: skip
-    """What `helm install` would send, as text.
+    """Render what `helm install` would send, as text.
 
     Raises:
-        Refused: what it would say instead.
+        Refused: Helm refuses the values.
     """
     return _template(json.dumps(values), release, tuple(apis), chart, tuple(files))
 
@@ -77,7 +92,7 @@ def _template(values: str, release: str, apis: tuple[str, ...], chart: Path, fil
 
 
 def objects(values: Mapping[str, Any], **how: Any) -> list[Object]:
-    """The same, as objects."""
+    """Render what `helm install` would send, as objects."""
     return [thing for thing in yaml.load_all(template(values, **how), Loader=yaml.CSafeLoader) if thing]
 
 
@@ -89,20 +104,28 @@ def workloads(things: Sequence[Object]) -> list[Object]:
     return of_kind(things, "Deployment", "StatefulSet")
 
 
+def heads(things: Sequence[Object]) -> list[Object]:
+    """The RayClusters as workloads: each with the template of its head pod, which has rank 0."""
+    return [thing | {"spec": thing["spec"]["headGroupSpec"]} for thing in of_kind(things, "RayCluster")]
+
+
 def pods(things: Sequence[Object]) -> Iterator[Object]:
-    """Pod templates, and the pod of `helm test`."""
+    """Yield the pod templates, and the pod of `helm test`."""
     for thing in things:
         if thing["kind"] == "Pod":
             yield thing
+        elif thing["kind"] == "RayCluster":
+            yield thing["spec"]["headGroupSpec"]["template"]
+            yield from (group["template"] for group in thing["spec"]["workerGroupSpecs"])
         elif "template" in thing.get("spec", {}):
             yield thing["spec"]["template"]
 
 
 def groups(things: Sequence[Object]) -> dict[str, tuple[str, ...]]:
-    """Group to roles, as the processes are told."""
+    """Map each group to the roles in its processes' arguments."""
     return {
         thing["metadata"]["labels"]["app.kubernetes.io/component"]: tuple(_args(thing)[1].split(","))
-        for thing in workloads(things)
+        for thing in (*workloads(things), *heads(things))
     }
 
 
@@ -113,7 +136,7 @@ def _args(workload: Object) -> list[str]:
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector, or a Service's map, takes what has these labels."""
+    """Return whether a label selector, or a Service's map, selects an object with these labels."""
     matches = selector.get("matchLabels", {} if "matchExpressions" in selector else selector)
     for expression in selector.get("matchExpressions", ()):
         value = labels.get(expression["key"])
@@ -124,8 +147,12 @@ def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
 
 @cache
 def schema_errors(text: str) -> str:
-    """What Kubernetes' own schemas, or a definition's, say of an object (JSON); empty: nothing."""
+    """Check an object (JSON) against Kubernetes' schemas or a definition. Return the error; empty: none."""
     thing = json.loads(text)
+    if thing["kind"] == "RayCluster":  # its definition is 2 MB of pod templates; the operator reads the rest
+        templates = [template | {"apiVersion": "v1", "kind": "Pod"} for template in pods([thing])]
+        named = [each | {"metadata": each["metadata"] | thing["metadata"]} for each in templates]
+        return "".join(schema_errors(json.dumps(each)) for each in named)
     definition = DEFINITIONS.get(f"{thing['apiVersion']}/{thing['kind']}")
     try:
         if definition:
@@ -138,7 +165,7 @@ def schema_errors(text: str) -> str:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, and nothing beside what it knows, as the API server has it."""
+    """Return the schema with unknown keys forbidden, as the API server does."""
     if not isinstance(schema, dict):
         return [_closed(item) for item in schema] if isinstance(schema, list) else schema
     closed = {key: _closed(value) for key, value in schema.items()}
@@ -154,7 +181,7 @@ def _closed(schema: Any) -> Any:
 
 
 def notes(values: Mapping[str, Any], into: Path, **how: Any) -> str:
-    """What NOTES.txt says: as an object of a copy of the chart, since `helm template` keeps it to itself."""
+    """Render NOTES.txt as an object of a copy of the chart, because `helm template` does not print it."""
     chart = into / "chart"
     if not chart.exists():
         shutil.copytree(CHART, chart)
@@ -168,7 +195,7 @@ def notes(values: Mapping[str, Any], into: Path, **how: Any) -> str:
 
 
 def refusal(values: Mapping[str, Any], **how: Any) -> str:
-    """The sentence that Helm ends with."""
+    """Return the sentence with which Helm refuses the values; empty if it accepts them."""
     try:
         template(values, **how)
     except Refused as refused:

@@ -1,4 +1,4 @@
-"""A small job for rollouts, its prompts, and what a client generates from them."""
+"""A small job for rollouts, its prompts, and the responses that a client gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real roles on real ports: in this process, or as `rolemesh serve` in one of their own."""
+"""Real roles on real ports: in this process, or in another process by `rolemesh serve`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ import torch
 
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.services.controller.main import drive
+from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.processes.serve import group_server, load_group
 from rolemesh.telemetry import metrics
+from rolemesh.workers.local import LocalWorker
 
 P, T = 6, 8
 
-# Scores a row with its index; says that it has begun, and waits for a byte, where it is told to.
+# Scores a row with its index. With `started`, reports that it has begun; with `gate`, waits for a byte.
 GATED_REWARD = """
 import os
 
@@ -48,7 +52,7 @@ def put(fifo, count):
 
 @dataclass
 class Gate:
-    """A FIFO held open at both ends, so that no byte is lost, whoever comes first."""
+    """A FIFO that is held open at both ends, so no byte is lost if the writer comes before the reader."""
 
     path: Path
     fd: int
@@ -57,7 +61,7 @@ class Gate:
         os.write(self.fd, b"." * count)
 
     async def passed(self, call: asyncio.Task[Any]) -> None:
-        """Returns when somebody has put a byte in; raises if the call that was to do it has ended before."""
+        """Wait for a byte from the call; raise if the call ends before it writes one."""
         byte = asyncio.create_task(asyncio.to_thread(os.read, self.fd, 1))
         await asyncio.wait({byte, call}, return_when=asyncio.FIRST_COMPLETED)
         if not byte.done():
@@ -73,12 +77,12 @@ def gate(path: Path) -> Iterator[Gate]:
     try:
         yield held
     finally:
-        held.open()  # nobody is left waiting, also when a test fails
+        held.open()  # no process keeps waiting, even if a test fails
         os.close(held.fd)
 
 
 def reward_job(model: Path, directory: Path, **reward_kwargs: Any) -> JobConfig:
-    """A job whose reward is GATED_REWARD with these arguments; scored rows are logged in directory/scored."""
+    """Make a job with GATED_REWARD and these arguments; it logs scored rows in directory/scored."""
     directory.mkdir(parents=True, exist_ok=True)
     function = directory / "gated.py"
     function.write_text(GATED_REWARD)
@@ -98,7 +102,7 @@ def reward_job(model: Path, directory: Path, **reward_kwargs: Any) -> JobConfig:
 
 
 def scored(directory: Path) -> list[int]:
-    """Indices of the rows that were scored there, in that order."""
+    """Return the indices of the rows scored there, in order."""
     log = directory / "scored"
     return [int(line) for line in log.read_text().splitlines()] if log.exists() else []
 
@@ -122,32 +126,49 @@ def reward_batch(rows: int) -> DataProto:
 
 @asynccontextmanager
 async def served(role: str, *jobs: JobConfig) -> AsyncIterator[list[str]]:
-    """A replica of the role for each job, in this process; their addresses."""
+    """Serve a replica of the role for each job, in this process; yield their addresses."""
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(served_group([role], job)) for job in jobs]
 
 
 @asynccontextmanager
 async def served_group(roles: Sequence[str], job: JobConfig) -> AsyncIterator[str]:
-    """The roles of a group, in this process; their address."""
+    """Serve the roles of a group in this process; yield their address."""
     server = group_server(roles)
     address = await server.start("127.0.0.1:0")
+    workers: list[LocalWorker] = []
     try:
-        await server.ready((await load_group(roles, job))[1])
+        workers, servicers = await load_group(roles, job)
+        await server.ready(servicers)
         yield address
     finally:
         await server.drain(0)
+        for worker in workers:
+            if worker.role == "environment":  # its tools have processes and threads
+                await asyncio.to_thread(worker.close)
+
+
+async def train_over_grpc(job: JobConfig) -> None:
+    """The whole run with every group behind a port."""
+    async with AsyncExitStack() as stack:
+        addresses: dict[str, list[str]] = {role: [] for role in job.roles}
+        for group, roles in job.groups.items():
+            for _ in range(job.num_replicas(group)):
+                address = await stack.enter_async_context(served_group(roles, job))
+                for role in roles:
+                    addresses[role].append(address)
+        await drive(Run(job, load_tokenizer(job.actor.model)), addresses, "127.0.0.1:0", None)
 
 
 def num_switches() -> float:
-    """How often one role has taken another's place on a device, since this process began."""
+    """Count how often a device has switched from one role to another in this process."""
     samples = next(iter(metrics.LEASE_SWITCH_SECONDS.collect())).samples
     return sum(sample.value for sample in samples if sample.name.endswith("_count"))
 
 
 @dataclass
 class Process:
-    """A `rolemesh serve`."""
+    """A process of `rolemesh serve`."""
 
     process: asyncio.subprocess.Process
     address: str
@@ -157,7 +178,7 @@ class Process:
 
 @asynccontextmanager
 async def serve_process(role: str, job: JobConfig, directory: Path, *options: str) -> AsyncIterator[Process]:
-    """The role in a process of its own, bound and perhaps still loading."""
+    """Start the role in its own process. Its port is bound, but it may still be loading."""
     config, address_file = directory / "job.yaml", directory / "address.json"
     config.write_text(job.to_yaml())
     arguments = ["--config", str(config), "--address-file", str(address_file), "--exit-with-parent", *options]

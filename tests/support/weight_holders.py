@@ -1,4 +1,4 @@
-"""Holders of weights over real servers, and some that fail."""
+"""Servers of weights, and some that fail."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -43,7 +43,7 @@ def stored(held: HeldWeights) -> WeightStore:
 
 
 def of_every_dtype() -> dict[str, Tensor]:
-    """Random bits, so NaNs of all kinds too; bool takes 0 and 1 alone."""
+    """Make tensors of random bits, so all kinds of NaN occur; bool has only 0 and 1."""
     octets = torch.randint(0, 256, (48,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     return {
         str(dtype): (octets % 2).bool() if dtype == torch.bool else octets.clone().view(dtype)
@@ -56,7 +56,7 @@ def noise(num_bytes: int, seed: int = 1) -> Tensor:
 
 
 def large(version: int = 1) -> HeldWeights:
-    """Six pieces and a bit."""
+    """Make weights that are slightly larger than six pieces."""
     return HeldWeights(version, {"a": noise(10 * MIB + 5), "b": noise(14 * MIB)})
 
 
@@ -75,7 +75,7 @@ def pull(
 
 
 def counted(counter: Any, *labels: str) -> Callable[[], int]:
-    """How much a counter has grown since now."""
+    """Return a function that tells how much a counter has grown since this call."""
     value = counter.labels(*labels)._value
     before = value.get()
     return lambda: int(value.get() - before)
@@ -85,7 +85,7 @@ def counted(counter: Any, *labels: str) -> Callable[[], int]:
 
 
 class Faulty(WeightsServicer):
-    """The real service, in whose stream of bytes something happens. `starts` are the offsets asked for."""
+    """The real service, with a hook that can change its frames. `starts` are the requested offsets."""
 
     def __init__(self, held: HeldWeights) -> None:
         super().__init__(stored(held))
@@ -103,7 +103,7 @@ class Faulty(WeightsServicer):
 
 
 class Flipping(Faulty):
-    """Damages one byte of a frame, so many times."""
+    """Changes one bit of the frame at an offset, the given number of times."""
 
     def __init__(self, held: HeldWeights, at: int, times: int) -> None:
         super().__init__(held)
@@ -117,7 +117,7 @@ class Flipping(Faulty):
 
 
 class Gated(Faulty):
-    """Sends up to a byte, and the rest once it is let."""
+    """Sends the bytes before an offset, and the rest after `open` is set."""
 
     def __init__(self, held: HeldWeights, until: int) -> None:
         super().__init__(held)
@@ -132,7 +132,7 @@ class Gated(Faulty):
 
 
 class Elsewhere(Gated):
-    """The same on another machine: its memory cannot be had."""
+    """The same as on another machine, whose memory cannot be shared."""
 
     async def GetManifest(self, request: Any, context: Any) -> Any:
         answer = await super().GetManifest(request, context)

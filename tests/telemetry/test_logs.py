@@ -114,3 +114,19 @@ def test_every_character_that_unicode_calls_a_control_is_escaped(written: Any) -
     hidden = [char for char in every if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")]
     log.warning("%s", "".join(hidden))
     assert lines(written)[0].isprintable()
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [("text", " INFO actor rank 0: it computes"), ("json", '"role": "actor", "rank": 0, "message"')],
+    ids=["text", "json"],
+    indirect=["written"],
+)
+def test_a_rank_is_named_also_rank_0(written: Any, words: str) -> None:
+    tokens = context.role.set("actor"), context.rank.set(0)
+    try:
+        log.info("it computes")
+    finally:
+        context.role.reset(tokens[0])
+        context.rank.reset(tokens[1])
+    assert words in lines(written)[0]

@@ -15,7 +15,7 @@ from rolemesh.telemetry.timeline import Call, Part, recorded, to_chrome, told
 def test_what_a_server_did_lies_in_the_middle_of_what_its_client_saw() -> None:
     # Ten seconds for the client, six for the server: two on the way there and two on the way back.
     call = Call("actor 10.0.0.7:1", "actor.update", time.perf_counter() - 10)
-    call.heard(json.dumps([6.0, [["waits for critic", 1.0, 2.0], ["computes", 2.0, 5.0]]]))
+    call.heard(json.dumps([6.0, [["waits for critic", 1.0, 2.0, None], ["computes", 2.0, 5.0, None]]]))
     spans = [(part.name, part.began - call.began, part.ended - call.began) for part in call.parts]
     expected = [("transfer", 0, 3), ("waits for critic", 3, 4), ("computes", 4, 7), ("transfer", 7, 10)]
     assert [name for name, _, _ in spans] == [name for name, _, _ in expected]
@@ -28,7 +28,7 @@ def test_a_server_tells_seconds_since_the_request_came() -> None:
     parts = [Part("computes", began + 1, began + 2)]
     seconds, spans = json.loads(told([Call("actor", "actor.update", began, parts=parts)], began))
     assert seconds == pytest.approx(3, abs=0.1)
-    assert spans == [["computes", pytest.approx(1, abs=1e-5), pytest.approx(2, abs=1e-5)]]
+    assert spans == [["computes", pytest.approx(1, abs=1e-5), pytest.approx(2, abs=1e-5), None]]
 
 
 def test_a_call_is_written_down_where_somebody_records() -> None:
@@ -70,3 +70,33 @@ def test_calls_side_by_side_have_rows_of_their_own_and_end_with_the_step() -> No
         ("actor.c", 1, 4, 6),
         ("computes", 1, 6, 4),
     ]
+
+
+def test_each_rank_has_a_row_and_leaves_its_callers_parts_as_they_are() -> None:
+    step = Call("controller", "step 3", 100.0, 110.0)
+    call = Call("actor 10.0.0.7:1", "actor.update", 100.0)
+    at = time.perf_counter()
+    told_parts = [
+        ["computes", 1.0, 7.0, None],
+        ["computes", 1.0, 5.0, 0],
+        ["collectives", 5.0, 7.0, 0],
+        ["computes", 1.0, 3.0, 1],
+        ["collectives", 3.0, 7.0, 1],
+    ]
+    call.began = at - 8
+    call.heard(json.dumps([8.0, told_parts]))
+    assert [part.name for part in call.parts if part.rank is None] == ["transfer", "computes", "transfer"]
+    step.began, step.ended, call.ended = call.began, at, at
+    events = to_chrome([call], step)["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    named = {
+        (rows[e["tid"]], e["name"]): round(e["dur"] / 1e6)
+        for e in events
+        if e["ph"] == "X" and rows[e["tid"]].startswith("rank")
+    }
+    assert named == {
+        ("rank 0", "actor.update"): 4,
+        ("rank 0", "collectives"): 2,
+        ("rank 1", "actor.update"): 2,
+        ("rank 1", "collectives"): 4,
+    }

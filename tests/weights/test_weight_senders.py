@@ -28,7 +28,7 @@ from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import GetManifestResponse, WatchRegionResponse
 from rolemesh.weights import manifest, region, remote
 from rolemesh.weights.held import HeldWeights, Holding
-from rolemesh.weights.region import Region
+from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
 from rolemesh.wire.frame import join_frame
@@ -51,7 +51,7 @@ async def test_a_holder_whose_memory_has_changed_is_left_for_the_next(no_shared_
     good = Faulty(held)
     async with serving(WeightsServicer(stored(damaged)), good) as addresses:
         await assert_same(await pull(addresses, held).fetch(), held)
-        with pytest.raises(WeightsUnavailable, match="the piece at byte 8388608, twice"):
+        with pytest.raises(WeightsUnavailable, match="the piece at byte 8388608 arrived damaged twice"):
             await pull(addresses[:1], held).fetch()
     assert good.starts == [8 * MIB]  # what was verified is kept
 
@@ -66,7 +66,7 @@ async def test_shared_memory_that_could_still_be_changed_is_not_used_though_it_i
         elsewhere.setattr(region, "CAN_SHARE", False)
         far = large()
         assert far.holding.digest == honest.digest
-    lying = Region(honest.num_bytes)
+    lying = WeightRegion(honest.num_bytes)
     lying.write(0, honest.region.read(0, honest.num_bytes))
     store, pulled = WeightStore(), WeightStore()
     store.put(Holding(honest.serialized, honest.manifest, lying, "rollout", honest.num_bytes))
@@ -176,7 +176,7 @@ async def test_a_region_that_is_verified_too_slowly_by_its_holder_is_left_for_th
         far = large()
         assert far.holding.digest == held.holding.digest
     store.put(
-        Holding(held.holding.serialized, held.holding.manifest, Region(held.holding.num_bytes), "rollout")
+        Holding(held.holding.serialized, held.holding.manifest, WeightRegion(held.holding.num_bytes), "rollout")
     )
     stalled = counted(metrics.WEIGHTS_SOURCE_FAILURES, "stalled")
     async with serving(Slow(store), Faulty(far)) as addresses:
@@ -208,7 +208,7 @@ async def test_a_sender_of_other_things_than_frames_is_left_for_the_next(junk: b
         ),
         (
             lambda answer: answer.MergeFrom(GetManifestResponse(manifest=bytes((16 << 20) + 1))),
-            "a manifest of 16777217 bytes; 16777216 are accepted",
+            "a manifest of 16777217 bytes; at most 16777216 accepted",
         ),
     ],
     ids=["an answer too large", "a manifest too large"],

@@ -25,7 +25,7 @@ from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import WatchRegionRequest
 from rolemesh.weights import region, remote, service
 from rolemesh.weights.held import HeldWeights, Holding
-from rolemesh.weights.region import Region
+from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
 
@@ -110,7 +110,7 @@ async def test_a_version_that_goes_while_it_is_pulled_is_unavailable(no_shared_m
         await gated.reached.wait()
         gated._store.put(large(2).holding)
         gated.open.set()
-        with pytest.raises(WeightsUnavailable, match="version 1 is held no longer: version 2 is held"):
+        with pytest.raises(WeightsUnavailable, match="version 1 is no longer held: version 2 is held"):
             await fetching
 
 
@@ -126,7 +126,7 @@ async def test_every_source_is_named_with_what_it_did(no_shared_memory: None, mo
             await pull([*gone, *addresses], held).fetch()
     said = [
         "UNAVAILABLE",
-        "piece at byte 4194304, twice",
+        "piece at byte 4194304 arrived damaged twice",
         "fewer than 4194304 bytes were verified in 2 s",
         "version 2 is held",
     ]
@@ -185,14 +185,21 @@ async def test_a_relay_that_is_not_told_yet_is_waited_for(no_shared_memory: None
     assert served.starts == [0]
 
 
+async def pulled_along_a_chain(
+    actor: str, relays: list[str], held: HeldWeights, stores: list[WeightStore]
+) -> None:
+    """Each relay pulls from the one before it, or else from one further back, the first from the actor."""
+    chain = [[*reversed(relays[:i]), actor] for i in range(len(stores))]
+    pulls = [pull(sources, held, store).fetch() for sources, store in zip(chain, stores, strict=True)]
+    for tensors in await asyncio.gather(*pulls):
+        await assert_same(tensors, held)
+
+
 async def test_the_actor_sends_each_byte_once_however_many_replicas_there_are(no_shared_memory: None):
     held, stores = large(), [WeightStore() for _ in range(8)]
     sent, relayed = (counted(metrics.WEIGHTS_SENT_BYTES, role) for role in ("actor", "rollout"))
     async with serving(WeightsServicer(stored(held)), *map(WeightsServicer, stores)) as (actor, *relays):
-        chain = [[*reversed(relays[:i]), actor] for i in range(8)]
-        pulls = [pull(sources, held, store).fetch() for sources, store in zip(chain, stores, strict=True)]
-        for tensors in await asyncio.gather(*pulls):
-            await assert_same(tensors, held)
+        await pulled_along_a_chain(actor, relays, held, stores)
     assert sent() == held.holding.num_bytes
     assert relayed() == 7 * held.holding.num_bytes
 
@@ -203,10 +210,7 @@ async def test_replicas_of_one_machine_share_one_region_which_the_first_receives
     held, stores = large(), [WeightStore() for _ in range(8)]
     elsewhere = Elsewhere(held, held.holding.num_bytes)
     async with serving(elsewhere, *map(WeightsServicer, stores)) as (actor, *relays):
-        chain = [[*reversed(relays[:i]), actor] for i in range(8)]
-        pulls = [pull(sources, held, store).fetch() for sources, store in zip(chain, stores, strict=True)]
-        for tensors in await asyncio.gather(*pulls):
-            await assert_same(tensors, held)
+        await pulled_along_a_chain(actor, relays, held, stores)
     assert elsewhere.starts == [0]
     taken = [store.find(1, held.holding.digest) for store in stores]
     names = {holding.region.shared.name for holding in taken if holding and holding.region.shared}
@@ -217,7 +221,7 @@ async def test_replicas_of_one_machine_share_one_region_which_the_first_receives
 def unverified(held: HeldWeights) -> Holding:
     """All bytes are there, and none counts yet."""
     whole = held.holding
-    arriving = Holding(whole.serialized, whole.manifest, Region(whole.num_bytes), "rollout")
+    arriving = Holding(whole.serialized, whole.manifest, WeightRegion(whole.num_bytes), "rollout")
     arriving.region.write(0, whole.region.read(0, whole.num_bytes))
     return arriving
 

@@ -16,7 +16,7 @@ from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest
 from rolemesh.weights import manifest as manifest_module
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.manifest import check_manifest, digest_of, outline, read_manifest, unpack
-from rolemesh.weights.region import CAN_SHARE, Region
+from rolemesh.weights.region import CAN_SHARE, WeightRegion
 from rolemesh.weights.store import WeightStore
 from rolemesh.wire.limits import MAX_WEIGHT_AXES, MAX_WEIGHTS
 
@@ -138,7 +138,7 @@ def test_a_manifest_of_another_digest_or_none_at_all_is_refused():
     [
         (b"\x12\x00" * (8 << 20), "a manifest of more than 65544 fields"),
         (field(2, field(15, b"") * 9), "a tensor's description of more than 8 fields"),
-        (field(2, field(3, b"\x01" * 641)), "a shape of 641 bytes; one has at most 64 axes"),
+        (field(2, field(3, b"\x01" * 641)), "a shape of 641 bytes; a tensor has at most 64 axes"),
         (field(2, field(3, b"\x01" * 320) * 3), "a shape of 960 bytes"),
     ],
     ids=["8 M tensors", "fields", "axes", "axes in parts"],
@@ -180,11 +180,11 @@ def num_mapped() -> int:
 
 @shares
 def test_another_mapping_has_the_same_bytes_and_neither_can_change_them():
-    region = Region(2 * MIB)
+    region = WeightRegion(2 * MIB)
     region.write(5, memoryview(b"weights"))
     shared = region.shared
     assert shared is not None
-    other = Region.open(shared, 2 * MIB)
+    other = WeightRegion.open(shared, 2 * MIB)
     assert other is not None
     assert bytes(other.read(4, 13)) == b"\0weights\0"
     region.write(5, memoryview(b"W"))
@@ -203,11 +203,11 @@ def test_another_mapping_has_the_same_bytes_and_neither_can_change_them():
 @shares
 def test_the_memory_outlives_its_maker_and_goes_with_the_last_reader():
     before = num_mapped()
-    region = Region(MIB)
+    region = WeightRegion(MIB)
     region.write(0, memoryview(b"weights"))
     shared = region.shared
     assert shared is not None
-    other = Region.open(shared, MIB)
+    other = WeightRegion.open(shared, MIB)
     assert other is not None
     assert num_mapped() == before + 2
     del region
@@ -219,7 +219,7 @@ def test_the_memory_outlives_its_maker_and_goes_with_the_last_reader():
 
 @shares
 def test_what_is_not_exactly_that_region_is_not_opened(tmp_path: Path):
-    region = Region(MIB)
+    region = WeightRegion(MIB)
     shared = region.shared
     assert shared is not None
     ordinary = tmp_path / "file"
@@ -234,14 +234,14 @@ def test_what_is_not_exactly_that_region_is_not_opened(tmp_path: Path):
             (f"{ours}/{fd}", str(ordinary), MIB),  # it could be changed or cut short at any time
             (str(ordinary), str(ordinary), MIB),
         ]:
-            assert Region.open(SharedRegion(path=path, name=name), num_bytes) is None
-        assert Region.open(shared, MIB) is not None
+            assert WeightRegion.open(SharedRegion(path=path, name=name), num_bytes) is None
+        assert WeightRegion.open(shared, MIB) is not None
 
 
 @shares
 def test_no_two_regions_have_the_same_name():
     """Another machine's path may well be one of ours, with a region of the same size at it."""
-    regions = [Region(MIB) for _ in range(3)]
+    regions = [WeightRegion(MIB) for _ in range(3)]
     assert len({region.shared.name for region in regions if region.shared}) == 3
 
 
@@ -261,13 +261,14 @@ def test_where_no_file_may_be_so_large_the_memory_is_this_process_s_alone():
 
 @shares
 def test_memory_is_taken_for_what_was_written_and_not_for_what_was_announced():
-    region = Region(1 << 31)
+    region = WeightRegion(1 << 31)
     region.write(1 << 30, memoryview(bytes(MIB)))
     shared = region.shared
     assert shared is not None
     assert os.stat(shared.path).st_blocks * 512 == MIB
     with pytest.raises(WeightsUnavailable, match="no memory for 4398046511104 bytes"):
-        Region(1 << 42)
+        WeightRegion(1 << 42)
+    assert WeightRegion(1 << 42, is_filled=False).num_bytes == 1 << 42
 
 
 async def test_a_store_holds_one_version_and_lets_the_one_before_go_even_while_it_is_read():
@@ -278,7 +279,7 @@ async def test_a_store_holds_one_version_and_lets_the_one_before_go_even_while_i
     assert await store.get(1, first.digest) is first
     store.put(second)
     assert num_mapped() == before + 1
-    with pytest.raises(WeightsUnavailable, match="version 1 is held no longer: version 2 is held"):
+    with pytest.raises(WeightsUnavailable, match="version 1 is no longer held: version 2 is held"):
         await first.beyond(0)
     with pytest.raises(WeightsUnavailable, match="version 1 is not held here; version 2 is held"):
         await store.get(1, first.digest)

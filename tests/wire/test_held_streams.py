@@ -66,7 +66,7 @@ async def reward(
         address = await server.start("127.0.0.1:0")
         try:
             workers, servicers = await load_group(["reward"], job)
-            threads["worker"] = workers[0].thread
+            threads["worker"] = workers[0].seat.thread
             await server.ready(servicers)
             async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
                 yield channel
@@ -254,8 +254,9 @@ async def test_a_stream_that_stands_still_is_ended_and_its_bytes_are_given_back(
             left, most = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert most > 4 * encoded.region_bytes  # they were held
-        assert left < 2 * encoded.region_bytes  # of sixteen; some 15 KB a call are its status and its log line
+        assert most > 8 * encoded.region_bytes  # they were held
+        # Of sixteen regions; some 20 to 30 KB a call are its status and its log line, whatever it had sent.
+        assert left < 4 * encoded.region_bytes
         await score(channel, batch)
 
 
@@ -298,7 +299,7 @@ def cells(header: frame_pb2.FrameHeader) -> None:
     [
         (wide, r"column 'responses' is torch.int64 \[2000, 1048576\]; torch.int64 \[2000, 8\] expected"),
         (floats, r"column 'responses' is torch.float32 \[2000, 8\]; torch.int64"),
-        (no_rows, "needs a row or more"),
+        (no_rows, "needs at least one row"),
         (cells, "column 'uid' is a tensor; a str for each row expected"),
         (lambda header: header.ClearField("tensors"), r"needs tensors \['prompts', 'prompt_mask', 'responses'"),
     ],

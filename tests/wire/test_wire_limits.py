@@ -248,9 +248,9 @@ def sharing() -> bytes:
     ("data", "message"),
     [
         (sharing(), "share bytes"),
-        (described(LONG, encoding="object", note="y"), "metadata beside its encoding"),
-        (described(LONG, encoding="x" * 96), "no large_string with encoding 'xxx"),
-        (described(LONG, encoding="x" * 97), "metadata beside its encoding"),
+        (described(LONG, encoding="object", note="y"), "metadata besides its encoding"),
+        (described(LONG, encoding="x" * 96), "is large_string with encoding 'xxx"),
+        (described(LONG, encoding="x" * 97), "metadata besides its encoding"),
         (arrow(record([LONG], "object").replace_schema_metadata({"k": "v"})), "metadata as a whole"),
         (described(pa.array([[1], [2]]), encoding="object"), "nested or of type 12"),
         (described(pa.array(["x", "y"]).dictionary_encode(), encoding="object"), "nested or of type"),
@@ -290,7 +290,7 @@ def claiming(
 def test_a_claim_above_the_limit_is_refused_by_its_header_alone():
     blob, claimed = claiming(1 << 18, 512, data_pb2.LAYOUT_MASK, 8)
     assert claimed == 1 << 30
-    with pytest.raises(InvalidBatch, match="2097152 bytes claim to be 1073741824"):
+    with pytest.raises(InvalidBatch, match="2097152 bytes claims to be 1073741824"):
         load(blob)
     allowed, claimed = claiming(1 << 18, 96, data_pb2.LAYOUT_MASK, 8)
     assert claimed == limits.FREE_EXPANSION + limits.MAX_EXPANSION * (2 << 20)

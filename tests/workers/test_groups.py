@@ -7,7 +7,6 @@ import threading
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ from rolemesh.rpc.calling.clients import (
     RoleClient,
     RolloutClient,
 )
-from rolemesh.services.processes.serve import ROLES, group_server, load_group
+from rolemesh.services.processes import serve
+from rolemesh.services.processes.serve import group_server, load_group
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking
 
@@ -95,7 +95,7 @@ async def test_a_group_answers_on_one_port_as_each_of_its_roles(job: JobConfig, 
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         async with CriticClient([process.address], methods(job)) as critic:
-            with pytest.raises(InvalidConfig, match="it is no critic"):
+            with pytest.raises(InvalidConfig, match="another role serves there, not critic"):
                 await critic.wait_until_ready(5)
 
         old = await actor.compute_log_probs(batch)
@@ -196,7 +196,7 @@ async def test_a_disk_that_takes_no_tensors_is_an_error_that_says_who_is_where(j
         job.run_dir.rename(job.run_dir.with_name("away"))
         job.run_dir.touch()
         with pytest.raises(
-            RoleFailed, match=r"critic\.ComputeValues.*could not take its turn .*actor still is on it"
+            RoleFailed, match=r"critic\.ComputeValues.*could not take its turn .*actor is still on it"
         ):
             await critic.compute_values(sequence_batch(4))
         await actor.compute_log_probs(sequence_batch(4))
@@ -228,21 +228,17 @@ async def test_a_process_of_two_roles_never_holds_more_than_one_of_them(
 
         return moving
 
-    def loading(role: str) -> Callable[..., Any]:
-        load = ROLES[role].load
+    load = serve.load_role
 
-        def loaded(*args: Any) -> Any:
-            seen.append(held())
-            workers[role], servicers = load(*args)
-            seen.append(held())
-            return workers[role], servicers
-
-        return loaded
+    def loading(role: str, *args: Any) -> Any:
+        seen.append(held())
+        workers[role], servicers = load(role, *args)
+        seen.append(held())
+        return workers[role], servicers
 
     monkeypatch.setattr(Parking, "park", watched(Parking.park))
     monkeypatch.setattr(Parking, "unpark", watched(Parking.unpark))
-    for role in ("critic", "reference"):
-        monkeypatch.setitem(ROLES, role, replace(ROLES[role], load=loading(role)))
+    monkeypatch.setattr(serve, "load_role", loading)
     (critic, reference), _ = await load_group(["critic", "reference"], job)
     try:
         for _ in range(2):
@@ -259,7 +255,7 @@ async def test_a_process_of_two_roles_never_holds_more_than_one_of_them(
 
 @pytest.mark.parametrize("roles", [["actor", "judge"], ["actor", "actor"], [""], []])
 def test_a_group_is_of_different_roles_that_there_are(roles: list[str]) -> None:
-    with pytest.raises(InvalidConfig, match="a group is of different roles out of actor"):
+    with pytest.raises(InvalidConfig, match="expected different roles of actor"):
         group_server(roles)
 
 
@@ -279,13 +275,14 @@ async def test_a_role_computes_on_the_thread_that_loaded_it(
     job: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded_on: list[int] = []
-    load = ROLES["critic"].load
+    load = serve.load_role
 
-    def seen(*args: Any) -> Any:
-        loaded_on.append(threading.get_ident())
-        return load(*args)
+    def seen(role: str, *args: Any) -> Any:
+        if role == "critic":
+            loaded_on.append(threading.get_ident())
+        return load(role, *args)
 
-    monkeypatch.setitem(ROLES, "critic", replace(ROLES["critic"], load=seen))
+    monkeypatch.setattr(serve, "load_role", seen)
     (actor, critic), _ = await load_group(["actor", "critic"], job)
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)  # of this thread, and of no other that computes

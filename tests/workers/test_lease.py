@@ -19,6 +19,7 @@ from rolemesh.errors import RoleFailed
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker, on_worker_thread
 from rolemesh.workers.parking import Parking
+from rolemesh.workers.seat import ComputingThread, Seat
 
 ROLES = ("actor", "critic", "rollout")
 FOREVER = float("inf")
@@ -190,11 +191,13 @@ def test_an_error_says_who_failed_and_who_is_on_the_device() -> None:
     async def run() -> None:
         lease, device = await group(0, FOREVER, {"rollout": {1}, "actor": {2}})
         with pytest.raises(
-            RoleFailed, match=r"actor could not take its turn .*rollout still is.*no space left"
+            RoleFailed, match=r"actor could not take its turn .*rollout is still.*no space left"
         ):
             await computes(lease, device, "actor", 1)
         await computes(lease, device, "rollout", 1)
-        with pytest.raises(RoleFailed, match=r"actor could not take its turn .*none is on it.*no space left"):
+        with pytest.raises(
+            RoleFailed, match=r"actor could not take its turn .*no role is on it.*no space left"
+        ):
             await computes(lease, device, "actor", 1)
         assert device.awake == set()
         await computes(lease, device, "actor", 1)
@@ -248,8 +251,8 @@ def test_a_role_that_never_pauses_starves_nobody_once_its_turn_is_over(busy: str
 class Adder(LocalWorker):
     """Adds to its tensor on its thread, and notes when."""
 
-    def __init__(self, role: str, directory: Path, spans: list[tuple[float, float, str]]) -> None:
-        super().__init__(role)
+    def __init__(self, role: str, lease: Lease, directory: Path, spans: list[tuple[float, float, str]]) -> None:
+        super().__init__(role, Seat(ComputingThread(role), lease))
         self.total, self._spans = torch.zeros(1000), spans
         self.parking = Parking(lambda: [self.total], torch.device("cpu"), directory)
 
@@ -275,8 +278,8 @@ def test_threads_of_two_roles_never_compute_at_once_even_when_callers_go_away(
     tmp_path_factory: pytest.TempPathFactory, plan: list[tuple[str, int, int | None]]
 ) -> None:
     """A thread cannot be stopped: what a cancelled caller has begun ends before another role begins."""
-    directory, spans = tmp_path_factory.mktemp("parked"), []
-    workers = {role: Adder(role, directory, spans) for role in ROLES}
+    directory, spans, lease = tmp_path_factory.mktemp("parked"), [], Lease()
+    workers = {role: Adder(role, lease, directory, spans) for role in ROLES}
 
     async def called(role: str, after: int, cancelled: int | None) -> None:
         await asyncio.sleep(after / 500)
@@ -289,11 +292,9 @@ def test_threads_of_two_roles_never_compute_at_once_even_when_callers_go_away(
             task.result()
 
     async def run() -> None:
-        lease = Lease()
         for worker in workers.values():
             await lease.vacate()
             lease.seat(worker)
-            worker.lease = lease
         await asyncio.gather(*(called(*call) for call in plan))
         for worker in workers.values():
             await worker.add(0)

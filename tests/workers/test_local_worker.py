@@ -14,7 +14,8 @@ import torch
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.workers.lease import Lease
-from rolemesh.workers.local import ComputingThread, LocalWorker, by_rows
+from rolemesh.workers.local import LocalWorker, by_rows
+from rolemesh.workers.seat import ComputingThread, Seat
 
 
 def test_a_thread_is_waited_for_while_something_is_in_line_and_at_its_end() -> None:
@@ -43,8 +44,8 @@ def test_a_thread_is_waited_for_while_something_is_in_line_and_at_its_end() -> N
 class Squarer(LocalWorker):
     """Squares numbers, of which none may be negative; tells how many came at a time."""
 
-    def __init__(self) -> None:
-        super().__init__("critic")
+    def __init__(self, seat: Seat | None = None) -> None:
+        super().__init__("critic", seat)
         self.sizes: list[int] = []
 
     @by_rows
@@ -67,7 +68,7 @@ class Squarer(LocalWorker):
             began.set()
             assert end.wait(60)
 
-        holding = self.thread.submit(hold)
+        holding = self.seat.thread.submit(hold)
         try:
             assert await asyncio.to_thread(began.wait, 60)
             yield
@@ -84,7 +85,7 @@ async def begun(worker: Squarer, *batches: DataProto) -> list[asyncio.Task[DataP
     """Calls that are in line."""
     calls = [asyncio.create_task(worker.square(batch)) for batch in batches]
     await asyncio.sleep(0)  # each comes as far as the thread
-    assert worker.thread.is_waited_for
+    assert worker.seat.thread.is_waited_for
     return calls
 
 
@@ -170,11 +171,11 @@ async def test_calls_that_wait_for_a_turn_are_computed_together() -> None:
         async def wake(self) -> int:
             return 0
 
-    worker, lease = Squarer(), Lease()
+    lease = Lease()
+    worker = Squarer(Seat(ComputingThread("critic"), lease))
     lease.seat(Staying("critic"))
     await lease.vacate()
     lease.seat(Staying("rollout"))
-    worker.lease = lease
     async with asyncio.timeout(60):
         async with lease.turn("rollout"):
             calls = [asyncio.create_task(worker.square(numbers(x))) for x in (1, 2, 3)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rolemesh.config.model import ModelConfig, OptimConfig
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import load_causal_lm
-from rolemesh.models.optimizer import Optimizer
+from rolemesh.training.optimizer import Optimizer
 from rolemesh.workers.parking import PIECE_BYTES, Parking, model_tensors
 
 CPU = torch.device("cpu")
@@ -160,7 +160,7 @@ import os, sys
 from pathlib import Path
 import torch
 from rolemesh.config.model import OptimConfig
-from rolemesh.models.optimizer import Optimizer
+from rolemesh.training.optimizer import Optimizer
 from rolemesh.wire.allocator import tune
 from rolemesh.workers.parking import Parking, model_tensors
 

@@ -15,6 +15,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.telemetry import context as origin
 from rolemesh.workers.local import LocalWorker, on_worker_thread
+from rolemesh.workers.seat import ComputingThread, Seat
 from rolemesh.workers.traces import Traces
 
 
@@ -32,8 +33,8 @@ class ToldTraces(Traces):
 
 class Adder(LocalWorker):
     def __init__(self, job: JobConfig, role: str) -> None:
-        super().__init__(role)
-        self.traces: ToldTraces = ToldTraces(job, role)
+        self.told = ToldTraces(job, role)
+        super().__init__(role, Seat(ComputingThread(role), traces=self.told))
 
     @on_worker_thread
     def add(self) -> float:
@@ -47,7 +48,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_the_profiler_gives_it
     async with asyncio.timeout(60):
         async with holder.traced("add"):
             waiting = asyncio.create_task(other.add())
-            await asyncio.to_thread(other.traces.asked.wait)
+            await asyncio.to_thread(other.told.asked.wait)
             waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert waiting.cancelled()

@@ -1,4 +1,4 @@
-{{/* Where a process listens and what it reads. */}}
+{{/* The options of a process: its addresses and its files. */}}
 {{- define "rlhf-job.listen" -}}
 - --config=/etc/rolemesh/job.yaml
 - --listen=0.0.0.0:50051
@@ -14,7 +14,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Each role's address: the pods behind its Service, watched, or as DNS has them. */}}
+{{/* The address of each role: the pods behind its Service, watched through the API server, or resolved by DNS. */}}
 {{- define "rlhf-job.addresses" -}}
 {{- $ := . }}
 {{- range include "rlhf-job.roles" . | fromJsonArray }}
@@ -22,15 +22,15 @@
 {{- end }}
 {{- end }}
 
-{{/* Not empty: PodMonitor and PrometheusRule are made. */}}
+{{/* Not empty: create PodMonitor and PrometheusRule. */}}
 {{- define "rlhf-job.operator" -}}
 {{- $has := .Capabilities.APIVersions.Has "monitoring.coreos.com/v1/PodMonitor" }}
 {{- if or (eq .Values.monitoring.operator "always") (and (eq .Values.monitoring.operator "auto") $has) }}true{{ end }}
 {{- end }}
 
-{{/* Pods of a group, of (list $ GROUP); nothing where a scaler will say. An upgrade leaves the number that a scaler,
-`kubectl scale` or the end of the run gave, unless it gives another one or starts another run: left out, the API server
-would make it 1, and a scaler does not wake what is at 0. */}}
+{{/* Number of pods of a group, of (list $ GROUP); empty if a scaler sets it. An upgrade keeps the number set by a scaler,
+by `kubectl scale` or at the end of the run, unless the upgrade changes the number or starts another run. It cannot be
+left out: the API server would set it to 1, and a scaler does not scale up from 0. */}}
 {{- define "rlhf-job.replicas" -}}
 {{- $ := first . }}{{ $group := last . }}{{ $namespace := $.Release.Namespace }}
 {{- $live := lookup "apps/v1" $group.kind $namespace $group.workload }}
@@ -45,7 +45,7 @@ would make it 1, and a scaler does not wake what is at 0. */}}
 {{- end }}
 {{- end }}
 
-{{/* What a gang scheduler looks for, of (list $ GROUPS). */}}
+{{/* Labels and annotations for a gang scheduler, of (list $ GROUPS). */}}
 {{- define "rlhf-job.gang" -}}
 {{- $ := first . }}{{ $gang := $.Values.gang }}{{ $name := include "rlhf-job.name" (list $ "gang") }}
 {{- if eq $gang.scheduler "volcano" -}}
@@ -62,9 +62,9 @@ annotations:
 {{- end }}
 {{- end }}
 
-{{/* Pods of all groups, of GROUPS; of a scaled one the fewest. */}}
+{{/* Number of pods of all groups, of GROUPS; for a group with a scaler, its minimum. */}}
 {{- define "rlhf-job.pods" -}}
 {{- $pods := 0 }}
-{{- range . }}{{ $pods = add $pods .replicas }}{{ end }}
+{{- range . }}{{ $pods = add $pods (mul .replicas .pods) }}{{ end }}
 {{- $pods }}
 {{- end }}

@@ -1,4 +1,4 @@
-{{/* An object's name, of (list $ SUFFIX): 52 characters at most, so that what Kubernetes hangs behind it fits in 63. */}}
+{{/* An object's name, of (list $ SUFFIX): at most 52 characters, so it fits in 63 with the suffixes of Kubernetes. */}}
 {{- define "rlhf-job.name" -}}
 {{- $release := (first .).Release.Name }}{{ $room := int (sub 51 (len (last .))) }}
 {{- if gt (len $release) $room }}
@@ -7,13 +7,13 @@
 {{- printf "%s-%s" $release (last .) }}
 {{- end }}
 
-{{/* What all pods of a release have and those of no other one. */}}
+{{/* Labels that all pods of this release have, and no pods of other releases. */}}
 {{- define "rlhf-job.release" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
-{{/* What the pods of one component have, of (list $ COMPONENT): a group, controller or check. */}}
+{{/* Labels that select the pods of a component, of (list $ COMPONENT): a group, controller or check. */}}
 {{- define "rlhf-job.selector" -}}
 {{ include "rlhf-job.release" (first .) }}
 app.kubernetes.io/component: {{ last . | quote }}

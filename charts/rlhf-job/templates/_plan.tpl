@@ -1,4 +1,4 @@
-{{/* The job as it is given. Helm reads YAML 1.1, where rollout's key n is the boolean false. */}}
+{{/* The job as the user gave it. Helm reads YAML 1.1, in which rollout's key n is the boolean false. */}}
 {{- define "rlhf-job.given" -}}
 {{- $job := deepCopy .Values.job }}
 {{- range $section := list $job.rollout (dig "rollout" "val_kwargs" dict $job) }}
@@ -10,13 +10,13 @@
 {{- toJson $job }}
 {{- end }}
 
-{{/* The job with every key. */}}
+{{/* The job with every key: the user's values over the defaults. */}}
 {{- define "rlhf-job.job" -}}
 {{- include "rlhf-job.over" (list (.Files.Get "files/defaults.json" | fromJson).job (include "rlhf-job.given" . | fromJson)) }}
 {{- end }}
 
-{{/* One dict laid over another, of (list DEFAULTS GIVEN), as JSON. Not by mergeOverwrite, with which a false or 0 loses
-against a default. */}}
+{{/* The dict GIVEN merged over DEFAULTS, of (list DEFAULTS GIVEN), as JSON. Not by mergeOverwrite, which replaces a given
+false or 0 by the default. */}}
 {{- define "rlhf-job.over" -}}
 {{- $all := first . }}
 {{- range $key, $value := last . }}
@@ -29,7 +29,7 @@ against a default. */}}
 {{- toJson $all }}
 {{- end }}
 
-{{/* Strategy to its table of groups, as the local launcher reads them. */}}
+{{/* Each strategy's table of groups, from the files that the local launcher reads. */}}
 {{- define "rlhf-job.tables" -}}
 {{- $tables := dict }}
 {{- range $path, $_ := .Files.Glob "placements/*.yaml" }}
@@ -38,13 +38,33 @@ against a default. */}}
 {{- toJson $tables }}
 {{- end }}
 
-{{/* The roles that the job has, in the order in which they are named everywhere. */}}
+{{/* Not empty: the job has a critic. critic.enable decides if it is set, otherwise the estimator and the page. */}}
+{{- define "rlhf-job.hasCritic" -}}
+{{- $job := include "rlhf-job.job" . | fromJson }}
+{{- $known := .Files.Get "files/defaults.json" | fromJson }}
+{{- $page := get $known.pages ($job.algorithm.page | default "") | default $known.pages.grpo }}
+{{- $needed := or (and $page.estimates (has $job.algorithm.adv_estimator $known.withCritic)) (has "critic" $page.roles) }}
+{{- if kindIs "bool" $job.critic.enable }}{{ $needed = $job.critic.enable }}{{ end }}
+{{- if $needed }}true{{ end }}
+{{- end }}
+
+{{/* Not empty: the job's engine generates on external servers and uses no device here. */}}
+{{- define "rlhf-job.generatesElsewhere" -}}
+{{- $job := include "rlhf-job.job" . | fromJson }}
+{{- if has $job.rollout.name (.Files.Get "files/defaults.json" | fromJson).elsewhere }}true{{ end }}
+{{- end }}
+
+{{/* The job's roles, in the order used everywhere. */}}
 {{- define "rlhf-job.roles" -}}
 {{- $job := include "rlhf-job.job" . | fromJson }}
 {{- $absent := list }}
-{{- if ne $job.algorithm.adv_estimator "gae" }}{{ $absent = append $absent "critic" }}{{ end }}
+{{- if not (include "rlhf-job.hasCritic" .) }}{{ $absent = append $absent "critic" }}{{ end }}
 {{- $weighsKL := or $job.algorithm.use_kl_in_reward $job.actor.use_kl_loss }}
 {{- if or (not $weighsKL) (gt (int $job.actor.model.lora_rank) 0) }}{{ $absent = append $absent "reference" }}{{ end }}
+{{- if not $job.rollout.multi_turn.enable }}{{ $absent = append $absent "environment" }}{{ end }}
+{{- $pages := (.Files.Get "files/defaults.json" | fromJson).pages }}
+{{- $page := get $pages ($job.algorithm.page | default "") | default $pages.grpo }} {{- /* a plug-in's: as grpo */}}
+{{- range list "actor" "rollout" "reward" }}{{ if not (has . $page.roles) }}{{ $absent = append $absent . }}{{ end }}{{ end }}
 {{- $roles := list }}
 {{- range (.Files.Get "files/defaults.json" | fromJson).roles }}
 {{- if not (has . $absent) }}{{ $roles = append $roles . }}{{ end }}
@@ -52,9 +72,10 @@ against a default. */}}
 {{- toJson $roles }}
 {{- end }}
 
-{{/* What values come to, as JSON: roles, and of each group name, workload, kind, roles, scaler, replicas (of a scaler
-the fewest), gpus, models (its roles with a model of their own; an engine of other servers has none), resources and pod
-(values.pods with values.groups laid over them). Refuses what cannot be. */}}
+{{/* The plan of the release, as JSON: roles, and for each group name, workload, kind, roles, scaler, replicas (with a
+scaler, the minimum), ranks, pods (of a replica), gpusOfGroup (of a replica), gpus (of a pod), models (its roles that load
+a model; an engine on external servers loads none), resources and pod (values.pods with the overrides of values.groups).
+Refuses invalid values. */}}
 {{- define "rlhf-job.plan" -}}
 {{- include "rlhf-job.refuse.rest" . }}
 {{- include "rlhf-job.refuse.table" . }}
@@ -68,18 +89,23 @@ the fewest), gpus, models (its roles with a model of their own; an engine of oth
 {{- range $members }}{{ if has . $roles }}{{ $own = append $own . }}{{ end }}{{ end }}
 {{- if $own }}
 {{- $override := get $.Values.groups $name | default dict }}
-{{- $gpus := 0 }}{{ $resources := list }}{{ $kind := "Deployment" }}{{ $models := list }}
+{{- $gpus := 0 }}{{ $ranks := get $.Values.placement.ranks $name | default 1 | int }}{{ $resources := list }}{{ $kind := "Deployment" }}{{ $models := list }}
 {{- range $own }}
 {{- $role := index $.Values.roles . }}
-{{- $elsewhere := and (eq . "rollout") (eq $job.rollout.name "openai") }}
+{{- $elsewhere := and (eq . "rollout") (include "rlhf-job.generatesElsewhere" $) }}
 {{- if not $elsewhere }}{{ $gpus = max $gpus $role.gpus }}{{ end }}
-{{- if not (or $elsewhere (and (eq . "reward") (not $job.reward.reward_model.enable))) }}{{ $models = append $models . }}{{ end }}
+{{- $ranks = max $ranks (get $.Values.placement.ranks . | default 1 | int) }}
+{{- if not (or $elsewhere (eq . "environment") (and (eq . "reward") (not $job.reward.reward_model.enable))) }}{{ $models = append $models . }}{{ end }}
 {{- $resources = append $resources ($role.resources | default dict) }}
 {{- if not (has . $stateless) }}{{ $kind = "StatefulSet" }}{{ end }}
 {{- end }}
 {{- if hasKey $override "gpus" }}{{ $gpus = int $override.gpus }}{{ end }}
 {{- $merged := include "rlhf-job.resources" (list $resources) | fromJson }}
 {{- if $override.resources }}{{ $merged = deepCopy $override.resources }}{{ end }}
+{{- $pods := int ($override.pods | default 1) }}
+{{- if and (not $override.pods) (gt $ranks 1) }}{{ $pods = div (add $gpus $.Values.gpu.perNode -1) $.Values.gpu.perNode | max 1 | int }}{{ end }}
+{{- $ofGroup := $gpus }}{{ $gpus = div $gpus $pods | int }}
+{{- if gt $pods 1 }}{{ $kind = "RayCluster" }}{{ end }}
 {{- if $gpus }}
 {{- $_ := set $merged "limits" (set ($merged.limits | default dict) $.Values.gpu.resource $gpus) }}
 {{- end }}
@@ -87,7 +113,7 @@ the fewest), gpus, models (its roles with a model of their own; an engine of oth
 {{- $replicas := get $.Values.placement.replicas (first $own) | default 1 }}
 {{- if $scaler }}{{ $replicas = $scaler.minReplicas | default 1 }}{{ end }}
 {{- $group := dict "name" $name "workload" (include "rlhf-job.name" (list $ $name)) "kind" $kind "roles" $own
-    "scaler" $scaler "replicas" $replicas "gpus" $gpus "models" $models "resources" $merged
+    "scaler" $scaler "replicas" $replicas "ranks" $ranks "pods" $pods "gpusOfGroup" $ofGroup "gpus" $gpus "models" $models "resources" $merged
     "pod" (include "rlhf-job.settings" (list $ $override $gpus) | fromJson) }}
 {{- $groups = append $groups $group }}
 {{- end }}
@@ -98,7 +124,7 @@ the fewest), gpus, models (its roles with a model of their own; an engine of oth
 {{- dict "groups" $groups "roles" $roles | toJson }}
 {{- end }}
 
-{{/* values.pods with an override laid over them, of (list $ OVERRIDE GPUS). */}}
+{{/* values.pods with the keys of OVERRIDE replaced, of (list $ OVERRIDE GPUS). */}}
 {{- define "rlhf-job.settings" -}}
 {{- $ := index . 0 }}
 {{- $pod := deepCopy $.Values.pods }}
@@ -113,8 +139,8 @@ the fewest), gpus, models (its roles with a model of their own; an engine of oth
 {{- toJson $pod }}
 {{- end }}
 
-{{/* Resources of a pod whose roles take turns, of (list [RESOURCES of each role]): the most of what is taken in turns
-(CPU, devices), the sum of what a sleeping role keeps (memory, disk). A limit that one role lacks is none. */}}
+{{/* Resources of a pod whose roles take turns, of (list [RESOURCES of each role]): the maximum of what roles use in turns
+(CPU, devices), and the sum of what a sleeping role keeps (memory, disk). A limit applies only if every role has it. */}}
 {{- define "rlhf-job.resources" -}}
 {{- $all := first . }}
 {{- $merged := dict }}

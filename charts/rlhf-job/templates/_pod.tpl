@@ -1,21 +1,29 @@
-{{/* The job file as every process reads it. Replicas are left out: their number may change, and restarts nothing. */}}
+{{/* The job file that every process reads. It has no replicas: a change of their number must not restart a process. */}}
 {{- define "rlhf-job.file" -}}
 {{- $placement := dict "strategy" .Values.placement.strategy }}
 {{- with .Values.placement.groups }}{{ $_ := set $placement "groups" . }}{{ end }}
-{{- merge (dict "placement" $placement) (include "rlhf-job.given" . | fromJson) | toYaml }}
+{{- with .Values.placement.ranks }}{{ $_ := set $placement "ranks" . }}{{ end }}
+{{- $job := include "rlhf-job.given" . | fromJson }}
+{{- if .Values.plugins.code }}
+{{- $_ := set $job "plugins" (append ($job.plugins | default list) "/etc/rolemesh-plugins/plugins.py") }}
+{{- end }}
+{{- merge (dict "placement" $placement) $job | toYaml }}
 {{- end }}
 
-{{/* The pod of every process: of (dict "root" $ "component" "container" "roles" "labels" "settings" "resources"
-"probes" "command" "args" "talksToKubernetes" "graceSeconds"). */}}
+{{/* The pod template of any process, of (dict "root" $ "component" "container" "roles" "labels" "settings" "resources"
+"probes" "command" "args" "talksToKubernetes" "graceSeconds" "ranks" "follows"): ranks of the pod, and whether rank 0 is
+in another pod, to which the roles' Services lead. */}}
 {{- define "rlhf-job.pod" -}}
-{{- $ := .root }}{{ $values := $.Values }}{{ $settings := .settings }}
+{{- $ := .root }}{{ $values := $.Values }}{{ $settings := .settings }}{{ $component := .component }}
 {{- $claims := include "rlhf-job.claims" (list $ .roles $settings) | fromJsonArray }}
 {{- $readOnly := include "rlhf-job.readsOnly" (list $ .roles) }}
 {{- $labels := merge dict (include "rlhf-job.selector" (list $ .component) | fromYaml) (.labels | default dict) }}
-{{- range .roles }}{{ $_ := set $labels (printf "rolemesh.dev/role-%s" .) "true" }}{{ end }}
+{{- if not .follows }}{{ range .roles }}{{ $_ := set $labels (printf "rolemesh.dev/role-%s" .) "true" }}{{ end }}{{ end }}
 {{- $rewards := and (has "reward" .roles) (or $values.rewardFunction.code $values.rewardFunction.configMap) }}
+{{- $plugins := or $values.plugins.code $values.plugins.configMap }}
 {{- $annotations := merge (dict "checksum/job" (include "rlhf-job.file" $ | sha256sum)) (.annotations | default dict) }}
 {{- if $rewards }}{{ $_ := set $annotations "checksum/reward" ($values.rewardFunction.code | sha256sum) }}{{ end }}
+{{- if $plugins }}{{ $_ := set $annotations "checksum/plugins" ($values.plugins.code | sha256sum) }}{{ end }}
 {{- if and .probes $values.monitoring.annotations }}
 {{- $annotations = merge $annotations (dict "prometheus.io/scrape" "true" "prometheus.io/port" "9090") }}
 {{- end -}}
@@ -41,7 +49,7 @@ spec:
     {{- end }}
   {{- end }}
   {{- if eq .component "controller" }}
-  shareProcessNamespace: true # as the first of all processes flock, while it waits, would not heed SIGTERM
+  shareProcessNamespace: true # otherwise flock would be process 1, which ignores SIGTERM while it waits
   {{- end }}
   {{- if and .always (eq $values.gang.scheduler "volcano") (not $settings.schedulerName) }}
   {{- $_ := set $settings "schedulerName" "volcano" }}
@@ -79,20 +87,23 @@ spec:
     fsGroup: {{ int64 . }}
     fsGroupChangePolicy: OnRootMismatch
     {{- end }}
-  {{- $shared := dict "root" $ "settings" $settings "resources" .resources "claims" $claims "rewards" $rewards }}
-  {{- with $values.prepare }}
+  {{- $shared := dict "root" $ "settings" $settings "resources" .resources "claims" $claims "rewards" $rewards "plugins" $plugins "ranks" (.ranks | default 1) }}
+  {{- $fetch := include "rlhf-job.fetch" $ | fromJsonArray }}
+  {{- with concat $fetch $values.prepare }}
   initContainers:
     {{- range $index, $step := . }}
-    - name: prepare-{{ $index }}
-      {{- if $readOnly }}
-      # Another pod makes it: this one may not write.
+    {{- $fetches := lt $index (len $fetch) }}
+    - name: {{ $fetches | ternary "fetch" (printf "prepare-%d" (sub $index (len $fetch))) }}
+      {{- $waits := or $readOnly (and $fetches (ne $component "controller")) }}
+      {{- if $waits }}
+      # Another pod creates it; this pod may not write.
       command: [sh, -c, 'until test -e "$0"; do sleep 1; done']
       {{- else }}
-      # One pod makes it, the others wait for the lock and then find it there.
+      # The first pod creates it; the others wait for the lock, and then skip the command.
       command: [flock, .prepare.lock, sh, -c, 'test -e "$0" || exec "$@"']
       {{- end }}
       args: {{ prepend $step.command $step.creates | toJson }}
-      {{- include "rlhf-job.container" $shared | nindent 6 }}
+      {{- include "rlhf-job.container" (merge (dict "prepares" (not $waits)) $shared) | nindent 6 }}
     {{- end }}
   {{- end }}
   containers:
@@ -105,6 +116,9 @@ spec:
       ports:
         - {name: grpc, containerPort: 50051}
         - {name: metrics, containerPort: 9090}
+        {{- range untilStep 1 (int $shared.ranks) 1 }}
+        - {name: metrics-{{ . }}, containerPort: {{ add 9090 . }}}
+        {{- end }}
         - {name: health, containerPort: 50052}
       {{- toYaml . | nindent 6 }}
       {{- end }}
@@ -116,13 +130,18 @@ spec:
     - name: tls
       secret:
         secretName: {{ include "rlhf-job.tlsSecret" (list $ .component) | quote }}
-        defaultMode: 0400 # with an fsGroup the kubelet makes it 0440, of root and that group
+        defaultMode: 0400 # with an fsGroup the kubelet sets 0440, with owner root and that group
         items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}, {key: ca.crt, path: ca.crt}]
     {{- end }}
     {{- if $rewards }}
     - name: reward
       configMap:
         name: {{ $values.rewardFunction.configMap | default (include "rlhf-job.name" (list $ "reward-function")) | quote }}
+    {{- end }}
+    {{- if $plugins }}
+    - name: plugins
+      configMap:
+        name: {{ $values.plugins.configMap | default (include "rlhf-job.name" (list $ "plugins")) | quote }}
     {{- end }}
     - name: tmp
       emptyDir:
@@ -141,13 +160,13 @@ spec:
     {{- end }}
 {{- end }}
 
-{{/* What all containers of a pod share. */}}
+{{/* The fields that all containers of a pod share. */}}
 {{- define "rlhf-job.container" -}}
-{{- $ := .root }}{{ $values := $.Values -}}
+{{- $ := .root }}{{ $values := $.Values }}{{ $prepares := .prepares -}}
 image: {{ include "rlhf-job.image" $ | quote }}
 imagePullPolicy: {{ $values.image.pullPolicy }}
 workingDir: {{ $values.storage.workspace.mountPath | quote }}
-terminationMessagePolicy: FallbackToLogsOnError # kubectl describe pod says why it ended
+terminationMessagePolicy: FallbackToLogsOnError # kubectl describe pod shows why it ended
 securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
@@ -157,19 +176,31 @@ resources:
   {{- toYaml .resources | nindent 2 }}
 env:
   - {name: HOME, value: /tmp}
-  - {name: USER, value: rolemesh} # a uid without a name in the image: what asks for one finds this
+  - {name: USER, value: rolemesh} # the uid has no name in the image; some libraries need one
   - {name: PYTHONUNBUFFERED, value: "1"}
   - {name: TOKENIZERS_PARALLELISM, value: "false"}
-  - {name: OMP_WAIT_POLICY, value: PASSIVE} # threads that spin at barriers ruin their neighbours
+  - {name: OMP_WAIT_POLICY, value: PASSIVE} # threads that spin at barriers slow down the other processes of the node
   {{- if or (dig "requests" "cpu" "" .resources) (dig "limits" "cpu" "" .resources) }}
-  - name: OMP_NUM_THREADS # what the pod is sure to have, rounded up; the node may have many times as many
+  {{- if gt (int .ranks) 1 }}
+  {{- $cpu := dig "requests" "cpu" (dig "limits" "cpu" 0 .resources) .resources }}
+  - name: OMP_NUM_THREADS # a rank's share of the CPUs that the pod requests, rounded up
+    value: {{ divf (include "rlhf-job.number" $cpu | float64) (mulf 1000 .ranks) | ceil | quote }}
+  {{- else }}
+  - name: OMP_NUM_THREADS # the CPUs that the pod requests, rounded up; the node may have many more
     valueFrom:
       resourceFieldRef: {resource: requests.cpu}
   {{- end }}
-  {{- if $values.huggingFace.secret }}
+  {{- end }}
+  {{- if and .prepares $values.huggingFace.secret }}
   - name: HF_TOKEN
     valueFrom:
       secretKeyRef: {name: {{ quote $values.huggingFace.secret }}, key: {{ quote $values.huggingFace.key }}}
+  {{- end }}
+  {{- if $values.huggingFace.fetch }}
+  - {name: HF_HUB_CACHE, value: {{ include "rlhf-job.cache" $ | quote }}}
+  {{- if not .prepares }}
+  - {name: HF_HUB_OFFLINE, value: "1"}
+  {{- end }}
   {{- end }}
   {{- with .settings.env }}
   {{- toYaml . | nindent 2 }}
@@ -186,44 +217,67 @@ volumeMounts:
   {{- if .rewards }}
   - {name: reward, mountPath: /etc/rolemesh-reward, readOnly: true}
   {{- end }}
+  {{- if .plugins }}
+  - {name: plugins, mountPath: /etc/rolemesh-plugins, readOnly: true}
+  {{- end }}
   - {name: tmp, mountPath: /tmp}
   - {name: shm, mountPath: /dev/shm}
   {{- range .claims }}
-  - {name: {{ .name }}, mountPath: {{ quote .mountPath }}, readOnly: {{ .readOnly }}}
+  - {name: {{ .name }}, mountPath: {{ quote .mountPath }}, readOnly: {{ or .readOnly (and $values.huggingFace.fetch (not $prepares) (eq .name "models")) }}}
   {{- end }}
   {{- with .settings.volumeMounts }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- end }}
 
-{{/* The image by its digest, or else by its tag, which may be given as a number. */}}
+{{/* The folder of the Hugging Face Hub's cache. */}}
+{{- define "rlhf-job.cache" -}}
+{{- .Values.huggingFace.cache | default (printf "%s/huggingface" (trimSuffix "/" .Values.storage.workspace.mountPath)) }}
+{{- end }}
+
+{{/* The step that fetches the job's models and data, as a list in JSON, empty without one. The controller's pod does it,
+and the others wait for the file that it creates. Other models or data have another file. */}}
+{{- define "rlhf-job.fetch" -}}
+{{- $steps := list }}
+{{- if .Values.huggingFace.fetch }}
+{{- $job := include "rlhf-job.job" . | fromJson }}
+{{- $named := list $job.actor.model $job.critic.model $job.reference.model $job.reward.reward_model.model $job.data.train_files $job.data.val_files }}
+{{- $done := printf "%s/fetched/%s.json" (include "rlhf-job.cache" .) (toRawJson $named | sha256sum | trunc 16) }}
+{{- $steps = list (dict "creates" $done "command" (list "rolemesh" "fetch" "/etc/rolemesh/job.yaml" "--done" $done)) }}
+{{- end }}
+{{- toJson $steps }}
+{{- end }}
+
+{{/* The image by its digest if one is set, otherwise by its tag, which may be a number. */}}
 {{- define "rlhf-job.image" -}}
 {{- $image := .Values.image }}
 {{- $tag := kindIs "string" $image.tag | ternary $image.tag (printf "%d" (int64 $image.tag)) }}
 {{- with $image.digest }}{{ $image.repository }}@{{ . }}{{ else }}{{ $image.repository }}:{{ $tag | default $.Chart.AppVersion }}{{ end }}
 {{- end }}
 
-{{/* Labels or annotations of the chart's own with the user's, of (list OWN GIVEN KEY): no key is in both. */}}
+{{/* The chart's labels or annotations together with the user's, of (list OWN GIVEN KEY): no key may be in both. */}}
 {{- define "rlhf-job.beside" -}}
 {{- include "rlhf-job.refuse.own" . }}
 {{- toYaml (merge dict (index . 0) (index . 1)) }}
 {{- end }}
 
-{{/* Not empty: a pod of these roles writes nothing to the workspace, of (list $ ROLES). Roles that share a device park
-their weights there, and profiles are written there. */}}
+{{/* Not empty: a pod of these roles writes nothing to the workspace, of (list $ ROLES). Roles that share a device write
+their weights there while they sleep, and profiles are written there. */}}
 {{- define "rlhf-job.readsOnly" -}}
 {{- $ := first . }}
 {{- $profiled := (include "rlhf-job.job" $ | fromJson).trainer.profile_steps }}
-{{- if and (eq (join "," (last .)) "reward") (not $.Values.rewardFunction.writes) (not $profiled) }}true{{ end }}
+{{- $judges := and (has "reward" (last .)) $.Values.rewardFunction.writes }}
+{{- if not (or (without (last .) "reward" "environment") (not (last .)) $judges $profiled) }}true{{ end }}
 {{- end }}
 
-{{/* The claims that a pod mounts, of (list $ ROLES SETTINGS), as JSON: the workspace, and those in which something that
-it reads has a path. A pod without roles (controller, check) mounts all. */}}
+{{/* The claims that a pod mounts, of (list $ ROLES SETTINGS), as JSON: the workspace, and each claim that contains a path
+that the pod uses. A pod without roles (controller, check) mounts all claims. */}}
 {{- define "rlhf-job.claims" -}}
 {{- $ := index . 0 }}{{ $roles := index . 1 }}
 {{- $job := include "rlhf-job.job" $ | fromJson }}
-{{- $read := list $job.actor.model $.Values.prepare (index . 2) }}
+{{- $read := list $job.actor.model $.Values.prepare (index . 2) (include "rlhf-job.fetch" $) }}
 {{- range $roles }}{{ $read = append $read (get $job .) }}{{ end }}
+{{- if has "environment" $roles }}{{ $read = append $read $job.rollout.multi_turn }}{{ end }} {{- /* files of tools */}}
 {{- if or $job.trainer.profile_steps (gt (len $roles) 1) (has "actor" $roles) (has "critic" $roles) }}
 {{- $read = append $read $job.trainer.default_local_dir }} {{- /* checkpoints, traces, parked weights */}}
 {{- end }}

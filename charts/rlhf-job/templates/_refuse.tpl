@@ -1,29 +1,29 @@
-{{/* What cannot become a job ends the rendering with one sentence that says what to change. */}}
+{{/* Invalid values end the rendering with one sentence that says what to change. */}}
 
-{{/* placement: a table, with each of the job's roles once. */}}
+{{/* Refuse a placement that does not have each of the job's roles exactly once. */}}
 {{- define "rlhf-job.refuse.table" -}}
 {{- $all := (.Files.Get "files/defaults.json" | fromJson).roles }}
 {{- $tables := include "rlhf-job.tables" . | fromJson }}
 {{- $strategy := .Values.placement.strategy }}{{ $own := .Values.placement.groups }}
 {{- if .Values.job.placement }}
-{{- fail "job.placement is set, and in the chart that section is a value of its own: move it to placement" }}
+{{- fail "job.placement is set, but in the chart this section is a separate value: move it to placement" }}
 {{- end }}
 {{- if not (hasKey $tables $strategy) }}
 {{- fail (printf "placement.strategy is %s: set it to one of %s" $strategy (keys $tables | sortAlpha | join ", ")) }}
 {{- end }}
 {{- $table := get $tables $strategy }}
 {{- if and $table $own }}
-{{- fail (printf "placement.groups is set, and placement.strategy %s has groups of its own: set the strategy to custom" $strategy) }}
+{{- fail (printf "placement.groups is set, but placement.strategy %s defines its own groups: set the strategy to custom" $strategy) }}
 {{- end }}
 {{- $table = $table | default $own }}
 {{- $homes := dict }}
 {{- range $name, $members := $table }}
 {{- if or (not (regexMatch "^[a-z0-9]([a-z0-9-]{0,22}[a-z0-9])?$" $name)) (has $name (list "controller" "check")) }}
-{{- fail (printf "placement.groups has a group %q: name it with small letters, digits and '-', 24 at most, and not controller or check" $name) }}
+{{- fail (printf "placement.groups has a group %q: name it with lower-case letters, digits and '-', at most 24 characters, and not controller or check" $name) }}
 {{- end }}
 {{- range $members }}
 {{- if not (has . $all) }}
-{{- fail (printf "placement.groups.%s names %s: set it to roles out of %s" $name . (join ", " $all)) }}
+{{- fail (printf "placement.groups.%s names %s, which is not a role: use roles of %s" $name . (join ", " $all)) }}
 {{- end }}
 {{- $_ := set $homes . (append (get $homes . | default list) $name) }}
 {{- end }}
@@ -39,26 +39,33 @@
 {{- end }}
 {{- range $name, $_ := .Values.groups }}
 {{- if not (hasKey $table $name) }}
-{{- fail (printf "groups.%s is set, and there are %s: name one of these groups of placement.strategy %s" $name (keys $table | sortAlpha | join ", ") $strategy) }}
+{{- fail (printf "groups.%s is set, but placement.strategy %s has the groups %s: use one of these names" $name $strategy (keys $table | sortAlpha | join ", ")) }}
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* Groups of a plan, of (list $ GROUPS): replicas, scalers, devices. */}}
+{{/* Refuse invalid replicas, scalers and devices of groups, of (list $ GROUPS). */}}
 {{- define "rlhf-job.refuse.groups" -}}
 {{- $ := first . }}
 {{- $job := include "rlhf-job.job" $ | fromJson }}
+{{- if ne $.Values.placement.launcher "processes" }}
+{{- fail "placement.launcher is ray, but the chart decides this for each group: leave it out; a group of several pods starts by Ray" }}
+{{- end }}
+{{- $world := mul (int $job.trainer.n_gpus_per_node) (int ($job.trainer.nnodes | default 1)) }}
+{{- if gt (int $world) 1 }}
+{{- fail (printf "job.trainer.n_gpus_per_node times nnodes is %d, but the chart takes the ranks of a group from placement.ranks: set them there, and leave these keys out" (int $world)) }}
+{{- end }}
 {{- range $group := last . }}
 {{- range $role := $group.roles }}
 {{- $count := int (get $.Values.placement.replicas $role | default 1) }}
 {{- range $other := $group.roles }}
 {{- $fewer := int (get $.Values.placement.replicas $other | default 1) }}
 {{- if lt $fewer $count }}
-{{- fail (printf "placement.replicas.%s is %d, and a pod has all roles of its group %s, of which there is %d for %s (a role that is trained has one): give %s a group of its own (placement.strategy), or all of them as many" $role $count $group.name $fewer $other $role) }}
+{{- fail (printf "placement.replicas.%s is %d, but a pod has all roles of its group %s, and %s has %d (a trained role has 1): give %s a group of its own (placement.strategy), or set all roles of the group to the same number" $role $count $group.name $other $fewer $role) }}
 {{- end }}
 {{- end }}
 {{- if and (get $.Values.autoscaling $role) (gt (len $group.roles) 1) }}
-{{- fail (printf "autoscaling.%s is set, and %s shares the pods of group %s with %s, which would be scaled with it: give %s a group of its own (placement.strategy), or remove autoscaling.%s" $role $role $group.name (without $group.roles $role | join ", ") $role $role) }}
+{{- fail (printf "autoscaling.%s is set, but %s shares the pods of group %s with %s, which would be scaled with it: give %s a group of its own (placement.strategy), or remove autoscaling.%s" $role $role $group.name (without $group.roles $role | join ", ") $role $role) }}
 {{- end }}
 {{- if hasKey (dig "resources" "limits" dict (index $.Values.roles $role)) $.Values.gpu.resource }}
 {{- fail (printf "roles.%s.resources has %s: set roles.%s.gpus instead" $role $.Values.gpu.resource $role) }}
@@ -67,36 +74,37 @@
 {{- if and $group.scaler (gt (int ($group.scaler.minReplicas | default 1)) (int $group.scaler.maxReplicas)) }}
 {{- fail (printf "autoscaling.%s.minReplicas is more than its maxReplicas: lower it" (first $group.roles)) }}
 {{- end }}
+{{- include "rlhf-job.refuse.ranks" (list $ $group) }}
 {{- if gt (int $group.gpus) (int $.Values.gpu.perNode) }}
-{{- fail (printf "a pod of group %s wants %d GPUs, and a node has %d (gpu.perNode): lower gpus of %s, since a group of several nodes does not exist yet" $group.name (int $group.gpus) (int $.Values.gpu.perNode) (join ", " $group.roles)) }}
+{{- fail (printf "a pod of group %s requests %d GPUs, but a node has %d (gpu.perNode): lower gpus of %s, or spread its models over several pods by placement.ranks" $group.name (int $group.gpus) (int $.Values.gpu.perNode) (join ", " $group.roles)) }}
 {{- end }}
-{{- $ranks := eq $job.rollout.name "openai" | ternary (min 1 (len (without $group.roles "rollout"))) 1 | int }}
-{{- if and (has "rollout" $group.roles) (eq $job.rollout.name "vllm") }}{{ $ranks = int $job.rollout.tensor_model_parallel_size }}{{ end }}
-{{- if gt (int $group.gpus) $ranks }}
-{{- fail (printf "a pod of group %s wants %d GPUs, and its roles use %d: set gpus of %s to %d; only a rollout by vLLM takes several, as job.rollout.tensor_model_parallel_size says" $group.name (int $group.gpus) $ranks (join ", " $group.roles) $ranks) }}
+{{- $ranks := eq (include "rlhf-job.generatesElsewhere" $) "true" | ternary (min 1 (len (without $group.roles "rollout"))) 1 | int }}
+{{- if and (has "rollout" $group.roles) (gt (int $job.rollout.tensor_model_parallel_size) 1) }}{{ $ranks = int $job.rollout.tensor_model_parallel_size }}{{ end }}
+{{- if and (gt (int $group.gpus) $ranks) (eq (int $group.ranks) 1) }}
+{{- fail (printf "a pod of group %s requests %d GPUs, but its roles use %d: set gpus of %s to %d, or placement.ranks to as many; a rollout with engine vllm uses as many as job.rollout.tensor_model_parallel_size" $group.name (int $group.gpus) $ranks (join ", " $group.roles) $ranks) }}
 {{- end }}
 {{- if and $group.gpus (eq $.Values.image.kind "cpu") }}
-{{- fail (printf "a pod of group %s wants GPUs, and image.kind is cpu: set gpus of %s to 0, or take the image's target gpu" $group.name (join ", " $group.roles)) }}
+{{- fail (printf "a pod of group %s requests GPUs, but image.kind is cpu: set gpus of %s to 0, or use an image of the target gpu" $group.name (join ", " $group.roles)) }}
 {{- end }}
 {{- if and $group.gpus (eq $job.trainer.device "cpu") }}
-{{- fail (printf "a pod of group %s wants GPUs, and job.trainer.device is cpu: set gpus of %s to 0, or the device to auto" $group.name (join ", " $group.roles)) }}
+{{- fail (printf "a pod of group %s requests GPUs, but job.trainer.device is cpu: set gpus of %s to 0, or the device to auto" $group.name (join ", " $group.roles)) }}
 {{- end }}
 {{- if and (not $group.gpus) $group.models (eq $job.trainer.device "cuda") }}
-{{- fail (printf "job.trainer.device is cuda, and a pod of group %s has no GPU for the models of %s: set roles.%s.gpus to 1, or the device to auto" $group.name (join ", " $group.models) (first $group.models)) }}
+{{- fail (printf "job.trainer.device is cuda, but a pod of group %s has no GPU for the models of %s: set roles.%s.gpus to 1, or the device to auto" $group.name (join ", " $group.models) (first $group.models)) }}
 {{- end }}
 {{- if has "rollout" $group.roles }}
 {{- if and (eq $job.rollout.name "vllm") (eq $.Values.image.kind "cpu") }}
-{{- fail "job.rollout.name is vllm, and image.kind is cpu, whose image has no vLLM: set job.rollout.name to hf, or take the image's target gpu" }}
+{{- fail "job.rollout.name is vllm, but image.kind is cpu, and such an image has no vLLM: set job.rollout.name to hf, or use an image of the target gpu" }}
 {{- end }}
 {{- if and (gt $ranks 1) (gt $ranks (int $group.gpus)) }}
-{{- fail (printf "job.rollout.tensor_model_parallel_size is %d, and a pod of group %s has %d GPUs: set roles.rollout.gpus to %d" $ranks $group.name (int $group.gpus) $ranks) }}
+{{- fail (printf "job.rollout.tensor_model_parallel_size is %d, but a pod of group %s has %d GPUs: set roles.rollout.gpus to %d" $ranks $group.name (int $group.gpus) $ranks) }}
 {{- end }}
 {{- end }}
 {{- end }}
 {{- $roles := include "rlhf-job.roles" $ | fromJsonArray }}
 {{- range $role, $scaler := $.Values.autoscaling }}
 {{- if and $scaler (not (has $role $roles)) }}
-{{- fail (printf "autoscaling.%s is set, and this job has no %s: remove it" $role $role) }}
+{{- fail (printf "autoscaling.%s is set, but this job has no %s: remove it" $role $role) }}
 {{- end }}
 {{- if and $scaler (eq ($scaler.scaler | default "") "keda") }}
 {{- include "rlhf-job.refuse.crd" (list $ "keda.sh/v1alpha1/ScaledObject" (printf "autoscaling.%s.scaler is keda" $role) "KEDA" "set it to hpa") }}
@@ -104,17 +112,46 @@
 {{- end }}
 {{- end }}
 
-{{/* Of (list $ GROUPS): what sections of the job must agree on, as far as it decides what the pods do. */}}
+{{/* Refuse ranks that no pods can hold, of (list $ GROUP). */}}
+{{- define "rlhf-job.refuse.ranks" -}}
+{{- $ := first . }}{{ $group := last . }}{{ $ranks := int $group.ranks }}{{ $pods := int $group.pods }}
+{{- range $role := $group.models }}
+{{- $own := get $.Values.placement.ranks $role | default (get $.Values.placement.ranks $group.name) | default 1 | int }}
+{{- if ne $own $ranks }}
+{{- fail (printf "placement.ranks is %d for %s, but its group %s has %d ranks, and each rank has all roles of its group: set placement.ranks.%s alone" $own $role $group.name $ranks $group.name) }}
+{{- end }}
+{{- end }}
+{{- if and (gt $ranks 1) (has "rollout" $group.roles) }}
+{{- fail (printf "placement.ranks is %d for group %s, which has the rollout, whose engine is spread by job.rollout.tensor_model_parallel_size: give rollout a group of its own (placement.strategy)" $ranks $group.name) }}
+{{- end }}
+{{- if and (gt $pods 1) (eq $ranks 1) }}
+{{- fail (printf "groups.%s.pods is %d, but the group has one rank: set placement.ranks.%s to a multiple of it" $group.name $pods $group.name) }}
+{{- end }}
+{{- if mod $ranks $pods }}
+{{- fail (printf "group %s has %d ranks, which do not divide among %d pods: set placement.ranks.%s to a multiple of it (gpu.perNode and groups.%s.pods decide the number of pods)" $group.name $ranks $pods $group.name $group.name) }}
+{{- end }}
+{{- if and (gt $ranks 1) $group.gpusOfGroup (ne $ranks (int $group.gpusOfGroup)) }}
+{{- fail (printf "group %s has %d ranks, but gpus of %s is %d: set both to the same number, because each rank has a GPU" $group.name $ranks (join ", " $group.roles) (int $group.gpusOfGroup)) }}
+{{- end }}
+{{- if gt $pods 1 }}
+{{- include "rlhf-job.refuse.crd" (list $ "ray.io/v1/RayCluster" (printf "group %s has %d ranks in %d pods" $group.name $ranks $pods) "KubeRay" (printf "lower placement.ranks.%s to what one pod holds" $group.name)) }}
+{{- if or $group.scaler (gt (int $group.replicas) 1) }}
+{{- fail (printf "group %s has %d pods for each replica, and the chart starts one such replica: set placement.replicas of %s to 1, and remove its autoscaling" $group.name $pods (join ", " $group.roles)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Refuse sections of the job that contradict each other, where the pods depend on them, of (list $ GROUPS). */}}
 {{- define "rlhf-job.refuse.job" -}}
 {{- $job := include "rlhf-job.job" (first .) | fromJson }}
 {{- $n := int $job.rollout.n }}{{ $batch := int $job.data.train_batch_size }}
 {{- $longest := add $job.data.max_prompt_length $job.data.max_response_length | int }}
 {{- $estimator := $job.algorithm.adv_estimator }}
 {{- if and (has $estimator ((first .).Files.Get "files/defaults.json" | fromJson).comparing) (eq $n 1) }}
-{{- fail (printf "job.algorithm.adv_estimator %s compares the responses to one prompt, and job.rollout.n is 1: set it to 2 or more" $estimator) }}
+{{- fail (printf "job.algorithm.adv_estimator %s compares the responses to one prompt, but job.rollout.n is 1: set it to 2 or more" $estimator) }}
 {{- end }}
 {{- range $group := last . }}
-{{- range $role := without $group.roles "rollout" "reference" "reward" }}
+{{- range $role := without $group.roles "rollout" "reference" "reward" "environment" }}
 {{- $section := get $job $role }}
 {{- $mini := int ($section.ppo_mini_batch_size | default $job.actor.ppo_mini_batch_size) }}
 {{- $micro := int $section.ppo_micro_batch_size_per_gpu }}
@@ -124,23 +161,24 @@
 {{- fail (printf "a mini-batch of %d rows (%d prompts times job.rollout.n %d) does not divide into micro-batches of %d: set job.%s.ppo_micro_batch_size_per_gpu to a divisor" (mul $mini $n) $mini $n $micro $role) }}
 {{- end }}
 {{- end }}
-{{- range $role := without $group.roles "rollout" "reward" }}
+{{- range $role := without $group.roles "rollout" "reward" "environment" }}
 {{- with include "rlhf-job.tokens" (list $job $role) }}
 {{- if lt (int .) $longest }}
 {{- $stem := eq $role "reference" | ternary "log_prob" "ppo" }}
-{{- fail (printf "job.%s.%s_max_token_len_per_gpu is %s, and a row may have %d tokens (job.data.max_prompt_length and max_response_length): set it to that or more" $role $stem . $longest) }}
+{{- fail (printf "job.%s.%s_max_token_len_per_gpu is %s, but a row may have %d tokens (job.data.max_prompt_length and max_response_length): set it to that or more" $role $stem . $longest) }}
 {{- end }}
 {{- end }}
 {{- end }}
-{{- $elsewhere := list (ternary "" "reward" $job.reward.reward_model.enable) (eq $job.rollout.name "openai" | ternary "rollout" "") }}
-{{- $sharing := without $group.roles (first $elsewhere) (last $elsewhere) }}
+{{- $elsewhere := list (ternary "" "reward" $job.reward.reward_model.enable) (eq (include "rlhf-job.generatesElsewhere" (first $)) "true" | ternary "rollout" "") }}
+{{- $sharing := without $group.roles "environment" (first $elsewhere) (last $elsewhere) }}
 {{- if and (eq $job.rollout.mode "async") (gt (int $job.trainer.max_staleness) 0) (has "rollout" $sharing) (gt (len $sharing) 1) }}
-{{- fail (printf "job.rollout.mode is async, and rollout shares the device of group %s with %s, so that nothing would run ahead: give rollout a group of its own (placement.strategy), or set the mode to sync" $group.name (without $sharing "rollout" | join ", ")) }}
+{{- fail (printf "job.rollout.mode is async, but rollout shares the device of group %s with %s and so cannot run ahead of training: give rollout a group of its own (placement.strategy), or set the mode to sync" $group.name (without $sharing "rollout" | join ", ")) }}
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* Tokens in a pass of actor, critic or reference, of (list JOB ROLE); nothing where passes have a number of rows. */}}
+{{/* Maximum number of tokens in a pass of actor, critic or reference, of (list JOB ROLE); empty if passes have a fixed
+number of rows. */}}
 {{- define "rlhf-job.tokens" -}}
 {{- $job := first . }}{{ $role := last . }}{{ $section := get $job $role }}
 {{- $stem := eq $role "reference" | ternary "log_prob" "ppo" }}
@@ -151,21 +189,21 @@
 {{- end }}
 {{- end }}
 
-{{/* Of (list OWN GIVEN KEY): labels or annotations that are the chart's own. Those under rolemesh.dev/ are, though this
-object may not have them: policies and Services know pods by them. */}}
+{{/* Refuse labels or annotations that are reserved for the chart, of (list OWN GIVEN KEY). All names under rolemesh.dev/
+are, even if this object does not have them, because NetworkPolicies and Services select pods by them. */}}
 {{- define "rlhf-job.refuse.own" -}}
 {{- $own := index . 0 }}{{ $key := index . 2 }}
 {{- range $name, $_ := index . 1 }}
 {{- if or (hasKey $own $name) (hasPrefix "rolemesh.dev/" $name) }}
-{{- fail (printf "%s has %s, which is the chart's own: leave it out, or give yours another name" $key $name) }}
+{{- fail (printf "%s has %s, which is reserved for the chart: remove it, or use another name" $key $name) }}
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* What else the cluster must have, and values that belong together. */}}
+{{/* Refuse other values: those that the cluster does not support, and those that contradict each other. */}}
 {{- define "rlhf-job.refuse.rest" -}}
 {{- if not (regexMatch "^[a-z][-a-z0-9]*$" .Release.Name) }}
-{{- fail (printf "the release is called %s, and Services will be too: name it with small letters, digits and '-', a letter first" .Release.Name) }}
+{{- fail (printf "the release is called %s, which cannot begin the name of a Service: use lower-case letters, digits and '-', a letter first" .Release.Name) }}
 {{- end }}
 {{- $repository := .Values.image.repository }}
 {{- if contains "@" $repository }}
@@ -184,36 +222,78 @@ object may not have them: policies and Services know pods by them. */}}
 {{- else if eq .Values.gang.scheduler "coscheduling" }}
 {{- include "rlhf-job.refuse.crd" (list . "scheduling.x-k8s.io/v1alpha1/PodGroup" "gang.scheduler is coscheduling" "the scheduler plugins" "set it to none") }}
 {{- else if and (eq .Values.gang.scheduler "kueue") (not .Values.gang.queue) }}
-{{- fail "gang.scheduler is kueue and gang.queue is empty: set it to a LocalQueue of the namespace" }}
+{{- fail "gang.scheduler is kueue, but gang.queue is empty: set it to a LocalQueue of the namespace" }}
 {{- end }}
 {{- if not (or .Values.storage.workspace.existingClaim .Values.storage.workspace.size) }}
-{{- fail "storage.workspace has neither a size nor an existingClaim: set one, since the run directory lies there" }}
+{{- fail "storage.workspace has neither a size nor an existingClaim: set one, because the run directory is there" }}
 {{- end }}
 {{- if .Values.rewardFunction.code }}
 {{- $path := (include "rlhf-job.job" . | fromJson).reward.custom_reward_function.path }}
 {{- if or (ne (toString $path) "/etc/rolemesh-reward/reward.py") .Values.rewardFunction.configMap }}
-{{- fail "rewardFunction.code is set: set job.reward.custom_reward_function.path to /etc/rolemesh-reward/reward.py, where it will be, and rewardFunction.configMap to nothing" }}
+{{- fail "rewardFunction.code is set: set job.reward.custom_reward_function.path to /etc/rolemesh-reward/reward.py, where the code is mounted, and leave rewardFunction.configMap empty" }}
 {{- end }}
 {{- end }}
+{{- if and .Values.plugins.code .Values.plugins.configMap }}
+{{- fail "plugins.code and plugins.configMap are both set: set only one, and put all files into it" }}
+{{- end }}
+{{- if .Values.huggingFace.fetch }}
+{{- $cache := include "rlhf-job.cache" . }}
+{{- $within := "" }}
+{{- range $key, $claim := omit .Values.storage "singleNode" }}
+{{- if and (or $claim.existingClaim $claim.size) (hasPrefix (printf "%s/" (trimSuffix "/" $claim.mountPath)) $cache) }}
+{{- $within = $key }}
+{{- if $claim.readOnly }}
+{{- fail (printf "huggingFace.cache is %s, but storage.%s is read-only: set storage.%s.readOnly to false; the roles mount models read-only all the same" $cache $key $key) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if not $within }}
+{{- fail (printf "huggingFace.cache is %s, which is in no claim: set it to a folder of storage.workspace or storage.models" $cache) }}
+{{- end }}
+{{- end }}
+{{- include "rlhf-job.refuse.names" . }}
 {{- range $key, $claim := omit .Values.storage "singleNode" }}
 {{- include "rlhf-job.refuse.absent" (list $ "PersistentVolumeClaim" $claim.existingClaim (printf "storage.%s.existingClaim" $key)) }}
 {{- end }}
 {{- include "rlhf-job.refuse.absent" (list . "Secret" .Values.huggingFace.secret "huggingFace.secret") }}
 {{- include "rlhf-job.refuse.absent" (list . "ConfigMap" .Values.rewardFunction.configMap "rewardFunction.configMap") }}
+{{- include "rlhf-job.refuse.absent" (list . "ConfigMap" .Values.plugins.configMap "plugins.configMap") }}
 {{- end }}
 
-{{/* Of (list $ API "what is set" "what brings the API" "what else to do"). */}}
+{{/* Refuse names of estimators, losses and so on that are not built in, if there is no plug-in to define them. */}}
+{{- define "rlhf-job.refuse.names" -}}
+{{- $job := include "rlhf-job.job" . | fromJson }}
+{{- $defaults := .Files.Get "files/defaults.json" | fromJson }}
+{{- $plugins := or .Values.plugins.code .Values.plugins.configMap $job.plugins }}
+{{- range $key, $known := $defaults.names }}
+{{- $name := $job }}
+{{- range splitList "." $key }}{{ $name = get $name . }}{{ end }}
+{{- range $each := kindIs "slice" $name | ternary $name (list $name) }}
+{{- if and $each (not (has $each $known)) (not $plugins) }}
+{{- fail (printf "job.%s is %s: set it to one of %s, or define it in plugins.code" $key $each ($known | join ", ")) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- $unknown := not (has $job.algorithm.adv_estimator (get $defaults.names "algorithm.adv_estimator")) }}
+{{- if and $job.algorithm.page (not (has $job.algorithm.page (get $defaults.names "algorithm.page"))) }}{{ $unknown = true }}{{ end }}
+{{- if and $unknown (kindIs "invalid" $job.critic.enable) }}
+{{- fail "job.algorithm names an estimator or a page of a plug-in, and the chart cannot know whether it calls a critic: set job.critic.enable to true or false" }}
+{{- end }}
+{{- end }}
+
+{{/* Refuse a value if the cluster lacks the API that it needs, of (list $ API "what is set" "what installs the API"
+"what else to do"). */}}
 {{- define "rlhf-job.refuse.crd" -}}
 {{- if not ((first .).Capabilities.APIVersions.Has (index . 1)) }}
-{{- fail (printf "%s, and the cluster does not know %s: install %s, or %s" (index . 2) (index . 1) (index . 3) (index . 4)) }}
+{{- fail (printf "%s, but the cluster does not know %s: install %s, or %s" (index . 2) (index . 1) (index . 3) (index . 4)) }}
 {{- end }}
 {{- end }}
 
-{{/* Of (list $ KIND NAME KEY). Every namespace of a real cluster has the ConfigMap kube-root-ca.crt; without a cluster
-(helm template) nothing is known to be absent. */}}
+{{/* Refuse the name of an object that does not exist, of (list $ KIND NAME KEY). Checked only on a cluster, on which every
+namespace has the ConfigMap kube-root-ca.crt: `helm template` cannot look objects up. */}}
 {{- define "rlhf-job.refuse.absent" -}}
 {{- $namespace := (first .).Release.Namespace }}
 {{- if and (index . 2) (lookup "v1" "ConfigMap" $namespace "kube-root-ca.crt") (not (lookup "v1" (index . 1) $namespace (index . 2))) }}
-{{- fail (printf "%s is %s, and namespace %s has no such %s: create it, or name one that is there" (index . 3) (index . 2) $namespace (index . 1)) }}
+{{- fail (printf "%s is %s, but namespace %s has no such %s: create it, or name an existing one" (index . 3) (index . 2) $namespace (index . 1)) }}
 {{- end }}
 {{- end }}

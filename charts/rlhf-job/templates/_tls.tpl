@@ -1,4 +1,5 @@
-{{/* The Secret with a process's keys, of (list $ COMPONENT): a group, controller, or check, which is one. */}}
+{{/* Name of the Secret with a process's key, of (list $ COMPONENT): a group, controller, or check, which uses the
+controller's. */}}
 {{- define "rlhf-job.tlsSecret" -}}
 {{- $ := first . }}{{ $component := eq (last .) "check" | ternary "controller" (last .) }}
 {{- if eq $.Values.tls.mode "secret" }}
@@ -8,15 +9,15 @@
 {{- end }}
 {{- end }}
 
-{{/* Component to the roles that its certificate names, of GROUPS, as JSON. `rolemesh status` and its like run in the
-controller's pod, with its keys. */}}
+{{/* For each component, the roles that its certificate names, of GROUPS, as JSON. `rolemesh status` and similar commands
+run in the controller's pod and use its key. */}}
 {{- define "rlhf-job.certificates" -}}
 {{- $roles := dict "controller" (list "controller" "operator") }}
 {{- range . }}{{ $_ := set $roles .name .roles }}{{ end }}
 {{- toJson $roles }}
 {{- end }}
 
-{{/* The DNS names of a component's certificate, of (list $ COMPONENT ROLES), as JSON. The first is the job's. */}}
+{{/* The DNS names of a component's certificate, of (list $ COMPONENT ROLES), as JSON. The first names the job. */}}
 {{- define "rlhf-job.dnsNames" -}}
 {{- $ := first . }}
 {{- $names := list $.Release.Name }}
@@ -27,23 +28,23 @@ controller's pod, with its keys. */}}
 {{- toJson $names }}
 {{- end }}
 
-{{/* Of (list $ GROUPS): what of tls cannot be. */}}
+{{/* Refuse invalid values of tls, of (list $ GROUPS). */}}
 {{- define "rlhf-job.refuse.tls" -}}
 {{- $ := first . }}{{ $tls := $.Values.tls }}
 {{- $components := include "rlhf-job.certificates" (last .) | fromJson | keys | sortAlpha }}
 {{- if and (ne $tls.mode "secret") (or $tls.secret $tls.secrets) }}
-{{- fail (printf "tls.mode is %s, and tls.secret or tls.secrets is set: set the mode to secret, or leave them out" $tls.mode) }}
+{{- fail (printf "tls.mode is %s, but tls.secret or tls.secrets is set: set the mode to secret, or leave them out" $tls.mode) }}
 {{- end }}
 {{- range $name, $_ := $tls.secrets }}
 {{- if not (has $name $components) }}
-{{- fail (printf "tls.secrets.%s is set, and there are %s: name one of these" $name (join ", " $components)) }}
+{{- fail (printf "tls.secrets.%s is set, but the components are %s: use one of these names" $name (join ", " $components)) }}
 {{- end }}
 {{- end }}
 {{- if eq $tls.mode "secret" }}
 {{- range $components }}
 {{- $secret := include "rlhf-job.tlsSecret" (list $ .) }}
 {{- if not $secret }}
-{{- fail (printf "tls.mode is secret, and no Secret is named for %s: set tls.secrets.%s, or tls.secret for all, to one with tls.crt, tls.key and ca.crt" . .) }}
+{{- fail (printf "tls.mode is secret, but no Secret is named for %s: set tls.secrets.%s, or tls.secret for all, to one with tls.crt, tls.key and ca.crt" . .) }}
 {{- end }}
 {{- include "rlhf-job.refuse.absent" (list $ "Secret" $secret (empty (get $tls.secrets .) | ternary "tls.secret" (printf "tls.secrets.%s" .))) }}
 {{- end }}

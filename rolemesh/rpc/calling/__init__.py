@@ -1,6 +1,8 @@
-"""The client's end of a call.
+"""The client side of a call.
 
-clients.py    the roles as a controller sees them
-dispatch.py   spreads a call over the replicas in pool.py; call.py is one call to one replica.py
-discovery.py  follows their addresses
+clients.py    clients of the roles, used by a controller
+dispatch.py   spreads a call over the replicas of a pool
+pool.py       selects replicas, and tracks which are alive and busy
+call.py       makes one call to one replica (replica.py)
+discovery.py  follows the addresses of replicas
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -27,27 +26,28 @@ from rolemesh.wire.streams import send
 
 
 class Caller:
-    """Calls of one role's methods, each to one replica.
+    """Calls methods of one role, each call at one replica.
 
     Args:
         role: the role's name.
-        timeout_s: seconds of every deadline, for the error's text.
-        trained: an answer of another life of the server than the first one's is an error.
+        timeout_s: seconds of every deadline, for messages.
+        trained: the role has state that a restart of its server loses, so an answer after a restart is an
+            error.
     """
 
     def __init__(self, role: str, timeout_s: float, *, trained: bool) -> None:
         self._role, self._timeout_s = role, timeout_s
         self._trained, self._life = trained, ""
-        self.metadata: dict[str, str] = {}  # sent with every call, besides job, step and id
+        self.metadata: dict[str, str] = {}  # sent with every call, in addition to job, step and id
 
     async def message(self, rpc: Rpc, replica: Replica, call: Any) -> Message:
-        """The answer that is one message."""
+        """Wait for an answer that is one message."""
         with self.blamed(rpc, replica):
             return await read_answer(rpc, await call)
 
     @contextmanager
     def blamed(self, rpc: Rpc, replica: Replica) -> Iterator[None]:
-        """What is wrong with an answer is the replica's failure, and no fault of the request."""
+        """Turn an invalid answer into RoleFailed of the replica: the request is not at fault."""
         try:
             yield
         except (InvalidBatch, RoleFailed) as error:
@@ -57,9 +57,11 @@ class Caller:
     async def call(
         self, rpc: Rpc, replica: Replica, request: DataProto | Message, deadline: float
     ) -> AsyncIterator[Any]:
-        """A call in progress; however it fails, the error names role, method, address and step."""
+        """Make a call; every error names role, method, address and step."""
         make: Any = getattr(replica.channel, _arity(rpc))
-        start = make(rpc.path, serializer(rpc.request))  # answers are read here
+        start = make(
+            rpc.path, serializer(rpc.request)
+        )  # without a deserializer: answers are parsed by the caller
         broken: list[Exception] = []
         code, where = grpc.StatusCode.CANCELLED, self.where(rpc, replica)
         with timeline.recorded(f"{self._role} {replica.address}", self.method(rpc), request) as seen:
@@ -80,7 +82,7 @@ class Caller:
                 code = error.code()
                 raise self._explained(error, where, deadline) from error
             except asyncio.CancelledError:
-                if broken:  # gRPC cancels a call whose request cannot be made; the reason is what matters
+                if broken:  # gRPC cancels a call whose request stream fails; raise the cause
                     raise broken[0] from None
                 raise
             finally:
@@ -92,8 +94,8 @@ class Caller:
         self._life = self._life or life
         if self._trained and life != self._life:
             raise RoleFailed(
-                f"{where}: the role was restarted, and what it had learnt since its last checkpoint is gone; "
-                "run the same command again to go on from there"
+                f"{where}: the role was restarted, and its updates since the last checkpoint are lost; "
+                "run the same command again to resume from that checkpoint"
             )
 
     def _explained(self, error: grpc.aio.AioRpcError, where: str, deadline: float) -> RolemeshError:
@@ -105,8 +107,8 @@ class Caller:
         return explained
 
     def method(self, rpc: Rpc) -> str:
-        """Its name in Protocol and worker."""
-        return f"{self._role}.{re.sub('(?<!^)(?=[A-Z])', '_', rpc.name).lower()}"
+        """Return the method's name in timelines, the same that its worker uses."""
+        return f"{self._role}.{rpc.method}"
 
     def where(self, rpc: Rpc, replica: Replica) -> str:
         return f"{self._role}.{rpc.name} at {replica.address}, step {origin.step.get()}"

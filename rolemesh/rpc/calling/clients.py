@@ -1,9 +1,10 @@
-"""The roles over gRPC: each class implements its Protocol of rolemesh/roles.py. A page cannot tell a client
-from a worker. Every answer is held against its method's declaration (rolemesh/door.py): one that is not what
-the method writes is RoleFailed. A reward pod runs anybody's code.
+"""Clients of the roles over gRPC. Each class implements its Protocol of rolemesh/roles.py, like a worker.
 
-All are made alike: `RewardClient(addresses, methods(job), timeout_s=job.trainer.rpc_timeout_s)`, used with
-`async with`, or closed with `close`.
+Every answer is checked against its method's declaration (rolemesh/door.py), because servers are not trusted: a
+reward pod runs user code. An answer that does not fit raises RoleFailed.
+
+Create a client with e.g. `RewardClient(addresses, methods(job), timeout_s=job.trainer.rpc_timeout_s)`. Use it
+with `async with`, or call `close`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
-from google.protobuf.descriptor import ServiceDescriptor
-
+from rolemesh.catalog.catalog import load
+from rolemesh.catalog.roles import ROLES
 from rolemesh.dataproto import DataProto
 from rolemesh.door import Door
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnavailable, WeightsUnavailable
@@ -24,37 +25,33 @@ from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher
 from rolemesh.rpc.calling.pool import ReplicaPool
 from rolemesh.rpc.calling.replica import Replica
 from rolemesh.rpc.channels import check_address
-from rolemesh.rpc.contract import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
 from rolemesh.rpc.metadata import VERSION_KEY
 from rolemesh.tasks import gather
 from rolemesh.v1.actor_pb2 import PublishWeightsRequest
-from rolemesh.v1.checkpoint_pb2 import LoadCheckpointRequest, SaveCheckpointRequest
+from rolemesh.v1.checkpoint_pb2 import BeginCheckpointRequest, FinishCheckpointRequest, LoadCheckpointRequest
 from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.source import WeightSource
 
 
 class RoleClient:
-    """What every client is: the replicas of one role, and the methods it prunes batches for.
+    """Base of every client: a pool of one role's replicas, and the methods of the role.
 
     Args:
-        addresses: host:port of each replica, exactly one for a role that is trained; or who tells them, from
-            `async with` on, as replicas come and go.
+        addresses: host:port of each replica, exactly one for a trained role. Or a Members, which reports
+            addresses from `async with` on, as replicas join and leave.
         methods: rolemesh.roles.methods(job).
         timeout_s: seconds; the deadline of every call.
-        patience_s: seconds that a call waits while every replica is gone, before it fails.
-        may_grow: replicas may join in the midst of a call: work is held back for them.
-        rows_at_once: that an engine of the role decodes at once; 0: unknown.
-        vocabulary: how many token ids the role's model knows; None: unknown, and ids that the role answers with
-            have no upper bound.
+        patience_s: seconds that a call waits while no replica is alive, before it fails.
+        may_grow: replicas may join during a call, so work is held back for them.
+        rows_at_once: rows that an engine of the role decodes at once; 0: unknown.
+        vocabulary: vocabulary size of the role's model; None: unknown, so ids in answers have no upper bound.
 
     Raises:
-        InvalidConfig: no address, one that is not host:port, or several for a role that has one replica.
+        InvalidConfig: there is no address, one is not host:port or occurs twice, or a trained role has several.
     """
 
     role: ClassVar[str]
-    service: ClassVar[ServiceDescriptor]
-    has_replicas: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -67,34 +64,39 @@ class RoleClient:
         rows_at_once: int = 0,
         vocabulary: int | None = None,
     ) -> None:
+        spec = ROLES[self.role]
         self._members = None if isinstance(addresses, Sequence) else addresses
         fixed = list(addresses) if isinstance(addresses, Sequence) else []
         if not self._members and (not fixed or len(set(fixed)) < len(fixed)):
-            raise InvalidConfig(f"{self.role} needs the address of each replica, once; got {fixed}")
+            raise InvalidConfig(f"{self.role} needs the address of each replica exactly once; got {fixed}")
         for address in fixed:
             check_address(address)
-        if len(fixed) > 1 and not self.has_replicas:
-            raise InvalidConfig(f"{self.role} has one replica; got {len(fixed)} addresses: {fixed}")
-        self._methods = methods
+        if len(fixed) > 1 and spec.trained:
+            raise InvalidConfig(f"{self.role} has exactly one replica; got {len(fixed)} addresses: {fixed}")
+        self._methods, self._timeout_s = methods, timeout_s
         self.pool = ReplicaPool(
             self.role, fixed, patience_s=patience_s, may_grow=may_grow, full_rows=2 * rows_at_once
         )
         self._dispatcher = Dispatcher(
             self.pool,
-            self.service,
+            load(spec.service),
             timeout_s,
             rows_at_once=rows_at_once,
-            trained=not self.has_replicas,
+            trained=spec.trained,
             door=Door.of(methods, self.role, vocabulary),
         )
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Returns when every replica serves; where replicas come and go, when one does. Raises RoleUnavailable:
-        which one did not, since when, and why."""
+        """Wait until every replica serves; with Members, until one does.
+
+        Raises:
+            RoleUnavailable: it took longer than timeout_s seconds; the message names each replica's problem.
+            InvalidConfig: another role serves at an address.
+        """
         await self.pool.wait_until_ready(timeout_s)
 
     async def close(self) -> None:
-        """Closes the channels; calls that run are cancelled."""
+        """Close the channels; running calls are cancelled."""
         await self.pool.close()
 
     async def __aenter__(self) -> Self:
@@ -117,16 +119,18 @@ class RoleClient:
 
 
 class _Trained(RoleClient):
-    """A role with weights of its own to train and to keep."""
-
-    has_replicas = False
+    """Base of clients of a role that trains weights and saves them."""
 
     async def update(self, batch: DataProto) -> Metrics:
         return await self._update(batch)
 
-    async def save_checkpoint(self, directory: Path) -> None:
-        request = SaveCheckpointRequest(directory=_absolute(directory))
-        await self._dispatcher.call("SaveCheckpoint", request)
+    async def begin_checkpoint(self, directory: Path) -> None:
+        request = BeginCheckpointRequest(directory=_absolute(directory))
+        await self._dispatcher.call("BeginCheckpoint", request)
+
+    async def finish_checkpoint(self, directory: Path) -> None:
+        request = FinishCheckpointRequest(directory=_absolute(directory))
+        await self._dispatcher.call("FinishCheckpoint", request)
 
     async def load_checkpoint(self, directory: Path | None) -> None:
         request = LoadCheckpointRequest(directory=_absolute(directory) if directory else "")
@@ -136,7 +140,7 @@ class _Trained(RoleClient):
 class ActorClient(_Trained):
     """Implements rolemesh.roles.Actor."""
 
-    role, service = "actor", ACTOR
+    role = "actor"
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return await self._batch("compute_log_probs", batch)
@@ -145,7 +149,7 @@ class ActorClient(_Trained):
         return await self._batch("compute_ref_log_probs", batch)
 
     async def publish_weights(self, version: int) -> WeightSource:
-        """The weights stay at the actor; the source says where rollouts pull them."""
+        """Publish the weights at the actor. Return the source from which rollouts pull them."""
         answer = await self._dispatcher.call("PublishWeights", PublishWeightsRequest(version=version))
         return RemoteWeights([actor.address for actor in self.pool.live], version, answer.digest)
 
@@ -153,7 +157,7 @@ class ActorClient(_Trained):
 class ReferenceClient(RoleClient):
     """Implements rolemesh.roles.Reference."""
 
-    role, service = "reference", REFERENCE
+    role = "reference"
 
     async def compute_log_probs(self, batch: DataProto) -> DataProto:
         return await self._batch("compute_log_probs", batch)
@@ -162,7 +166,7 @@ class ReferenceClient(RoleClient):
 class CriticClient(_Trained):
     """Implements rolemesh.roles.Critic."""
 
-    role, service = "critic", CRITIC
+    role = "critic"
 
     async def compute_values(self, batch: DataProto) -> DataProto:
         return await self._batch("compute_values", batch)
@@ -171,17 +175,20 @@ class CriticClient(_Trained):
 class RewardClient(RoleClient):
     """Implements rolemesh.roles.Reward."""
 
-    role, service = "reward", REWARD
+    role = "reward"
 
     async def compute_scores(self, batch: DataProto) -> DataProto:
         return await self._batch("compute_scores", batch)
 
 
 class RolloutClient(RoleClient):
-    """Implements rolemesh.roles.Rollout. Versions never mix: each request names the version that was last
-    given out, a replica that does not hold it refuses, and a replica that comes back gets it before work."""
+    """Implements rolemesh.roles.Rollout.
 
-    role, service = "rollout", ROLLOUT
+    Weight versions never mix. Each request names the version distributed last, and a replica that does not hold
+    it refuses. A replica that returns gets the version before any work.
+    """
+
+    role = "rollout"
 
     def __init__(
         self,
@@ -191,7 +198,12 @@ class RolloutClient(RoleClient):
         sync_timeout_s: float = 300.0,
         **like_every_client: Any,
     ) -> None:
-        """Like every client; sync_timeout_s: seconds for a replica to take a version of the weights."""
+        """Make the client.
+
+        Args:
+            addresses, methods, like_every_client: as RoleClient.
+            sync_timeout_s: seconds for a replica to load a version of the weights.
+        """
         super().__init__(addresses, methods, **like_every_client)
         self._sync_timeout_s = sync_timeout_s
 
@@ -206,16 +218,19 @@ class RolloutClient(RoleClient):
                 yield rows
 
     async def update_weights(self, source: WeightSource) -> None:
-        """Every replica that is there takes the version, each from the one before it (the first from the
-        actor). One that cannot leaves the pool, and comes back when it can.
+        """Send a version of the weights to every live replica, in a chain.
+
+        Each replica pulls from the replicas before it in the chain, the nearest first, or from the actor. A
+        replica that fails leaves the pool, and returns when it has the version.
 
         Raises:
-            WeightsUnavailable: no replica could take it; the message says why for each. The old weights stay.
+            WeightsUnavailable: no replica could load the version; the message has the reason of each. Replicas
+                keep their old weights.
         """
         if not isinstance(source, RemoteWeights):
             raise WeightsUnavailable(
-                f"weights version {source.version} are held in this process alone; a rollout service pulls "
-                "from an address (publish them from an actor that is served)"
+                f"weights version {source.version} are held only in this process, but a rollout service pulls "
+                "from an address; publish them from an actor that is served"
             )
 
         async def take(replica: Replica, relays: Sequence[Replica]) -> None:
@@ -240,7 +255,7 @@ class RolloutClient(RoleClient):
             if any(not isinstance(p, RoleUnavailable) or isinstance(p, RoleTimeout) for p in problems):
                 break
         failed = "; ".join(str(problem) for problem in problems)
-        raise WeightsUnavailable(f"no rollout could take weights version {source.version}: {failed}")
+        raise WeightsUnavailable(f"no rollout could load weights version {source.version}: {failed}")
 
 
 async def _problem(call: Awaitable[None]) -> RolemeshError | None:
@@ -252,5 +267,5 @@ async def _problem(call: Awaitable[None]) -> RolemeshError | None:
 
 
 def _absolute(directory: Path) -> str:
-    """The role's working directory may be another."""
+    """Make a path absolute, because the role may have another working directory."""
     return str(directory.absolute())

@@ -1,5 +1,4 @@
-"""Where the replicas of a role are: fixed addresses, the records of a name, or the endpoints of a Kubernetes
-Service."""
+"""Discovers a role's replicas: fixed addresses, a name's DNS records, or a Kubernetes Service's endpoints."""
 
 from __future__ import annotations
 
@@ -15,23 +14,23 @@ from rolemesh.kubernetes import Cluster, Expired, Forbidden, Refused, Unreachabl
 log = logging.getLogger(__name__)
 
 DNS_EVERY_S = 3.0
-WATCH_S = 60.0  # after which a watch is begun anew: a connection that died in silence is noticed so late
+WATCH_S = 60.0  # a watch is restarted after this time, so that a silently dead connection is noticed
 RETRY_S, MAX_RETRY_S = 0.5, 15.0
 GRAMMAR = "write host:port,host:port or dns:NAME:PORT or kubernetes:SERVICE:PORT"
 
 
 class Members(Protocol):
-    """Replicas that come and go."""
+    """Reports the addresses of replicas that join and leave."""
 
     def watch(self) -> AsyncIterator[frozenset[str]]:
-        """host:port of each replica that may be given work, now and after every change."""
+        """Yield host:port of each replica that may get work, now and after every change."""
 
 
 def parse(address: str) -> list[str] | Members:
-    """What a role's address on the command line means: a list is fixed.
+    """Parse a role's address from the command line, by GRAMMAR. A list of host:port is fixed.
 
     Raises:
-        InvalidConfig: it means nothing, or kubernetes: is asked for outside of a pod.
+        InvalidConfig: the address is invalid, or kubernetes: is used outside of a pod.
     """
     kind, _, rest = address.partition(":")
     if kind not in ("dns", "kubernetes"):
@@ -43,7 +42,7 @@ def parse(address: str) -> list[str] | Members:
 
 
 class Dns:
-    """Every address that a name has, e.g. a headless Service's; asked again every few seconds."""
+    """Resolves every address of a name, e.g. a headless Service's, every DNS_EVERY_S seconds."""
 
     def __init__(self, name: str, port: int) -> None:
         self._name, self._port = name, port
@@ -58,7 +57,7 @@ class Dns:
             await asyncio.sleep(DNS_EVERY_S)
 
     async def _ask(self) -> frozenset[str] | None:
-        """None while nobody knows."""
+        """Resolve the name. None if the lookup failed, i.e. the addresses are unknown."""
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
@@ -69,15 +68,16 @@ class Dns:
 
 
 class Endpoints:
-    """The pods behind a Service, as its EndpointSlices have them: without those that are being terminated, and
-    with those that are not ready, if the Service publishes them. Health says which can be used.
+    """Watches the pods behind a Service in its EndpointSlices.
 
-    Where the pod's account may not watch EndpointSlices, there is a warning, and DNS from then on.
+    Terminating pods are left out. Pods that are not ready are included if the Service publishes them; their
+    health decides whether they get work. If the pod's account may not watch EndpointSlices, a warning is logged
+    and DNS is used instead.
 
     Args:
-        service: of the pod's own namespace; headless, so that DNS has its pods, too.
+        service: a Service in the pod's own namespace; headless, so that DNS resolves to its pods too.
         port: of each pod.
-        cluster: to ask.
+        cluster: the API server.
     """
 
     def __init__(self, service: str, port: int, cluster: Cluster) -> None:
@@ -90,7 +90,7 @@ class Endpoints:
                 yield addresses
         except Forbidden as error:
             name = f"{self._service}.{self._cluster.namespace}.svc"
-            log.warning("replicas of %s are looked for by DNS, as %s: %s", self._service, name, error)
+            log.warning("cannot watch endpoints of %s, using DNS name %s: %s", self._service, name, error)
             async for addresses in Dns(name, self._port).watch():
                 yield addresses
 
@@ -107,12 +107,12 @@ class Endpoints:
                     version, backoff_s = self._take(event), RETRY_S
                     if (found := self._addresses()) != before:
                         yield (before := found)
-                # Every watch ends some time; a server that ends them at once is spared.
+                # Every watch ends at some time. The pause protects a server that ends watches at once.
                 await asyncio.sleep(RETRY_S)
-            except Expired:  # what happened meanwhile is forgotten there; what is there now is not
+            except Expired:  # the server has dropped the events since this version, so list anew
                 version = ""
             except (Unreachable, Refused) as error:
-                log.warning("%s: %s; asked again in %.1f s", self._service, error, backoff_s)
+                log.warning("%s: %s; retrying in %.1f s", self._service, error, backoff_s)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_RETRY_S)
 
@@ -125,24 +125,24 @@ class Endpoints:
         return f"kubernetes.io/service-name={self._service}"
 
     async def _list(self) -> str:
-        """Reads all that is there; returns the version to watch from."""
+        """List all EndpointSlices; return the version to watch from."""
         answer = await self._cluster.list(self._path, self._selector)
         self._slices = {item["metadata"]["name"]: item for item in answer["items"]}
         version: str = answer["metadata"]["resourceVersion"]
         return version
 
     def _take(self, event: Mapping[str, Any]) -> str:
-        """Notes an event; returns the version to go on from."""
+        """Apply an event; return the version to continue from."""
         changed = event["object"]
         if event["type"] in ("ADDED", "MODIFIED"):
             self._slices[changed["metadata"]["name"]] = changed
         elif event["type"] == "DELETED":
             self._slices.pop(changed["metadata"]["name"], None)
-        version: str = changed["metadata"]["resourceVersion"]  # a BOOKMARK has nothing else
+        version: str = changed["metadata"]["resourceVersion"]  # all that a BOOKMARK has
         return version
 
     def _addresses(self) -> frozenset[str]:
-        """An endpoint may be in two slices for a while, and in two families for ever."""
+        """Return one address per pod. A pod may be in two slices for a while, and always in two IP families."""
         by_pod: dict[str, str] = {}
         for part in sorted(self._slices.values(), key=lambda part: str(part["addressType"])):
             for endpoint in part.get("endpoints") or ():

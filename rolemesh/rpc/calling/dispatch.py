@@ -1,11 +1,13 @@
-"""One call of a role's method, spread over its replicas as the .proto says.
+"""Spreads one call of a role's method over its replicas, as the .proto declares.
 
-SHARD_ROWS: the batch is cut by rows into pieces as replicas have room for them, each piece goes to the one with
-the least outstanding rows, the answers are joined in row order. BROADCAST: the same request to every replica.
+SHARD_ROWS: the batch is split by rows into pieces as replicas have room. Each piece goes to the replica with
+    the
+fewest outstanding rows, and the answers are joined in row order. BROADCAST: every replica gets the same
+request.
 
-A pure call (idempotency_level) that fails because its replica went away is asked again of another; what is
-not pure is asked once. A replica that had no memory for a batch has not begun with it: it is asked again, pure
-or not. Nothing is skipped and nothing made up: a call ends with every row or with an error.
+A pure call (idempotency_level) is retried at another replica if its replica goes away; other calls are not. A
+replica that has no memory for a batch has not begun with it, so that call is retried, pure or not. A call
+returns every row or raises an error.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from rolemesh.door import Door
 from rolemesh.errors import RoleBusy, RoleFailed, RoleTimeout, RoleUnavailable
 from rolemesh.rpc.batches import check_answer
 from rolemesh.rpc.calling.call import Caller
+from rolemesh.rpc.calling.holders import Holders
 from rolemesh.rpc.calling.pool import ReplicaPool
 from rolemesh.rpc.calling.replica import Replica
 from rolemesh.rpc.contract import Rpc, rpcs
@@ -38,19 +41,19 @@ from rolemesh.telemetry import metrics, timeline
 from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS
 from rolemesh.wire.streams import receive, receive_batches
 
-# Pieces per replica: with four, a replica that is twice as quick as another gets twice as many, and the
-# slowest one keeps the others waiting for a quarter of its share at most.
+# Pieces per replica. With four, a replica that is twice as fast gets twice as many, and the others wait for the
+# slowest at most a quarter of its share.
 PIECES_PER_REPLICA = 4
-# Below this a piece costs more in overhead than it gains in balance (but every replica gets work).
+# Smaller pieces cost more in overhead than they gain in balance (but every replica gets work).
 MIN_PIECE_ROWS = 8
 ATTEMPTS_PER_REPLICA = 3
-# Before a replica that had no memory for a batch is asked again: twice as long each time, up to the most.
+# Backoff before retrying a replica that had no memory for a batch: doubled each time, up to the maximum.
 BUSY_S, MAX_BUSY_S = 0.05, 2.0
 
 
 @dataclass
-class _Lease:
-    """A replica, and the rows of it that are not answered yet."""
+class _Reservation:
+    """Rows reserved at a replica that are not answered yet."""
 
     replica: Replica
     rows: int
@@ -58,36 +61,36 @@ class _Lease:
 
 @dataclass
 class _Tries:
-    """How often the same rows were asked for in vain, and how long to wait before the next time."""
+    """The failed attempts for the same rows, and the wait before the next attempt."""
 
     begun: Callable[[], None]
     is_begun: bool = False
-    num_failures: int = 0  # other than for want of memory
+    num_failures: int = 0  # other than for lack of memory
     wait_s: float = 0.0
 
     def begin(self) -> None:
-        """Tells, once, that a replica has been found."""
+        """Call `begun`, once, when a replica has been found."""
         if not self.is_begun:
             self.is_begun = True
             self.begun()
 
     async def wait(self) -> None:
-        """Before the next one; not before the first."""
+        """Wait before the next attempt; the first has no wait."""
         if self.wait_s:
             await asyncio.sleep(self.wait_s)
 
 
 class Dispatcher:
-    """The methods of one service over a pool of replicas.
+    """Calls the methods of one service on a pool of replicas.
 
     Args:
         pool: the replicas.
-        service: whose methods.
-        timeout_s: seconds; deadline of every call, waiting for a replica included.
-        rows_at_once: that an engine decodes at once, of answers that are streams; 0: unknown.
-        trained: the role has a state that is lost when its process is restarted: an answer of another life
-            than the first one's is an error.
-        door: what batches are held against that come as answers; None: the service answers with none.
+        service: the service's descriptor.
+        timeout_s: seconds; deadline of every call, including the wait for a replica.
+        rows_at_once: rows that an engine decodes at once, for streamed answers; 0: unknown.
+        trained: the role has state that a restart of its process loses, so an answer after a restart is an
+            error.
+        door: checks batches in answers; None: the service's answers have none.
     """
 
     def __init__(
@@ -102,39 +105,43 @@ class Dispatcher:
     ) -> None:
         self.pool = pool
         self._rows_at_once = rows_at_once
+        self._holders = Holders()
         self._caller = Caller(pool.role, timeout_s, trained=trained)
         self._door = door or Door({})
         self._rpcs = {rpc.name: rpc for rpc in rpcs(service)}
         self._timeout_s = timeout_s
         for rpc in self._rpcs.values():
-            if rpc.pure or rpc.takes_batch:  # 0 at first, so that one is an increase
+            if rpc.pure or rpc.takes_batch:  # starts at 0, so that the first retry is an increase
                 metrics.CLIENT_RETRIES.labels(pool.role, rpc.name)
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Sent with every call, besides job, step and id."""
+        """Metadata sent with every call, in addition to job, step and id."""
         return self._caller.metadata
 
     # ------------------------------------------------------------------ whole answers
 
     async def call(self, name: str, request: DataProto | Message) -> Any:
-        """The answer to a request: a DataProto or a message; nothing where it went to every replica.
+        """Call a method and return its answer, a DataProto or a message; of a broadcast, one replica's answer.
 
         Raises:
             RoleTimeout: the deadline passed.
-            RoleUnavailable: no replica was left to ask.
-            RolemeshError: what the role raised.
+            RoleUnavailable: no replica was left.
+            RolemeshError: raised by the role.
         """
         rpc, deadline = self._rpcs[name], self._deadline()
         if isinstance(request, DataProto):
             return await self._shard_rows(rpc, request, deadline)
-        assert rpc.dispatch == DISPATCH_BROADCAST, f"{name}: the .proto says no dispatch that is made here"
+        assert rpc.dispatch == DISPATCH_BROADCAST, f"{name}: the .proto declares no dispatch for its request"
         return await self._broadcast(rpc, request, deadline)
 
     async def _shard_rows(self, rpc: Rpc, batch: DataProto, deadline: float) -> Any:
-        """Pieces are pulled: each is cut when the one before it has found a replica with room. So a replica
-        that joins in the midst takes from what is left, and the cut is as fine as they are many by then."""
-        assert rpc.dispatch == DISPATCH_SHARD_ROWS, f"{rpc.name}: the .proto says no dispatch that is made here"
+        """Split a batch into pieces, and join the answers in row order.
+
+        A piece is cut when the piece before it has found a replica with room. So a replica that joins during
+        the call takes from the remaining rows, and the piece size follows the current number of replicas.
+        """
+        assert rpc.dispatch == DISPATCH_SHARD_ROWS, f"{rpc.name}: the .proto declares no dispatch for a batch"
         answers: dict[int, Any] = {}
 
         async def ask(first: int) -> None:
@@ -167,26 +174,28 @@ class Dispatcher:
         tries = _Tries(begun)
         while True:
             await tries.wait()
-            async with self._lease(rpc, len(batch), turn, deadline) as lease:
+            async with self._reserved(rpc, len(batch), turn, deadline) as reserved:
                 tries.begin()
                 try:
-                    async with self._caller.call(rpc, lease.replica, batch, deadline) as call:
+                    async with self._caller.call(rpc, reserved.replica, batch, deadline) as call:
                         if not rpc.streams[1]:
-                            return await self._caller.message(rpc, lease.replica, call)
-                        with self._caller.blamed(rpc, lease.replica):
+                            return await self._caller.message(rpc, reserved.replica, call)
+                        with self._caller.blamed(rpc, reserved.replica):
                             answer = await receive(call)
                             await check_answer(rpc, answer, self._door, batch)
                         return answer
                 except RoleTimeout:
                     raise
                 except RoleUnavailable as error:
-                    self._try_again(rpc, lease.replica, error, tries, deadline)
+                    self._try_again(rpc, reserved.replica, error, tries, deadline)
 
     def _try_again(
         self, rpc: Rpc, replica: Replica, error: RoleUnavailable, tries: _Tries, deadline: float
     ) -> None:
-        """Says in `tries` how long to wait before the rows are asked for again, or raises the error. A replica
-        that is busy is well and stays in the pool, and its method has not seen the request."""
+        """Set the wait before the retry in `tries`, or raise the error.
+
+        A busy replica is healthy and stays in the pool; its method has not seen the request.
+        """
         if isinstance(error, RoleBusy):
             tries.wait_s = min(2 * tries.wait_s or BUSY_S, MAX_BUSY_S) * random.uniform(0.75, 1.0)
             if time.monotonic() + tries.wait_s >= deadline:
@@ -203,16 +212,17 @@ class Dispatcher:
     # ---------------------------------------------------------------- streamed answers
 
     async def stream_rows(self, name: str, batch: DataProto) -> AsyncIterator[DataProto]:
-        """Batch in, batches of finished rows out, with `row` counted in `batch`. Every row comes once.
+        """Yield batches of finished rows, with column `row` counted in `batch`. Every row comes exactly once.
 
-        Rows are handed out in parts, pulled like the pieces of a whole answer. A part is what an engine decodes
-        at once (`rows_at_once`), and a replica is given another while it has less than two such parts to do:
-        each engine is as full as if it had been given everything, and a replica that joins in the midst takes
-        from the rows that wait here. Where the engines hold the whole batch it is all begun at once; then one
-        that joins helps from the next call on, as rows that are begun stay where they are.
+        Rows are handed out in parts of `rows_at_once`, cut like the pieces of `_shard_rows`. A replica gets
+        another part while it has less than two such parts outstanding. This keeps each engine as full as if it
+        had all rows, and a replica that joins takes from the remaining rows. Rows of several turns go to the
+        replica that answered most of them last, if it has room. If the engines can hold the whole
+        batch, all of it is started at once. A replica that joins then helps only from the next call on, because
+        started rows do not move.
         """
         rpc, deadline = self._rpcs[name], self._deadline()
-        # Without a bound: a consumer that takes its time holds up neither replica nor deadline.
+        # Unbounded, so that a slow consumer delays neither a replica nor the deadline.
         arrived: asyncio.Queue[DataProto | Exception | None] = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
 
@@ -249,7 +259,7 @@ class Dispatcher:
             await cancel_all(tasks)
 
     def _part_rows(self, num_rows: int) -> int:
-        """At most an equal share: engines decode many rows at nearly the price of one."""
+        """Return the size of a part, at most an equal share: many rows decode at nearly the cost of one."""
         if not self.pool.has_choice:
             return num_rows
         share = -(-num_rows // (len(self.pool.live) or 1))
@@ -269,43 +279,46 @@ class Dispatcher:
         while len(rows):
             missing = torch.ones(len(rows), dtype=torch.bool)
             await tries.wait()
-            async with self._lease(rpc, len(rows), turn, deadline) as lease:
+            asked = batch.select_idxs(rows)
+            hint = "" if tries.wait_s else self._holders.of(asked)  # not again a replica that was busy
+            async with self._reserved(rpc, len(rows), turn, deadline, hint) as reserved:
                 tries.begin()
                 try:
-                    asked = batch.select_idxs(rows)
-                    async with self._caller.call(rpc, lease.replica, asked, deadline) as call:
-                        with self._caller.blamed(rpc, lease.replica):
+                    async with self._caller.call(rpc, reserved.replica, asked, deadline) as call:
+                        with self._caller.blamed(rpc, reserved.replica):
                             async for part in receive_batches(call):
                                 await check_answer(rpc, part, self._door, asked)
                                 self._tick_off(missing, part["row"])
+                                self._holders.note(asked, part["row"].tolist(), reserved.replica)
                                 part["row"] = rows[part["row"]]
                                 arrived.put_nowait(part)
-                                lease.rows -= len(part)
-                                await self.pool.progress(lease.replica, len(part))
+                                reserved.rows -= len(part)
+                                await self.pool.progress(reserved.replica, len(part))
                             if missing.any():
                                 raise RoleFailed(f"the stream ended without rows {rows[missing].tolist()}")
                 except RoleTimeout:
                     raise
                 except RoleUnavailable as error:
-                    self._try_again(rpc, lease.replica, error, tries, deadline)
+                    self._try_again(rpc, reserved.replica, error, tries, deadline)
             rows = rows[missing]
 
     @staticmethod
     def _tick_off(missing: Tensor, rows: Tensor) -> None:
         wrong = [r for r in rows.tolist() if not 0 <= r < len(missing) or not missing[r]]
         if wrong or len(set(rows.tolist())) < len(rows):
-            raise RoleFailed(f"rows {rows.tolist()} came; {wrong} are not asked for, or came before")
+            raise RoleFailed(f"rows {rows.tolist()} came, but {wrong} were not asked for or came before")
         missing[rows] = False
 
     # -------------------------------------------------------------------- messages
 
     async def _broadcast(self, rpc: Rpc, request: Message, deadline: float) -> Any:
-        """The same message to every replica; the answer of the first. A replica that is gone is left out as
-        long as another one is there; any other failure of any replica is raised.
+        """Send the same message to every replica, and return the answer of the first available one.
+
+        Unavailable replicas are skipped as long as another one answers. Any other failure is raised.
 
         Raises:
-            RoleUnavailable: every replica is gone.
-            RolemeshError: what a replica raised; the message names it.
+            RoleUnavailable: every replica is unavailable.
+            RolemeshError: raised by a replica; the message names it.
         """
         answers: list[Any] = []
         for _ in range(ATTEMPTS_PER_REPLICA if rpc.pure else 1):
@@ -317,7 +330,7 @@ class Dispatcher:
         raise answers[0]
 
     async def _told(self, rpc: Rpc, replica: Replica, request: Message, deadline: float) -> Any:
-        """The answer, or the error of a replica that is gone."""
+        """Return the answer, or the error of an unavailable replica."""
         try:
             with self.pool.holding(replica):
                 async with self._caller.call(rpc, replica, request, deadline) as call:
@@ -329,7 +342,7 @@ class Dispatcher:
             return error
 
     async def tell(self, name: str, replica: Replica, request: Message, timeout_s: float) -> Any:
-        """One message to one replica."""
+        """Send one message to one replica, and return its answer."""
         rpc = self._rpcs[name]
         try:
             with self.pool.holding(replica):
@@ -341,26 +354,28 @@ class Dispatcher:
             ) from error
 
     @asynccontextmanager
-    async def _lease(self, rpc: Rpc, rows: int, turn: int, deadline: float) -> AsyncIterator[_Lease]:
+    async def _reserved(
+        self, rpc: Rpc, rows: int, turn: int, deadline: float, hint: str = ""
+    ) -> AsyncIterator[_Reservation]:
         try:
             with timeline.recorded(f"{self.pool.role}: waits for a replica", self._caller.method(rpc)):
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                    lease = _Lease(await self.pool.acquire(rows, turn), rows)
+                    reserved = _Reservation(await self.pool.acquire(rows, turn, hint), rows)
         except TimeoutError as error:
             where = f"{self.pool.role}.{rpc.name} at {self.pool.addresses}, step {origin.step.get()}"
             busy = f"{where}: no replica had room within the deadline of {self._timeout_s:g} s"
             raise RoleTimeout(busy) from error
         try:
-            yield lease
+            yield reserved
         finally:
-            await self.pool.release(lease.replica, lease.rows)
+            await self.pool.release(reserved.replica, reserved.rows)
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
 
 
 def piece_rows(num_rows: int, num_replicas: int) -> int:
-    """How many rows the next piece of a batch has: enough pieces for balance, not so many as to be tiny."""
+    """Return the number of rows of a batch's next piece: enough pieces for balance, but no tiny ones."""
     num_pieces = max(num_replicas, num_rows // MIN_PIECE_ROWS)
     num_pieces = min(num_pieces, PIECES_PER_REPLICA * num_replicas)
     return max(1, -(-num_rows // num_pieces))

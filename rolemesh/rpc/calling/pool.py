@@ -1,4 +1,4 @@
-"""The replicas of one role, as a client sees them: who is there, who is busy, who is gone for now."""
+"""A client's pool of one role's replicas: tracks which are alive and busy, and assigns work to them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rolemesh.telemetry import metrics
 
 log = logging.getLogger(__name__)
 
-# One piece computes while the next is on its way; more would take choice away from the balancing. Where there
-# is no choice there is no limit: a role that shares a device should see all that waits for its turn.
+# One piece computes while the next is in transit; a higher limit would make balancing worse. With only one
+# replica there is no limit: a role that shares a device should see all calls that wait for its turn.
 MAX_IN_FLIGHT = 2
 MAX_BACKOFF_S = 2.0
 
 
 class PendingRows:
-    """How many rows are pending, and for how long they have been.
+    """Counts pending rows, and integrates the count over time.
 
     Args:
         clock: seconds.
@@ -35,30 +35,30 @@ class PendingRows:
         self._clock = clock
         self._counted_at, self._row_seconds = clock(), 0.0
 
-    @property
-    def row_seconds(self) -> float:
-        """The integral of `rows` over time: ten rows that are pending for six seconds are 60."""
-        return self._row_seconds + self.rows * (self._clock() - self._counted_at)
+    def row_seconds(self, until: float) -> float:
+        """Return the integral of `rows` over time: ten rows that are pending for six seconds make 60."""
+        return self._row_seconds + self.rows * (until - self._counted_at)
 
     def add(self, rows: int) -> None:
-        """So many more from now on; below 0: fewer."""
-        self._row_seconds, self._counted_at = self.row_seconds, self._clock()
+        """Add to the number of pending rows; negative to subtract."""
+        now = self._clock()
+        self._row_seconds, self._counted_at = self.row_seconds(now), now
         self.rows += rows
 
 
 class ReplicaPool:
-    """Gives out replicas: the live one with the least outstanding rows first, to calls in the order in which
-    they were begun.
+    """Assigns replicas to calls, in the order in which calls start.
 
-    Replicas may join and leave at any time (`follow`). One that joins gets work once it is healthy and
-    `on_return` has brought it up to date. One that leaves gets no more; what it computes may end.
+    A call gets the live replica with the fewest outstanding rows. Replicas may join and leave at any time
+    (`follow`). A replica that joins gets work once it is healthy and `on_return` has brought it up to date. A
+    replica that leaves gets no more work, but may finish what it has.
 
     Args:
-        role: whose health says that a replica is ready.
-        addresses: host:port of each replica that is there from the beginning.
-        patience_s: how long a call waits while every replica is gone, before it fails.
-        may_grow: others may join, so work is held back for them while those that are there are busy.
-        full_rows: outstanding rows with which a replica is full; 0: it is with MAX_IN_FLIGHT calls.
+        role: the role whose health is checked.
+        addresses: host:port of each initial replica.
+        patience_s: seconds that a call waits while no replica is alive, before it fails.
+        may_grow: replicas may join, so work is held back for them while the others are busy.
+        full_rows: outstanding rows at which a replica is full; 0: it is full with MAX_IN_FLIGHT calls.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ReplicaPool:
 
     @property
     def live(self) -> list[Replica]:
-        """Those that are not known to be gone."""
+        """The replicas that may get work."""
         return [replica for replica in self.replicas if replica.live]
 
     @property
@@ -96,13 +96,13 @@ class ReplicaPool:
 
     @property
     def has_choice(self) -> bool:
-        """Whether work may go to one replica or to another, now or when one has joined."""
+        """Whether there are several replicas to choose from, now or after one has joined."""
         return self._may_grow or len(self.replicas) > 1
 
-    # ------------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------------ membership
 
     def follow(self, members: Members) -> None:
-        """From now on the replicas are those that `members` tells of."""
+        """Follow the replicas that `members` reports from now on."""
         self._is_followed = True
         self._begin(self._follow(members))
 
@@ -111,13 +111,13 @@ class ReplicaPool:
             async for addresses in members.watch():
                 self._set_members(addresses)
                 await self._notify()
-        except Exception as error:  # for who waits for a replica
+        except Exception as error:  # raised to calls that wait for a replica
             self._lost = error
             await self._notify()
 
     def _set_members(self, addresses: Collection[str]) -> None:
         for replica in [r for r in self.replicas if r.address not in addresses]:
-            log.info("%s at %s leaves", self.role, replica.address)
+            log.info("%s at %s left the pool", self.role, replica.address)
             self.replicas.remove(replica)
             self._leaving.add(replica)
             self._let_go(replica)
@@ -128,11 +128,11 @@ class ReplicaPool:
         self._show_live()
 
     def _let_go(self, replica: Replica) -> None:
-        """Forgets one that has left, once it has nothing to do."""
+        """Close a replica that has left, once it has no calls."""
         if replica in self._leaving and not replica.in_flight:
             self._leaving.remove(replica)
             if all(replica.address != other.address for other in (*self.replicas, *self._leaving)):
-                with suppress(KeyError):  # it never had work
+                with suppress(KeyError):  # raised if it never had work
                     metrics.CLIENT_OUTSTANDING_ROWS.remove(self.role, replica.address)
             self._begin(replica.close())
 
@@ -142,11 +142,11 @@ class ReplicaPool:
         task.add_done_callback(self._background.discard)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Returns when every replica serves; where replicas come and go, when one does.
+        """Wait until every replica serves; if members are followed, until one does.
 
         Raises:
-            RoleUnavailable: which did not, since when, and what it last said.
-            InvalidConfig: a given address is another role's, which no waiting mends.
+            RoleUnavailable: it took longer than timeout_s; the message has each replica's last problem.
+            InvalidConfig: another role serves at a given address, so waiting is of no use.
         """
         since = datetime.now().strftime("%H:%M:%S")
         if self._is_followed:
@@ -158,7 +158,7 @@ class ReplicaPool:
         late = [f"at {r.address}: {p}" for r, p in zip(self.replicas, problems, strict=True) if p]
         if late:
             raise RoleUnavailable(
-                f"{self.role} was not ready within {timeout_s:g} s (asked since {since}): " + "; ".join(late)
+                f"{self.role} was not ready within {timeout_s:g} s (waiting since {since}): " + "; ".join(late)
             )
 
     async def _problem_until(self, replica: Replica, deadline: float) -> str:
@@ -174,17 +174,18 @@ class ReplicaPool:
         replica.problem = ""
         return ""
 
-    # ------------------------------------------------------------------------ who gets work
+    # ------------------------------------------------------------------------ assigning work
 
-    async def acquire(self, rows: int, turn: int) -> Replica:
-        """A live replica for `rows` rows of work, as soon as one has room. Give it back with `release`.
+    async def acquire(self, rows: int, turn: int, hint: str = "") -> Replica:
+        """Wait for a live replica with room, and reserve rows there. Give it back with `release`.
 
         Args:
-            rows: counted as outstanding there.
-            turn: the call's place in the line, from `pending`.
+            rows: number of rows, counted as outstanding at the replica.
+            turn: the call's place in the queue, from `pending`.
+            hint: address of the replica that is chosen if it has room.
 
         Raises:
-            RoleUnavailable: every replica has been gone for `patience_s`.
+            RoleUnavailable: no replica was alive for `patience_s`.
         """
         async with self._changed:
             self._line.append(turn)
@@ -197,19 +198,19 @@ class ReplicaPool:
             finally:
                 self._line.remove(turn)
                 self._changed.notify_all()
-            # Ties go to the one whose turn is longest ago.
-            chosen = min(free, key=lambda replica: (replica.outstanding_rows, replica.last_turn))
+            # Ties go to the least recently chosen replica.
+            chosen = min(free, key=lambda r: (r.address != hint, r.outstanding_rows, r.last_turn))
             chosen.last_turn = self._next_turn()
             chosen.in_flight += 1
             self._count_rows(chosen, rows)
             return chosen
 
     def leave_line(self, turn: int) -> None:
-        """All of the call's rows have been handed out."""
+        """Leave the queue: all of the call's rows have been handed out."""
         self._handing_out.discard(turn)
 
     def _next_turn(self) -> int:
-        """Later ones are larger."""
+        """Return a new turn; later turns are larger."""
         self._turns += 1
         return self._turns
 
@@ -221,29 +222,38 @@ class ReplicaPool:
         return [replica for replica in self.live if replica.in_flight < MAX_IN_FLIGHT]
 
     async def progress(self, replica: Replica, rows: int) -> None:
-        """So many of its rows have been answered, while others are not."""
+        """Count rows of a running call as answered."""
         self._count_rows(replica, -rows)
         await self._notify()
 
     async def release(self, replica: Replica, rows: int) -> None:
-        """The work is done, or has failed; `rows` were not told to `progress`."""
+        """Give a replica back after its work is done or has failed; `rows` were not reported to `progress`."""
         replica.in_flight -= 1
         self._count_rows(replica, -rows)
         self._let_go(replica)
         await self._notify()
 
     @contextmanager
-    def holding(self, replica: Replica) -> Iterator[None]:
-        """A call to this very replica, whatever room it has. It stays reachable even if it leaves."""
+    def holding(self, replica: Replica, rows: int = 0) -> Iterator[None]:
+        """Keep a replica reachable within the context, even if it leaves or has no room.
+
+        Args:
+            replica: the replica.
+            rows: counted as outstanding at it.
+        """
         replica.in_flight += 1
+        if rows:
+            self._count_rows(replica, rows)
         try:
             yield
         finally:
             replica.in_flight -= 1
+            if rows:
+                self._count_rows(replica, -rows)
             self._let_go(replica)
 
     async def wait_for_live(self) -> None:
-        """Returns when a replica is live. Raises RoleUnavailable after `patience_s`."""
+        """Wait until a replica is live. Raise RoleUnavailable after `patience_s`."""
         async with self._changed:
             await self._one_is_live(self._patience_s)
 
@@ -254,7 +264,7 @@ class ReplicaPool:
         except TimeoutError:
             last = "; ".join(f"at {r.address}: {r.problem}" for r in self.replicas if r.problem)
             at = last or f"at {self.addresses}"
-            raise RoleUnavailable(f"{self.role}: no replica answers, since {timeout_s:g} s ({at})") from None
+            raise RoleUnavailable(f"{self.role}: no replica answers, for {timeout_s:g} s ({at})") from None
         if self._lost and not self.live:
             raise self._lost
 
@@ -266,18 +276,20 @@ class ReplicaPool:
         async with self._changed:
             self._changed.notify_all()
 
-    # ------------------------------------------------------------------------ how much there is
+    # ------------------------------------------------------------------------ pending work
 
     @property
     def pending_rows(self) -> int:
-        """Of calls that run: those that have no answer yet."""
+        """Rows of running calls that have no answer yet."""
         return self.waiting.rows
 
     @asynccontextmanager
     async def pending(self, rows: int) -> AsyncIterator[tuple[int, Callable[[int], None]]]:
-        """A call, from its beginning to its end. Gives its place in the line, which it keeps between two of
-        its pieces, until `leave_line`; and what is to be told how many rows were answered: the others are
-        pending."""
+        """Register a call and its pending rows within the context.
+
+        Yields the call's turn, i.e. its place in the queue, and a function that counts rows as answered. The
+        call keeps its place between its pieces, until `leave_line`.
+        """
         left, turn = rows, self._next_turn()
 
         def answered(some: int) -> None:
@@ -295,17 +307,26 @@ class ReplicaPool:
             self.leave_line(turn)
             await self._notify()
 
+    @contextmanager
+    def counted(self, rows: int) -> Iterator[None]:
+        """Count rows as pending within the context, for calls that take no place in the queue."""
+        self._count_pending(rows)
+        try:
+            yield
+        finally:
+            self._count_pending(-rows)
+
     def _count_pending(self, rows: int) -> None:
         self.waiting.add(rows)
         metrics.CLIENT_PENDING_ROWS.labels(self.role).set(self.waiting.rows)
 
-    # ------------------------------------------------------------------------ gone, and back
+    # ------------------------------------------------------------------------ failure and recovery
 
     def suspect(self, replica: Replica, problem: str) -> None:
-        """Avoids a replica until it is healthy again."""
+        """Give a replica no work until it is healthy again."""
         if not replica.live or replica not in self.replicas:
             return
-        log.warning("%s at %s is avoided until it is healthy: %s", self.role, replica.address, problem)
+        log.warning("%s at %s gets no work until it is healthy: %s", self.role, replica.address, problem)
         replica.live = False
         self._show_live()
         self._begin(self._revive(replica))
@@ -320,12 +341,12 @@ class ReplicaPool:
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _try_return(self, replica: Replica) -> str:
-        """Makes a healthy replica live; else says what is the matter."""
+        """Make a healthy replica live and return ""; else return its problem."""
         if problem := await replica.health():
             return problem
         if not replica.live:
             done: Callable[[Replica], Awaitable[None]] | None = None
-            while (bring := self.on_return) is not None and bring is not done:  # meanwhile there may be news
+            while (bring := self.on_return) is not None and bring is not done:  # it may be replaced meanwhile
                 try:
                     await bring(replica)
                     done = bring
@@ -341,7 +362,7 @@ class ReplicaPool:
         metrics.REPLICAS_LIVE.labels(self.role).set(len(self.live))
 
     async def close(self) -> None:
-        """Closes every channel; calls that run are cancelled."""
+        """Close every channel; running calls are cancelled."""
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""One server of a role, as a client sees it."""
+"""A client's view of one server of a role: its channel, load and health."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from rolemesh.rpc import tls
 from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.channels import Line
 from rolemesh.rpc.contract import rpcs, serializer
+from rolemesh.rpc.metadata import WHY_KEY
 
 CHECK_TIMEOUT_S = 2.0
+MAX_WHY = 500  # characters of the reason that a server gives for not being ready
 [HEALTH] = [rpc for rpc in rpcs(health_pb2.DESCRIPTOR.services_by_name["Health"]) if rpc.name == "Check"]
 
 
 class Replica:
-    """One server of the role.
+    """One server of a role.
 
     Args:
         address: host:port.
-        role: what is served there.
-        live: it may be given work, until it is found to be gone.
+        role: the role that it serves.
+        live: whether it may get work.
     """
 
     def __init__(self, address: str, role: str, live: bool = True) -> None:
@@ -37,28 +39,31 @@ class Replica:
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """For one call: where to make it changes with the process's keys."""
+        """The channel for one call. Do not keep it: it is replaced when the process's TLS keys change."""
         return self._line.channel
 
     async def health(self) -> str:
-        """ "" when it serves as its role, else what is the matter."""
+        """Check health: return "" if it serves its role, else the problem."""
         check: Any = self.channel.unary_unary(HEALTH.path, serializer(HEALTH.request), None)
         try:
-            request = health_pb2.HealthCheckRequest(service=self._role)
-            answer: Any = await read_answer(HEALTH, await check(request, timeout=CHECK_TIMEOUT_S))
+            call = check(health_pb2.HealthCheckRequest(service=self._role), timeout=CHECK_TIMEOUT_S)
+            answer: Any = await read_answer(HEALTH, await call)
+            trailing = dict(await call.trailing_metadata())
         except InvalidBatch as error:
-            return f"its health is no answer: {error}"
+            return f"its answer to a health check is invalid: {error}"
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return wrong_role(self._role)
             return tls.explain(error.details() or error.code().name)
         serving: bool = answer.status == health_pb2.HealthCheckResponse.SERVING
-        return "" if serving else "it answers, but is not ready (still loading, or draining)"
+        why = str(trailing.get(WHY_KEY, ""))[:MAX_WHY]
+        why = why if why.isprintable() and why else "still loading, or draining"
+        return "" if serving else f"it answers, but is not ready ({why})"
 
     async def close(self) -> None:
         await self._line.close()
 
 
 def wrong_role(role: str) -> str:
-    """What is the matter with a server that serves, but not as this role."""
-    return f"another role answers there: it is no {role}"
+    """Return the problem of a server that serves another role."""
+    return f"another role serves there, not {role}"

@@ -1,6 +1,6 @@
-"""The server's end of a call.
+"""The server side of a call.
 
-server.py     binds, loads, serves, drains; access.py says who may call what
-guard.py      surrounds every call; requests.py reads what a call brings
-bounded.py    bounds one message; handlers.py is what bounded.py and access.py put around a method
+server.py     binds, loads, serves, drains; access.py enforces who may call which method
+guard.py      wraps every call of our services; requests.py reads its metadata and message
+bounded.py    limits the size of a message; handlers.py wraps methods for bounded.py and access.py
 """

@@ -1,12 +1,13 @@
-"""Who may call what, under TLS: a caller's certificate names its roles, the .proto says which of them may.
+"""Access control under TLS: a caller's certificate names its roles, and the .proto lists each method's callers.
 
-All that a server offers passes here, health and reflection too. What is said nowhere may be called by nobody.
+Every method that a server offers is checked, health and reflection too. A method without declared callers is
+denied.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import grpc
@@ -17,49 +18,37 @@ from rolemesh.errors import NotPermitted
 from rolemesh.rpc import tls
 from rolemesh.rpc.contract import CALLERS, Rpc
 from rolemesh.rpc.errors import to_status
-from rolemesh.rpc.serving.handlers import Context, Method, surrounded
+from rolemesh.rpc.serving.handlers import Around, Context, Method
 from rolemesh.telemetry import metrics
 
 log = logging.getLogger(__name__)
 
 
-class Permissions(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Ends the calls of those who may not make them with PERMISSION_DENIED, whatever the server's state.
+class Permissions(Around):
+    """Ends calls that are not permitted with PERMISSION_DENIED, in every state of the server.
 
-    Health is for every process of the job. Reflection is for those who may call anything at this server.
+    Every process of the job may call health. Every role that may call any method of this server may call
+    reflection.
 
     Args:
-        rpcs: of the server's services, by path.
-        role_of: each service's role, by full name.
+        rpcs: path to rpc, for the server's services.
+        role_of: full name of a service to its role.
     """
 
     def __init__(self, rpcs: Mapping[str, Rpc], role_of: Mapping[str, str]) -> None:
         self._rpcs, self._role_of = rpcs, role_of
         self._callers = frozenset[str]().union(*(rpc.callers for rpc in rpcs.values()))
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """The method's handler behind the check of its caller; None: there is no such method."""
-        found = await continuation(handler_call_details)
-        if found is None:
-            return None
-        path = str(handler_call_details.method)
+    def around(self, path: str, handler: grpc.RpcMethodHandler[Any, Any], method: Method) -> Method:
+        async def checked(request: Any, context: Context) -> Any:
+            try:
+                self._check(path, context)
+            except NotPermitted as error:
+                self._report(path, error)
+                await context.abort(*to_status(error))
+            return await method(request, context)
 
-        def around(method: Method) -> Method:
-            async def checked(request: Any, context: Context) -> Any:
-                try:
-                    self._check(path, context)
-                except NotPermitted as error:
-                    self._tell(path, error)
-                    await context.abort(*to_status(error))
-                return await method(request, context)
-
-            return checked
-
-        return surrounded(found, around)
+        return checked
 
     def _check(self, path: str, context: Context) -> None:
         keys = tls.current_keys()
@@ -74,8 +63,8 @@ class Permissions(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gene
         roles = tls.roles_in(names, keys.job) & set(CALLERS.values())
         if not permitted & roles:
             raise NotPermitted(
-                f"{service.rpartition('.')[2]}.{name} may be called by {_told(permitted) or 'nobody'}; "
-                f"the caller's certificate names {_told(roles) or 'no role'} of {keys.job}"
+                f"{service.rpartition('.')[2]}.{name} may be called by {_listed(permitted) or 'nobody'}; "
+                f"the caller's certificate names {_listed(roles) or 'no role'} of {keys.job}"
             )
 
     def _permitted(self, path: str, service: str) -> frozenset[str]:
@@ -83,12 +72,12 @@ class Permissions(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gene
             return self._callers
         return self._rpcs[path].callers if path in self._rpcs else frozenset()
 
-    def _tell(self, path: str, error: NotPermitted) -> None:
+    def _report(self, path: str, error: NotPermitted) -> None:
         log.warning("refused: %s", error)
         if (rpc := self._rpcs.get(path)) is not None:
             role = self._role_of[rpc.service]
             metrics.SERVER_REQUESTS.labels(role, rpc.name, grpc.StatusCode.PERMISSION_DENIED.name).inc()
 
 
-def _told(roles: Collection[str]) -> str:
+def _listed(roles: Collection[str]) -> str:
     return ", ".join(sorted(roles))

@@ -1,59 +1,50 @@
-"""What no call may cost a server, whatever it calls: its own services, health, reflection."""
+"""Limits what any call can cost a server, whether it calls our services, health or reflection."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from rolemesh.rpc.serving.handlers import Context, Method, surrounded
+from rolemesh.rpc.serving.handlers import Around, Context, Method
 from rolemesh.wire.limits import MAX_FOREIGN_BYTES
 
 
-class Bounded(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Refuses large requests of services that gRPC reads them for, and keeps nothing of a call that fails.
+class Bounded(Around):
+    """Refuses large requests to services whose messages gRPC parses, and frees the memory of failed calls.
 
-    gRPC holds on to the error that ends a call until the garbage collector comes by, and with it to all that
-    its frames hold: messages, a batch. Those frames are emptied.
+    gRPC keeps the error that ended a call until the next garbage collection. Its traceback's frames would keep
+    messages or a batch alive, so they are cleared.
     """
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """The method's handler, bounded; None: there is no such method."""
-        found = await continuation(handler_call_details)
-        if found is None:
-            return None
-        read = found.request_deserializer
+    reads = False
 
-        def around(method: Method) -> Method:
-            async def bounded(request: Any, context: Context) -> Any:
-                try:
-                    if read is not None and found.request_streaming:
-                        request = _read_all(read, request, context)
-                    elif read is not None:
-                        request = await _read(read, request, context)
-                    return await method(request, context)
-                except grpc.aio.AbortError as error:
-                    traceback.clear_frames(error.__traceback__)
-                    error.__context__ = None
-                    raise
-                finally:
-                    del request
+    def around(self, path: str, handler: grpc.RpcMethodHandler[Any, Any], method: Method) -> Method:
+        read = handler.request_deserializer
 
-            return bounded
+        async def bounded(request: Any, context: Context) -> Any:
+            try:
+                if read is not None and handler.request_streaming:
+                    request = _read_all(read, request, context)
+                elif read is not None:
+                    request = await _read(read, request, context)
+                return await method(request, context)
+            except grpc.aio.AbortError as error:
+                traceback.clear_frames(error.__traceback__)
+                error.__context__ = None
+                raise
+            finally:
+                del request
 
-        return surrounded(found, around, reads=False)
+        return bounded
 
 
 async def _read(read: Callable[[bytes], Any], request: bytes, context: Context) -> Any:
-    problem = f"a request of {len(request)} bytes; at most {MAX_FOREIGN_BYTES} are read"
+    problem = f"a request of {len(request)} bytes; at most {MAX_FOREIGN_BYTES} are accepted"
     if len(request) <= MAX_FOREIGN_BYTES:
         try:
             return read(request)

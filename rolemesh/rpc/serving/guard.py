@@ -1,5 +1,8 @@
-"""What surrounds every call that a server answers: job and step into the context, the request read and held
-against its declaration, metrics, a log line, and the error's status. One guard for all methods."""
+"""Wraps every call that a server answers; the same guard for all methods.
+
+It sets job and step in the context, reads the request and checks it against its declaration, records metrics
+and a log line, and turns an error into a status.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ from rolemesh.errors import InvalidBatch, RoleBusy, RolemeshError, RoleUnavailab
 from rolemesh.rpc.contract import Rpc
 from rolemesh.rpc.errors import to_status
 from rolemesh.rpc.metadata import LIFE_KEY, TIMELINE_KEY
+from rolemesh.rpc.serving.handlers import Context
 from rolemesh.rpc.serving.requests import enter_context, message_of
 from rolemesh.telemetry import metrics, timeline
 from rolemesh.wire.room import Room, Stay
@@ -29,15 +33,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Behaviour = Callable[[Any, Context], Any]
 
 
 class Guard:
-    """Wraps the methods of one process's services, and knows how many calls are running.
+    """Wraps the methods of one process's services, and counts running calls.
 
     Args:
-        room: the process's memory for batches.
+        room: the process's memory budget for batches.
     """
 
     def __init__(self, room: Room) -> None:
@@ -48,15 +51,17 @@ class Guard:
         self._life = uuid.uuid4().hex
 
     def wrap(self, role: str, rpc: Rpc, behaviour: Behaviour, door: Door | None) -> Behaviour:
-        """The role's method, guarded: bytes in, bytes or a message out.
+        """Return the role's method with the guard around it: bytes in, bytes or a message out.
 
         Args:
-            behaviour: takes the rpc's message, or where that is `stream Frame` the batch. It returns a message;
-                or yields, where the answer is a stream, messages or batches.
+            role: the role, for metrics and errors.
+            rpc: the method's description.
+            behaviour: takes the rpc's message, or the batch if the request is `stream Frame`. It returns a
+                message, or yields messages or batches if the response is a stream.
             door: of the role; None: the rpc takes no batch.
         """
 
-        async def taken(request: Any, context: Context, count: Callable[[str, Any], Any], stay: Stay) -> Any:
+        async def read(request: Any, context: Context, count: Callable[[str, Any], Any], stay: Stay) -> Any:
             if door is None:
                 return message_of(role, rpc, count("in", request))
             from rolemesh.rpc.batches import batch_of
@@ -64,24 +69,24 @@ class Guard:
             try:
                 return await batch_of(rpc, _counted(stay.frames(request), count), door, stay)
             except (InvalidBatch, RoleBusy) as error:
-                traceback.clear_frames(error.__traceback__)  # they hold what has come of the batch
+                traceback.clear_frames(error.__traceback__)  # they hold the part of the batch that has arrived
                 await stay.drop_rest(context.read)
                 raise
 
         async def unary(request: Any, context: Context) -> Any:
             async with self._call(role, rpc, context) as (count, stay):
-                taken_in = await taken(request, context, count, stay)
-                with _begun():
-                    return count("out", await behaviour(taken_in, context))
+                parsed = await read(request, context, count, stay)
+                with _busy_as_unavailable():
+                    return count("out", await behaviour(parsed, context))
 
-        # Written from here and not yielded, so that a cancelled call is counted out at once and not when its
-        # generator happens to be collected.
+        # Writes instead of yielding, so that a cancelled call stops counting at once. A generator would keep it
+        # counted until garbage collection.
         async def stream(request: Any, context: Context) -> None:
             async with (
                 self._call(role, rpc, context) as (count, stay),
-                aclosing(behaviour(await taken(request, context, count, stay), context)) as answers,
+                aclosing(behaviour(await read(request, context, count, stay), context)) as answers,
             ):
-                with _begun():
+                with _busy_as_unavailable():
                     async for answer in answers:
                         async for message in _messages(answer):
                             await context.write(count("out", message))
@@ -110,7 +115,7 @@ class Guard:
         metrics.SERVER_IN_FLIGHT.labels(*labels).inc()
         try:
             call = enter_context(role, rpc, context.invocation_metadata())
-            with self._room.stay() as stay:  # to the end of the call: until then its batch is worked on
+            with self._room.stay() as stay:  # until the call ends: its batch is in use until then
                 threads.watch.set(stay.watch)
                 yield count, stay
             if (written := timeline.calls.get()) is not None:
@@ -124,7 +129,7 @@ class Guard:
             raise
         except Exception as error:
             code, details, trailing = to_status(error)
-            # What a caller can cause is told to the caller; a traceback is for what nobody foresaw.
+            # The caller learns of errors it can cause; only unexpected ones get a traceback in the log.
             log.error("%s failed: %s", rpc.name, details, exc_info=not isinstance(error, RolemeshError))
             await context.abort(code, details, trailing)
         finally:
@@ -140,9 +145,12 @@ class Guard:
 
 
 @contextmanager
-def _begun() -> Iterator[None]:
-    """Around the method itself. RoleBusy tells a caller that the method was not begun and may be asked again.
-    So another role's, which this method would pass on, becomes RoleUnavailable."""
+def _busy_as_unavailable() -> Iterator[None]:
+    """Turn a RoleBusy that the method itself raises into RoleUnavailable.
+
+    RoleBusy tells a caller that the method has not begun and may be retried. Here it has begun, and the error
+    comes from another role that it called.
+    """
     try:
         yield
     except RoleBusy as error:
@@ -150,14 +158,14 @@ def _begun() -> Iterator[None]:
 
 
 async def _counted(frames: Any, count: Callable[[str, Any], Any]) -> AsyncIterator[bytes]:
-    async with aclosing(aiter(frames)) as messages:  # left open it would hold the last frame
+    async with aclosing(aiter(frames)) as messages:  # left open, it would keep the last frame
         async for frame in messages:
             yield count("in", frame)
             del frame
 
 
 async def _messages(answer: Any) -> AsyncIterator[Any]:
-    """An answer as it is written: a batch as frames, anything else as it is."""
+    """Yield the messages to write for an answer: a batch as frames, anything else unchanged."""
     if isinstance(answer, Message | bytes):
         yield answer
         return

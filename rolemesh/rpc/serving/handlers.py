@@ -1,29 +1,50 @@
-"""What an interceptor puts around a method, whichever of gRPC's four kinds it is."""
+"""The base of a server's interceptors: something around every method, whichever of gRPC's four kinds it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from inspect import isasyncgen
 from typing import Any
 
 import grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# Of a request and its context: the answer, or None where its parts are written to the context.
+# Takes a request and its context; returns the answer, or None if it writes the answer's parts to the context.
 Method = Callable[[Any, Context], Any]
 
 
-def surrounded(
-    handler: grpc.RpcMethodHandler[Any, Any], around: Callable[[Method], Method], *, reads: bool = True
-) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same kind with something around its method.
+class Around(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """An interceptor that puts something around every method of a server. A subclass says what, in `around`.
 
-    Args:
-        handler: as a server would have it.
-        around: makes another method of it, which awaits it, whether its answer is a stream or not.
-        reads: gRPC still makes requests of bytes; False: `around` does.
+    Attributes:
+        reads: gRPC makes requests of bytes; False: `around` does.
     """
+
+    reads = True
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The method's handler with something around it; None: there is no such method."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        around = partial(self.around, str(handler_call_details.method), handler)
+        return _surrounded(handler, around, reads=self.reads)
+
+    def around(self, path: str, handler: grpc.RpcMethodHandler[Any, Any], method: Method) -> Method:
+        """Another method, which awaits this one, whether its answer is a stream or not."""
+        raise NotImplementedError
+
+
+def _surrounded(
+    handler: grpc.RpcMethodHandler[Any, Any], around: Callable[[Method], Method], *, reads: bool
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """A handler of the same kind with something around its method."""
     ways = (handler.request_streaming, handler.response_streaming)
     kind = "_".join("stream" if way else "unary" for way in ways)
     behaviour = getattr(handler, kind)

@@ -1,7 +1,7 @@
-"""What a call brings, read before its method is asked: metadata, and one message (batches.py: or one batch).
+"""Reads a call's metadata and its one message before the method runs (batches.py reads a batch).
 
-gRPC hands over bytes for every request. So what cannot be read ends as any other wrong request does: with a
-status of the table, and with the names of role and method.
+gRPC hands over every request as bytes. So an unreadable request ends like any other wrong one: with a status
+from our table, and with the names of role and method.
 """
 
 from __future__ import annotations
@@ -19,36 +19,37 @@ from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import timeline
 from rolemesh.wire.limits import MAX_REQUEST_BYTES
 
-MAX_STEP_DIGITS = 18  # what an int64 has room for
+MAX_STEP_DIGITS = 18  # always fits in an int64
 
 
 def enter_context(role: str, rpc: Rpc, metadata: Any) -> str:
-    """Puts job, role and step where logs and workers find them; returns the call's id. The call has a task,
-    and so a context, of its own: nothing is to be put back.
+    """Set job, role and step in the context, for logs and workers; return the call's id, or "-".
+
+    Each call runs in a task of its own, and so in a context of its own: nothing has to be reset.
 
     Raises:
-        InvalidBatch: the step is no number.
+        InvalidBatch: the step is not a number of at most MAX_STEP_DIGITS digits.
     """
     sent = {key: value for key, value in metadata or () if isinstance(value, str)}
     origin.role.set(role)
     if job := sent.get(JOB_KEY):
-        origin.job.set(unquote(job))  # metadata are ASCII
+        origin.job.set(unquote(job))  # metadata is ASCII, so the job's name comes percent-encoded
     timeline.calls.set([] if TIMELINE_KEY in sent else None)
     if (step := sent.get(STEP_KEY)) is not None:
         if not step.isdecimal() or len(step) > MAX_STEP_DIGITS:
             raise InvalidBatch(
-                f"{role}.{rpc.name}: metadata {STEP_KEY} is a number of at most {MAX_STEP_DIGITS} digits; got "
-                f"{step[:40]!r} of {len(step)} characters"
+                f"{role}.{rpc.name}: metadata {STEP_KEY} must be a number of at most {MAX_STEP_DIGITS} digits; "
+                f"got {step[:40]!r} of {len(step)} characters"
             )
         origin.step.set(int(step))
     return sent.get(CALL_KEY, "-")
 
 
 def message_of(role: str, rpc: Rpc, request: bytes) -> Message:
-    """The one message of a request.
+    """Parse the one message of a request.
 
     Raises:
-        InvalidBatch: more than MAX_REQUEST_BYTES, or no message of the rpc's type.
+        InvalidBatch: more than MAX_REQUEST_BYTES, or not a message of the rpc's type.
     """
     if len(request) > MAX_REQUEST_BYTES:
         raise InvalidBatch(
@@ -57,5 +58,5 @@ def message_of(role: str, rpc: Rpc, request: bytes) -> Message:
     try:
         message: Message = message_factory.GetMessageClass(rpc.request).FromString(request)
     except DecodeError as error:
-        raise InvalidBatch(f"{role}.{rpc.name}: no {rpc.request.full_name}: {error}") from None
+        raise InvalidBatch(f"{role}.{rpc.name}: not a {rpc.request.full_name}: {error}") from None
     return message

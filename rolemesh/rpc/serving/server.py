@@ -1,4 +1,4 @@
-"""A role's gRPC server: it answers probes from the moment it is bound, calls from the moment it is ready."""
+"""A role's gRPC server. It answers health probes once it is bound, and calls once it is ready."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.rpc import tls
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
 from rolemesh.rpc.contract import FRAME, Rpc, rpcs, serializer
+from rolemesh.rpc.metadata import WHY_KEY
 from rolemesh.rpc.serving.access import Permissions
 from rolemesh.rpc.serving.bounded import Bounded
-from rolemesh.rpc.serving.guard import Behaviour, Context, Guard
+from rolemesh.rpc.serving.guard import Behaviour, Guard
+from rolemesh.rpc.serving.handlers import Context
 from rolemesh.telemetry import metrics
 from rolemesh.wire.limits import MAX_STREAMS
 from rolemesh.wire.room import Room
@@ -35,13 +37,21 @@ log = logging.getLogger(__name__)
 SERVER_OPTIONS = [
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # two servers on one port are a mistake, not a way to balance
-    # Clients ping while a model computes and no data flows; the default allows one ping in five minutes.
+    # Clients ping during long computations without data; by default gRPC permits one ping in five minutes.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_concurrent_streams", MAX_STREAMS),  # of each connection
+    ("grpc.max_concurrent_streams", MAX_STREAMS),  # of each connection
 ]
 
-# The name whose health says that the event loop answers, whatever the roles do: what a liveness probe asks for.
+# Of a server with more calls at once than MAX_STREAMS.
+STREAMS_OPTIONS = (
+    "grpc.max_concurrent_streams",
+    "grpc.server.max_pending_requests",
+    "grpc.server.max_pending_requests_hard_limit",
+)
+
+# Health name for liveness probes: SERVING whenever the event loop answers, in every state of the roles.
 LIVE = "live"
 
 HANDLERS = {
@@ -52,22 +62,46 @@ HANDLERS = {
 }
 
 
-class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Services of one role, or of the roles of a group, on one port, with health and reflection.
-
-    loading: health NOT_SERVING, calls get UNAVAILABLE. ready(): SERVING. drain(): NOT_SERVING, what runs may
-    end, new calls get UNAVAILABLE.
+class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # absent from the stubs
+    """Health that says why it is not SERVING, in the trailing metadata.
 
     Args:
-        roles: each role's services. One that two roles have is the first one's.
-        room: for the batches that callers send; None: a share of this machine's memory.
+        why: returns the reason; empty: none is known.
+    """
+
+    def __init__(self, why: Callable[[], str]) -> None:
+        super().__init__()
+        self._why = why
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        answer = await super().Check(request, context)
+        if answer.status != health_pb2.HealthCheckResponse.SERVING and (why := self._why()):
+            context.set_trailing_metadata(((WHY_KEY, why),))
+        return answer
+
+
+class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
+    """Serves one role, or the roles of a group, on one port, with health and reflection.
+
+    While loading, health is NOT_SERVING and calls get UNAVAILABLE. After ready(), health is SERVING. During
+    drain(), health is NOT_SERVING, running calls may finish, and new calls get UNAVAILABLE.
+
+    Args:
+        roles: role to its services. A service shared by two roles counts as the first role's.
+        room: memory budget for the batches that callers send; None: a share of this machine's memory.
+        max_streams: calls at once on each connection; gRPC queues further ones at the caller.
 
     Raises:
         RoleFailed: an rpc's request is neither one message nor one batch.
     """
 
-    def __init__(self, roles: Mapping[str, Sequence[ServiceDescriptor]], room: Room | None = None) -> None:
-        self._role_of: dict[str, str] = {}  # by service
+    def __init__(
+        self,
+        roles: Mapping[str, Sequence[ServiceDescriptor]],
+        room: Room | None = None,
+        max_streams: int = MAX_STREAMS,
+    ) -> None:
+        self._role_of: dict[str, str] = {}  # full name of a service to its role
         for role, its_services in roles.items():
             for service in its_services:
                 self._role_of.setdefault(service.full_name, role)
@@ -76,25 +110,31 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._rpcs = {rpc.path: rpc for service in services for rpc in rpcs(service)}
         for rpc in self._rpcs.values():
             if rpc.streams[0] != (rpc.request is FRAME):
-                wrong = "a Frame that is no stream" if rpc.request is FRAME else "a stream of no Frames"
-                raise RoleFailed(f"{rpc.path} takes {wrong}; a request is one message or one batch's Frames")
-        self._behaviours: dict[str, Behaviour] = {}  # by path; guarded
+                wrong = "a single Frame" if rpc.request is FRAME else "a stream of another message than Frame"
+                raise RoleFailed(
+                    f"{rpc.path} takes {wrong}; a request must be one message, or `stream Frame` for a batch"
+                )
+        # Calls that wait for the event loop are pending, and gRPC cancels some beyond 1,000 by chance.
+        own = {name: max_streams for name in STREAMS_OPTIONS if max_streams > MAX_STREAMS}
+        self._options = [*(dict(SERVER_OPTIONS) | own).items()]
+        self._behaviours: dict[str, Behaviour] = {}  # path to the guarded method
         self._refusal = "is still loading"
+        self.why: Callable[[], str] = lambda: ""  # says what it waits for until it is ready
         self._guard = Guard(room or Room())
-        self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
+        self._health: Any = _Health(lambda: self.why() if self._refusal else "")
         self._servers: list[grpc.aio.Server] = []
 
     async def start(self, listen: str) -> str:
-        """Binds and answers probes: with TLS where this process has keys (tls.use_keys), else plain.
+        """Bind and answer health probes, with TLS if this process has keys (tls.use_keys), else without.
 
         Args:
-            listen: host:port; port 0 takes a free one.
+            listen: host:port; port 0 picks a free one.
 
         Returns:
             host:port as bound.
 
         Raises:
-            InvalidConfig: not an address, or one that cannot be had.
+            InvalidConfig: not an address, or one that cannot be bound.
         """
         permissions = [Permissions(self._rpcs, self._role_of)] if tls.current_keys() else []
         server = self._new_server(permissions)
@@ -102,27 +142,29 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         reflection.enable_server_reflection(
             [*self._role_of, health.SERVICE_NAME, reflection.SERVICE_NAME], server
         )
-        return await self._begin(server, listen, partial(tls.add_port, server))
+        return await self._serve_on(server, listen, partial(tls.add_port, server))
 
     async def start_health(self, listen: str) -> str:
-        """Health alone, on a port that is always plain: probes have no keys. Arguments, result and errors are
-        those of `start`."""
+        """Serve only health, on a port that is never TLS, because probes have no keys.
+
+        Arguments, result and errors are as in `start`.
+        """
         server = self._new_server()
-        return await self._begin(server, listen, server.add_insecure_port)
+        return await self._serve_on(server, listen, server.add_insecure_port)
 
     def _new_server(self, permissions: Sequence[Permissions] = ()) -> grpc.aio.Server:
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Bounded(), *permissions])
+        server = grpc.aio.server(options=self._options, interceptors=[Bounded(), *permissions])
         add_HealthServicer_to_server(self._health, server)
         return server
 
-    async def _begin(self, server: grpc.aio.Server, listen: str, add_port: Callable[[str], int]) -> str:
+    async def _serve_on(self, server: grpc.aio.Server, listen: str, add_port: Callable[[str], int]) -> str:
         host, port = split_address(listen)
         try:
             bound = add_port(f"{host}:{port}")
         except RuntimeError as error:
-            for begun in (server, *self._servers):  # one that is dropped without keeps a thread for ever
+            for begun in (server, *self._servers):  # a server dropped without a stop keeps its thread forever
                 await begun.stop(None)
-            raise InvalidConfig(f"{self._roles} cannot listen on {listen}: {_why(host, port)}") from error
+            raise InvalidConfig(f"{self._roles} cannot listen on {listen}: {_problem(host, port)}") from error
         if not self._servers:
             await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
             await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
@@ -131,13 +173,14 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         return f"{host}:{bound}"
 
     async def ready(self, servicers: Mapping[ServiceDescriptor, Any]) -> None:
-        """Begins to answer calls.
+        """Start to answer calls.
 
         Args:
-            servicers: of each service. One whose rpcs take batches has a `door` (rolemesh/door.py).
+            servicers: service to its servicer. A servicer whose rpcs take batches needs a `door`
+                (rolemesh/door.py).
 
         Raises:
-            RoleFailed: an rpc takes a batch of which no Method says what it is.
+            RoleFailed: an rpc takes a batch that no Method declares.
         """
         for service, servicer in servicers.items():
             for rpc in rpcs(service):
@@ -145,24 +188,24 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._refusal = ""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         for service, servicer in servicers.items():
-            if hasattr(servicer, "watch_serving"):  # it knows better whether its service can be used
+            if hasattr(servicer, "watch_serving"):  # this servicer reports itself whether its service is usable
                 await servicer.watch_serving(partial(self._set_serving, service))
 
     def _guarded(self, rpc: Rpc, servicer: Any) -> Behaviour:
         door: Door | None = getattr(servicer, "door", None) if rpc.takes_batch else None
         if rpc.takes_batch and (door is None or rpc.name not in door.methods):
             raise RoleFailed(
-                f"{rpc.path} takes a batch, which no Method of rolemesh/roles.py declares; declare it there"
+                f"{rpc.path} takes a batch that no Method of rolemesh/roles.py declares; declare it there"
             )
         return self._guard.wrap(self._role_of[rpc.service], rpc, getattr(servicer, rpc.name), door)
 
     async def _set_serving(self, service: ServiceDescriptor, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
-        serving = serving and not self._refusal  # weights may still come while it drains
+        serving = serving and not self._refusal  # weights may still arrive during drain
         await self._health.set(service.full_name, status.SERVING if serving else status.NOT_SERVING)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new calls, lets running ones end, and stops.
+        """Refuse new calls, let running ones finish, and stop.
 
         Args:
             grace_s: seconds after which running calls are cancelled.
@@ -170,11 +213,11 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._refusal = "is draining"
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
-            # Not left to Server.stop(grace), which would also wait for those who watch our health for ever.
+            # Server.stop(grace) would also wait for clients that watch our health, whose calls never end.
             async with asyncio.timeout(grace_s):
                 await self._guard.idle.wait()
         except TimeoutError:
-            log.warning("calls still run after a grace of %.0f s and are cancelled", grace_s)
+            log.warning("cancelling calls that still run after a grace period of %.0f s", grace_s)
         for server in self._servers:
             await server.stop(0.2)
 
@@ -190,24 +233,26 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
     # ------------------------------------------------------------ grpc.GenericRpcHandler
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler of a call, as gRPC asks for it."""
+        """Return the handler for a call; gRPC calls this."""
         rpc = self._rpcs.get(handler_call_details.method)
         if rpc is None:
             return None
         behaviour = self._refuse if self._refusal else self._behaviours[rpc.path]
-        make: Any = HANDLERS[rpc.streams]  # without a deserializer: the guard reads the request
+        make: Any = HANDLERS[rpc.streams]  # no deserializer: the guard reads the request
         handler: grpc.RpcMethodHandler[Any, Any] = make(behaviour, response_serializer=serializer(rpc.response))
         return handler
 
     async def _refuse(self, request: Any, context: Context) -> None:
-        await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._roles} {self._refusal}")
+        why = f": {text}" if (text := self.why()) else ""
+        await context.abort(grpc.StatusCode.UNAVAILABLE, f"{self._roles} {self._refusal}{why}")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`host:port` or `[v6]:port`.
+    """Split `host:port` or `[v6]:port`.
 
     Raises:
-        InvalidConfig: it is not; a host is demanded, so that nothing listens to the world by an oversight.
+        InvalidConfig: another form. The host is required, so that no server listens on all interfaces by
+            mistake.
     """
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal() and int(port) < 65536) or (":" in host and host[:1] != "["):
@@ -216,17 +261,17 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def serve_metrics(listen: str, *more: CollectorRegistry) -> str:
-    """Serves /metrics over HTTP, on threads of its own.
+    """Serve /metrics over HTTP, on threads of its own.
 
     Args:
-        listen: host:port; port 0 takes a free one.
-        more: registries beside the process's own.
+        listen: host:port; port 0 picks a free one.
+        more: registries to serve besides the process's own.
 
     Returns:
         host:port as bound.
 
     Raises:
-        InvalidConfig: not an address, or one that cannot be had.
+        InvalidConfig: not an address, or one that cannot be bound.
     """
     host, port = split_address(listen)
     shown = CollectorRegistry()
@@ -239,8 +284,8 @@ def serve_metrics(listen: str, *more: CollectorRegistry) -> str:
     return f"{host}:{server.server_port}"
 
 
-def _why(host: str, port: int) -> str:
-    """gRPC does not say why it could not bind; the same attempt with a bare socket does."""
+def _problem(host: str, port: int) -> str:
+    """Find out why binding failed, by trying it with a plain socket: gRPC does not tell."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[
             0

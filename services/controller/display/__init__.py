@@ -1,1 +1,1 @@
-"""What people see of a run: progress, tables, curves, and the loggers they chose."""
+"""Output of a run for people: progress, tables, curves, and the configured loggers."""

@@ -1,4 +1,4 @@
-"""curves.png: what a run looks like at a glance."""
+"""Draws curves.png, the metrics of a run at a glance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 INK, GRID = "#1f2937", "#e5e7eb"
 COLOURS = ("#2563eb", "#d97706", "#16a34a", "#dc2626")
 
-# Title, then metric keys with their names in the legend; a key that ends in "*" takes all that begin so.
+# Title to metric keys with their legends. A key that ends in "*" matches all metrics with that prefix.
 PANELS: dict[str, dict[str, str]] = {
     "Reward": {"critic/score/mean": "score", "critic/rewards/mean": "score less KL"},
     "Validation accuracy": {"val-core/*": ""},
@@ -25,18 +25,23 @@ PANELS: dict[str, dict[str, str]] = {
     },
     "Entropy, nats": {"actor/entropy": "entropy"},
     "Response length, tokens": {"response_length/mean": "mean", "response_length/max": "longest"},
-    "Losses": {"actor/pg_loss": "policy", "critic/vf_loss": "value"},
+    "Losses": {
+        "actor/loss": "training",
+        "val/loss": "validation",
+        "actor/pg_loss": "policy",
+        "critic/vf_loss": "value",
+    },
 }
 
-FROM_ZERO = ("Entropy, nats", "Response length, tokens")  # a change is seen against the whole
+FROM_ZERO = ("Entropy, nats", "Response length, tokens")  # axes that start at 0, to show changes in proportion
 
 
 def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
-    """Draws six panels over steps; a panel of metrics that the job does not have is left out.
+    """Draw up to six panels over steps; panels without any metric of the job are left out.
 
     Args:
-        records: of metrics.jsonl.
-        path: of the PNG.
+        records: the lines of metrics.jsonl.
+        path: path of the PNG.
         title: the job's name.
     """
     panels = [(name, lines) for name, keys in PANELS.items() if (lines := _lines(records, keys))]
@@ -71,7 +76,7 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
             axes.legend(fontsize=8, frameon=False)
     try:
         figure.savefig(path, dpi=130)
-    except OSError as error:  # a picture is not worth hiding how the run ended
+    except OSError as error:  # a missing picture must not hide how the run ended
         log.warning("%s could not be written: %s", path, error)
 
 
@@ -93,14 +98,14 @@ def _draw_line(axes: Any, colour: str, label: str, steps: list[float], values: l
 
 
 def _smooth(values: list[float], window: int = 9) -> list[float]:
-    """A centred moving mean, narrower at both ends."""
+    """Compute a centred moving mean, with a narrower window at both ends."""
     half = window // 2
     spans = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(span) / len(span) for span in spans]
 
 
 def _lines(records: Sequence[Record], keys: dict[str, str]) -> list[tuple[str, list[float], list[float]]]:
-    """Label, steps and values of every metric that is there."""
+    """Return label, steps and values of each matching metric in the records."""
     wanted: dict[str, str] = {}
     for key, label in keys.items():
         if key.endswith("*"):

@@ -1,6 +1,7 @@
-"""Where step metrics go: one small class for each of `trainer.logger`, in a table.
+"""Writes step metrics to the targets of `trainer.logger`: a small class for each, in one table.
 
-metrics.jsonl is not among them: every run writes it (run_dir.py), which is what `file` stands for.
+metrics.jsonl is not among them: every run writes it (run_dir.py), so `file` in trainer.logger needs no class
+here.
 """
 
 from __future__ import annotations
@@ -33,28 +34,28 @@ log = logging.getLogger(__name__)
 
 
 class Logger(Protocol):
-    """A place for step metrics."""
+    """A target for step metrics."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Takes one step's metrics."""
+        """Write one step's metrics."""
         ...
 
     def close(self) -> None:
-        """Writes out what is held back."""
+        """Flush buffered metrics, and close."""
         ...
 
 
 class Loggers:
-    """All loggers of a job. A context manager: closed at the end, however the run ends.
+    """All loggers of a job. Use it as a context manager, so that they are closed however the run ends.
 
     Args:
-        job: names them in trainer.logger.
-        start: the step that the run goes on from.
+        job: names the loggers in trainer.logger.
+        start: the step that the run resumes from.
         console: where the console logger prints.
 
     Raises:
-        InvalidConfig: a library is not installed (names the extra that brings it), or does not begin, e.g.
-            for want of a login.
+        InvalidConfig: a library is not installed; the message names the extra to install.
+        RolemeshError: a logger could not start, e.g. because of a missing login.
     """
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
@@ -63,7 +64,7 @@ class Loggers:
         try:
             for name in dict.fromkeys(job.trainer.logger):
                 if name in LOGGERS:
-                    self._loggers.append(_begun(name, job, start, console))
+                    self._loggers.append(_start_logger(name, job, start, console))
         except BaseException:
             self.__exit__()
             raise
@@ -72,9 +73,9 @@ class Loggers:
         for logger in self._loggers:
             try:
                 logger.log(step, metrics)
-            except Exception as error:  # a board that is away for a while must not end the training
+            except Exception as error:  # a temporary failure of a metrics server must not end the training
                 log.warning(
-                    "%s did not take step %d (metrics.jsonl has it): %s: %s",
+                    "%s could not log step %d (metrics.jsonl has it): %s: %s",
                     *(type(logger).__name__, step, type(error).__name__, error),
                 )
 
@@ -87,7 +88,7 @@ class Loggers:
 
 
 class ConsoleLogger:
-    """A row of a table for each step: the numbers that people look at first."""
+    """Prints the most important numbers of each step as a row of a table."""
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
         self._table = StepTable(job, console)
@@ -99,11 +100,11 @@ class ConsoleLogger:
         self._table.add(step, numbers)
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: nothing is buffered."""
 
 
 class PrometheusLogger:
-    """The gauges of /metrics; every run has them."""
+    """Sets the metrics of a step at /metrics. Every run has this logger."""
 
     def __init__(self, job: JobConfig, start: int) -> None:
         STEP_ENDED.set_to_current_time()
@@ -119,11 +120,11 @@ class PrometheusLogger:
             STEP_METRIC.labels(name).set(value)
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: nothing is buffered."""
 
 
 class TensorboardLogger:
-    """Event files under <run directory>/tensorboard. Steps that a resumed run makes again replace the old."""
+    """Writes event files to <run directory>/tensorboard. Steps that a resumed run repeats replace old ones."""
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -139,7 +140,7 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """Weights & Biases; WANDB_MODE=offline keeps everything under <run directory>/wandb."""
+    """Logs to Weights & Biases. WANDB_MODE=offline keeps everything in <run directory>/wandb."""
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
         import wandb
@@ -163,7 +164,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """MLflow; MLFLOW_TRACKING_URI names a server, else files under <run directory>/mlflow."""
+    """Logs to the MLflow server named by MLFLOW_TRACKING_URI, or to files in <run directory>/mlflow."""
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
         import mlflow
@@ -172,7 +173,8 @@ class MlflowLogger:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
             directory.mkdir(parents=True, exist_ok=True)
-            # MLflow would rather have a database, which the skinny client cannot open
+            # MLflow prefers a database, which the skinny client cannot open, and asks for this consent to
+            # files.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             uri = directory.as_uri()
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
@@ -188,16 +190,16 @@ class MlflowLogger:
 
     def log(self, step: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
-            # MLflow's names have no '@'.
+            # MLflow does not allow '@' in names.
             self._client.log_metric(self._run_id, name.replace("@", "_at_"), value, step=step)
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
 
 
-BEGIN_HINTS = {
+START_HINTS = {
     "wandb": " WANDB_MODE=offline keeps everything in the run directory.",
-    "mlflow": " MLFLOW_TRACKING_URI names the server; unset, everything stays in the run directory.",
+    "mlflow": " MLFLOW_TRACKING_URI names the server; if it is unset, everything stays in the run directory.",
 }
 
 LOGGERS: dict[str, Callable[[JobConfig, int, Console], Logger]] = {
@@ -206,12 +208,14 @@ LOGGERS: dict[str, Callable[[JobConfig, int, Console], Logger]] = {
     "wandb": WandbLogger,
     "mlflow": MlflowLogger,
 }
-OPTIONAL = ("tensorboard", "wandb", "mlflow")  # extras of the package, under the names of their modules
+OPTIONAL = ("tensorboard", "wandb", "mlflow")  # extras of the package, named like their modules
 
 
 def require_libraries(job: JobConfig) -> None:
-    """Raises InvalidConfig where a library that trainer.logger needs is not installed; so do `Loggers`, but
-    this may be asked before any role starts."""
+    """Raise InvalidConfig if trainer.logger needs a library that is not installed.
+
+    `Loggers` checks this too; call this function to check before any role starts.
+    """
     for name in job.trainer.logger:
         if name in OPTIONAL and importlib.util.find_spec(name) is None:
             raise InvalidConfig(
@@ -219,18 +223,18 @@ def require_libraries(job: JobConfig) -> None:
             )
 
 
-def _begun(name: str, job: JobConfig, start: int, console: Console) -> Logger:
+def _start_logger(name: str, job: JobConfig, start: int, console: Console) -> Logger:
     try:
         return LOGGERS[name](job, start, console)
-    except Exception as error:  # each library has its own for a missing login and a server that is away
-        # Not InvalidConfig: the server may be there again when a controller that was restarted tries again.
+    except Exception as error:  # each library has its own errors for a missing login or an unreachable server
+        # Not InvalidConfig: a restarted controller may succeed once the server is back.
         raise RolemeshError(
-            f"trainer.logger {name} could not begin: {type(error).__name__}: {error}{BEGIN_HINTS.get(name, '')}"
+            f"trainer.logger {name} could not start: {type(error).__name__}: {error}{START_HINTS.get(name, '')}"
         ) from error
 
 
 def _kept_id(path: Path, start: int, make: Callable[[], str]) -> str:
-    """The run's name on a board: a resumed run goes on under the one it had."""
+    """Return the run's id at a metrics server. A resumed run keeps its earlier id."""
     if start and path.exists():
         return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The live display of a run."""
+"""Shows a run live in the terminal."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ STATES = {
 
 
 class Display:
-    """Step, phase, reward, accuracy, speed and time left, on two live lines; where the console is no
-    terminal it shows nothing, and the console logger's table is what there is to see.
+    """Shows step, phase, reward, accuracy, speed and time left on two live lines.
+
+    If the console is not a terminal it shows nothing; the console logger's table remains.
 
     Args:
-        console: shared with everything that prints while the display lives.
+        console: the console; anything else that prints meanwhile must use the same one.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -66,7 +67,7 @@ class Display:
         self._task = self._bar.add_task("", total=None)
 
     def show(self, status: RunStatus, *below: RenderableType) -> None:
-        """Takes up the state of the run; `below`: what is to be seen under it."""
+        """Show the state of the run, and `below` under it."""
         if not self.console.is_terminal:
             return
         self._bar.update(
@@ -80,24 +81,24 @@ class Display:
             self._live.start()
         news = len(status.records) != self._num_shown
         self._num_shown = len(status.records)
-        # What a step brought is seen at once.
+        # Refresh at once when a step has ended.
         self._live.update(Group(self._bar, line_of(status), *below), refresh=news)
 
     def close(self) -> None:
-        """Clears the display."""
+        """Clear the display."""
         if self._live:
             self._live.stop()
             self._live = None
 
     def summary(self, summary: Summary) -> None:
-        """Before and after, a few answers, and where everything is."""
+        """Print accuracy before and after, a few answers, and the paths of all results."""
         print_summary(summary, self.console)
 
 
 def line_of(status: RunStatus) -> Text:
-    """State, phase, reward, accuracy and speed."""
+    """Format state, phase, reward, accuracy and speed as one line."""
     parts = [STATES[status.state]] if status.state in STATES else []
-    if status.state is State.PAUSED:  # an empty phase: between two steps
+    if status.state is State.PAUSED:  # an empty phase means that no step runs
         parts = ["pauses after this step" if status.phase else "paused"]
     parts += [PHASES.get(status.phase, status.phase)] if status.phase else []
     parts += [status.found] if status.found else []

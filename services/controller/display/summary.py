@@ -1,4 +1,4 @@
-"""How a run ended, and the words that say so."""
+"""Summarises how a run ended, and prints the summary."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Summary:
     """How a run ended.
 
     Args:
-        run_dir: holds curves.png, metrics.jsonl and config.yaml.
-        step: the last step made.
-        total_steps: that the job asks for.
-        records: of all steps, also of those made before a resume.
+        run_dir: contains curves.png, metrics.jsonl and config.yaml.
+        step: the last completed step.
+        total_steps: number of steps of the job.
+        records: records of all steps, also of those before a resume.
         answers: a few rows of the last validation, as in the dumps.
-        checkpoint: the newest one; None where none was written.
-        rollout_dumps, validation_dumps: where the responses are; None where the job keeps none.
+        checkpoint: the newest one; None if none was written.
+        rollout_dumps, validation_dumps: directories of the responses; None if the job keeps none.
     """
 
     run_dir: Path
@@ -40,7 +40,7 @@ class Summary:
 
 
 def accuracy_by_step(records: list[Record]) -> list[tuple[int, float]]:
-    """Step and validation accuracy, mean over data sources, of every validation."""
+    """Return step and accuracy (mean over data sources) of every validation."""
     found = []
     for record in records:
         of_sources = [v for key, v in record.items() if key.startswith("val-core/") and "/mean@" in key]
@@ -51,7 +51,7 @@ def accuracy_by_step(records: list[Record]) -> list[tuple[int, float]]:
 
 
 def print_summary(summary: Summary, console: Console) -> None:
-    """The end of a run, for people."""
+    """Print the summary of a run for people."""
     accuracies = accuracy_by_step(summary.records)
     if summary.answers:
         shown = Table(title="Validation answers", title_justify="left", expand=True, show_lines=True)
@@ -66,7 +66,7 @@ def print_summary(summary: Summary, console: Console) -> None:
 
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True)
-    facts.add_column(overflow="fold")  # a path is of use only whole
+    facts.add_column(overflow="fold")  # wrap long paths instead of cutting them
     facts.add_row("steps", f"{summary.step} of {summary.total_steps}")
     if len(accuracies) > 1:
         (first_step, before), (last_step, after) = accuracies[0], accuracies[-1]

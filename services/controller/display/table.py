@@ -1,4 +1,4 @@
-"""The steps of a run as a table: one header, a row for each step, as many columns as the terminal holds."""
+"""Prints the steps of a run as a table, with a row for each step and as many columns as the terminal fits."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from rich.console import Console
 from rolemesh.config import JobConfig
 
 GAP = 2
-STEP_WIDTH = 5  # at least
+STEP_WIDTH = 5  # minimum width of the step column
 ROWS_PER_HEADER = 30
-LOG_WIDTH = 80  # where nobody says how wide the reader's terminal is: a pipe, a file, a pod's log
+LOG_WIDTH = 80  # used if the reader's terminal width is unknown: a pipe, a file, a pod's log
 
 
 def log_console() -> Console:
-    """A console that is as wide as the terminal, and LOG_WIDTH where there is none."""
+    """Make a console as wide as the terminal or COLUMNS; without either, LOG_WIDTH wide."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=LOG_WIDTH)
 
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a step.
+    """A column of the table: one number of each step.
 
     Args:
-        metrics: it is the first of these that the step has.
-        width: in characters; a number that needs more is shown with fewer digits.
-        spec: as in format().
-        rank: where the terminal is too narrow, the columns with the highest ranks are left out.
+        heading: its heading.
+        metrics: metric names; the column shows the first one that the step has.
+        width: width in characters; longer numbers are shown with fewer digits.
+        spec: format spec, as in format().
+        rank: if the terminal is too narrow, columns with the highest ranks are left out.
     """
 
     heading: str
@@ -40,9 +41,13 @@ class Column:
     rank: int
 
 
-ACCURACY = "accuracy"  # no metric of its own: the mean over data sources
-VALIDATION, CRITIC, REFERENCE = "val acc", "vf loss", "ref kl"  # not every job has them
+ACCURACY = "accuracy"  # not a metric of the step: the mean over data sources
+VALIDATION, CRITIC, REFERENCE = "val acc", "vf loss", "ref kl"  # columns that not every job has
 COLUMNS = (
+    Column("loss", ("actor/loss",), 8, ".4f", 0),
+    Column("val loss", ("val/loss",), 8, ".4f", 1),
+    Column("accuracy", ("rewards/accuracies",), 8, ".3f", 2),
+    Column("margin", ("rewards/margins",), 7, ".3f", 4),
     Column("score", ("critic/score/mean",), 7, ".3f", 0),
     Column(VALIDATION, (ACCURACY,), 7, ".3f", 1),
     Column("length", ("response_length/mean",), 7, ".1f", 3),
@@ -60,22 +65,27 @@ class StepTable:
     """Prints a row for each step.
 
     Args:
-        job: says which columns there are.
-        console: asked for its width at every step, since a terminal may be resized.
+        job: determines the columns.
+        console: where to print. Its width is read at every step, because a terminal may be resized.
     """
 
     def __init__(self, job: JobConfig, console: Console) -> None:
-        has = {VALIDATION: bool(job.data.val_files), CRITIC: job.uses_critic, REFERENCE: job.uses_reference}
+        has = {CRITIC: job.uses_critic, REFERENCE: job.estimates and job.uses_reference}
+        has |= dict.fromkeys(("score", "entropy", "pg loss", "ppo kl"), job.estimates)
+        has |= {VALIDATION: job.estimates and job.data.has_validation, "loss": not job.estimates}
+        has |= dict.fromkeys(("accuracy", "margin"), job.page.learns_from == "pairs")
+        has["val loss"] = not job.estimates and job.data.has_validation
         self._columns = [column for column in COLUMNS if has.get(column.heading, True)]
         self._console = console
         self._header = ""
         self._rows_since_header = 0
 
     def add(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Prints the step's row, and the header above it where it is due.
+        """Print the step's row, preceded by the header if it changed or ROWS_PER_HEADER rows have passed.
 
         Args:
-            numbers: the step's metrics, and ACCURACY where it was validated.
+            step: the step.
+            numbers: the step's metrics, and ACCURACY if the step was validated.
         """
         step_width = max(STEP_WIDTH, len(str(step)))
         columns = that_fit(self._columns, self._console.width, step_width)
@@ -89,7 +99,7 @@ class StepTable:
 
 
 def that_fit(columns: list[Column], width: int, step_width: int = STEP_WIDTH) -> list[Column]:
-    """The most important columns that `width` characters hold beside the step's, in their order."""
+    """Return the most important columns that fit into `width` beside the step column, in their order."""
     room, kept = width - step_width, set[str]()
     for column in sorted(columns, key=lambda column: column.rank):
         room -= GAP + column.width
@@ -109,7 +119,7 @@ def _cell(column: Column, numbers: Mapping[str, float]) -> str:
 
 
 def number(value: float, spec: str, width: int = 20) -> str:
-    """A number for people: zero has no sign, and one that is wider than `width` has fewer digits."""
+    """Format a number for people: zero has no sign, and a number wider than `width` gets fewer digits."""
     text = f"{value:{spec}}"
     if text.startswith("-") and not text.strip("-0.,"):
         text = text[1:]

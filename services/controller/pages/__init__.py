@@ -1,1 +1,1 @@
-"""The pages, each one step of an algorithm. choice.py tells which one a job takes, step.py what it is given."""
+"""The pages, each one step of an algorithm. choice.py selects a job's page; step.py has a page's arguments."""

@@ -1,47 +1,57 @@
-"""The pages by the name that a job gives them, and a page's step graph."""
+"""Selects a job's page, and records its step graph."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
-from rolemesh.algos.estimators import ESTIMATORS
 from rolemesh.algos.kl import KLController
+from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidConfig
 from rolemesh.graph import StepGraph, record
-from rolemesh.roles import Roles
-from rolemesh.services.controller.pages.dapo import dapo_step
-from rolemesh.services.controller.pages.grpo import grpo_step
-from rolemesh.services.controller.pages.ppo import ppo_step
-from rolemesh.services.controller.pages.remax import remax_step
+from rolemesh.roles import Metrics, Roles
+from rolemesh.services.controller.conversations.conversing import recorded as recorded_conversing
 from rolemesh.services.controller.pages.step import Page, Step
+from rolemesh.services.controller.stages import advantages as advantages  # a page that forgot it is told so
 from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.controller.stages.dynamic_sampling import DynamicSampling
 
-PAGES: Mapping[str, Page] = dict.fromkeys(ESTIMATORS, grpo_step) | {"gae": ppo_step, "remax": remax_step}
-
 
 def page_of(job: JobConfig) -> Page:
-    """The page that `algorithm.adv_estimator` names, or that of dynamic sampling."""
-    return dapo_step if job.algorithm.filter_groups.enable else PAGES[job.algorithm.adv_estimator]
+    """Return the job's page (JobConfig.page), with its options bound."""
+    code, options = job.page.load(), job.page_options
+
+    async def page(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
+        with job.page.errors_named():
+            metrics: Metrics = await code(prompts, roles, step, **options)
+            return metrics
+
+    return page
 
 
 async def check_step(job: JobConfig) -> StepGraph:
-    """Runs the job's page on a few empty rows with roles that only record.
+    """Run the job's page on a few empty rows, with roles that only record, and return the step graph.
 
     Raises:
         InvalidBatch: a method reads a column that nothing wrote before it.
+        InvalidConfig: a page of a plug-in does not end as a page must.
     """
     page = page_of(job)
 
     async def recorded(prompts: DataProto, roles: Roles) -> None:
         sampling = DynamicSampling(len(prompts), lambda number: prompts)
-        await page(prompts, bypassing(roles, job), Step(1, job, KLController(job.algorithm.kl_ctrl), sampling))
+        step = Step(1, job, KLController(job.algorithm.kl_ctrl), sampling)
+        metrics = await page(prompts, bypassing(recorded_conversing(roles, job), job), step)
+        if step.batch is None or not isinstance(metrics, dict) or "perf/total_num_tokens" not in metrics:
+            raise InvalidConfig(
+                f"{job.page} should end with `return step.report(batch, ...)`, whose metrics the loop logs"
+            )
 
-    return await record(recorded, job, f"{page.__module__.rpartition('.')[2]}.py, one step")
+    title = f"{job.page.name}.py" if job.page.origin == BUILT_IN else str(job.page)
+    return await record(recorded, job, f"{title}, one step")
 
 
 def record_step(job: JobConfig) -> StepGraph:
-    """`check_step` where no event loop runs."""
+    """Run `check_step` without an event loop."""
     return asyncio.run(check_step(job))

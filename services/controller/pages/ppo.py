@@ -19,12 +19,12 @@ from rolemesh.tasks import gather
 
 
 async def ppo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
-    """One step: answer the prompts, judge the answers, learn, hand the new weights to the rollouts."""
+    """One step: answer the prompts, score the answers, train, send the new weights to the rollouts."""
 
-    async def experience(rows: DataProto) -> DataProto:  # on each finished chunk, while others still generate
+    async def experience(rows: DataProto) -> DataProto:  # on each finished chunk, overlapping generation
         old, ref, values, scores = await gather(
             roles.actor.compute_log_probs(rows),  # old_log_probs, entropys [B, T]
-            roles.reference.compute_log_probs(rows),  # ref_log_probs [B, T], where the job weighs KL
+            roles.reference.compute_log_probs(rows),  # ref_log_probs [B, T], if the job uses KL
             roles.critic.compute_values(rows),  # values [B, T]
             roles.reward.compute_scores(rows),  # token_level_scores [B, T], acc [B]
         )
@@ -33,7 +33,7 @@ async def ppo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
     rows = fan_out(prompts, step.job.rollout.n, step.job.rollout.seed, step.number)  # prompts [B, P], seeds [B]
     batch = await collect(roles.rollout.generate(rows), rows, experience)  # responses [B, T], input_ids [B, S]
 
-    batch, mismatch = apply_rollout_correction(batch, step.job)  # rollout_is_weights [B, T], where asked for
+    batch, mismatch = apply_rollout_correction(batch, step.job)  # rollout_is_weights [B, T], if configured
     batch, kl_metrics = apply_kl_penalty(batch, step.job, step.kl.value)  # token_level_rewards [B, T]
     batch = compute_advantages(batch, step.job)  # advantages, returns [B, T]
 

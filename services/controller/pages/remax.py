@@ -1,5 +1,6 @@
-"""ReMax: an answer is as good as it is better than the greedy one to the same prompt; no critic
-(Li et al. 2023, arXiv:2310.10505).
+"""ReMax (Li et al. 2023, arXiv:2310.10505): compares an answer with the greedy answer to the same prompt.
+
+There is no critic.
 
 Axes: B rows (prompts times rollout.n), P prompt tokens, T response tokens, S = P + T.
 """
@@ -20,18 +21,18 @@ from rolemesh.tasks import gather
 
 
 async def remax_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
-    """One step: answer each prompt n times by sampling and at the same time once greedily, judge the answers,
-    learn from how the samples compare with the greedy one, hand the new weights to the rollouts."""
+    """One step: answer each prompt n times by sampling and once greedily, score the answers, train on the
+    comparison of the samples with the greedy answer, send the new weights to the rollouts."""
 
-    async def experience(rows: DataProto) -> DataProto:  # on each finished chunk, while others still generate
+    async def experience(rows: DataProto) -> DataProto:  # on each finished chunk, overlapping generation
         old, ref, scores = await gather(
             roles.actor.compute_log_probs(rows),  # old_log_probs, entropys [B, T]
-            roles.reference.compute_log_probs(rows),  # ref_log_probs [B, T], where the job weighs KL
+            roles.reference.compute_log_probs(rows),  # ref_log_probs [B, T], if the job uses KL
             roles.reward.compute_scores(rows),  # token_level_scores [B, T], acc [B]
         )
         return rows.union(old, ref, scores)
 
-    async def scored(rows: DataProto) -> DataProto:  # nothing is learnt from a greedy answer but its score
+    async def scored(rows: DataProto) -> DataProto:  # only the score of a greedy answer is used
         return rows.union(await roles.reward.compute_scores(rows))
 
     rollout = step.job.rollout
@@ -42,7 +43,7 @@ async def remax_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
         collect(roles.rollout.generate(once), once, scored),
     )
 
-    batch, mismatch = apply_rollout_correction(batch, step.job)  # rollout_is_weights [B, T], where asked for
+    batch, mismatch = apply_rollout_correction(batch, step.job)  # rollout_is_weights [B, T], if configured
     batch, kl_metrics = apply_kl_penalty(batch, step.job, step.kl.value)  # token_level_rewards [B, T]
     batch, baselines = set_baselines(greedy, batch)  # reward_baselines [B]
     batch = compute_advantages(batch, step.job)  # advantages, returns [B, T]

@@ -1,4 +1,4 @@
-"""What a page is given besides prompts and roles, and what it gives back."""
+"""The step that a page gets in addition to prompts and roles, and the metrics that it returns."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Step:
     Args:
         number: counted from 1.
         job: the hyperparameters.
-        kl: the KL penalty's coefficient. The loop moves it, after the step.
-        sampling: the groups that wait, and more prompts; for the page that asks for them.
-        batch: what the step was made of, for dumps; set by `report`.
+        kl: the coefficient of the KL penalty. The loop updates it after the step.
+        sampling: waiting groups and further prompts, for a page with dynamic sampling.
+        batch: the step's batch, for dumps; set by `report`.
     """
 
     number: int
@@ -32,13 +32,20 @@ class Step:
     batch: DataProto | None = None
 
     def report(self, batch: DataProto, *parts: Metrics) -> Metrics:
-        """The step's metrics: those of the batch, of its tokens' age, and those that the calls returned."""
+        """Combine the step's metrics: of the batch, of its tokens' staleness, and those returned by the calls.
+
+        Args:
+            batch: the step's batch; kept for dumps.
+            parts: metrics returned by calls.
+        """
         self.batch = batch
         metrics: Metrics = {}
         for part in parts:
             metrics |= part
         metrics |= batch_metrics(batch, self.job.actor)
-        return metrics | staleness_metrics(batch, newest=self.number - 1)
+        if self.job.answers:
+            metrics |= staleness_metrics(batch, newest=self.number - 1)
+        return metrics
 
 
 Page = Callable[[DataProto, Roles, Step], Awaitable[Metrics]]

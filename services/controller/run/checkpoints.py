@@ -1,13 +1,14 @@
-"""Checkpoints of a run: written in two phases, taken up again exactly.
+"""Checkpoints of a run: written in two phases, and resumed exactly.
 
     <run directory>/global_step_<n>/actor        the actor's (a Hugging Face directory and its optimizer)
                                    /critic       the critic's
                                    /controller.json
-                                   /waiting_groups   where dynamic sampling has kept some
-    <run directory>/latest                       the name of the newest whole one, written last
+                                   /waiting_groups   if dynamic sampling has surplus groups
+    <run directory>/latest                       the name of the newest complete checkpoint, written last
+    <run directory>/best                         the name of the best one, with trainer.save_best
 
-Roles write into `global_step_<n>.partial`; a rename makes it whole. Whatever is interrupted leaves the last
-good checkpoint as it was.
+Roles copy their state to host memory, and write the copy into `global_step_<n>.partial` while steps go on. A
+rename commits it. An interruption at any point leaves the last good checkpoint intact.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rolemesh.catalog.loading import used_plugins
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidBatch, InvalidConfig, RoleUnavailable
-from rolemesh.roles import Roles
+from rolemesh.models.fetching import models_of
+from rolemesh.roles import Actor, Critic, Roles
 from rolemesh.tasks import gather
 from rolemesh.wire.codec import dump, load_batch
 
@@ -36,16 +39,18 @@ PARTIAL = ".partial"
 
 @dataclass(frozen=True)
 class ControllerState:
-    """What the controller itself must remember. All randomness is a function of seed and step, so a step
-    number is every random state of the controller, and the data position where a step takes one batch.
+    """The controller's own state.
+
+    All randomness is a function of seed and step. So the step number stands for every random state of the
+    controller, and for the position in the data if a step takes one batch.
 
     Args:
         step: steps made.
-        kl_controller: the KL coefficient.
-        same_course: the settings on which the further course depends bit for bit; see `course_of`.
-        num_batches: of prompts that were answered, in dynamic sampling; 0 elsewhere.
-        search: how far the next step has come to its batch, where a stop has broken it off there.
-        waiting: groups of answers that no step has learnt from yet; a file of its own.
+        kl_controller: state of the KL coefficient.
+        same_course: the settings that determine the rest of the run bit for bit; see `course_of`.
+        num_batches: batches of prompts answered, with dynamic sampling; else 0.
+        search: progress of the next step in filling its batch, if a stop interrupted it.
+        waiting: surplus groups of answers that no step has trained on; in a file of its own.
     """
 
     step: int
@@ -56,18 +61,30 @@ class ControllerState:
     waiting: DataProto = field(default_factory=DataProto, repr=False)
 
     def to_json(self) -> str:
-        """All but the groups that wait."""
+        """Return everything except the waiting groups as JSON."""
         return json.dumps({name: value for name, value in vars(self).items() if name != "waiting"}, indent=1)
 
 
 def course_of(job: JobConfig, num_prompts: int) -> dict[str, Any]:
-    """The settings that decide which prompts a step sees, which tokens it draws, and what waiting groups hold.
-    A resumed run with others would be neither the old run nor a new one."""
+    """Return the settings that determine a step's prompts, its sampled tokens, and the waiting groups.
+
+    A resumed run must have the same ones, or it would be neither the old run nor a new one.
+
+    Raises:
+        InvalidConfig: the job uses a part of a plug-in that other processes would not import.
+    """
     data, rollout, filter_groups = job.data, job.rollout, job.algorithm.filter_groups
-    model = job.actor.model
+    model, plugins = job.actor.model, used_plugins(job.plugins, job.parts)
     return {
+        **{f"revision of {role}'s model": read.revision or None for role, read in models_of(job).items()},
         "actor.model.lora_alpha": model.lora_alpha if model.lora_rank else None,
+        **{f"digest of plug-in {name}": digest for name, digest in plugins.items()},
         "algorithm.adv_estimator": job.algorithm.adv_estimator,
+        "algorithm.options": job.algorithm.options or None,
+        "algorithm.page": job.page.name,
+        "algorithm.page_options": job.algorithm.page_options or None,
+        "data.dataset": data.dataset,
+        "data.options": data.options or None,
         "algorithm.gdpo_reward_keys": list(job.algorithm.gdpo_reward_keys) or None,
         "algorithm.gdpo_reward_weights": list(job.algorithm.gdpo_reward_weights or ()) or None,
         "algorithm.filter_groups.metric": filter_groups.metric if filter_groups.enable else None,
@@ -91,8 +108,8 @@ class Checkpoints:
     """The checkpoints in a run directory.
 
     Args:
-        run_dir: where they lie.
-        keep: how many whole ones to keep; None: all.
+        run_dir: the run directory.
+        keep: number of complete checkpoints to keep, and the best besides; None: all.
     """
 
     def __init__(self, run_dir: Path, keep: int | None = None) -> None:
@@ -100,34 +117,42 @@ class Checkpoints:
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """The steps of the whole checkpoints, ascending."""
+        """Return the steps of the complete checkpoints, ascending."""
         found = [NAME.fullmatch(path.name) for path in self.run_dir.glob("global_step_*")]
         return sorted(int(match[1]) for match in found if match)
 
     def latest(self) -> Path | None:
-        """The checkpoint that `latest` names; None where none was ever written.
+        """Return the checkpoint that `latest` names; None if none was ever written.
 
         Raises:
-            CheckpointFailed: it names one that is not there.
+            CheckpointFailed: `latest` names a checkpoint that does not exist.
         """
         pointer = self.run_dir / "latest"
         if not pointer.exists():
             return None
         path = self.run_dir / pointer.read_text(encoding="utf-8").strip()
-        if not path.exists() and _aside(path).is_dir():  # killed while another of this step took its place
+        if (
+            not path.exists() and _aside(path).is_dir()
+        ):  # killed while it was being replaced by a new one of the same step
             _aside(path).rename(path)
         if not NAME.fullmatch(path.name) or not path.is_dir():
             raise CheckpointFailed(
-                f"{pointer} names {path.name!r}, which is not there; there are {self.steps()}. "
-                "Name another with trainer.resume_mode=resume_path trainer.resume_from_path=…"
+                f"{pointer} names {path.name!r}, which does not exist; there are checkpoints of steps "
+                f"{self.steps()}. Select one with trainer.resume_mode=resume_path trainer.resume_from_path=…"
             )
         return path
 
+    def best(self) -> Path | None:
+        """Return the checkpoint that `best` names; None if the run keeps none."""
+        name = self._best()
+        return self.run_dir / name if name else None
+
     def chosen(self, job: JobConfig) -> Path | None:
-        """The checkpoint to begin from, by `trainer.resume_mode`; None to begin anew.
+        """Return the checkpoint to start from, by `trainer.resume_mode`; None to start a new run.
 
         Raises:
-            InvalidConfig: a new run would overwrite checkpoints, or resume_from_path is not one.
+            InvalidConfig: a new run would overwrite checkpoints, or resume_from_path is not a checkpoint.
+            CheckpointFailed: as latest.
         """
         trainer = job.trainer
         if trainer.resume_mode == "resume_path":
@@ -140,20 +165,20 @@ class Checkpoints:
         if trainer.resume_mode == "disable":
             if steps := self.steps():
                 raise InvalidConfig(
-                    f"trainer.resume_mode is disable, and {self.run_dir} holds checkpoints of steps {steps}; "
-                    "choose another trainer.experiment_name or default_local_dir, delete the directory, or go "
-                    "on with trainer.resume_mode=auto"
+                    f"trainer.resume_mode is disable, but {self.run_dir} holds checkpoints of steps {steps}; "
+                    "choose another trainer.experiment_name or default_local_dir, delete the directory, or "
+                    "resume with trainer.resume_mode=auto"
                 )
             return None
         return self.latest()
 
     def clear_partial(self) -> None:
-        """Deletes what interrupted writes and deletions left."""
+        """Delete the remains of interrupted writes and deletions."""
         for path in self.run_dir.glob(f"global_step_*{PARTIAL}"):
             shutil.rmtree(path)
 
     async def load(self, path: Path, roles: Roles, course: dict[str, Any]) -> ControllerState:
-        """Brings the roles to where they were at a checkpoint; raises what `read` does, and what they do."""
+        """Restore the roles, and return the controller's state. Raises as `read` and the roles do."""
         state = self.read(path, course)
         waiting = path / "waiting_groups"
         try:
@@ -165,61 +190,73 @@ class Checkpoints:
 
     @staticmethod
     def read(path: Path, course: dict[str, Any]) -> ControllerState:
-        """What the controller was at a checkpoint.
+        """Read the controller's state from a checkpoint, without the waiting groups.
 
         Raises:
             CheckpointFailed: it is not readable.
-            InvalidConfig: the job differs from the one that wrote it in something that decides its course.
+            InvalidConfig: the job differs from the checkpoint's job in a setting of `course_of`.
         """
         try:
             state = ControllerState(**json.loads((path / "controller.json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointFailed(f"{path / 'controller.json'} cannot be read: {error}") from error
         differing = [
-            f"{key} is {value!r} now and was {state.same_course.get(key)!r}"
-            for key, value in course.items()
-            if state.same_course.get(key) != value
+            f"{key} is {course.get(key)!r} now and was {state.same_course.get(key)!r}"
+            for key in state.same_course | course
+            if state.same_course.get(key) != course.get(key)
         ]
         if differing:
             key = "lora_adapter_path" if (path / "actor" / "adapter_config.json").is_file() else "path"
             raise InvalidConfig(
-                f"{path} cannot be resumed exactly: {'; '.join(differing)}. Set them back, or begin a new run "
-                f"from its weights with actor.model.{key}={path / 'actor'}"
+                f"{path} cannot be resumed exactly: {'; '.join(differing)}. Set them back, or start a new run "
+                f"from its weights: another trainer.experiment_name, and actor.model.{key}={path / 'actor'}"
             )
         return state
 
     @asynccontextmanager
-    async def writing(self, roles: Roles, state: ControllerState) -> AsyncIterator[None]:
-        """Has the roles write; when the block ends well the checkpoint is whole and `latest` names it, and
-        those beyond `keep` are deleted.
+    async def writing(self, roles: Roles, state: ControllerState, best: bool = False) -> AsyncIterator[None]:
+        """Write a checkpoint: the roles have copied their state when the context begins. Commit it at the end.
+
+        When the context ends, wait until the roles have written their copies, and commit, unless there was an
+        error. To commit is to rename it, to point `latest` to it (and `best`, if it is), and to delete old
+        checkpoints beyond `keep`, except the best.
 
         Raises:
-            CheckpointFailed: a role or this process could not write, e.g. on a full disk.
-            RoleUnavailable: a role was gone.
+            CheckpointFailed: a role or this process could not write, e.g. because the disk is full.
+            RoleUnavailable: a role was unavailable.
         """
         path = self.run_dir / f"global_step_{state.step}"
         partial = path.with_name(path.name + PARTIAL)
         try:
             partial.mkdir(parents=True)
-            # Both are waited for, also when one fails: a role that still writes would undo the clearing below.
-            saves = await asyncio.gather(
-                roles.actor.save_checkpoint(partial / "actor"),
-                roles.critic.save_checkpoint(partial / "critic"),
-                return_exceptions=True,
-            )
-            for error in filter(None, saves):
-                raise error
-            write_durably(partial / "controller.json", state.to_json())
-            if len(state.waiting):
-                write_durably(partial / "waiting_groups", dump(state.waiting))
-            yield
-            left = _put_aside(path) if path.exists() else None  # of a course left by resuming from before it
+            trained: list[tuple[Actor | Critic, Path]] = [
+                (roles.actor, partial / "actor"),
+                (roles.critic, partial / "critic"),
+            ]
+            try:
+                await _all([role.begin_checkpoint(directory) for role, directory in trained])
+                write_durably(partial / "controller.json", state.to_json())
+                if len(state.waiting):
+                    write_durably(partial / "waiting_groups", dump(state.waiting))
+                yield
+            except Exception:
+                with suppress(Exception):
+                    await _all([role.finish_checkpoint(directory) for role, directory in trained])
+                raise
+            await _all([role.finish_checkpoint(directory) for role, directory in trained])
+            left = (
+                _put_aside(path) if path.exists() else None
+            )  # abandoned by resuming from an earlier checkpoint
             partial.rename(path)
             _sync(self.run_dir)
+            if best:  # first: a run that ends between the two makes the step again
+                write_durably(self.run_dir / "best", path.name + "\n")
             write_durably(self.run_dir / "latest", path.name + "\n")
             for old in [*([left] if left else []), *self._beyond_keep(state.step)]:
                 shutil.rmtree(old)
-        except RoleUnavailable:  # an OSError too, and no matter of disks: the launcher tells how the role ended
+        except (
+            RoleUnavailable
+        ):  # it is an OSError too, but not of a disk; the launcher reports how the role ended
             raise
         except OSError as error:
             raise CheckpointFailed(
@@ -228,7 +265,7 @@ class Checkpoints:
         except CheckpointFailed as error:
             raise CheckpointFailed(f"{error}. {self._last_good()}") from error
         finally:
-            shutil.rmtree(partial, ignore_errors=True)  # frees the disk; there only after a failure
+            shutil.rmtree(partial, ignore_errors=True)  # frees the disk; exists only after a failure
 
     def _last_good(self) -> str:
         latest = self.latest()
@@ -237,11 +274,22 @@ class Checkpoints:
     def _beyond_keep(self, newest: int) -> list[Path]:
         steps = [step for step in self.steps() if step <= newest]
         old = steps[: -self.keep] if self.keep else []
-        return [_put_aside(self.run_dir / f"global_step_{step}") for step in old]
+        names = [name for step in old if (name := f"global_step_{step}") != self._best()]
+        return [_put_aside(self.run_dir / name) for name in names]
+
+    def _best(self) -> str | None:
+        pointer = self.run_dir / "best"
+        return pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+
+
+async def _all(calls: Sequence[Awaitable[None]]) -> None:
+    """Wait for all calls even if one fails: a role that still writes would interfere with the cleanup."""
+    for error in filter(None, await asyncio.gather(*calls, return_exceptions=True)):
+        raise error
 
 
 def _put_aside(path: Path) -> Path:
-    """Renames what is to be deleted: half a checkpoint must not look whole after an interruption."""
+    """Rename a checkpoint before its deletion, so that an interruption leaves none that looks complete."""
     return path.rename(_aside(path))
 
 
@@ -250,9 +298,9 @@ def _aside(path: Path) -> Path:
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Replaces a file at once: a reader sees the old content or the new, also after a loss of power."""
+    """Replace a file atomically: a reader sees the old or the new content, even after a power failure."""
     new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # of a writer that was killed, or a link, which is not to be followed
+    new.unlink(missing_ok=True)  # left by a killed writer, or a link, which must not be followed
     with new.open("xb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()

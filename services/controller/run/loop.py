@@ -1,20 +1,26 @@
-"""The loop: step after step of a page, and what lies between: validation, checkpoints, logs, the brakes."""
+"""The training loop: steps of a page, with validation, checkpoints, logs and stops between them."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rolemesh.algos.kl import KLController
+from rolemesh.catalog.agents import AGENTS
 from rolemesh.config import JobConfig
-from rolemesh.data import PromptDataset, PromptOrder
+from rolemesh.data import PromptDataset
+from rolemesh.data.dataset import Agents
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import RolemeshError
 from rolemesh.graph import observer
-from rolemesh.roles import Metrics, Roles
+from rolemesh.roles import Environment, Metrics, Roles
+from rolemesh.services.controller.conversations.conversing import Conversing
 from rolemesh.services.controller.display.curves import draw_curves
 from rolemesh.services.controller.display.loggers import Loggers, require_libraries
 from rolemesh.services.controller.display.progress import Display
@@ -22,7 +28,9 @@ from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.pages.choice import check_step, page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.run.ahead import Ahead
+from rolemesh.services.controller.run.best import is_best
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState, course_of
+from rolemesh.services.controller.run.data_sets import training_data, validation_data
 from rolemesh.services.controller.run.profile import check_profile_steps, profiled
 from rolemesh.services.controller.run.run_dir import MetricsFile, answers, dump, read_metrics, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
@@ -30,23 +38,25 @@ from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.controller.stages.dynamic_sampling import DynamicSampling, SearchStopped
 from rolemesh.services.controller.stages.experience import fan_out
-from rolemesh.services.controller.stages.validation import validate
+from rolemesh.services.controller.stages.validation import validate, validate_loss, validate_pairs
 from rolemesh.tasks import gather
 from rolemesh.telemetry import context
 from rolemesh.telemetry.metrics import CHECKPOINT_WRITTEN
+from rolemesh.v1.environment_pb2 import DescribeRequest
 
 
 class Run:
     """One run of a job.
 
     Args:
-        job: what to do.
+        job: the job.
         tokenizer: the model's, for prompts and dumps.
-        display: shows the progress.
-        status: where it is told; None: one of its own.
+        display: shows the progress; None: a new one.
+        status: holds the progress; None: a new one.
 
     Raises:
         InvalidConfig, InvalidData: the job or its data cannot be run.
+        CheckpointFailed: `latest` names a checkpoint that does not exist.
     """
 
     def __init__(
@@ -61,9 +71,10 @@ class Run:
         self.status = status or RunStatus(job.trainer.experiment_name)
         self.status.on_change = self.display.show
         self._tokenizer = tokenizer
+        self._tools: dict[str, list[dict[str, Any]]] = {}  # by agent; known once its environment is
         self._stopwatch = Stopwatch(lambda phase: self.status.set(phase=phase))
         self._kl = KLController(job.algorithm.kl_ctrl)
-        self._train, self._order, total_steps = self._training_data()
+        self._train, self._order, total_steps = training_data(job, tokenizer, self._agents)
         self._sampling = DynamicSampling(
             job.data.train_batch_size,
             self._prompts,
@@ -71,26 +82,31 @@ class Run:
             lambda found: self.status.set(found=found),
             lambda: self.status.stop_requested,
         )
-        self._val = self._validation_data()
+        self._val = validation_data(job, tokenizer, self._agents)
         self.job = with_total_steps(job, total_steps)
-        self.status.total_steps = total_steps  # told to nobody yet: this may be a thread
+        self.status.total_steps = (
+            total_steps  # set without a notification, because this may run on another thread
+        )
         check_profile_steps(self.job)
         self._checkpoints = Checkpoints(job.run_dir, job.trainer.max_actor_ckpt_to_keep)
-        self._saved = (0, 0)  # steps, and batches that dynamic sampling has answered
+        self._saved = (0, 0)  # steps, and batches answered by dynamic sampling, at the last save
+        self._committing: asyncio.Task[None] | None = None  # commits the last checkpoint, behind the steps
         self._answers: list[dict[str, Any]] = []
         require_libraries(job)
-        self._checkpoints.chosen(job)  # an unusable one is told now, not after the roles have loaded
+        self._checkpoints.chosen(job)  # fails now if unusable, not after the roles have loaded
 
     def request_stop(self) -> None:
-        """Lets the running step end, or dynamic sampling's round where its batch is not full yet; then a
-        checkpoint is written, if the job writes any, and the run ends."""
+        """Stop after the current step, or after the current round of dynamic sampling if its batch is not full.
+
+        A checkpoint is then written, if the job writes any.
+        """
         self.status.request_stop()
 
     def finished(self) -> Summary | None:
         """Return the summary if the run is already complete (its roles may be gone), else None.
 
         Raises:
-            CheckpointFailed, InvalidConfig: the checkpoint is not readable, or of another course.
+            CheckpointFailed, InvalidConfig: the checkpoint is not readable, or of a job with other settings.
         """
         chosen = self._checkpoints.chosen(self.job)
         if chosen is None or self.job.trainer.val_only:
@@ -103,18 +119,24 @@ class Run:
         return self._summary()
 
     async def train(self, roles: Roles) -> Summary:
-        """Makes the steps, from the checkpoint that trainer.resume_mode chooses, to the end or to a stop.
+        """Train from the checkpoint that trainer.resume_mode selects to the end, or until stopped.
 
         Args:
-            roles: workers or clients, ready; the run does not close them.
+            roles: workers or clients that are ready; the run does not close them.
 
         Raises:
-            RolemeshError: a step, a validation or a checkpoint failed; the last good checkpoint stays.
+            RolemeshError: a step, a validation or a checkpoint failed; the last good checkpoint is intact.
         """
         context.job.set(self.job.trainer.experiment_name)
         context.step.set(0)
-        ahead = Ahead(roles.rollout, self._upcoming, self._max_staleness)
-        self._roles = bypassing(timed(replace(roles, rollout=ahead), self._stopwatch), self.job)
+        rollout = roles.rollout
+        if self.job.rollout.multi_turn.enable:
+            await self._meet_agents(roles.environment)
+            rollout = Conversing(rollout, roles.environment, self.job, self._tokenizer)
+        ahead = Ahead(rollout, self._upcoming, self._max_staleness)
+        if self.job.answers:
+            roles = replace(roles, rollout=ahead)
+        self._roles = bypassing(timed(roles, self._stopwatch), self.job)
         token = observer.set(self._stopwatch)
         try:
             await check_step(self.job)
@@ -124,7 +146,7 @@ class Run:
                 self._log_to = (metrics_file, loggers)
                 self.status.add(*metrics_file.records)
                 try:
-                    async with aclosing(ahead):
+                    async with aclosing(ahead), self._committed_at_end():
                         await self._make_steps(start)
                 finally:
                     metrics_file.close()
@@ -137,16 +159,33 @@ class Run:
             observer.reset(token)
         return self._summary()
 
+    async def _meet_agents(self, environment: Environment) -> None:
+        """Ask what the agents offer, and describe their tools in the prompts.
+
+        Raises:
+            UnknownAgent: the environment has no such agent.
+            InvalidData: no prompt is short enough with its tools.
+        """
+        data = [each for each in (self._train, self._val) if isinstance(each, PromptDataset)]
+        agents = sorted({name for each in data for name in each.agents if AGENTS[name].converses})
+        described = await environment.describe(DescribeRequest(agents=agents))
+        tools = {agent.name: [json.loads(tool) for tool in agent.tools] for agent in described.agents}
+        if any(tools.values()):
+            self._tools = tools
+            given = self.job, self._tokenizer, self._agents
+            self._train, self._order, self.status.total_steps = await asyncio.to_thread(training_data, *given)
+            self._val = await asyncio.to_thread(validation_data, *given)
+            self.job = with_total_steps(self.job, self.status.total_steps)
+
     # ----------------------------------------------------------------------------------- the course
 
     async def _begin(self) -> int:
-        """Brings roles and run directory to where the run begins; returns the steps already made."""
+        """Restore roles and run directory to the start of the run; return the number of steps already made."""
         chosen = self._checkpoints.chosen(self.job)
         write_config(self.job)
-        self._checkpoints.clear_partial()
         start = 0
         if chosen:
-            self.display.console.print(f"goes on from {chosen}", style="dim", highlight=False, soft_wrap=True)
+            self.display.console.print(f"resuming from {chosen}", style="dim", highlight=False, soft_wrap=True)
             state = await self._checkpoints.load(chosen, self._roles, self._course())
             self._kl.load_state_dict(state.kl_controller)
             self._sampling.restore(state.num_batches, state.waiting, self.job.rollout.n, state.search)
@@ -154,8 +193,10 @@ class Run:
             start = state.step
         else:  # roles may have been trained by a controller that ended before its first checkpoint
             await gather(self._roles.actor.load_checkpoint(None), self._roles.critic.load_checkpoint(None))
+        self._checkpoints.clear_partial()  # after a load, no role writes for an earlier controller
         CHECKPOINT_WRITTEN.set(chosen.stat().st_mtime if chosen else time.time())
-        await self._roles.sync_weights(start)
+        if self.job.answers:
+            await self._roles.sync_weights(start)
         self._stopwatch.take()
         self.status.set(state=State.RUNNING, step=start)
         return start
@@ -168,33 +209,39 @@ class Run:
         for number in range(start + 1, last + 1):
             if not await self.status.may_begin():
                 break
+            if self._committing and self._committing.done():
+                await self._committing  # raises, if the checkpoint could not be written
             try:
                 with profiled(number, self.job):
                     await self._make_step(number)
             except SearchStopped:
                 self.status.set(found="")
                 break
-        # stopped between two saves, or in a search
+        # stopped between two saves, or during dynamic sampling
         if trainer.save_freq > 0 and (self.status.step, self._sampling.num_batches) > self._saved:
+            await self._committed()
             async with self._checkpoints.writing(self._roles, self._state(self.status.step)):
                 pass
 
     async def _make_step(self, number: int) -> None:
         context.step.set(number)
         metrics = await self._train_on(number)
-        if self._val and self._due(number, self.job.trainer.test_freq):
-            metrics |= await self._validate(number)
-        save_freq = self.job.trainer.save_freq
-        if self._due(number, save_freq) or (save_freq > 0 and self.status.stop_requested):
-            await self._save(number, metrics)
+        trainer, best = self.job.trainer, False
+        if self._val and self._due(number, trainer.test_freq):
+            validation = await self._validate(number)
+            best = bool(trainer.save_best) and is_best(trainer.save_best, validation, self.status.records)
+            metrics |= validation
+        stopping = trainer.save_freq > 0 and self.status.stop_requested
+        if best or stopping or self._due(number, trainer.save_freq):
+            await self._save(number, metrics, best)
         else:
             self._log(number, metrics)
 
     async def _train_on(self, number: int) -> Metrics:
-        """The page, on the prompts of this step."""
+        """Run the page on the prompts of this step."""
         began = time.perf_counter()
         step = Step(number, self.job, self._kl, self._sampling)
-        dynamic = self.job.algorithm.filter_groups.enable  # a step then takes as many batches as it needs
+        dynamic = self.job.algorithm.filter_groups.enable  # a step may then take several batches
         position = self._sampling.num_batches - self._sampling.search.num_rounds + 1 if dynamic else number
         prompts = self._sampling.next_prompts() if dynamic else self._prompts(number)
         roles = self._roles
@@ -207,7 +254,8 @@ class Run:
         assert batch is not None, "a page ends with step.report"
         if self.job.algorithm.use_kl_in_reward:
             self._kl.update(metrics["actor/reward_kl_penalty"], len(batch))
-        dump(answers(batch, number, self._tokenizer), self.job.trainer.rollout_data_dir, number)
+        if self.job.answers:
+            dump(answers(batch, number, self._tokenizer), self.job.trainer.rollout_data_dir, number)
         return {
             "training/epoch": float(self._order.epoch(position)),
             **metrics,
@@ -220,22 +268,58 @@ class Run:
         assert self._val is not None
         prompts = self._val.batches(self.job.data.val_batch_size)
         with self._stopwatch("testing"):
-            batch, metrics = await validate(prompts, self._roles, self.job)
-        rows = answers(batch, number, self._tokenizer)
-        dump(rows, self.job.trainer.validation_data_dir, number)
-        self._answers = rows[: self.job.trainer.log_val_generations]
+            if self.job.answers:
+                batch, metrics = await validate(prompts, self._roles, self.job)
+            elif self.job.page.learns_from == "pairs":
+                metrics = await validate_pairs(prompts, self._roles, self.job)
+            else:
+                metrics = await validate_loss(prompts, self._roles)
+        if self.job.answers:
+            rows = answers(batch, number, self._tokenizer)
+            dump(rows, self.job.trainer.validation_data_dir, number)
+            self._answers = rows[: self.job.trainer.log_val_generations]
         return metrics | {"timing_s/testing": self._stopwatch.take()["timing_s/testing"]}
 
-    async def _save(self, number: int, metrics: Metrics) -> None:
-        """Save a checkpoint. The record is logged before the checkpoint is committed, so a resumed run always
-        finds it, wherever this process was killed."""
-        began = time.perf_counter()
-        with self._stopwatch("save_checkpoint"):
-            async with self._checkpoints.writing(self._roles, self._state(number)):
-                self._log(number, metrics | {"timing_s/save_checkpoint": time.perf_counter() - began})
-        self._stopwatch.take()  # this step's record has it
-        self._saved = (number, self._sampling.num_batches)
+    async def _save(self, number: int, metrics: Metrics, best: bool) -> None:
+        """Begin a checkpoint. It is written and committed behind the next steps; an earlier one comes first.
+
+        The record is logged before the commit, so a resumed run always finds it.
+        """
+        async with AsyncExitStack() as writing:
+            began = time.perf_counter()
+            with self._stopwatch("save_checkpoint"):
+                await self._committed()
+                checkpoint = self._checkpoints.writing(self._roles, self._state(number), best)
+                await writing.enter_async_context(checkpoint)
+            self._stopwatch.take()  # drop it: this step's record has it already
+            self._log(number, metrics | {"timing_s/save_checkpoint": time.perf_counter() - began})
+            self._saved = (number, self._sampling.num_batches)
+            self._committing = asyncio.create_task(self._commit(writing.pop_all()))
+
+    async def _commit(self, writing: AsyncExitStack) -> None:
+        await writing.aclose()
         CHECKPOINT_WRITTEN.set_to_current_time()
+
+    async def _committed(self) -> None:
+        """Wait until the last checkpoint is committed. Raises what kept it from being written."""
+        if self._committing:
+            await self._committing
+
+    @asynccontextmanager
+    async def _committed_at_end(self) -> AsyncIterator[None]:
+        """Commit the last checkpoint at the end, even if a step failed, but not if the run is cancelled."""
+        try:
+            try:
+                yield
+            except Exception:
+                with suppress(RolemeshError):  # the step's error came first
+                    await self._committed()
+                raise
+            await self._committed()
+        finally:
+            if self._committing:
+                self._committing.cancel()
+                await asyncio.wait({self._committing})
 
     def _log(self, number: int, metrics: Metrics) -> None:
         metrics_file, loggers = self._log_to
@@ -247,32 +331,19 @@ class Run:
     # --------------------------------------------------------------------------------------- pieces
 
     def _due(self, number: int, every: int) -> bool:
-        """Every so many steps and at the end of the course."""
+        """Return whether something is due after this step: every `every` steps and after the last."""
         return every > 0 and (number == self.status.total_steps or number % every == 0)
 
-    def _training_data(self) -> tuple[PromptDataset, PromptOrder, int]:
-        job = self.job
-        if not job.data.train_files:
-            raise InvalidConfig("data.train_files is empty: name one Parquet file or several")
-        data = PromptDataset(job.data.train_files, job.data, self._tokenizer)
-        order = PromptOrder(len(data), job.data)
-        return data, order, job.trainer.total_training_steps or order.total_steps(job.trainer.total_epochs)
-
-    def _validation_data(self) -> PromptDataset | None:
-        job = self.job
-        if job.data.val_files:
-            return PromptDataset(job.data.val_files, job.data, self._tokenizer, split="val")
-        if job.trainer.val_only or job.trainer.test_freq > 0:
-            raise InvalidConfig(
-                "trainer.val_only or test_freq asks for validation, and data.val_files is empty"
-            )
-        return None
+    @property
+    def _agents(self) -> Agents | None:
+        rollout = self.job.rollout
+        return Agents(rollout.agent.default_agent_loop, self._tools) if rollout.multi_turn.enable else None
 
     def _prompts(self, batch: int) -> DataProto:
         return self._train.batch(self._order.rows(batch))
 
     def _upcoming(self, number: int, sampling: str) -> DataProto | None:
-        """The rows that step `number` will ask the rollout for; None where it will not be made."""
+        """Return the rows that step `number` will request from the rollout; None if it will not be made."""
         if number > self.status.total_steps or self.status.stop_requested:
             return None
         rollout = self.job.rollout
@@ -300,7 +371,7 @@ class Run:
         return Summary(
             run_dir=self.job.run_dir,
             step=self.status.step,
-            # A run that only validates has none before it.
+            # A run that only validates makes no steps.
             total_steps=self.status.step if self.job.trainer.val_only else self.status.total_steps,
             records=self.status.records,
             answers=self._answers,
@@ -311,7 +382,7 @@ class Run:
 
 
 def with_total_steps(job: JobConfig, total_steps: int) -> JobConfig:
-    """The job with its number of steps said: schedules of the roles count against it."""
+    """Return the job with its total number of steps set, which the roles' schedules need."""
     trainer = job.trainer.model_copy(update={"total_training_steps": total_steps})
     return job.model_copy(update={"trainer": trainer})
 

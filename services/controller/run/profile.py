@@ -1,4 +1,4 @@
-"""The timeline of the steps that trainer.profile_steps names."""
+"""Writes the timeline of the steps in trainer.profile_steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def check_profile_steps(job: JobConfig) -> None:
     assert last is not None
     if beyond := [step for step in steps if step > last]:
         raise InvalidConfig(
-            f"trainer.profile_steps names step {beyond[0]}, and the job has {last} "
-            "(trainer.total_training_steps, or the epochs' end)"
+            f"trainer.profile_steps names step {beyond[0]}, but the job has {last} steps "
+            "(trainer.total_training_steps, or trainer.total_epochs)"
         )
 
 

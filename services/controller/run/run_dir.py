@@ -1,5 +1,4 @@
-"""The files of a run directory besides checkpoints: config.yaml, metrics.jsonl, dumps of responses, and the
-controller's address while it runs."""
+"""Files of a run directory besides checkpoints: config.yaml, metrics.jsonl, dumps, the controller's address."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rolemesh.agents.turns import written
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RolemeshError
@@ -20,15 +20,21 @@ from rolemesh.home import Home
 from rolemesh.services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
 from rolemesh.services.controller.run.checkpoints import write_durably
 
+OTHER_RUN = (
+    "is the directory of a running run; wait for its end, or choose another trainer.experiment_name or "
+    "default_local_dir"
+)
+
 
 class MetricsFile:
-    """metrics.jsonl: an object a step. What it holds is what happened: lines of steps after `resumed_step`,
-    which will be made again, are dropped.
+    """metrics.jsonl: one JSON object per step.
+
+    Lines of steps after `resumed_step` are dropped, because these steps will be made again.
 
     Args:
         path: of the file.
-        resumed_step: the step that the run goes on from; 0 for a new run, whose predecessor's file is kept
-            under another name.
+        resumed_step: the step from which the run resumes. With 0, a new run, an existing file is kept under
+            another name.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -39,7 +45,7 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> Record:
-        """Appends a step's record and hands it back. A value that is not finite is null: JSON has no other."""
+        """Append a step's record and return it. Values that are not finite become null, as JSON has no NaN."""
         finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
         record: Record = {STEP: step, **finite, ENDED_AT: time.time()}
         self._file.write(json.dumps(record) + "\n")
@@ -52,7 +58,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics.jsonl; a last line that a killed process left unfinished is passed over."""
+    """Read the records of a metrics.jsonl; an incomplete last line, left by a killed process, is skipped."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -60,33 +66,34 @@ def read_metrics(path: Path) -> list[Record]:
 
 
 @contextmanager
-def held(run_dir: Path) -> Iterator[None]:
-    """Keeps a run directory to one run; a process that ends, however it does, lets it go.
+def held(run_dir: Path, otherwise: str = OTHER_RUN) -> Iterator[None]:
+    """Lock a run directory for one run. The lock is released when the process ends, in whatever way.
+
+    Args:
+        run_dir: the directory; it is made.
+        otherwise: what the error says of it.
 
     Raises:
-        RolemeshError: another run has it.
+        RolemeshError: another run holds the lock.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / ".lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RolemeshError(
-                f"{run_dir} is the directory of a run that still goes on; wait for its end, or choose another "
-                "trainer.experiment_name or default_local_dir"
-            ) from None
+            raise RolemeshError(f"{run_dir} {otherwise}") from None
         yield
 
 
 def write_config(job: JobConfig) -> None:
-    """config.yaml: the resolved job, which starts the same run again."""
+    """Write the resolved job to config.yaml, from which the same run can be started again."""
     job.run_dir.mkdir(parents=True, exist_ok=True)
     write_durably(job.run_dir / "config.yaml", job.to_yaml())
 
 
 @contextmanager
 def address_shown(run_dir: Path, address: str) -> Iterator[None]:
-    """While it is entered, controller.address.json tells `rolemesh status` where the controller is."""
+    """Write the controller's address for `rolemesh status` to controller.address.json; delete it on exit."""
     path = run_dir / ADDRESS_FILE
     run_dir.mkdir(parents=True, exist_ok=True)
     write_durably(path, json.dumps({"address": address, "pid": os.getpid()}) + "\n")
@@ -97,11 +104,14 @@ def address_shown(run_dir: Path, address: str) -> Iterator[None]:
 
 
 def answers(batch: DataProto, step: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """The rows of a batch for people: input, output, gts (the ground truth), score, acc, uid and so on."""
+    """Convert rows to readable dicts with input, output, gts (the ground truth), score, acc, uid and others.
+
+    Rows that are conversations also have `conversation`: why it ended, numbers, and what each side said.
+    """
     scores = batch["token_level_scores"].sum(dim=1).tolist()
     rows = zip(
         _texts(batch["prompts"], batch["prompt_mask"], tokenizer),
-        _texts(batch["responses"], batch["response_mask"], tokenizer),
+        _texts(batch["responses"], written(batch), tokenizer),
         batch["reward_model"],
         scores,
         batch["acc"].tolist(),
@@ -109,7 +119,7 @@ def answers(batch: DataProto, step: int, tokenizer: Any) -> list[dict[str, Any]]
         batch["data_source"],
         strict=True,
     )
-    return [
+    told = [
         {
             "input": prompt,
             "output": response,
@@ -122,10 +132,35 @@ def answers(batch: DataProto, step: int, tokenizer: Any) -> list[dict[str, Any]]
         }
         for prompt, response, reward_model, score, acc, uid, source in rows
     ]
+    if "turns" in batch:
+        for row, answer in enumerate(told):
+            answer["conversation"] = {**batch["conversation"][row], "said": _said(batch, row, tokenizer)}
+    return told
+
+
+def _said(batch: DataProto, row: int, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return what each side of a conversation said, in order: who, its tokens' text, and a turn's reward.
+
+    `prompt` is what the policy sees from there on, in place of all before it.
+    """
+    turns, ids, rewards = (batch[name][row] for name in ("turns", "responses", "environment_rewards"))
+    contexts, context = batch["contexts"][row], 0
+    runs, lengths = turns.unique_consecutive(return_counts=True)
+    said: list[dict[str, Any]] = []
+    for turn, length in zip(runs.tolist(), lengths.tolist(), strict=True):
+        if turn == 0:
+            break
+        at = slice(begin := sum(each["tokens"] for each in said), begin + length)
+        text = tokenizer.decode(ids[at], skip_special_tokens=False)
+        is_anew, context = int(contexts[begin]) > context, int(contexts[begin])
+        who = "policy" if turn > 0 else "prompt" if is_anew else "environment"
+        told = {"who": who, "tokens": length, "text": text}
+        said.append(told | ({"reward": float(rewards[at].sum())} if turn > 0 else {}))
+    return said
 
 
 def dump(rows: list[dict[str, Any]], directory: str | None, step: int) -> None:
-    """Writes <directory>/<step>.jsonl, whole or not at all; no directory, no dump."""
+    """Write rows to <directory>/<step>.jsonl atomically; do nothing without a directory."""
     if directory:
         lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         with Home(Path(directory)).writing(Path(directory)) as into:

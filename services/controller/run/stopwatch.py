@@ -1,30 +1,30 @@
-"""How long each part of a step takes, measured around the roles so that the pages stay clean."""
+"""Measures the phases of a step, by wrapping the roles, so that pages have no code for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TypeVar
+from dataclasses import replace
+from functools import wraps
+from typing import Any, TypeVar
 
 from rolemesh.dataproto import DataProto
+from rolemesh.forwarding import Forwarding
 from rolemesh.graph import ControllerNode
-from rolemesh.roles import Actor, Critic, Metrics, Reference, Reward, Roles, Rollout
+from rolemesh.roles import Actor, Metrics, Roles, Rollout
 from rolemesh.tasks import closed_at_end
 from rolemesh.telemetry import metrics, timeline
-from rolemesh.weights.source import WeightSource
 
 R = TypeVar("R")
 
 
 class Stopwatch:
-    """Seconds in which at least one call of a phase was under way, and which phases are under way now.
+    """Measures the seconds in which at least one call of a phase was running, and knows the running phases.
 
     Args:
-        on_phase: told the phase whenever it changes; "" between phases. Of several at once it is the one
-            that began first.
+        on_phase: called with the phase whenever it changes; "" between phases. Of several running phases it is
+            the one that started first.
     """
 
     def __init__(self, on_phase: Callable[[str], None] = lambda phase: None) -> None:
@@ -61,13 +61,13 @@ class Stopwatch:
             self._tell(before)
 
     def take(self) -> Metrics:
-        """`timing_s/<phase>` since the last call."""
+        """Return `timing_s/<phase>`, the seconds of each phase since the last call."""
         taken, self._seconds = self._seconds, {}
         return {f"timing_s/{phase}": seconds for phase, seconds in taken.items()}
 
     @contextmanager
     def during(self, node: ControllerNode, batch: DataProto) -> Iterator[None]:
-        """As the observer of controller functions."""
+        """Measure a controller function (rolemesh.graph.observer)."""
         with timeline.recorded(timeline.CONTROLLER, f"controller.{node.name}", batch):
             if not node.phase:
                 yield
@@ -80,120 +80,75 @@ class Stopwatch:
             self._on_phase(self.phase)
 
 
+# The phase of each measured method. "generate" is a stream, which TimedRollout measures.
+PHASES = {
+    "actor": {
+        "compute_log_probs": "old_log_prob",
+        "compute_ref_log_probs": "ref",
+        "update": "update_actor",
+        "publish_weights": "update_weights",
+    },
+    "reference": {"compute_log_probs": "ref"},
+    "rollout": {"update_weights": "update_weights"},
+    "reward": {"compute_scores": "reward"},
+    "critic": {"compute_values": "values", "update": "update_critic"},
+}
+
+
 def timed(roles: Roles, stopwatch: Stopwatch) -> Roles:
-    """The same roles, with every call measured."""
+    """Return the same roles, with every call measured."""
     return replace(
         roles,
-        actor=TimedActor(roles.actor, stopwatch),
-        rollout=TimedRollout(roles.rollout, stopwatch),
-        reward=TimedReward(roles.reward, stopwatch),
-        critic=TimedCritic(roles.critic, stopwatch),
-        reference=TimedReference(roles.reference, stopwatch),
+        actor=Timed(roles.actor, PHASES["actor"], stopwatch),
+        rollout=TimedRollout(roles.rollout, PHASES["rollout"], stopwatch),
+        reward=Timed(roles.reward, PHASES["reward"], stopwatch),
+        critic=Timed(roles.critic, PHASES["critic"], stopwatch),
+        reference=Timed(roles.reference, PHASES["reference"], stopwatch),
     )
 
 
-@dataclass
-class TimedActor:
-    actor: Actor
-    stopwatch: Stopwatch
+class Timed(Forwarding[R]):
+    """A role whose calls are measured.
 
-    async def compute_log_probs(self, batch: DataProto) -> DataProto:
-        return await _timed(self.stopwatch, "old_log_prob", self.actor.compute_log_probs(batch))
+    Args:
+        role: the role that is called.
+        phases: by method; a method without a phase is not measured.
+        stopwatch: measures the phases.
+    """
 
-    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
-        return await _timed(self.stopwatch, "ref", self.actor.compute_ref_log_probs(batch))
+    def __init__(self, role: R, phases: Mapping[str, str], stopwatch: Stopwatch) -> None:
+        super().__init__(role)
+        self._phases, self._stopwatch = phases, stopwatch
 
-    async def update(self, batch: DataProto) -> Metrics:
-        return await _timed(self.stopwatch, "update_actor", self.actor.update(batch))
+    def __getattr__(self, name: str) -> Any:
+        method = super().__getattr__(name)
+        if name not in self._phases:
+            return method
 
-    async def publish_weights(self, version: int) -> WeightSource:
-        return await _timed(self.stopwatch, "update_weights", self.actor.publish_weights(version))
+        @wraps(method)
+        async def measured(*args: Any, **kwargs: Any) -> Any:
+            with self._stopwatch(self._phases[name]):
+                return await method(*args, **kwargs)
 
-    async def save_checkpoint(self, directory: Path) -> None:
-        await self.actor.save_checkpoint(directory)
-
-    async def load_checkpoint(self, directory: Path | None) -> None:
-        await self.actor.load_checkpoint(directory)
-
-
-@dataclass
-class TimedReference:
-    reference: Reference
-    stopwatch: Stopwatch
-
-    async def compute_log_probs(self, batch: DataProto) -> DataProto:
-        return await _timed(self.stopwatch, "ref", self.reference.compute_log_probs(batch))
+        return measured
 
 
-@dataclass
-class TimedRollout:
-    rollout: Rollout
-    stopwatch: Stopwatch
+class TimedRollout(Timed[Rollout]):
+    """A rollout whose generation is measured from the first request to the end of the stream."""
 
     async def generate(self, prompts: DataProto) -> AsyncGenerator[DataProto]:
-        stream: AsyncIterator[DataProto] = self.rollout.generate(prompts)
-        with self.stopwatch("gen"):
+        stream: AsyncIterator[DataProto] = self._role.generate(prompts)
+        with self._stopwatch("gen"):
             async with closed_at_end(stream):
                 async for finished in stream:
                     yield finished
 
-    async def update_weights(self, source: WeightSource) -> None:
-        await _timed(self.stopwatch, "update_weights", self.rollout.update_weights(source))
 
+class WarmingActor(Forwarding[Actor]):
+    """The actor in the first `trainer.critic_warmup` steps: it answers calls, but `update` does nothing.
 
-@dataclass
-class TimedReward:
-    reward: Reward
-    stopwatch: Stopwatch
-
-    async def compute_scores(self, batch: DataProto) -> DataProto:
-        return await _timed(self.stopwatch, "reward", self.reward.compute_scores(batch))
-
-
-@dataclass
-class TimedCritic:
-    critic: Critic
-    stopwatch: Stopwatch
-
-    async def compute_values(self, batch: DataProto) -> DataProto:
-        return await _timed(self.stopwatch, "values", self.critic.compute_values(batch))
-
-    async def update(self, batch: DataProto) -> Metrics:
-        return await _timed(self.stopwatch, "update_critic", self.critic.update(batch))
-
-    async def save_checkpoint(self, directory: Path) -> None:
-        await self.critic.save_checkpoint(directory)
-
-    async def load_checkpoint(self, directory: Path | None) -> None:
-        await self.critic.load_checkpoint(directory)
-
-
-async def _timed(stopwatch: Stopwatch, phase: str, call: Awaitable[R]) -> R:
-    with stopwatch(phase):
-        return await call
-
-
-@dataclass
-class WarmingActor:
-    """The actor in the first `trainer.critic_warmup` steps: it answers like any actor and is not trained,
-    so that the critic learns to judge before the policy follows it."""
-
-    actor: Actor
-
-    async def compute_log_probs(self, batch: DataProto) -> DataProto:
-        return await self.actor.compute_log_probs(batch)
-
-    async def compute_ref_log_probs(self, batch: DataProto) -> DataProto:
-        return await self.actor.compute_ref_log_probs(batch)
+    So the critic is trained before the policy is.
+    """
 
     async def update(self, batch: DataProto) -> Metrics:
         return {"training/critic_warmup": 1.0}
-
-    async def publish_weights(self, version: int) -> WeightSource:
-        return await self.actor.publish_weights(version)
-
-    async def save_checkpoint(self, directory: Path) -> None:
-        await self.actor.save_checkpoint(directory)
-
-    async def load_checkpoint(self, directory: Path | None) -> None:
-        await self.actor.load_checkpoint(directory)

@@ -1,1 +1,1 @@
-"""ControllerService: answers who asks what the run is doing, and takes orders to pause and stop."""
+"""ControllerService: reports the run's state, and accepts commands to pause, resume and stop."""

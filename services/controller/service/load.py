@@ -1,5 +1,7 @@
-"""How much work there is for a role, which KEDA reads at /metrics: its pending rows over the recent steps, not
-those of an instant, which are none or a whole batch."""
+"""Measures a role's load, which KEDA reads at /metrics: the mean number of pending rows over recent steps.
+
+The number at one instant would not do: it is either zero or a whole batch.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +16,49 @@ RECENT_STEPS = 3
 
 
 class Load:
-    """A role's mean number of pending rows, weighted by time, over the last RECENT_STEPS steps and the running
-    one:
+    """A role's time-weighted mean of pending rows, over the last RECENT_STEPS steps and the current one.
 
         load = (integral of pending rows over the window) / (length of the window)
 
-    256 rows that wait for a quarter of every step are a load of 64. Before there are so many steps the window
-    begins with this object.
+    For example, 256 rows that are pending during a quarter of every step are a load of 64. Before there are
+    enough steps, the window begins when this object is created.
 
     Args:
-        pending: counted since before this object was made.
-        clock: seconds, the one that `pending` counts by.
+        pending: the role's row counter.
+        clock: seconds; the same clock as `pending` uses.
     """
 
     def __init__(self, pending: PendingRows, clock: Callable[[], float] = time.monotonic) -> None:
         self._pending, self._clock = pending, clock
-        # When each step of the window began, and the row-seconds until then.
-        self._began = deque([(clock(), pending.row_seconds)], maxlen=RECENT_STEPS + 1)
+        # For each step of the window: its start, and the row-seconds up to then.
+        self._began: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS + 1)
+        self.step_began()
 
     def step_began(self) -> None:
-        """The step before this one has ended; the oldest one of the window is forgotten."""
-        self._began.append((self._clock(), self._pending.row_seconds))
+        """Start a new step, and drop the oldest one from a full window."""
+        now = self._clock()
+        self._began.append((now, self._pending.row_seconds(now)))
 
     def forget(self) -> None:
-        """The window begins now: no step runs, or none ran for a while."""
+        """Restart the window now, because no step runs or none ran for a while."""
         self._began.clear()
         self.step_began()
 
     def mean(self) -> float:
-        """Rows; 0 while the window has no length."""
+        """Return the mean number of pending rows; 0 while the window is empty."""
         began, row_seconds = self._began[0]
-        seconds = self._clock() - began
-        return (self._pending.row_seconds - row_seconds) / seconds if seconds > 0 else 0.0
+        now = self._clock()  # read once: a moment between two readings would count no rows
+        return (self._pending.row_seconds(now) - row_seconds) / (now - began) if now > began else 0.0
 
 
 class RoleLoads:
-    """Every role's load, at /metrics from now on. There may be no client of a role yet: then nothing waits.
+    """Exposes every role's load at /metrics. A role that has no client yet has no pending rows.
 
     Args:
-        roles: those that the job has.
+        roles: the roles of the job.
 
     Attributes:
-        pending: each role's rows; its client is to count them here.
+        pending: role to its row counter, which the role's client updates.
     """
 
     def __init__(self, roles: Iterable[str]) -> None:
@@ -65,11 +68,11 @@ class RoleLoads:
             ROLE_LOAD_ROWS.labels(role).set_function(load.mean)
 
     def step_began(self) -> None:
-        """A step begins now."""
+        """Record that a step starts now."""
         for load in self._loads.values():
             load.step_began()
 
     def paused(self) -> None:
-        """No step runs, or the next one begins after a pause."""
+        """Record that a pause starts or ends now."""
         for load in self._loads.values():
             load.forget()

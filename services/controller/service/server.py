@@ -1,7 +1,7 @@
-"""The controller's own server: the run's status and the brakes; and each role's load, at /metrics.
+"""The controller's own server: status and control of the run, and each role's load at /metrics.
 
-It answers from the process's first second, while the models' libraries are imported and the data is read:
-nothing here imports them.
+It answers from the process's first second, while the models' libraries are imported and the data is read. So
+this module must not import those libraries.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ GRACE_S = 1.0
 
 
 class ControllerServer:
-    """ControllerService of one run.
+    """Serves ControllerService for one run.
 
     Args:
-        status: the run's.
-        roles: those that the job has.
+        status: the run's status.
+        roles: the roles of the job.
     """
 
     def __init__(self, status: RunStatus, roles: Iterable[str]) -> None:
@@ -38,14 +38,14 @@ class ControllerServer:
         status.on_step, status.on_pause = self._loads.step_began, self._loads.paused
 
     async def start(self, listen: str, health_listen: str | None = None) -> None:
-        """Begins to answer. The run is starting, and nothing waits for a role.
+        """Start to answer. The run is starting, and no rows are pending.
 
         Args:
             listen: host:port.
-            health_listen: host:port of health alone, always plain; None: only beside the services.
+            health_listen: host:port that serves only health, never with TLS; None: no such port.
 
         Raises:
-            InvalidConfig: not an address, or one that cannot be had.
+            InvalidConfig: not an address, or one that cannot be bound.
         """
         if health_listen:
             await self._server.start_health(health_listen)
@@ -53,13 +53,13 @@ class ControllerServer:
         await self._server.ready({SERVICE: ControllerServicer(self.status, self._clients)})
 
     def show(self, clients: Mapping[str, RoleClient]) -> None:
-        """Tells of these clients' replicas and pending rows from now on; they are not yet entered."""
+        """Report these clients' replicas and pending rows from now on. Call it before entering the clients."""
         self._clients |= clients
         for role, client in clients.items():
             client.pool.waiting = self._loads.pending[role]
 
     async def stop(self) -> None:
-        """Refuses new calls, and lets running ones end for GRACE_S."""
+        """Refuse new calls, and give running ones GRACE_S to finish."""
         await self._server.drain(GRACE_S)
 
 
@@ -67,7 +67,7 @@ class ControllerServer:
 async def serving(
     status: RunStatus, roles: Iterable[str], listen: str, health_listen: str | None = None
 ) -> AsyncIterator[ControllerServer]:
-    """A server that answers while it is entered; arguments and errors are its own."""
+    """Run a ControllerServer during the block; arguments and errors are those of ControllerServer."""
     server = ControllerServer(status, roles)
     try:
         await server.start(listen, health_listen)

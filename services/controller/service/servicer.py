@@ -1,4 +1,4 @@
-"""ControllerService: the run's status as protobuf, and the brakes."""
+"""Implements ControllerService: status as protobuf, and pause, resume and stop."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rolemesh.services.controller.record import ENDED_AT, STEP, Record
 from rolemesh.services.controller.service.status import RunStatus
 from rolemesh.v1 import controller_pb2 as pb
 
-if TYPE_CHECKING:  # with torch, for which the controller's server does not wait
+if TYPE_CHECKING:  # imports torch; the controller's server must start without waiting for it
     from rolemesh.rpc.calling.clients import RoleClient
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ControllerService"]
-REPLICAS_EVERY_S = 2.0  # between two looks at the replicas, which change without a word
+REPLICAS_EVERY_S = 2.0  # polling interval for replicas, whose changes are not signalled
 
 
 class ControllerServicer:
-    """Implements ControllerService. It may be served before the run begins and after it ends.
+    """Implements ControllerService. It can be served before the run starts and after it ends.
 
     Args:
-        status: the run's; on the event loop that serves.
-        clients: of the roles, as soon as there are any.
+        status: the run's status; used on the event loop that serves.
+        clients: role to its client; may be filled later.
     """
 
     def __init__(self, status: RunStatus, clients: Mapping[str, RoleClient] = MappingProxyType({})) -> None:
@@ -79,7 +79,7 @@ def _replicas(client: RoleClient) -> list[pb.Replica]:
 
 
 def to_message(record: Record) -> pb.StepRecord:
-    """A line of metrics.jsonl; what is null there was not finite."""
+    """Convert a line of metrics.jsonl to protobuf; null (a value that was not finite) becomes NaN."""
     message = pb.StepRecord(step=int(record[STEP] or 0))
     for name, value in record.items():
         if name not in (STEP, ENDED_AT):

@@ -1,4 +1,4 @@
-"""What the run is doing, for whoever asks, and the brakes."""
+"""The status of a run, and its pause and stop switches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rolemesh.telemetry.metrics import RUN_STATE
 
 
 class State(Enum):
-    """As in controller.proto."""
+    """State of a run; the values are RunState's in controller.proto."""
 
     STARTING = 1
     RUNNING = 2
@@ -23,15 +23,15 @@ class State(Enum):
 
 
 class RunStatus:
-    """The state of a run. Used on one event loop.
+    """The status of a run. Use it on one event loop.
 
     Args:
-        job: its name.
+        job: the job's name.
 
     Attributes:
-        on_change: told after every change of state, phase or records.
-        on_step: told when the run begins, and when a step has ended.
-        on_pause: told when the run begins to wait, and when it goes on.
+        on_change: called after every change of state, phase or records.
+        on_step: called when the run starts, and when a step has ended.
+        on_pause: called when the run pauses, and when it continues.
     """
 
     def __init__(self, job: str) -> None:
@@ -42,9 +42,9 @@ class RunStatus:
         self.total_steps = 0
         self.step = 0
         self.phase = ""
-        self.found = ""  # dynamic sampling: how many groups of the step's batch there are
+        self.found = ""  # dynamic sampling: how many groups of the step's batch have been found
         self.records: list[Record] = []
-        self.latest: Record = {}  # the newest value of each metric, whichever step it is of
+        self.latest: Record = {}  # the newest value of each metric, from any step
         self.stop_requested = False
         self._state = State.STARTING
         self._paused = False
@@ -67,7 +67,7 @@ class RunStatus:
         total_steps: int | None = None,
         found: str | None = None,
     ) -> None:
-        """Notes what is new."""
+        """Update the given fields, and notify watchers."""
         self._state = state or self._state
         self.step = self.step if step is None else step
         self.phase = self.phase if phase is None else phase
@@ -75,32 +75,32 @@ class RunStatus:
         self.found = self.found if found is None else found
         if step is not None:
             self.on_step()
-        self._tell()
+        self._notify()
 
     def add(self, *records: Record) -> None:
-        """Notes records of steps, for `watch`."""
+        """Add records of steps, and notify watchers."""
         self.records.extend(records)
         for record in records:
             self.latest |= record
-        self._tell()
+        self._notify()
 
     def pause(self) -> None:
-        """Lets the running step end and begins no other."""
+        """Pause after the current step."""
         self._paused = True
-        self._tell()
+        self._notify()
 
     def resume(self) -> None:
-        """Goes on after pause."""
+        """Continue after a pause."""
         self._paused = False
-        self._tell()
+        self._notify()
 
     def request_stop(self) -> None:
-        """Lets the running step end, and then the run."""
+        """End the run after the current step."""
         self.stop_requested = True
-        self._tell()
+        self._notify()
 
     async def may_begin(self) -> bool:
-        """Waits while paused; False when the run is to end."""
+        """Wait while paused, then return whether the next step may start; False if a stop was requested."""
         if self._paused and not self.stop_requested:
             self.on_pause()
             await self._until(lambda: self.stop_requested or not self._paused)
@@ -108,8 +108,10 @@ class RunStatus:
         return not self.stop_requested
 
     async def watch(self, after_step: int = 0) -> AsyncIterator[Record]:
-        """Records of steps after `after_step` (0: of all, also of the validation before step 1): those there
-        are, then each as it is made, to the run's end."""
+        """Yield records of steps after `after_step`: existing ones, then each new one, until the run ends.
+
+        0: records of all steps, also of the validation before step 1.
+        """
         seen = 0
         while not (self._ended and seen == len(self.records)):
             if seen == len(self.records):
@@ -120,8 +122,10 @@ class RunStatus:
                     yield record
 
     async def changes(self, every_s: float) -> AsyncIterator[None]:
-        """Now, after each change (once for several at a time), and at least so often; the last one is the end
-        of the run."""
+        """Yield at once, after each change, and at least every `every_s` seconds.
+
+        Simultaneous changes yield once. The last time is after the run's end.
+        """
         ended = False
         while not ended:
             ended, changed = self._ended, self._changed
@@ -134,7 +138,7 @@ class RunStatus:
     def _ended(self) -> bool:
         return self._state in (State.FINISHED, State.FAILED)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for state in State:
             RUN_STATE.labels(state.name.lower()).set(state is self.state)
         self.on_change(self)

@@ -1,1 +1,1 @@
-"""What the controller computes between the roles' calls; pages are written in these functions."""
+"""Functions that the controller runs between the roles' calls; pages are composed of them."""

@@ -1,12 +1,15 @@
-"""From judged rows to what is learnt from: the part of a step that the controller computes itself."""
+"""Compute corrections, rewards and advantages from scored rows, in the controller itself."""
 
 from __future__ import annotations
 
-from rolemesh.algos.estimators import ESTIMATORS
+import torch
+from torch import Tensor
+
 from rolemesh.algos.kl import kl_penalty
 from rolemesh.algos.rollout_correction import correct
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidConfig
 from rolemesh.graph import node
 from rolemesh.roles import Metrics
 
@@ -22,21 +25,22 @@ def _correction_writes(job: JobConfig) -> tuple[str, ...]:
 
 @node(reads=_correction_reads, writes=_correction_writes, phase="adv")
 def apply_rollout_correction(batch: DataProto, job: JobConfig) -> tuple[DataProto, Metrics]:
-    """What `algorithm.rollout_correction` says against tokens that the engine drew from another distribution.
+    """Apply `algorithm.rollout_correction` for tokens that the engine sampled from another distribution.
 
-    rollout_is_weights [B, T], with rollout_is: the policy loss of each token is multiplied by its weight.
-    loss_mask [B, T], with rollout_rs: response_mask without what is rejected, which is out of the actor's and
-    the critic's loss. It still counts in the mini-batch's denominators, as in verl 0.9: to reject makes a step
-    smaller, and does not make the other tokens weigh more. (Except within a row in seq-mean-token-mean: a row's
-    mean is over the tokens that it keeps.) response_mask stays, and with it KL, advantages and metrics are
-    those of all that was sampled. (verl takes advantages of the accepted tokens alone; with gae a rejected last
-    token would take the reward along.)
+    It adds rollout_is_weights [B, T] with rollout_is: the policy loss of each token is multiplied by its
+    weight. It adds loss_mask [B, T] with rollout_rs: response_mask without the rejected tokens, which the
+    losses of actor and critic leave out. Rejected tokens still count in the mini-batch's denominators, as in
+    verl 0.9: rejecting makes a step smaller, and does not give other tokens more weight. The exception is
+    seq-mean-token-mean, where a row's mean is over its remaining tokens.
 
-    With bypass_mode there is nothing to compare here, as old_log_probs are the engine's. The actor corrects
-    against the policy under training, and its update reports the same metrics.
+    response_mask is unchanged, so KL, advantages and metrics are of all sampled tokens. verl computes
+    advantages from the accepted tokens only; with gae, rejecting the last token would lose the reward.
+
+    With bypass_mode there is nothing to compare here, because old_log_probs are the engine's. The actor
+    corrects against the policy under training, and its update reports the same metrics.
 
     Returns:
-        the batch; and how far the engine's policy is from the actor's, whether or not that is corrected.
+        The batch, and metrics of how far the engine's policy is from the actor's, corrected or not.
     """
     if job.algorithm.rollout_correction.bypass_mode:
         return batch, {}
@@ -60,15 +64,15 @@ def _kl_reads(job: JobConfig) -> tuple[str, ...]:
 
 @node(reads=_kl_reads, writes=("token_level_rewards",), phase="adv")
 def apply_kl_penalty(batch: DataProto, job: JobConfig, beta: float) -> tuple[DataProto, Metrics]:
-    """token_level_rewards = token_level_scores - beta * KL(actor, reference), token by token.
+    """Compute token_level_rewards = token_level_scores - beta * KL(actor, reference) for each token.
 
     Args:
-        batch: [B, T] token_level_scores and, where the job weighs KL in the reward, both log-probs.
-        job: says which estimator, or that the scores are the rewards.
-        beta: the KL coefficient as it stands.
+        batch: [B, T] token_level_scores and, with use_kl_in_reward, the log-probs of actor and reference.
+        job: selects the estimator. Without use_kl_in_reward the scores are the rewards.
+        beta: the current KL coefficient.
 
     Returns:
-        the batch; and the KL in nats, mean over a row's tokens and then over rows, with beta.
+        The batch, and metrics: the KL in nats, mean over a row's tokens and then over rows, and beta.
     """
     scores = batch["token_level_scores"]
     if not job.algorithm.use_kl_in_reward:
@@ -83,14 +87,14 @@ def apply_kl_penalty(batch: DataProto, job: JobConfig, beta: float) -> tuple[Dat
 
 @node(reads=("token_level_scores",), writes=("reward_baselines",))
 def set_baselines(greedy: DataProto, batch: DataProto) -> tuple[DataProto, Metrics]:
-    """reward_baselines [B]: the score of the greedy answer to the row's prompt.
+    """Add reward_baselines [B], the score of the greedy answer to each row's prompt.
 
     Args:
-        greedy: an answer to each prompt, scored, in the order of the prompts.
-        batch: the samples, as many for each prompt, in the same order.
+        greedy: one scored greedy answer for each prompt, in the order of the prompts.
+        batch: the samples, equally many for each prompt, in the same order.
 
     Returns:
-        the batch; and the mean of the greedy answers' scores.
+        The batch, and the mean of the greedy answers' scores.
     """
     scores = greedy["token_level_scores"].sum(dim=1)  # [prompts]
     batch["reward_baselines"] = scores.repeat_interleave(len(batch) // len(greedy))
@@ -98,17 +102,28 @@ def set_baselines(greedy: DataProto, batch: DataProto) -> tuple[DataProto, Metri
 
 
 def _advantage_reads(job: JobConfig) -> tuple[str, ...]:
-    estimator = ESTIMATORS[job.algorithm.adv_estimator]
+    estimator = job.estimator
     return (*estimator.reads, *set(estimator.optional).intersection(_correction_writes(job)))
 
 
 @node(reads=_advantage_reads, writes=("advantages", "returns"), phase="adv")
 def compute_advantages(batch: DataProto, job: JobConfig) -> DataProto:
-    """advantages and returns [B, T], by `algorithm.adv_estimator`."""
-    estimator = ESTIMATORS[job.algorithm.adv_estimator]
-    options = {key: getattr(job.algorithm, key) for key in estimator.keys}
+    """Add advantages and returns [B, T], by `algorithm.adv_estimator`."""
+    estimator = job.estimator
+    options = {key: getattr(job.algorithm, key) for key in estimator.keys} | job.algorithm.options
     options |= {column: batch[column] for column in estimator.optional if column in batch}
-    batch["advantages"], batch["returns"] = estimator.compute(
-        *(batch[column] for column in estimator.reads), **options
-    )
+    with estimator.errors_named():
+        found = estimator.load()(*(batch[column] for column in estimator.reads), **options)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise InvalidConfig(
+            f"{estimator} should return (advantages, returns); it returned a {type(found).__name__}"
+        )
+    expected = batch["response_mask"].shape
+    for name, tensor in zip(("advantages", "returns"), found, strict=True):
+        if not isinstance(tensor, Tensor) or tensor.shape != expected or tensor.dtype != torch.float32:
+            shape = [tensor.dtype, list(tensor.shape)] if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InvalidConfig(
+                f"{estimator} should return {name} as float32 [B, T] {list(expected)}; it returned {shape}"
+            )
+        batch[name] = tensor
     return batch

@@ -1,4 +1,4 @@
-"""What a step's batch says about the run, under the names that people have on their boards."""
+"""Metrics of a step's batch, with verl's names where verl has them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolemesh.algos.aggregation import Aggregation, masked_mean
+from rolemesh.agents.turns import written
+from rolemesh.algos.aggregation import Aggregation, BatchCounts, masked_mean
 from rolemesh.config.actor import ActorConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics
+from rolemesh.services.controller.conversations.conversation import CLOCK
+
+MAX_TURNS_TOLD = 16  # each is a metric of its own
 
 
 def batch_metrics(batch: DataProto, actor: ActorConfig) -> Metrics:
-    """Scores, rewards, advantages, returns, values where there are some, lengths, and the policy's entropy,
-    aggregated as the actor's loss. docs/metrics.md explains each name."""
+    """Compute metrics of scores, rewards, advantages, returns, values, lengths and the policy's entropy.
+
+    Each is included if the batch has its column. The entropy is aggregated like the actor's loss.
+    docs/metrics.md explains each name.
+    """
     mask = batch["response_mask"]  # [B, T]
     lengths = mask.sum(dim=1).float()  # [B]
-    metrics = {
-        **_spread("critic/score", batch["token_level_scores"].sum(dim=1)),  # [B]
-        **_spread("critic/rewards", batch["token_level_rewards"].sum(dim=1)),
-        **_spread("critic/advantages", batch["advantages"][mask]),  # of the sampled tokens
-        **_spread("critic/returns", batch["returns"][mask]),
+    metrics: Metrics = {}
+    for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
+        if column in batch:
+            metrics |= _spread(f"critic/{name}", batch[column].sum(dim=1))  # [B]
+    for column in ("advantages", "returns"):
+        if column in batch:
+            metrics |= _spread(f"critic/{column}", batch[column][mask])  # of the sampled tokens
+    metrics |= {
         **_spread("response_length", lengths),
-        "response_length/clip_ratio": (lengths >= mask.shape[1]).float().mean().item(),
+        "response_length/clip_ratio": (written(batch).sum(dim=1) >= mask.shape[1]).float().mean().item(),
         "prompt_length/mean": batch["prompt_mask"].sum(dim=1).float().mean().item(),
         "perf/total_num_tokens": float(batch["attention_mask"].sum()),
     }
@@ -34,38 +44,72 @@ def batch_metrics(batch: DataProto, actor: ActorConfig) -> Metrics:
         metrics |= _spread("critic/values", batch["values"][mask])
         metrics |= _explained_variance(batch["values"][mask], batch["returns"][mask])
     if "entropys" in batch:
-        aggregate = Aggregation.of(mask, actor.loss_agg_mode, actor.loss_scale_factor)
+        aggregate = Aggregation.of(BatchCounts.of(mask), actor.loss_agg_mode, actor.loss_scale_factor)
         metrics["actor/entropy"] = aggregate(batch["entropys"], mask).item()
     if "reward_extra_info" in batch:
-        metrics |= _extra_means(batch["reward_extra_info"])
+        metrics |= _means("reward", batch["reward_extra_info"])
+    if "conversation" in batch:
+        metrics |= _conversations(batch)
     return metrics
 
 
+def _conversations(batch: DataProto) -> Metrics:
+    """Compute conversation/NAME/mean of each number, the share of rows by why they ended, and rewards."""
+    told = list(batch["conversation"])
+    ended: dict[str, int] = {}
+    for row in told:
+        ended[row["why"]] = ended.get(row["why"], 0) + 1
+    numbers = [{name: value for name, value in row.items() if name not in ("why", CLOCK)} for row in told]
+    return {
+        **_means("conversation", numbers),
+        "timing_s/environment": fmean(row.get(CLOCK, 0.0) for row in told),
+        **{f"conversation/ended/{why}": count / len(told) for why, count in sorted(ended.items())},
+        "conversation/reward/mean": batch["environment_rewards"].sum(dim=1).mean().item(),
+        "conversation/prompts/mean": 1 + batch["contexts"].amax(dim=1).float().mean().item(),
+        "conversation/tokens/mean": written(batch).sum(dim=1).float().mean().item(),
+        **_rewards_by_turn(batch["turns"], batch["environment_rewards"]),
+    }
+
+
+def _rewards_by_turn(turns: Tensor, rewards: Tensor) -> Metrics:
+    """Compute the mean reward of each of the first turns, over the rows that have it."""
+    last = min(MAX_TURNS_TOLD, int(turns.max()) if turns.numel() else 0)
+    by_turn = {turn: turns == turn for turn in range(1, last + 1)}  # [B, T]
+    return {
+        f"conversation/reward/turn_{turn}/mean": ((rewards * at).sum() / at.any(dim=1).sum()).item()
+        for turn, at in by_turn.items()
+    }
+
+
 def _explained_variance(values: Tensor, returns: Tensor) -> Metrics:
-    """1 − Var(R − V)/(Var(R) + 1e-5), with Bessel's correction: 1 where the critic foresaw all, 0 where a
-    constant would have done as well. Of fewer than two tokens there is no variance."""
+    """Compute 1 − Var(R − V)/(Var(R) + 1e-5), with Bessel's correction.
+
+    It is 1 if the critic predicted every return, 0 if it is no better than a constant. It is left out for fewer
+    than two tokens, which have no variance.
+    """
     if len(returns) < 2:
         return {}
     left = (returns - values).var() / (returns.var() + 1e-5)
     return {"critic/vf_explained_var": (1 - left).item()}
 
 
-def _extra_means(rows: Iterable[Mapping[str, Any]]) -> Metrics:
-    """`reward/NAME/mean` of the numbers that came with the scores, over the rows that have them."""
+def _means(of: str, rows: Iterable[Mapping[str, Any]]) -> Metrics:
+    """Compute `OF/NAME/mean` of each number in the rows, over the rows that have it."""
     values: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            if name == "pred":  # the answer, which validation counts
+            if name == "pred":  # the answer found, used for validation's majority vote
                 continue
             values.setdefault(name, []).append(value)
-    return {f"reward/{name}/mean": fmean(values[name]) for name in sorted(values)}
+    return {f"{of}/{name}/mean": fmean(values[name]) for name in sorted(values)}
 
 
 def staleness_metrics(batch: DataProto, newest: int) -> Metrics:
-    """How far behind the weights were that made the step's tokens; all 0 where nothing ran ahead.
+    """Compute how stale the weights were that generated the step's tokens; all 0 without generation ahead.
 
     Args:
-        newest: the version that the step began with.
+        batch: with response_mask and weight_versions [B, T].
+        newest: the version of the weights at the start of the step.
     """
     mask = batch["response_mask"]  # [B, T]
     behind = torch.where(mask, newest - batch["weight_versions"], 0)  # [B, T], in steps
@@ -79,7 +123,7 @@ def staleness_metrics(batch: DataProto, newest: int) -> Metrics:
 
 
 def _spread(name: str, values: Tensor) -> Metrics:
-    """Mean, greatest and least; nothing of nothing."""
+    """Compute mean, maximum and minimum; empty if there are no values."""
     if not len(values):
         return {}
     return {

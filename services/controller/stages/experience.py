@@ -1,5 +1,4 @@
-"""From prompts to experience: rows fan out, responses come back as they finish, each chunk is judged while
-others still generate."""
+"""Collects experience: repeats prompts, receives responses as they finish, and processes each chunk at once."""
 
 from __future__ import annotations
 
@@ -10,6 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from rolemesh.agents.turns import written
+from rolemesh.config import JobConfig
 from rolemesh.config.rollout import CHUNKS_PER_BATCH
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
@@ -23,21 +24,21 @@ R = TypeVar("R")
 def fan_out(
     prompts: DataProto, n: int, seed: int, step: int, sampling: str = "train", first: int = 0
 ) -> DataProto:
-    """Every prompt n times, one after the other, each row with a random stream of its own.
+    """Repeat every prompt n times, in adjacent rows, and give each row its own random stream.
 
     Args:
         prompts: one row for each prompt.
         n: responses to each prompt.
-        seed: of the job's sampling.
-        step: the step; 0 for validation, which draws the same numbers each time, so that two validations
-            differ by the model alone.
+        seed: rollout.seed.
+        step: the step. It is 0 for validation, so all validations draw the same numbers and differ only by the
+            model.
         sampling: "train", "greedy" or "validation", for the rollout.
-        first: position of the first prompt, where these are a part of those of the step.
+        first: position of the first prompt in the step, if these are only a part of the step's prompts.
 
     Returns:
-        [B = prompts * n] rows with `seeds`, a pure function of (seed, step, position, sample): nothing random
-        has state, so a resumed run and a repeated call draw what the first one drew. meta_info says `sampling`
-        and `step`.
+        [B = prompts * n] rows with `seeds`, a pure function of (seed, step, position, sample). There is no
+        random state, so a resumed run or a repeated call draws the same numbers. meta_info has `sampling` and
+        `step`.
     """
     rows = prompts.repeat(n)
     rows.meta_info |= {"sampling": sampling, "step": step}
@@ -52,18 +53,18 @@ async def collect(
     rows: DataProto,
     experience: Callable[[DataProto], Coroutine[Any, Any, DataProto]],
 ) -> DataProto:
-    """Runs `experience` on responses as they finish, and puts the results into the order of `rows`.
+    """Run `experience` on responses as they finish, and return the results in the order of `rows`.
 
     Args:
         finished: batches of finished rows, from `Rollout.generate(rows)`.
-        rows: what was asked.
-        experience: from rows with responses to rows with everything that is learnt from. A row's result must
-            not depend on the rows beside it, so that the result is the same however the chunks fall.
+        rows: the requested rows.
+        experience: adds everything that training needs to rows with responses. A row's result must not depend
+            on other rows, so that the result does not depend on the chunks.
 
     Raises:
-        InvalidBatch: a row came twice, or not at all.
-        Exception: the first error of the stream or of an experience; the stream is then closed, and every
-            other call is cancelled.
+        InvalidBatch: a row came twice, or not at all, or was not requested.
+        Exception: the first error of the stream or of `experience`. The stream is then closed, and all other
+            calls are cancelled.
     """
     chunk_rows = -(-len(rows) // CHUNKS_PER_BATCH)
     calls: list[asyncio.Task[DataProto]] = []
@@ -72,7 +73,10 @@ async def collect(
         async with closed_at_end(finished), asyncio.TaskGroup() as group:
             async for chunk in chunks_of(finished, chunk_rows):
                 order += _new_rows(chunk, order, len(rows))
-                calls.append(group.create_task(experience(join(rows.select_idxs(chunk["row"]).union(chunk)))))
+                asked = rows.select_idxs(chunk["row"])
+                # A conversation may bring another prompt, which then stands in place of the requested one.
+                asked = asked.select_columns([name for name in asked.columns if name not in chunk.columns])
+                calls.append(group.create_task(experience(join(asked.union(chunk)))))
             if missing := set(range(len(rows))) - set(order):
                 raise InvalidBatch(
                     f"rows {sorted(missing)[:8]} of {len(rows)} never came back from the rollout"
@@ -85,7 +89,7 @@ async def collect(
 
 
 async def chunks_of(finished: AsyncIterator[DataProto], num_rows: int) -> AsyncIterator[DataProto]:
-    """The stream's rows in batches of at least `num_rows`; the last may be smaller."""
+    """Yield the stream's rows in batches of at least `num_rows`; the last may be smaller."""
     waiting: list[DataProto] = []
     async for part in finished:
         waiting.append(part)
@@ -97,7 +101,7 @@ async def chunks_of(finished: AsyncIterator[DataProto], num_rows: int) -> AsyncI
 
 
 def _new_rows(chunk: DataProto, seen: list[int], num_rows: int) -> list[int]:
-    """Which rows a chunk holds, each for the first time."""
+    """Return the rows of a chunk, checked to be requested and new."""
     new: list[int] = chunk["row"].tolist()
     if strange := [row for row in new if not 0 <= row < num_rows]:
         raise InvalidBatch(f"the rollout returned rows {strange}; it was asked for rows 0 to {num_rows - 1}")
@@ -106,14 +110,30 @@ def _new_rows(chunk: DataProto, seen: list[int], num_rows: int) -> list[int]:
     return new
 
 
-@node(
-    reads=("row", "prompts", "prompt_mask", "responses", "response_mask"),
-    writes=("input_ids", "attention_mask", "position_ids"),
-)
+def _joined(job: JobConfig) -> tuple[str, ...]:
+    talks: tuple[str, ...] = ("turns", "contexts")
+    if job.page.learns_from == "prompts":
+        talks = talks if job.rollout.multi_turn.enable else ()
+    elif job.page.learns_from == "responses":
+        talks = ("turns",)
+    return (*(("row",) if job.answers else ()), "prompts", "prompt_mask", "responses", "response_mask", *talks)
+
+
+@node(reads=_joined, writes=("input_ids", "attention_mask", "position_ids"))
 def join(batch: DataProto) -> DataProto:
-    """Prompt and response as one sequence [B, S]; positions count from the first prompt token."""
-    attention_mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], dim=1).to(torch.int64)
+    """Join prompt and response to one sequence [B, S].
+
+    Positions count from the first token of the prompt, and from the first token of each that took its place: so
+    a token attends to its own context alone (rolemesh/models/sequence.py).
+    """
+    attention_mask = torch.cat([batch["prompt_mask"], written(batch)], dim=1).to(torch.int64)
     batch["input_ids"] = torch.cat([batch["prompts"], batch["responses"]], dim=1)
     batch["attention_mask"] = attention_mask
-    batch["position_ids"] = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    if "contexts" in batch:
+        context = torch.cat([torch.zeros_like(batch["prompts"]), batch["contexts"]], dim=1)
+        begins = torch.zeros_like(positions)
+        begins[:, 1:] = torch.where(context[:, 1:] > context[:, :-1], positions[:, 1:], 0)
+        positions = positions - begins.cummax(dim=1).values
+    batch["position_ids"] = positions
     return batch

@@ -1,4 +1,4 @@
-"""PF-PPO's part of a step."""
+"""PF-PPO's stage of a step: resample the rows to train on."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def _writes(job: JobConfig) -> tuple[str, ...]:
 
 @node(reads=_reads, writes=_writes, phase="adv")
 def resample(batch: DataProto, job: JobConfig, step: int) -> tuple[DataProto, Metrics]:
-    """The rows to train on: where `algorithm.use_pf_ppo` says so, as many as there are, drawn by their scores.
+    """Draw B rows to train on by their scores, with `algorithm.use_pf_ppo`; else return the batch.
 
     Args:
-        batch: [B] rows with advantages and returns, which compare the rows as they were generated.
-        job: says how to draw, or that all rows are trained on.
-        step: its number.
+        batch: [B] rows with advantages and returns, which were computed before resampling.
+        job: has algorithm.use_pf_ppo and algorithm.pf_ppo.
+        step: number of the step.
 
     Returns:
-        [B] rows, of which some may be the same; and which share of the batch is among them.
+        [B] rows, with repetitions; and a metric, the share of the batch's rows that were drawn.
     """
     if not job.algorithm.use_pf_ppo:
         return batch, {}

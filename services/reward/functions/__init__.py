@@ -1,10 +1,10 @@
-"""Rules, by a row's data_source.
+"""Rules, selected by a row's data_source.
 
-A rule takes the response's text and the row's ground truth and returns a number, or a dict with "score" and,
-where being right and the score differ, "acc". To add one: a file here, its data sources in RULES and a line in
-default_compute_score.
+A rule takes the response's text and the row's ground truth. It returns a number, or a dict with "score" and, if
+the score does not say whether the answer is correct, "acc". To add a rule, add a file here, its data sources to
+RULES and a case to default_compute_score.
 
-Processes that score import this module: neither it nor a rule imports torch.
+Scoring processes import this module, so neither it nor a rule may import torch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rolemesh.config.reward import RewardConfig
-from rolemesh.services.reward.functions import dapo, gsm8k, math, math_verify, prime_code
+from rolemesh.rules import gsm8k
+from rolemesh.services.reward.functions import dapo, math, math_verify, prime_code
 
 Score = float | Mapping[str, Any]
 
 
 class ScoreFunction(Protocol):
-    """What scores one response. A function of the user's has this form."""
+    """Scores one response. A user's function has the same signature."""
 
     def __call__(
         self, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
@@ -27,7 +28,7 @@ class ScoreFunction(Protocol):
 
 
 class UnknownDataSource(LookupError):
-    """No rule is known for a row's data_source."""
+    """There is no rule for a row's data_source."""
 
 
 RULES: dict[str, tuple[str, ...]] = {
@@ -50,16 +51,17 @@ RULES: dict[str, tuple[str, ...]] = {
     ),
     "prime_code": ("codecontests", "apps", "codeforces", "taco"),
 }
-# In the service's own process: they run nothing, and take less than sending a row to another. Their time grows
-# no faster than response and ground truth, whatever is in them: nothing ends them.
+# Rules that run in the service's own process. They start no program, and take less time than sending a row to
+# another process. They have no timeout, so for any input their time must grow at most linearly with response
+# and ground truth.
 QUICK = ("gsm8k", "math", "dapo")
 
 
 def rule_of(data_source: str, config: RewardConfig) -> str:
-    """The rule, by name, of a data source.
+    """Return the name of a data source's rule.
 
     Raises:
-        UnknownDataSource: none is known.
+        UnknownDataSource: there is no rule.
     """
     for rule, sources in RULES.items():
         if data_source in sources or (rule == "dapo" and data_source.startswith("aime")):
@@ -67,7 +69,7 @@ def rule_of(data_source: str, config: RewardConfig) -> str:
     known = ", ".join(source for sources in RULES.values() for source in sources)
     raise UnknownDataSource(
         f"no rule for data_source {data_source!r}; known are {known}. Set "
-        "reward.custom_reward_function.path to a Python file of yours with a function "
+        "reward.custom_reward_function.path to your Python file with a function "
         "compute_score(data_source, solution_str, ground_truth, extra_info)"
     )
 
@@ -80,17 +82,17 @@ def default_compute_score(
     *,
     config: RewardConfig | None = None,
 ) -> Score:
-    """Scores a response by the rule of its data_source.
+    """Score a response by the rule of its data_source.
 
     Args:
-        data_source: the row's.
+        data_source: the row's data_source.
         solution_str: the response's text, without special tokens.
-        ground_truth: text, a number, a list of right answers, or {"target": one of these}; prime_code: tests.
-        extra_info: the row's; no rule here reads it.
+        ground_truth: text, a number, a list of correct answers, or {"target": one of these}; prime_code: tests.
+        extra_info: the row's extra_info; no rule here reads it.
         config: the reward section: format_score, answer_chars, math, sandbox; None: the defaults.
 
     Raises:
-        UnknownDataSource: no rule is known.
+        UnknownDataSource: there is no rule.
     """
     config = config or RewardConfig()
     match rule_of(data_source, config):

@@ -1,4 +1,4 @@
-"""A reward function of the user's, from a Python file (reward.custom_reward_function)."""
+"""Loads the user's reward function from a Python file (reward.custom_reward_function)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rolemesh.services.reward.functions import ScoreFunction
 
 
 def load_function(config: CustomRewardConfig) -> ScoreFunction:
-    """The function `config.name` of the file `config.path`, with `config.reward_kwargs` bound.
+    """Load the function `config.name` from the file `config.path`, with `config.reward_kwargs` bound.
 
     Raises:
-        InvalidConfig: no such file, the file cannot be imported, no such function in it.
+        InvalidConfig: the file does not exist, cannot be imported, or lacks the function.
     """
     path = Path(config.path or "")
     if not path.is_file():

@@ -1,6 +1,8 @@
-r"""DAPO's rule for mathematics (Yu et al. 2025, arXiv:2503.14476; the prompts ask for a last line "Answer: …"):
-the last answer equals the ground truth once both are spelled alike, as in Minerva (Lewkowycz et al. 2022,
-arXiv:2206.14858, appendix D.1)."""
+r"""DAPO's rule for mathematics (Yu et al. 2025, arXiv:2503.14476).
+
+The prompts ask for a last line "Answer: …". The last answer must equal the ground truth after both are
+normalised, as in Minerva (Lewkowycz et al. 2022, arXiv:2206.14858, appendix D.1).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rolemesh.services.reward.functions.ground_truth import right_answers
-from rolemesh.services.reward.functions.math import last_boxed
+from rolemesh.rules.boxed import last_boxed
+from rolemesh.rules.ground_truth import right_answers
 
 ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 
@@ -38,14 +40,14 @@ UNITS = (
 def compute_score(
     solution_str: str, ground_truth: Any, *, answer_chars: int | None = 300
 ) -> dict[str, float | str]:
-    r"""1.0 where the answer is right, else -1.0; acc says 1 or 0; pred is the answer as it was compared, "" for
-    none.
+    r"""Score 1.0 if the answer is correct, otherwise -1.0; acc is 1 or 0.
 
-    The answer is what follows the last "Answer:" on its line, or, where none is, the last \boxed{}; both within
-    the last `answer_chars` characters (None: anywhere).
+    The answer is the rest of the line after the last "Answer:", or, if there is none, the last \boxed{}. Both
+    are searched in the last `answer_chars` characters (None: anywhere). pred is the normalised answer, "" if
+    there is none.
 
     Raises:
-        ValueError: the ground truth is of no known form.
+        ValueError: the ground truth has an unknown form.
     """
     tail = solution_str if answer_chars is None else solution_str[-answer_chars:]
     found = ANSWER.findall(tail)
@@ -57,8 +59,11 @@ def compute_score(
 
 
 def normalise(answer: str) -> str:
-    r"""One spelling for each answer: without a left side, units, text and currency; "\frac12" becomes
-    "frac{1}{2}" with its backslash, and "1,000" becomes "1000"."""
+    r"""Convert equal answers to the same spelling.
+
+    A left side, units, text and currency are removed, "\frac12" becomes "frac{1}{2}" with its backslash, and
+    "1,000" becomes "1000".
+    """
     answer = answer.split("=")[-1]
     for before, after in (*REPLACED, *((unit, "") for unit in UNITS)):
         answer = answer.replace(before, after)
@@ -74,8 +79,8 @@ def normalise(answer: str) -> str:
     return answer.strip()
 
 
-# An expression like \\text\{(.*?)\} would say in a line what these three do. But where a command is opened many
-# times and never closed, it looks for the end from each opening anew: its time grows with the square.
+# A regular expression like \\text\{(.*?)\} would be shorter than these functions. But if a command is opened
+# many times and never closed, it searches for the end again from each opening, in quadratic time.
 
 
 def _by_line(change: Callable[[str], str], text: str) -> str:
@@ -83,21 +88,21 @@ def _by_line(change: Callable[[str], str], text: str) -> str:
 
 
 def _between_dollars(line: str) -> str:
-    """What stands between the first two dollar signs, with them; a line with fewer as it is."""
+    """Return the text between the first two dollar signs, with them; the whole line if it has fewer."""
     parts = line.split("$", 2)
     return f"${parts[1]}$" if len(parts) == 3 else line
 
 
 def _unwrapped(command: str, line: str) -> str:
-    r"""Without each \command{ and the first } after it."""
+    r"""Remove each \command{ and the first } after it."""
     if rf"\{command}{{" not in line:
         return line
-    closed, brace, rest = line.rpartition("}")  # behind the last } nothing is closed
+    closed, brace, rest = line.rpartition("}")  # no command is closed after the last }
     return re.sub(rf"\\{command}\{{([^}}]*)\}}", r"\1", closed + brace) + rest
 
 
 def _unboxed(line: str) -> str:
-    r"""Without the first \boxed{ and the last }."""
+    r"""Remove the first \boxed{ and the last }."""
     before, box, after = line.partition(r"\boxed{")
     content, brace, rest = after.rpartition("}")
     return before + content + rest if box and brace else line

@@ -1,14 +1,17 @@
-r"""MATH's rule: the last \boxed{} equals the ground truth after normalisation (Hendrycks et al. 2021,
-arXiv:2103.03874: strings are compared after notational differences are taken out of both)."""
+r"""MATH's rule: the last \boxed{} must equal the ground truth after normalisation.
+
+Strings are compared after notational differences are removed (Hendrycks et al. 2021, arXiv:2103.03874).
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-from rolemesh.services.reward.functions.ground_truth import right_answers
+from rolemesh.rules.boxed import closing_braces, last_boxed
+from rolemesh.rules.ground_truth import right_answers
 
-# What says nothing about the value, in the order in which it is taken out.
+# Notation that does not change the value, in the order of its replacement.
 SYNONYMS = (
     ("\n", ""),
     (r"\!", ""),  # negative space
@@ -27,45 +30,22 @@ ARGUMENT = re.compile(r" *(\{|\\[A-Za-z]+|[^\s}])")
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> float:
-    r"""1.0 where the last \boxed{} of the response equals a right answer, else 0.0.
+    r"""Score 1.0 if the last \boxed{} of the response equals a correct answer, otherwise 0.0.
 
     Raises:
-        ValueError: the ground truth is of no known form.
+        ValueError: the ground truth has an unknown form.
     """
     given = last_boxed(solution_str)
     answers = [normalise(answer) for answer in right_answers(ground_truth)]
     return float(given is not None and normalise(given) in answers)
 
 
-def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{…}, braces within it balanced, or of "\boxed 5"; without any, of the last
-    \fbox{…}. None where there is neither or its brace is never closed."""
-    command = r"\boxed" if r"\boxed" in text else r"\fbox"
-    start = text.rfind(command)
-    if start < 0:
-        return None
-    rest = text[start + len(command) :]
-    if rest.startswith(" "):
-        return rest[1:].split("$")[0].strip() or None
-    end = closing_braces(rest).get(0)
-    return None if end is None else rest[1:end]
-
-
-def closing_braces(text: str) -> dict[int, int]:
-    """Where each { that is closed is closed, by where it stands."""
-    still_open: list[int] = []
-    closing = {}
-    for at, character in enumerate(text):
-        if character == "{":
-            still_open.append(at)
-        elif character == "}" and still_open:
-            closing[still_open.pop()] = at
-    return closing
-
-
 def normalise(answer: str) -> str:
-    r"""One spelling for each answer: "\dfrac 12", "1/2" and "0.5" become "\frac{1}{2}"; signs of units,
-    percent, degrees and currency, a short left side ("x = 5") and spaces go."""
+    r"""Convert equal answers to the same spelling.
+
+    "\dfrac 12", "1/2" and "0.5" become "\frac{1}{2}". Units, signs of percent, degrees and currency, a short
+    left side ("x = 5") and spaces are removed.
+    """
     for spelling, plain in SYNONYMS:
         answer = answer.replace(spelling, plain)
     answer = answer.split(r"\text{ ")[0]  # a unit: a text that begins with a space
@@ -83,8 +63,10 @@ def normalise(answer: str) -> str:
 
 
 def brace_fractions(text: str) -> str:
-    r"""Braces round the arguments of every \frac: "\frac12" and "\frac1{2}" become "\frac{1}{2}". One whose
-    arguments are not there, or not closed, is left as it is."""
+    r"""Put braces around the arguments of every \frac: "\frac12" and "\frac1{2}" become "\frac{1}{2}".
+
+    A \frac without both arguments, or with an argument that is not closed, is left unchanged.
+    """
     closing = closing_braces(text)
     characters = list(text)
     for command in re.finditer(r"\\frac", text):

@@ -1,8 +1,7 @@
-r"""Answers that are equal as mathematics, by the library math-verify (https://github.com/huggingface/Math-Verify):
-1/2, 0.5 and \frac{2}{4} are one.
+r"""Mathematical equality by the library math-verify (https://github.com/huggingface/Math-Verify).
 
-Its own time limits are alarms (SIGALRM), which only a process's main thread can have: it is called in the main
-thread of a process that scores, and nowhere else.
+1/2, 0.5 and \frac{2}{4} are equal. The library's time limits are alarms (SIGALRM), which work only in a
+process's main thread. So it is called only in the main thread of a scoring process.
 """
 
 from __future__ import annotations
@@ -10,19 +9,21 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from rolemesh.services.reward.functions.ground_truth import right_answers
+from rolemesh.rules.ground_truth import right_answers
 
-TIMEOUT_S = 5  # for reading an expression, and for each comparison; then it is not equal
+TIMEOUT_S = 5  # for parsing an expression, and for each comparison; then the answer counts as wrong
 
 
 def compute_score(solution_str: str, ground_truth: Any) -> float:
-    r"""1.0 where the response's answer (its last \boxed{}, else its last expression) equals a right answer,
-    else 0.0; also where the library cannot read one of the two, or does not come to an end.
+    r"""Score 1.0 if the response's answer equals a correct answer, otherwise 0.0.
+
+    The answer is the last \boxed{}, or, if there is none, the last expression. The score is also 0.0 if the
+    library cannot parse one of the two, or exceeds its time limit.
 
     Raises:
-        ValueError: the ground truth is of no known form, or not in the main thread.
+        ValueError: the ground truth has an unknown form, or this is not the main thread.
     """
-    # A second to import, which only processes that use it spend.
+    # The import takes a second, so only processes that use the library import it.
     from math_verify import (  # type: ignore[import-untyped]
         ExprExtractionConfig,
         LatexExtractionConfig,

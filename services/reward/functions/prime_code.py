@@ -1,5 +1,8 @@
-"""Programs against tests (APPS, TACO, CodeContests and Codeforces, in the layout of PRIME, Cui et al. 2025,
-arXiv:2502.01456). They run in the sandbox: see docs/rewards.md."""
+"""Runs programs against tests, in the sandbox (docs/rewards.md).
+
+The tests are from APPS, TACO, CodeContests and Codeforces, in the layout of PRIME (Cui et al. 2025,
+arXiv:2502.01456).
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from decimal import Decimal
 from typing import Any
 
 from rolemesh.config.reward import RewardConfig
-from rolemesh.services.reward.sandbox.box import Limits, Sandbox
+from rolemesh.sandbox.box import Limits, Sandbox
 
 CONTINUOUS_TESTS = 10
 FENCE = "```"
 WHOLE = re.compile(r"[-+]?[\d_]+")
-SPARE_OUTPUT = 1 << 16  # bytes beyond twice the right output: blanks, and numbers with more digits
+SPARE_OUTPUT = 1 << 16  # bytes allowed beyond twice the expected output: blanks, and longer numbers
 
-_sandbox = Sandbox()  # of this process; it starts with the first program
+_sandbox = Sandbox()  # one per process; starts with the first program
 
 
 @dataclass(frozen=True)
 class Case:
-    """What goes in and has to come out: text; or of `function` the arguments and the result, as JSON."""
+    """Input and expected output: text, or, with `function`, its arguments and its result as JSON."""
 
     given: str
     expected: str
@@ -33,20 +36,21 @@ class Case:
 
 
 def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig) -> dict[str, float]:
-    """The share of the first ten tests that the program passes, or without `sandbox.continuous` 1.0 where it
-    passes all, else 0.0. acc is 1 where it passed all that were run.
+    """Score the share of the first ten tests that the program passes.
 
-    The program is the last ```python block of the response, or the response itself where there is none.
+    Without `sandbox.continuous`, run all tests, and score 1.0 if the program passes all, otherwise 0.0. acc is
+    1 if it passed all tests that were run. The program is the last ```python block of the response, or the
+    whole response if there is none.
 
     Args:
         solution_str: the response.
-        ground_truth: {"inputs", "outputs"} as a mapping or as JSON, one test for each pair of texts; with
-            "fn_name", pairs of that function's arguments (a list, or JSON values line by line) and its result.
-        config: `sandbox` and `timeout_s`: tests for which the row has no time left are not passed.
+        ground_truth: {"inputs", "outputs"} as a mapping or as JSON; each pair of texts is a test. With
+            "fn_name", pairs of that function's arguments (a list, or a JSON value per line) and its result.
+        config: `sandbox` and `timeout_s`; tests for which the row has no time left count as failed.
 
     Raises:
-        ValueError: the ground truth holds no tests.
-        SandboxUnavailable: programs cannot be run safely on this machine. None was.
+        ValueError: the ground truth has no tests.
+        SandboxUnavailable: programs cannot be run safely on this machine; no program was run.
     """
     cases, attempt = cases_of(ground_truth), Attempt(program_of(solution_str), config)
     if not config.sandbox.continuous:
@@ -62,10 +66,10 @@ def program_of(solution_str: str) -> str:
 
 
 def cases_of(ground_truth: Any) -> list[Case]:
-    """The tests of a ground truth.
+    """Read the tests of a ground truth.
 
     Raises:
-        ValueError: it is of another form, or holds none.
+        ValueError: it has another form, or no tests.
     """
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(truth, Mapping) or not {"inputs", "outputs"} <= set(truth):
@@ -79,19 +83,19 @@ def cases_of(ground_truth: Any) -> list[Case]:
 
 
 def _text(text: Any) -> str:
-    """Of a list each element is a line."""
+    """Convert to text; each element of a list becomes a line."""
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
 def _call(arguments: Any, result: Any) -> tuple[str, str]:
-    """Arguments that are text are JSON, each on a line of its own; the result is then JSON, too."""
+    """Return both as JSON. If arguments are text, with a JSON value per line, the result already is JSON."""
     if isinstance(arguments, str):
         return json.dumps([json.loads(line) for line in arguments.split("\n") if line.strip()]), result
     return json.dumps(arguments), json.dumps(result)
 
 
 class Attempt:
-    """A program, and the time that its row's tests have together."""
+    """A program, with a time limit for all tests of its row."""
 
     def __init__(self, program: str, config: RewardConfig) -> None:
         self._program, self._sandbox = program, config.sandbox
@@ -99,7 +103,7 @@ class Attempt:
         self._idle_s = float(config.sandbox.timeout_s)
 
     def passes(self, case: Case) -> bool:
-        """Whether the program passes a test. It does not where there is no time left for it."""
+        """Return whether the program passes a test. Without time left, it fails."""
         left = self._ends - time.monotonic()
         if min(left, self._idle_s) <= 0:
             return False
@@ -117,8 +121,10 @@ class Attempt:
 
 
 def same_text(output: str, expected: str) -> bool:
-    """Line by line the same words, blank lines and blanks aside; where a fraction is expected, a number that is
-    as near as 1e-6 (relative, or absolute below one)."""
+    """Compare the words of each line, ignoring blank lines and blanks.
+
+    An expected number that is not an integer matches a number within 1e-6 (relative, or absolute below one).
+    """
     lines, right = ([line.split() for line in text.splitlines() if line.strip()] for text in (output, expected))
     return len(lines) == len(right) and all(
         len(words) == len(these) and all(map(_same_word, words, these))
@@ -130,7 +136,7 @@ def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
     if WHOLE.fullmatch(expected):
-        return False  # a whole number is exact, and may be beyond any float
+        return False  # integers are compared exactly; they may be too large for a float
     try:
         given, right = float(word), float(expected)
     except ValueError:
@@ -139,7 +145,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def same_result(output: str, expected: str) -> bool:
-    """A result is what is expected, or the one element of it: data sets write both."""
+    """Compare a result with the expected one, or with its only element: data sets use both forms."""
     right = json.loads(expected, parse_int=Decimal)  # int() refuses more than 4300 digits
     try:
         result = json.loads(output, parse_int=Decimal)

@@ -1,12 +1,13 @@
-"""Engines: what generates. A new one is a file here, a line in LOADERS and a name in RolloutConfig.
+"""Engines generate responses. rolemesh/catalog/engines.py declares each.
 
-The law of every engine: a row's response and log-probabilities depend on its prompt, its seed, the weights
-and the sampling parameters alone; not on the rows beside it, their order, the number of replicas, a restart.
+Every engine follows one law. A row's response and log-probabilities depend only on its prompt, its response so
+far, its seed, the weights and the sampling parameters. They do not depend on other rows, their order, the
+number of replicas, a restart, or on whether keys and values of earlier turns were kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -14,7 +15,6 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidConfig
 from rolemesh.workers.local import LocalWorker
 
 
@@ -23,111 +23,90 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights in use; 0 is the model directory's."""
+        """Version of the weights in use; 0: the model directory's."""
         ...
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the model knows; prompts have no others."""
+        """Number of token ids of the model; prompts contain no other ids."""
         ...
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """What `load_weights` takes, under the same names: shapes and dtypes, on the device `meta`."""
+        """Names, shapes and dtypes of the tensors for `load_weights`, as tensors on the device `meta`."""
         ...
 
     def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
-        """One response for each row; calls may overlap.
+        """Generate one response for each row; calls may overlap.
 
         Args:
-            prompts: `prompts` [B, P] int64 left-padded, `prompt_mask` [B, P] bool, `seeds` [B] int64.
-            sampling: how tokens are drawn. `n` is the caller's: rows come repeated, each with its seed.
+            prompts: `prompts` [B, P] int64 left-padded, `prompt_mask` [B, P] bool, `seeds` [B] int64. If rows
+                may be continued, `turns` [B, T] int64 (COLUMNS in rolemesh/roles.py) and `responses` [B, T]
+                int64, the response so far: a row goes on after as many tokens as it has non-zero turns, which
+                come first and are fewer than T. An engine may keep keys and values of these rows.
+            sampling: how tokens are sampled. The caller applies `n`: it repeats rows, each with its own seed.
 
         Yields:
-            Rows as they finish: `row` [b] int64 (position in the request), `responses` [b, T] int64 with the
-            end token, `response_mask` [b, T] bool, `rollout_log_probs` [b, T] float32 (of the distribution
-            that the token was drawn from), `weight_versions` [b, T] int64, and where sampling.num_kept is not 0
-            `kept_ids` [b, T, num_kept] int32: the tokens that could be drawn, the drawn one among them, in any
-            order, then -1. All on the CPU, and no other column. Leaving the iterator ends the generation soon.
+            Rows as they finish, with the new tokens alone, each at its own position: `row` [b] int64 (position
+            in the request), `responses` [b, T] int64 with the end token, `response_mask` [b, T] bool,
+            `rollout_log_probs` [b, T] float32 (in the distribution from which the token was sampled),
+            `weight_versions` [b, T] int64, and, if sampling.num_kept is not 0, `kept_ids` [b, T, num_kept]
+            int32: the tokens that could be sampled, with the sampled one, in any order, then -1. All are on the
+            CPU, and there is no other column. After the iterator is closed, generation soon ends.
         """
         ...
 
     async def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Takes up a version between two decode steps. Rows that are being made go on with it, their keys and
-        values made anew: a token has exactly the distribution of the version that its `weight_versions` names,
-        given all tokens before it.
+        """Swap a version in between two decode steps.
+
+        Rows in progress continue with the new version, and their keys and values are computed again. So a
+        token has exactly the distribution of the version that its `weight_versions` names, given all tokens
+        before it.
 
         Args:
-            version: of the weights.
+            version: version of the weights.
             tensors: under the names of rolemesh.models.loading.named_weights, on the CPU. Nobody writes to
-                them: an engine may keep them and compute with them, and must not write to them either.
+                them: an engine may keep them and compute with them, but must not write to them.
 
         Raises:
-            WeightsUnavailable: the tensors are not this model's; the old weights stay.
+            WeightsUnavailable: the tensors do not fit this model; the old weights stay in use.
         """
         ...
 
     async def sleep(self) -> int:
-        """Gives the device memory of weights and KV cache to others; nothing generates meanwhile.
+        """Release the device memory of weights and KV cache; nothing generates until `wake`.
 
         Returns:
-            bytes moved away (rolemesh.workers.parking), for the metrics.
+            number of bytes moved to the CPU or a file (rolemesh.workers.parking), for the metrics.
         """
         ...
 
     async def wake(self) -> int:
-        """Takes it back: the same weights, an empty cache. Returns bytes moved."""
+        """Restore the same weights and an empty cache. Returns the number of bytes moved."""
         ...
 
     async def watch(self) -> None:
-        """Never returns.
+        """Run until the engine ends; never returns.
 
         Raises:
-            RoleUnavailable: the engine has ended and will not generate again, but in a new process.
+            RoleUnavailable: the engine has ended; only a new process can generate again.
         """
         ...
 
     def close(self) -> None:
-        """Gives back what the engine holds."""
+        """Release the engine's resources."""
         ...
 
 
-def _load_hf(job: JobConfig, worker: LocalWorker) -> Engine:
-    from rolemesh.services.rollout.engines.hf import HfEngine
-
-    return HfEngine(job, worker)
-
-
-def _load_vllm(job: JobConfig, worker: LocalWorker) -> Engine:
-    from rolemesh.services.rollout.engines.vllm.engine import VllmEngine
-
-    return VllmEngine(job)
-
-
-def _load_openai(job: JobConfig, worker: LocalWorker) -> Engine:
-    from rolemesh.services.rollout.engines.openai.engine import OpenAIEngine
-
-    return OpenAIEngine(job)
-
-
-# Each imports its engine when it is asked for: an engine that is not used need not be installed.
-LOADERS: dict[str, Callable[[JobConfig, LocalWorker], Engine]] = {
-    "hf": _load_hf,
-    "vllm": _load_vllm,
-    "openai": _load_openai,
-}
-
-
 def load_engine(job: JobConfig, worker: LocalWorker) -> Engine:
-    """The engine that rollout.name says, with actor.model's weights.
+    """Load the engine that rollout.name names, with actor.model's weights.
 
     Args:
-        worker: has the thread on which an engine without one of its own computes.
+        worker: an engine without its own thread computes on the worker's.
 
     Raises:
-        InvalidConfig: no engine has that name.
-        ModelNotFound: actor.model.path holds no usable model.
+        InvalidConfig: the engine is not installed, or cannot do what the job asks.
+        ModelNotFound: actor.model.path has no usable model.
     """
-    if job.rollout.name not in LOADERS:
-        raise InvalidConfig(f"rollout.name is {job.rollout.name!r}; engines: {', '.join(LOADERS)}")
-    return LOADERS[job.rollout.name](job, worker)
+    engine: Engine = job.engine.load()(job, worker, **job.rollout.options)
+    return engine

@@ -1,4 +1,4 @@
-"""Whether tensors are a model's weights: looked at as a whole before the first one is taken."""
+"""Checks whether tensors fit a model, before the first one is fetched."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rolemesh.errors import WeightsUnavailable
 
 
 def check_fit(version: int, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Holds names, shapes and dtypes against those of the model.
+    """Compare names, shapes and dtypes with the model's.
 
     Args:
-        own: the model's, as rolemesh.models.loading.named_weights gives them; on any device.
+        own: the model's weights by rolemesh.models.loading.named_weights; on any device.
 
     Raises:
         WeightsUnavailable: a tensor is missing, unknown, or of another shape or dtype.

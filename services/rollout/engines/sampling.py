@@ -1,4 +1,4 @@
-"""Drawing tokens: the filtered distribution, and one random stream for each row."""
+"""Sampling: the filtered distribution, and a random stream for each row."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rolemesh.config.rollout import SamplingConfig
 
 
 def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
-    """The first `count` numbers of each row's own stream.
+    """Draw the first `count` numbers of each row's own stream.
 
-    Philox is a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"):
-    its key alone, here the row's seed, determines the stream.
+    Philox is a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+    Only its key, here the row's seed, determines the stream.
 
     Args:
-        seeds: one int64 for each of B rows; a negative one stands for its two's complement.
+        seeds: one int64 for each of B rows; a negative seed is read as its two's complement.
         count: numbers per row. A longer stream begins with the shorter one.
 
     Returns:
@@ -30,27 +30,29 @@ def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
     stream, beginning = np.random.Generator(philox), philox.state
     for row, seed in enumerate(seeds):
         beginning["state"]["key"][0] = seed & (2**64 - 1)
-        philox.state = beginning  # a fifth of what it takes to make another generator
+        philox.state = beginning  # takes a fifth of the time of creating a generator
         stream.random(out=uniforms[row])
     return torch.from_numpy(uniforms)
 
 
 def log_distribution(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """The log-probabilities that tokens are drawn from: logits / temperature, of these the top_k likeliest
-    tokens, of these (renormalised) the smallest set whose mass reaches top_p, renormalised again. Of equal
-    tokens the lower id counts as the likelier. Greedy: the plain log-softmax, without a filter.
+    """Compute the log-probabilities from which tokens are sampled.
+
+    Logits are divided by the temperature. The top_k likeliest tokens are kept and renormalised. Of these, the
+    smallest set with a mass of at least top_p is kept and renormalised again. Of equally likely tokens, the
+    lower id comes first. Greedy: the plain log-softmax, without a filter.
 
     Args:
         logits: [B, V] floating point.
 
     Returns:
-        [B, V] float64; -inf on tokens that cannot be drawn.
+        [B, V] float64; -inf on tokens that cannot be sampled.
     """
     return _distribution(logits, sampling)[0]
 
 
 def sample(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws one token for each row by the inverse of the cumulative distribution, in order of token ids.
+    """Sample a token for each row by the inverse of the cumulative distribution, in order of token ids.
 
     Args:
         logits: [B, V] floating point.
@@ -58,7 +60,7 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[
 
     Returns:
         tokens [B] int64, their log-probabilities [B] float32 in `log_distribution`, and the tokens that could
-        be drawn [B, sampling.num_kept] int32: the likeliest first, -1 after the last.
+        be sampled [B, sampling.num_kept] int32: the likeliest first, -1 after the last.
     """
     log_probs, kept_ids = _distribution(logits, sampling)
     if sampling.greedy:
@@ -67,13 +69,13 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[
         cumulative = log_probs.exp().cumsum(-1)
         total = cumulative[:, -1:].contiguous()
         tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
-        # Rounding may lift the product to the total itself; the last token of any mass is then meant.
+        # Rounding may make the product equal to the total; then take the last token with any mass.
         tokens = tokens.minimum(torch.searchsorted(cumulative, total))
     return tokens[:, 0], log_probs.gather(-1, tokens)[:, 0].float(), kept_ids
 
 
 def _distribution(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """`log_distribution` and, of `sample`, the tokens that could be drawn."""
+    """Compute `log_distribution`, and the tokens that could be sampled as `sample` returns them."""
     scaled = logits.double()  # in float32 the sum over a vocabulary of 150,000 loses five digits
     if not sampling.greedy:
         scaled = scaled / sampling.temperature

@@ -1,12 +1,14 @@
-"""Engine `openai`: servers that somebody else runs generate, vLLM's or SGLang's own. servers.py is what is
-said to them over HTTP, engine.py spreads rows over them and keeps them on one version of the weights,
-folder.py is where they find the weights. docs/openai-engine.md says how to start a server.
+"""Engine `openai`: generates on external servers of vLLM or SGLang, which the user runs.
 
-Weights: a server is asked for no more rows, those that it is making are broken off and come back as far as
-they got, and it loads the version from a directory. Rows that were broken off go on from there, at any
-server: what one request answers was made by one version, and that is what `weight_versions` says. Keys and
-values are computed anew, so a token has exactly the distribution of its version, given all tokens before it.
+servers.py has the HTTP calls. engine.py spreads rows over the servers and keeps them on one version of the
+weights. folder.py writes the directory from which servers load weights. docs/openai-engine.md says how to start
+a server.
 
-A row's tokens follow from its prompt, its seed, the weights and the sampling parameters as far as they do in
-the server: which rows share a forward changes last bits, and may at times tip a draw.
+Weights: for an update, a server gets no new rows, its running rows are aborted and return the tokens made so
+far, and it loads the version from a directory. Aborted rows then continue on any server. So one version makes
+all tokens of a request's answer, and `weight_versions` names it. Keys and values are computed again, so a token
+has exactly the distribution of its version, given all tokens before it.
+
+A row's tokens depend on its prompt, its seed, the weights and the sampling parameters, as far as the server
+guarantees it. Which rows share a forward pass changes last bits, and may sometimes change a sampled token.
 """

@@ -1,4 +1,4 @@
-"""The engine: rows spread over servers, weights given to all of them."""
+"""The engine: spreads rows over servers, and updates the weights of all servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import secrets
 import ssl
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.models.loading import load_outline, load_tokenizer, named_weights, vocabulary_of
+from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit
 from rolemesh.services.rollout.engines.openai.folder import WeightsFolder
 from rolemesh.services.rollout.engines.openai.servers import (
@@ -33,22 +34,22 @@ from rolemesh.services.rollout.engines.openai.servers import (
     ServerLost,
     understood,
 )
-from rolemesh.services.rollout.engines.vllm.arguments import end_tokens
+from rolemesh.services.rollout.engines.rows import RowToGenerate, blank_answer, rows_to_generate, seed_from
+from rolemesh.tasks import as_they_end
+from rolemesh.workers.local import LocalWorker
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
-KEEPALIVE_S = 1.0  # shorter than a server's: a connection that it closes while we write looks like its end
-BREAK_OFF_AGAIN_S = 0.1  # a request that was on its way when the others were broken off needs another word
-SEED_BITS = 2**63 - 1
-STRIDE = 0x9E3779B97F4A7C15  # the golden ratio's: seeds of a row's later parts lie far from other rows'
+KEEPALIVE_S = 1.0  # shorter than a server's: a connection closed while we write looks like a dead server
+BREAK_OFF_AGAIN_S = 0.1  # interval of aborts: a request may reach the server after the previous abort
 
 
 @dataclass
 class _Row:
-    """What has been made of a row: each list has one entry for each token."""
+    """The part of a row that has been generated. Each list has one entry per token."""
 
-    row: int
+    asked: RowToGenerate
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -62,7 +63,7 @@ class _Row:
 
 
 class OpenAIEngine:
-    """Implements rolemesh.services.rollout.engines.Engine on servers of somebody else."""
+    """Implements rolemesh.services.rollout.engines.Engine on external servers."""
 
     def __init__(self, job: JobConfig) -> None:
         settings = job.rollout.openai
@@ -78,16 +79,16 @@ class OpenAIEngine:
         outline = load_outline(job.actor.model, "rollout")
         self.weights = named_weights(outline)
         self.vocabulary: int = vocabulary_of(outline)
-        self._ends, self._pad = end_tokens(job, outline)
+        self._ends, self._pad = end_tokens(job, declared_eos(job, outline))
         self._servers = [KINDS[settings.api](url, job) for url in settings.urls]
         self._seats = asyncio.Semaphore(job.rollout.max_num_seqs * len(self._servers))
-        self._run = secrets.token_hex(4)  # of labels: another run's version 3 is not ours
+        self._run = secrets.token_hex(4)  # part of labels, because another run may have the same version number
         self._version = 0
-        self._directory: Path | None = None  # of the version; None: the servers' own model
+        self._directory: Path | None = None  # with the version's weights; None: the servers' own model
         self._loading = asyncio.Lock()
         self._folder = WeightsFolder(Path(settings.weights_dir))
         try:
-            with ThreadPoolExecutor(1) as thread:  # here may be an event loop already
+            with ThreadPoolExecutor(1) as thread:  # this thread may already run an event loop
                 thread.submit(asyncio.run, self._start()).result()
         except BaseException:
             self.close()
@@ -98,7 +99,7 @@ class OpenAIEngine:
         return self._version
 
     def _client(self) -> httpx.AsyncClient:
-        """Lives as long as one call: with it go its connections, and with those what they wait for."""
+        """Make a client for one call. Closing it closes its connections, which ends their requests."""
         return httpx.AsyncClient(
             headers=self._headers,
             verify=self._ssl,
@@ -112,8 +113,7 @@ class OpenAIEngine:
             await asyncio.gather(*(self._admit(client, server, tokenizer) for server in self._servers))
 
     async def _admit(self, client: httpx.AsyncClient, server: Server, tokenizer: Any) -> None:
-        """Holds a server against the job, puts it on version 0, which shows that it takes weights, and asks it
-        for a token."""
+        """Check a server against the job, load version 0 to test weight updates, and ask for one token."""
         try:
             with understood():
                 wrong = await server.inspect(client, tokenizer)
@@ -128,39 +128,30 @@ class OpenAIEngine:
     # ------------------------------------------------------------------------------ rows
 
     async def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
-        ids, mask = prompts["prompts"], prompts["prompt_mask"].bool()
         for server in self._servers:
-            server.lost = None  # it may be back; nothing is asked of it before its weights are known
-        finished: asyncio.Queue[asyncio.Task[_Row]] = asyncio.Queue()
+            server.lost = None  # it may be back; its weights are checked before it gets a row
         async with self._client() as client:
-            rows = []
-            for row, seed in enumerate(prompts["seeds"].tolist()):
-                tokens = ids[row][mask[row]].tolist()
-                rows.append(asyncio.create_task(self._respond(client, _Row(row), tokens, seed, sampling)))
-                rows[-1].add_done_callback(finished.put_nowait)
-            try:
-                left = len(rows)
-                while left:
-                    done = [await finished.get()]
-                    while not finished.empty():
-                        done.append(finished.get_nowait())
-                    left -= len(done)
+            rows = [
+                asyncio.create_task(self._respond(client, _Row(row), sampling))
+                for row in rows_to_generate(prompts)
+            ]
+            async with aclosing(as_they_end(rows)) as finished:
+                async for done in finished:
                     yield self._columns([task.result() for task in done], sampling.num_kept)
-            finally:
-                for task in rows:
-                    task.cancel()
-                await asyncio.gather(*rows, return_exceptions=True)
 
-    async def _respond(
-        self, client: httpx.AsyncClient, made: _Row, prompt: list[int], seed: int, sampling: SamplingConfig
-    ) -> _Row:
-        """Asks for the row until it is whole: what a server broke off goes on at any, what one lost is asked
-        again. A server that fails the row twice is left out; a connection may break once."""
-        doubted: set[Server] = set()
+    async def _respond(self, client: httpx.AsyncClient, made: _Row, sampling: SamplingConfig) -> _Row:
+        """Ask for the row until it is complete.
+
+        An aborted row continues on any server; a failed request is repeated. A server that fails the row twice
+        is left out, because a connection may break once.
+        """
+        asked, doubted = made.asked, set[Server]()
+        wanted = self._num_tokens - asked.begun
         async with self._seats:
             while True:
                 n = len(made.tokens)
-                request = self._request(prompt + made.tokens, seed + STRIDE * n, self._num_tokens - n, sampling)
+                tokens, seed = asked.tokens + made.tokens, seed_from(asked.seed, n)
+                request = self._request(tokens, seed, wanted - n, sampling)
                 server = self._choose()
                 server.num_rows += 1
                 try:
@@ -174,28 +165,28 @@ class OpenAIEngine:
                 finally:
                     server.num_rows -= 1
                 made.add(part, version)
-                if not part.broken_off or len(made.tokens) == self._num_tokens:
+                if not part.broken_off or len(made.tokens) == wanted:
                     return made
 
     def _request(self, tokens: list[int], seed: int, num_tokens: int, sampling: SamplingConfig) -> Request:
         ignore_eos = self._job.rollout.ignore_eos
-        return Request(tokens, seed & SEED_BITS, num_tokens, sampling, self._ends, ignore_eos, self.vocabulary)
+        return Request(tokens, seed, num_tokens, sampling, self._ends, ignore_eos, self.vocabulary)
 
     def _choose(self) -> Server:
-        """The server with the fewest rows."""
+        """Return the usable server with the fewest rows."""
         usable = [server for server in self._servers if server.lost is None]
         if not usable:
             raise RoleUnavailable("rollout: no server is left: " + self._reasons())
         return min(usable, key=lambda server: server.num_rows)
 
     async def _ask(self, client: httpx.AsyncClient, server: Server, request: Request) -> tuple[Completion, int]:
-        """A completion and the version of the weights that made it, all of it."""
+        """Return a completion, and the one version of the weights that made all of it."""
         async with server.lock:
             if server.lost is not None:
                 raise ServerLost(server.lost)
             if not server.num_asked:
-                server.holds = None  # a restart breaks connections: here is none that would have told
-            while server.holds != self._version:  # another may come up meanwhile
+                server.holds = None  # without an open connection, a restart would not be noticed
+            while server.holds != self._version:  # the version may change meanwhile
                 await self._make_sure(client, server)
             version = self._version
             server.num_asked += 1
@@ -206,13 +197,13 @@ class OpenAIEngine:
         except ServerLost:
             if not server.lock.locked():
                 raise
-            return Completion(broken_off=True), version  # SGLang says 503 of a row that it had not begun
+            return Completion(broken_off=True), version  # SGLang answers 503 for a row that it had not started
         finally:
             server.num_asked -= 1
             if not server.num_asked:
                 server.quiet.set()
         if part.broken_off and not server.lock.locked():
-            server.holds = None  # not by us
+            server.holds = None  # this engine did not abort it
         return part, version
 
     def _leave_out(self, server: Server, error: ServerLost) -> None:
@@ -225,25 +216,18 @@ class OpenAIEngine:
         return "; ".join(f"{server.url}: {server.lost}" for server in self._servers)
 
     def _columns(self, done: list[_Row], num_kept: int) -> DataProto:
-        shape = (len(done), self._num_tokens)
-        columns = {
-            "row": torch.tensor([made.row for made in done]),
-            "responses": torch.full(shape, self._pad),
-            "response_mask": torch.zeros(shape, dtype=torch.bool),
-            "rollout_log_probs": torch.zeros(shape),
-            "weight_versions": torch.full(shape, -1),
-        }
-        if num_kept:
-            columns["kept_ids"] = torch.full((*shape, num_kept), -1, dtype=torch.int32)
+        rows = [made.asked.row for made in done]
+        columns = blank_answer(rows, self._num_tokens, pad=self._pad, num_kept=num_kept)
         for i, made in enumerate(done):
-            n = len(made.tokens)
-            columns["responses"][i, :n] = torch.tensor(made.tokens)
-            columns["response_mask"][i, :n] = True
-            columns["rollout_log_probs"][i, :n] = torch.tensor(made.log_probs)
-            columns["weight_versions"][i, :n] = torch.tensor(made.versions)
+            first = made.asked.begun
+            here = slice(first, first + len(made.tokens))
+            columns["responses"][i, here] = torch.tensor(made.tokens)
+            columns["response_mask"][i, here] = True
+            columns["rollout_log_probs"][i, here] = torch.tensor(made.log_probs)
+            columns["weight_versions"][i, here] = torch.tensor(made.versions)
             if num_kept:
                 for t, kept in enumerate(made.kept_ids):
-                    columns["kept_ids"][i, t, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
+                    columns["kept_ids"][i, first + t, : len(kept)] = torch.tensor(kept, dtype=torch.int32)
         return DataProto(columns)
 
     # --------------------------------------------------------------------------- weights
@@ -253,7 +237,7 @@ class OpenAIEngine:
         async with self._loading, self._client() as client:
             directory = await asyncio.to_thread(self._folder.write, version, tensors)
             before, self._version, self._directory = self._directory, version, directory
-            # From here on no server is asked for a row before it has the version.
+            # From here on a server gets no row before it has the version.
             await asyncio.gather(*(self._give(client, server) for server in self._servers))
             if before is not None:
                 await asyncio.to_thread(self._folder.remove, before)
@@ -269,17 +253,17 @@ class OpenAIEngine:
                 self._leave_out(server, error)
 
     async def _make_sure(self, client: httpx.AsyncClient, server: Server) -> None:
-        """Asks a server, whose lock is held, for its weights, and gives it those in use if it was restarted."""
+        """Check a server's weights; install the version in use if it was restarted. Its lock is held."""
         label = await server.label(client)
         if label == self._label:
             server.holds = self._version
             return
         if "@" in label and not label.endswith(self._run):
-            raise ServerLost(f"it has the weights {label} of another rollout; a server belongs to one")
+            raise ServerLost(f"it has the weights {label} of another rollout; a server serves only one")
         await self._install(client, server)
 
     async def _install(self, client: httpx.AsyncClient, server: Server) -> None:
-        """Puts a server, whose lock is held, on the version in use."""
+        """Load the version in use on a server. Its lock is held."""
         server.holds = None
         while server.num_asked:
             await server.break_off(client)
@@ -288,7 +272,7 @@ class OpenAIEngine:
         version, label = self._version, self._label
         await server.take_weights(client, str(self._directory or server.root), label)
         if (found := await server.label(client)) != label:
-            raise ServerLost(f"it was given the weights {label} and says that it has {found}")
+            raise ServerLost(f"it was given the weights {label}, but reports {found}")
         server.holds = version
 
     @property
@@ -298,13 +282,18 @@ class OpenAIEngine:
     # ----------------------------------------------------------------------------- sleep
 
     async def sleep(self) -> int:
-        return 0  # the servers' devices are their own: nothing here could be given to others
+        return 0  # the servers have their own devices, so there is no memory to release here
 
     async def wake(self) -> int:
         return 0
 
     async def watch(self) -> None:
-        await asyncio.get_running_loop().create_future()  # a server that is gone may come back
+        await asyncio.get_running_loop().create_future()  # never ends: a lost server may come back
 
     def close(self) -> None:
         self._folder.close()
+
+
+def load_openai(job: JobConfig, worker: LocalWorker) -> OpenAIEngine:
+    """Make the engine. It computes nothing on the worker's thread."""
+    return OpenAIEngine(job)

@@ -1,4 +1,4 @@
-"""Where servers find the weights: a directory of this engine's own, in one that the servers see too."""
+"""The engine's own directory of weights, in a parent directory that the servers can also read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ PREFIX = "rolemesh-"
 
 
 class WeightsFolder:
-    """Versions as directories with one safetensors file. Servers may be another user's: whoever can enter the
-    parent can read them. Removed when it is closed or the process ends; if that is killed, by the next engine
-    that starts there: who holds the lock is alive."""
+    """Each version is a directory with one safetensors file.
+
+    Servers may run as another user, so every user who can enter the parent can read the versions. The folder is
+    removed when it is closed or the process ends. If the process is killed, the next engine that starts there
+    removes it: a folder whose lock is free is abandoned.
+    """
 
     def __init__(self, parent: Path) -> None:
         try:
@@ -36,17 +39,17 @@ class WeightsFolder:
             ) from error
 
     def write(self, version: int, tensors: Mapping[str, Tensor]) -> Path:
-        """Writes a version, under a name that no other has.
+        """Write a version to a new directory.
 
         Raises:
-            WeightsUnavailable: the disk is full, or gone.
+            WeightsUnavailable: it cannot be written, for example because the disk is full.
         """
         directory = _directory(f"{version}-", self._path)
         own = {name: tensor.contiguous() for name, tensor in tensors.items()}
         try:
             save_file(own, directory / "model.safetensors", metadata={"format": "pt"})
             (directory / "model.safetensors").chmod(0o644)
-        except Exception as error:  # safetensors has its own for OSError
+        except Exception as error:  # safetensors raises its own type in place of OSError
             shutil.rmtree(directory, ignore_errors=True)
             raise WeightsUnavailable(f"version {version} cannot be written to {directory}: {error}") from error
         return directory
@@ -69,7 +72,7 @@ def _remove_abandoned(parent: Path) -> None:
     for file in parent.glob(f"{PREFIX}*/lock"):
         try:
             lock = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # gone meanwhile, another user's, or a link
+        except OSError:  # removed meanwhile, another user's, or a link
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

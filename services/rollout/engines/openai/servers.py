@@ -1,4 +1,4 @@
-"""What is said to a server over HTTP. A third kind is another class here and a name in rollout.openai.api."""
+"""The HTTP calls to a server. To add a kind of server, add a class here and its name to rollout.openai.api."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import httpx
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 
-LEAST_LOG_PROB = -9999.0  # vLLM's word for minus infinity, and for a token of which it knows none
+LEAST_LOG_PROB = -9999.0  # vLLM sends this for minus infinity, and for a token without a log-prob
 EXTENSION = "rolemesh.services.rollout.engines.vllm.extension.RolloutExtension"
 
 
 class ServerLost(Exception):
-    """A server that cannot be worked with. The message says what it was asked and how it answered."""
+    """A server that cannot be used. The message names the request and its answer."""
 
 
 @contextmanager
 def understood() -> Iterator[None]:
-    """Around what reads a server's answers: one that lacks a field, or has another type there, is none."""
+    """Raise ServerLost if the answer that is read in this context lacks a field, or has one of another type."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -34,14 +34,14 @@ def understood() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Request:
-    """What a completion is asked for.
+    """A request for a completion.
 
     Args:
-        tokens: prompt, and what has been made of the response already.
+        tokens: the prompt and the part of the response that has been generated.
         seed: of this request's random stream, 0 or more.
-        num_tokens: at most so many new ones.
+        num_tokens: maximum number of new tokens.
         ends: tokens that end a response; they are part of it.
-        vocabulary: how many token ids there are.
+        vocabulary: number of token ids.
     """
 
     tokens: list[int]
@@ -55,8 +55,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What came of it: n tokens, their log-probabilities under the distribution they were drawn from, and where
-    training's sampling truncates the tokens that could be drawn, the likeliest first."""
+    """The answer: n tokens with their log-probabilities in the distribution from which they were sampled.
+
+    If training's sampling truncates, kept_ids has the tokens that could be sampled, the likeliest first.
+    """
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -64,34 +66,34 @@ class Completion:
     broken_off: bool = False
 
     def check(self, request: Request) -> Completion:
-        """Itself, if it is an answer to the request. Nothing is filled up or cut to fit."""
+        """Return itself if it answers the request. A wrong answer is an error, not padded or truncated."""
         wrong = None
         if not (self.tokens or self.broken_off) or len(self.tokens) > request.num_tokens:
-            wrong = f"{len(self.tokens)} tokens, of {request.num_tokens}"
+            wrong = f"{len(self.tokens)} tokens; the limit is {request.num_tokens}"
         elif len(self.log_probs) != len(self.tokens):
             wrong = f"{len(self.log_probs)} log-probs for {len(self.tokens)} tokens"
         elif any(not 0 <= token < request.vocabulary for token in self.tokens):
             wrong = f"a token outside the vocabulary of {request.vocabulary}"
         elif any(not math.isfinite(x) or x <= LEAST_LOG_PROB for x in self.log_probs):
-            wrong = "a log-prob that is no number"
+            wrong = "a log-prob that is not a number"
         elif request.sampling.num_kept and len(self.kept_ids) != len(self.tokens):
-            wrong = f"what could be drawn for {len(self.kept_ids)} of {len(self.tokens)} tokens"
+            wrong = f"the likeliest tokens for {len(self.kept_ids)} of {len(self.tokens)} tokens"
         elif any(token not in kept for token, kept in zip(self.tokens, self.kept_ids, strict=False)):
-            wrong = "a token that is not among those that could be drawn"
+            wrong = "a token that is not among the tokens that could be sampled"
         if wrong:
             raise ServerLost(f"it completed a prompt with {wrong}")
         return self
 
 
 class Server(ABC):
-    """One server: its address, and what the engine knows of it.
+    """One server: its address and its state as the engine knows it.
 
     Attributes:
-        holds: the version that it is known to compute with; None: it is asked before the next row.
-        lost: why it is left out; None: it is not.
-        num_rows: rows that have chosen it; num_asked: of these, requests that it has.
+        holds: the version that it is known to compute with; None: unknown, so it is asked before the next row.
+        lost: why it is left out; None: it is in use.
+        num_rows: rows assigned to it; num_asked: the number of these whose request it has.
         quiet: set while num_asked is 0.
-        lock: who has it may change the weights, or ask for a row.
+        lock: held to change the weights, and to start a request for a row.
     """
 
     name: str
@@ -106,7 +108,7 @@ class Server(ABC):
         self.quiet.set()
 
     async def call(self, client: httpx.AsyncClient, method: str, path: str, body: Any = None) -> Any:
-        """Its answer, from JSON. Raises ServerLost."""
+        """Return its answer, parsed from JSON. Raises ServerLost."""
         try:
             response = await client.request(method, self.url + path, json=body)
             if response.status_code != httpx.codes.OK:
@@ -116,14 +118,14 @@ class Server(ABC):
             raise ServerLost(f"{method} {path}: {type(error).__name__} {error}") from error
 
     async def inspect(self, client: httpx.AsyncClient, tokenizer: Any) -> list[str]:
-        """Learns the model's name. Returns what is wrong with the server for this job, and what to do."""
+        """Read the model's name. Returns why the server does not suit the job, and what to change."""
         card = (await self.call(client, "GET", "/v1/models"))["data"][0]
         self.model, self.root = card["id"], card["root"]
         wrong = []
         length = self._job.data.max_prompt_length + self._job.data.max_response_length
         if card["max_model_len"] < length:
             wrong.append(
-                f"it takes {card['max_model_len']} tokens, and data.max_prompt_length + "
+                f"it takes {card['max_model_len']} tokens, but data.max_prompt_length + "
                 f"data.max_response_length is {length}"
             )
         text = "Rolemesh: 12 × 34 = 408, ¿verdad?\n"
@@ -131,26 +133,26 @@ class Server(ABC):
         tokens = (await self.call(client, "POST", "/tokenize", body))["tokens"]
         if tokens != tokenizer(text, add_special_tokens=False)["input_ids"]:
             wrong.append(
-                f"it serves {self.model!r} with another tokenizer than actor.model.path "
+                f"it serves {self.model!r} with a different tokenizer than actor.model.path "
                 f"{self._job.actor.model.path!r}"
             )
         return wrong
 
     @abstractmethod
     async def complete(self, client: httpx.AsyncClient, request: Request) -> Completion:
-        """Asks for a completion. Leaving the call closes the connection, which ends the generation."""
+        """Ask for a completion. Cancelling the call closes the connection, which ends the generation."""
 
     @abstractmethod
     async def break_off(self, client: httpx.AsyncClient) -> None:
-        """Ends all requests that it has by now: they answer with what they have."""
+        """Abort all requests that it has; they answer with the tokens made so far."""
 
     @abstractmethod
     async def take_weights(self, client: httpx.AsyncClient, path: str, label: str) -> None:
-        """Loads a directory of safetensors, forgets cached keys and values, and gives the weights a label."""
+        """Have it load a directory of safetensors, empty its KV cache, and store the weights' label."""
 
     @abstractmethod
     async def label(self, client: httpx.AsyncClient) -> str:
-        """What it calls its weights; after its start a word of its own."""
+        """Return the label of its weights; after its start, a label of the server's own."""
 
 
 class VllmServer(Server):
@@ -167,32 +169,32 @@ class VllmServer(Server):
         return wrong + self.unfit(info["vllm_config"])
 
     def unfit(self, config: dict[str, Any]) -> list[str]:
-        """What in its configuration does not suit the job."""
+        """Return what in its configuration does not suit the job, and what to change."""
         rollout, model = self._job.rollout, config["model_config"]
         wrong = []
         if model["logprobs_mode"] != "processed_logprobs":
             wrong.append(
-                f"its log-probs are {model['logprobs_mode']}, not of the distribution that tokens are drawn "
-                "from; start it with --logprobs-mode processed_logprobs"
+                f"its log-probs are {model['logprobs_mode']}, not those of the distribution from which it "
+                "samples; start it with --logprobs-mode processed_logprobs"
             )
         if model["dtype"] != f"torch.{rollout.dtype}":
-            wrong.append(f"it computes in {model['dtype']}, and rollout.dtype is {rollout.dtype}")
+            wrong.append(f"it computes in {model['dtype']}, but rollout.dtype is {rollout.dtype}")
         if 0 <= model["max_logprobs"] < rollout.num_kept:
             wrong.append(
-                f"rollout.top_k is {rollout.top_k}, and it tells of {model['max_logprobs']} tokens; start it "
-                f"with --max-logprobs {rollout.top_k}"
+                f"rollout.top_k is {rollout.top_k}, but it reports at most {model['max_logprobs']} tokens; "
+                f"start it with --max-logprobs {rollout.top_k}"
             )
         self._on_cpu = config["device_config"]["device"] == "cpu"
         if self._on_cpu and config["parallel_config"]["worker_extension_cls"] != EXTENSION:
             wrong.append(
-                "on a CPU it keeps packed copies of the weights, and an update leaves that of a tied head as "
-                f"it was; start it with --worker-extension-cls {EXTENSION}"
+                "on a CPU it keeps packed copies of the weights, and an update does not change the copy of a "
+                f"tied head; start it with --worker-extension-cls {EXTENSION}"
             )
         return wrong
 
     async def complete(self, client: httpx.AsyncClient, request: Request) -> Completion:
         sampling = request.sampling
-        # All that a server may have other defaults for is said: it takes them from generation_config.json.
+        # Every parameter is set, because a server takes its defaults from generation_config.json.
         body = {
             "model": self.model,
             "prompt": request.tokens,
@@ -207,7 +209,7 @@ class VllmServer(Server):
             "seed": request.seed,
             "ignore_eos": request.ignore_eos,
             "stop_token_ids": [] if request.ignore_eos else request.ends,
-            "logprobs": sampling.num_kept,  # the drawn token's, and so many of the likeliest
+            "logprobs": sampling.num_kept,  # of the sampled token, and of this many of the likeliest tokens
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # as the names of `top_logprobs`
         }
@@ -227,7 +229,7 @@ class VllmServer(Server):
         await self.call(client, "POST", "/abort_requests", {})
 
     async def take_weights(self, client: httpx.AsyncClient, path: str, label: str) -> None:
-        await self.call(client, "POST", "/pause")  # which empties the cache
+        await self.call(client, "POST", "/pause")  # also empties the cache
         try:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
             await self.call(client, "POST", "/collective_rpc", reload)
@@ -242,27 +244,28 @@ class VllmServer(Server):
 
 
 class SglangServer(Server):
-    """`python -m sglang.launch_server`, by its documentation: /generate gives token ids and log-probs, which
-    /v1/completions does not. Log-probs are of the distribution before top_k and top_p, so neither may cut."""
+    """`python -m sglang.launch_server`, used as its documentation says.
+
+    Rows are requested from /generate, because /v1/completions does not return token ids and log-probs. The
+    log-probs are those of the distribution before top_k and top_p, so neither may be set.
+    """
 
     name = "sglang"
 
     async def inspect(self, client: httpx.AsyncClient, tokenizer: Any) -> list[str]:
         wrong = await super().inspect(client, tokenizer)
         if self._job.rollout.truncates:
-            wrong.append("its log-probs do not heed rollout.top_k and rollout.top_p; leave both unset")
+            wrong.append("its log-probs ignore rollout.top_k and rollout.top_p; leave both unset")
         info = await self.call(client, "GET", "/get_server_info")
         if not info.get("enable_deterministic_inference"):
-            wrong.append("it does not heed seeds; start it with --enable-deterministic-inference")
+            wrong.append("it ignores seeds; start it with --enable-deterministic-inference")
         cold, warm = [await self._gap(client, temperature) for temperature in (0.5, 1.0)]
         if abs(cold - 2 * warm) > abs(cold - warm):
-            wrong.append(
-                "its log-probs do not heed the temperature; unset SGLANG_RETURN_ORIGINAL_LOGPROB there"
-            )
+            wrong.append("its log-probs ignore the temperature; unset SGLANG_RETURN_ORIGINAL_LOGPROB there")
         return wrong
 
     async def _gap(self, client: httpx.AsyncClient, temperature: float) -> float:
-        """Between the log-probs of the two likeliest tokens, which a temperature of one half doubles."""
+        """Return the difference of the two largest log-probs; a temperature of one half doubles it."""
         sampling = {"temperature": temperature, "max_new_tokens": 1, "ignore_eos": True}
         body = {
             "input_ids": [0, 1, 2],
@@ -315,8 +318,10 @@ KINDS: dict[str, type[Server]] = {kind.name: kind for kind in (VllmServer, Sglan
 
 
 def _kept(token: int, likely: dict[str, float], num_kept: int) -> list[int]:
-    """Tokens with a probability, the likeliest first, at most num_kept. Of tokens as likely as the last one a
-    server may keep more: the drawn one then goes before its equals.
+    """Return the tokens with a probability, the likeliest first, at most num_kept.
+
+    A server may return more tokens that are as likely as the last one. The sampled token then comes before
+    them.
 
     Args:
         likely: log-probs by `token_id:7`.

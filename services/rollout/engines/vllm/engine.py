@@ -1,11 +1,11 @@
-"""The engine: rows in, finished rows out, weights swapped between decode steps."""
+"""The engine: generates rows with vLLM, and swaps weights between decode steps."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -15,25 +15,28 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable, Unsupported
-from rolemesh.models.loading import load_outline, named_weights, resolve_device, vocabulary_of
+from rolemesh.models.loading import load_outline, model_directory, named_weights, resolve_device, vocabulary_of
+from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit
+from rolemesh.services.rollout.engines.rows import RowToGenerate, blank_answer, rows_to_generate
 from rolemesh.services.rollout.engines.vllm.arguments import (
-    end_tokens,
     engine_arguments,
     names_versions,
     prepare_environment,
     sampling_arguments,
 )
-from rolemesh.services.rollout.engines.vllm.region import shared_region, tensors_in
+from rolemesh.services.rollout.engines.vllm.tensor_file import tensor_file, tensors_in
+from rolemesh.tasks import as_they_end
+from rolemesh.workers.local import LocalWorker
 
 R = TypeVar("R")
 
-LIVENESS_S = 1.0  # vLLM leaves calls unanswered when it dies, so it is looked after as often as this
-SEED_BITS = 2**63 - 1  # vLLM takes a seed of -1 for none
+ENDED = "rollout: vLLM's engine has ended; its log says why"
+LIVENESS_S = 1.0  # interval of checks that vLLM is alive, because a dead vLLM leaves calls unanswered
 
 
 class VllmEngine:
-    """Implements rolemesh.services.rollout.engines.Engine on vLLM's AsyncLLM, with processes of its own."""
+    """Implements rolemesh.services.rollout.engines.Engine on vLLM's AsyncLLM, which has its own processes."""
 
     def __init__(self, job: JobConfig) -> None:
         prepare_environment(resolve_device(job.trainer.device))
@@ -42,18 +45,19 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._job = job
+        model_directory(job.actor.model, "rollout")  # whose weights vLLM reads
         outline = load_outline(job.actor.model, "rollout")
         self.weights = named_weights(outline)
         self.vocabulary: int = vocabulary_of(outline)
-        self._ends, self._pad = end_tokens(job, outline)
+        self._ends, self._pad = end_tokens(job, declared_eos(job, outline))
         self._on_cpu = current_platform.device_type == "cpu"
         try:
             self._llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(job, outline)))
-        except ValueError as error:  # vLLM's and pydantic's word for settings that do not go together
+        except ValueError as error:  # raised by vLLM and pydantic for settings that contradict each other
             raise InvalidConfig(f"rollout: vLLM refuses the settings: {error}") from error
         self._version = 0
         self._asleep = False
-        self._changing = asyncio.Lock()  # weights, or sleep
+        self._changing = asyncio.Lock()  # for changes of weights, and for sleep and wake
         self._numbers = itertools.count()  # names of requests
         self._rows: set[asyncio.Task[Any]] = set()
         self._names_versions = names_versions()
@@ -64,112 +68,93 @@ class VllmEngine:
         return self._version
 
     async def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
-        ids, mask = prompts["prompts"], prompts["prompt_mask"].bool()
         arguments = sampling_arguments(self._job, sampling, self._ends)
-        finished: asyncio.Queue[asyncio.Task[tuple[int, Any, int]]] = asyncio.Queue()
-        rows = []
-        for row, seed in enumerate(prompts["seeds"].tolist()):
-            tokens = ids[row][mask[row]].tolist()
-            rows.append(asyncio.create_task(self._row(row, tokens, {**arguments, "seed": seed & SEED_BITS})))
-            rows[-1].add_done_callback(finished.put_nowait)
+        rows = [asyncio.create_task(self._row(row, arguments)) for row in rows_to_generate(prompts)]
         self._rows.update(rows)
         try:
-            left = len(rows)
-            while left:
-                done = [await finished.get()]
-                while not finished.empty():
-                    done.append(finished.get_nowait())
-                left -= len(done)
-                if any(row.cancelled() for row in done):
-                    raise RoleUnavailable("rollout: the engine was closed")
-                yield self._columns([row.result() for row in done], sampling.num_kept)
+            async with aclosing(as_they_end(rows)) as finished:  # a cancelled row is aborted in vLLM
+                async for done in finished:
+                    if any(row.cancelled() for row in done):
+                        raise RoleUnavailable(ENDED)
+                    yield self._columns([row.result() for row in done], sampling.num_kept)
         finally:
-            for task in rows:
-                task.cancel()  # which aborts it in vLLM
-            await asyncio.gather(*rows, return_exceptions=True)
             self._rows.difference_update(rows)
 
-    async def _row(self, row: int, tokens: list[int], arguments: Mapping[str, Any]) -> tuple[int, Any, int]:
-        """The row, vLLM's completion of it, and the version that was in use when it began."""
+    async def _row(self, row: RowToGenerate, arguments: Mapping[str, Any]) -> tuple[RowToGenerate, Any, int]:
+        """Return the row, vLLM's completion, and the version in use when the row began."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+        own = {"seed": row.seed, "max_tokens": self._job.data.max_response_length - row.begun}
+        params = SamplingParams(**arguments, **own, output_kind=RequestOutputKind.FINAL_ONLY)
         async with self._gate.passed():
             llm, version = self._living(), self._version
             with _in_our_words():
-                prompt = {"type": "token", "prompt_token_ids": tokens}
+                prompt = {"type": "token", "prompt_token_ids": row.tokens}
                 requests = llm.generate(prompt, params, str(next(self._numbers)))
                 outputs = [output async for output in requests]
         completion = outputs[-1].outputs[0]
         if completion.finish_reason not in ("stop", "length"):
-            raise RoleUnavailable(f"rollout: vLLM gave up row {row}: {completion.finish_reason}")
+            raise RoleUnavailable(f"rollout: vLLM did not finish row {row.row}: {completion.finish_reason}")
         return row, completion, version
 
-    def _columns(self, done: list[tuple[int, Any, int]], num_kept: int) -> DataProto:
-        shape = (len(done), self._job.data.max_response_length)
-        columns = {
-            "row": torch.tensor([row for row, _, _ in done]),
-            "responses": torch.full(shape, self._pad),
-            "response_mask": torch.zeros(shape, dtype=torch.bool),
-            "rollout_log_probs": torch.zeros(shape),
-            "weight_versions": torch.full(shape, -1),
-        }
-        if num_kept:
-            columns["kept_ids"] = torch.full((*shape, num_kept), -1, dtype=torch.int32)
-        for i, (_, completion, version) in enumerate(done):
+    def _columns(self, done: list[tuple[RowToGenerate, Any, int]], num_kept: int) -> DataProto:
+        rows = [row.row for row, _, _ in done]
+        columns = blank_answer(rows, self._job.data.max_response_length, pad=self._pad, num_kept=num_kept)
+        for i, (row, completion, version) in enumerate(done):
             tokens = torch.tensor(completion.token_ids)
-            n = len(tokens)
+            n, first = len(tokens), row.begun
+            here = slice(first, first + n)
             log_probs = torch.tensor(completion.logprobs.logprobs).view(n, num_kept + 1)
-            columns["responses"][i, :n] = tokens
-            columns["response_mask"][i, :n] = True
-            columns["rollout_log_probs"][i, :n] = log_probs[:, 0]  # the drawn token's, then the likeliest
-            columns["weight_versions"][i, :n] = version
+            columns["responses"][i, here] = tokens
+            columns["response_mask"][i, here] = True
+            columns["rollout_log_probs"][i, here] = log_probs[:, 0]  # the sampled token's, then the likeliest
+            columns["weight_versions"][i, here] = version
             for span in getattr(completion, "weight_versions", None) or ():
-                if span.version.isdecimal():  # before the first swap it has a name of vLLM's own
-                    columns["weight_versions"][i, span.start : span.end] = int(span.version)
+                if span.version.isdecimal():  # before the first swap vLLM uses a name of its own
+                    columns["weight_versions"][i, first + span.start : first + span.end] = int(span.version)
             if num_kept:
                 likeliest = torch.tensor(completion.logprobs.token_ids).view(n, num_kept + 1)[:, 1:]
-                columns["kept_ids"][i, :n] = _kept(tokens, likeliest, log_probs[:, 1:])
+                columns["kept_ids"][i, here] = _kept(tokens, likeliest, log_probs[:, 1:])
         return DataProto(columns)
 
     # --------------------------------------------------------------------------- weights
 
     async def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         check_fit(version, tensors, self.weights)
-        # Once begun it is brought to its end, also if who asked for it has gone.
+        # A swap that has begun is completed even if its caller cancels.
         await asyncio.shield(asyncio.ensure_future(self._swap(version, tensors)))
 
     async def _swap(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         async with self._changing:
             if self._asleep:
                 raise Unsupported("rollout: the engine sleeps, and takes no weights before it wakes")
-            with shared_region(tensors) as region:
-                room = tensors_in(*region)
+            with tensor_file(tensors) as file:
+                room = tensors_in(*file)
                 await asyncio.to_thread(lambda: [room[name].copy_(tensors[name]) for name in room])
                 async with self._paused():
-                    await self._on_all_ranks("take_weights", *region)
+                    await self._on_all_ranks("take_weights", *file)
                     if self._names_versions:
                         await self._answer(self._living().update_weight_version(str(version)))
                     self._version = version
 
     async def read_weights(self) -> dict[str, Tensor]:
-        """What the engine computes with, in rollout.dtype, under the names of `named_weights`.
+        """Read back the weights in use, in rollout.dtype, under the names of `named_weights`.
 
         Raises:
             Unsupported: the layers are split over several ranks.
         """
         if self._job.rollout.tensor_model_parallel_size > 1:
-            raise Unsupported("rollout: the weights of several ranks are not read back")
+            raise Unsupported("rollout: reading back the weights of several ranks is not supported")
         dtype = getattr(torch, self._job.rollout.dtype)
-        with shared_region({name: own.to(dtype) for name, own in self.weights.items()}) as region:
-            (found,) = await self._on_all_ranks("give_weights", *region)
-            read = tensors_in(*region)
+        with tensor_file({name: own.to(dtype) for name, own in self.weights.items()}) as file:
+            (found,) = await self._on_all_ranks("give_weights", *file)
+            read = tensors_in(*file)
             return {name: read[name].clone() for name in found}
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Between two decode steps, with an empty cache; rows that were running go on afterwards."""
+        """Pause generation between two decode steps, with an empty cache; running rows continue afterwards."""
         if not self._names_versions:
             await self._gate.shut()
         try:
@@ -182,8 +167,7 @@ class VllmEngine:
 
     @contextmanager
     def _whole_or_ended(self) -> Iterator[None]:
-        """Around what changes all the weights: what fails half-way has left nobody knows which, and the engine
-        ends."""
+        """Close the engine if a change of all weights fails: it is unknown which weights have changed."""
         try:
             yield
         except Exception:
@@ -213,7 +197,11 @@ class VllmEngine:
             return moved
 
     async def _move(self, on_cpu: str, on_cuda: str, *arguments: Any) -> int:
-        """Weights away or back, by a method of the workers; vLLM's own do it on CUDA alone. Returns bytes."""
+        """Release or restore weights by a method of the workers. vLLM's own methods work only on CUDA.
+
+        Returns:
+            number of bytes moved.
+        """
         if not self._job.rollout.free_cache_engine:
             return 0
         if self._on_cpu:
@@ -233,16 +221,16 @@ class VllmEngine:
             row.cancel()
         if self._llm is not None:
             self._llm.shutdown()
-        self._llm = None  # or it would shut down once more at the interpreter's end
+        self._llm = None  # otherwise it would shut down again at the interpreter's exit
 
     # ------------------------------------------------------------------------- its processes
 
     async def _on_all_ranks(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of the workers; the answer of each rank."""
+        """Call a method of the workers; return the answer of each rank."""
         return await self._answer(self._living().collective_rpc(method, args=arguments))
 
     async def _answer(self, call: Awaitable[R]) -> R:
-        """A call's answer, or the word that nobody is there to give one."""
+        """Return a call's answer. Raises RoleUnavailable if the engine ends before it answers."""
         answer = asyncio.ensure_future(call)
         try:
             while not answer.done():
@@ -254,14 +242,14 @@ class VllmEngine:
             answer.cancel()
 
     def _living(self) -> Any:
-        """The engine, if there is one still."""
+        """Return vLLM's engine. Raises RoleUnavailable if it has ended."""
         if self._llm is None or self._llm.errored:
-            raise RoleUnavailable("rollout: vLLM's engine has ended; its log says why")
+            raise RoleUnavailable(ENDED)
         return self._llm
 
 
 class _Gate:
-    """Lets rows pass unless it is shut, which waits for those that have passed to leave."""
+    """Lets rows enter while it is open. `shut` waits until all rows have left."""
 
     def __init__(self) -> None:
         self._inside = 0
@@ -292,30 +280,35 @@ class _Gate:
 
 @contextmanager
 def _in_our_words() -> Iterator[None]:
-    """vLLM's errors by their meaning."""
+    """Convert vLLM's errors to this project's."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
         yield
     except EngineDeadError as error:
-        raise RoleUnavailable(f"rollout: vLLM's engine has ended; its log says why ({error})") from None
+        raise RoleUnavailable(f"{ENDED} ({error})") from None
     except Exception as error:
         raise RoleFailed(f"rollout: {type(error).__name__}: {error}") from error
 
 
 def _kept(tokens: Tensor, likeliest: Tensor, log_probs: Tensor) -> Tensor:
-    """The tokens that could be drawn.
+    """Return the tokens that could be sampled.
 
     Args:
-        tokens: [n] that were drawn.
+        tokens: [n] sampled tokens.
         likeliest: [n, K] ids, the likeliest first.
-        log_probs: [n, K] theirs; -inf where a token was cut off.
+        log_probs: [n, K] of these ids; -inf where a token was cut off.
 
     Returns:
         [n, K] int32, -1 where a token was cut off.
     """
     kept = likeliest.where(log_probs.isfinite(), -1)
-    # Of tokens as likely as the k-th vLLM keeps all; a drawn one takes the place of its equal.
+    # vLLM keeps all tokens as likely as the k-th; a sampled one that is not listed replaces the last listed.
     lacks = ~(kept == tokens[:, None]).any(1)
     kept[lacks, -1] = tokens[lacks]
     return kept.int()
+
+
+def load_vllm(job: JobConfig, worker: LocalWorker) -> VllmEngine:
+    """Make the engine. It computes nothing on the worker's thread."""
+    return VllmEngine(job)

@@ -1,8 +1,8 @@
 """Methods that vLLM adds to its worker class, called through `collective_rpc`; this file is imported in vLLM's
 worker processes.
 
-On a CPU vLLM multiplies by packed copies of the weights and throws the originals away. What is here knows two
-things of it: a layer with `cpu_linear` has such a copy, and `dispatch_cpu_unquantized_gemm` makes it.
+On a CPU vLLM multiplies by packed copies of the weights and drops the originals. This file relies on two facts:
+a layer with such a copy has `cpu_linear`, and `dispatch_cpu_unquantized_gemm` makes the copy.
 """
 
 from __future__ import annotations
@@ -17,37 +17,45 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rolemesh.services.rollout.engines.vllm.region import Place, tensors_in
+from rolemesh.services.rollout.engines.vllm.tensor_file import Place, tensors_in
 
 LIBC = ctypes.CDLL(None)
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class RolloutExtension:
-    """What the engine asks of each rank."""
+    """The methods that the engine calls on each rank."""
 
     model_runner: Any
-    _file: Any  # what sleeps: the matrices of _only_packed, then every storage
+    _file: Any  # the released memory: the matrices of _only_packed, then every storage
     _only_packed: list[tuple[Any, torch.Size, torch.dtype]]
 
     def take_weights(self, path: str, num_bytes: int, places: list[Place]) -> None:
-        """Loads tensors of a region, under their Hugging Face names, into vLLM's layers."""
+        """Load the tensors of a tensor file, under their Hugging Face names, into vLLM's layers."""
         weights = tensors_in(path, num_bytes, places)
-        # It warns of every layer to which no weights belong, each time. That none are missing was looked at.
+        # It warns about every layer without weights, at every load. Missing weights were checked before.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
         self.pack_tied()
 
     def pack_tied(self) -> None:
-        """What a reload leaves undone on a CPU: it packs each layer whose weights arrive. None arrive for a
-        head that is tied to the embedding: its copy would stay the old one, silently."""
+        """Pack the layers that a reload on a CPU does not pack.
+
+        A reload packs only layers that get weights. A head that is tied to the embedding gets none, so it would
+        silently keep its old copy.
+        """
         for layer in self._packed_layers():
             if layer.weight.numel():
                 _pack(layer, remove_weight=False)
 
     def give_weights(self, path: str, num_bytes: int, places: list[Place]) -> list[str]:
-        """Writes what the layers compute with into a region, under Hugging Face names; packed copies are read
-        by multiplying with the unit matrix, which is exact. Returns the names it found. For one rank alone."""
+        """Write the layers' weights to a tensor file, under Hugging Face names. Works only with one rank.
+
+        A packed copy is read by multiplying it with the unit matrix, which is exact.
+
+        Returns:
+            the names of the tensors that were found.
+        """
         room = tensors_in(path, num_bytes, places)
         found = []
         for name, tensor in self._hugging_face_weights():
@@ -74,9 +82,12 @@ class RolloutExtension:
     # ----------------------------------------------------------------------- sleep, on a CPU
 
     def release_memory(self) -> int:
-        """Gives back the memory of weights and KV cache; weights wait in a file without a name. Returns the
-        bytes that it has."""
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed, and gone, when the memory is back)
+        """Release the memory of weights and KV cache; the weights are written to an unnamed file.
+
+        Returns:
+            size of the file in bytes.
+        """
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed, and so removed, by restore_memory)
         self._only_packed = []
         for layer in self._packed_layers():
             if layer.weight.numel() == 0:
@@ -94,7 +105,7 @@ class RolloutExtension:
         return num_bytes
 
     def restore_memory(self) -> int:
-        """Takes back what release_memory gave: the same weights, an empty cache. Returns the bytes read."""
+        """Undo release_memory: the same weights, an empty cache. Returns the number of bytes read."""
         self._file.seek(0)
         for layer, shape, dtype in self._only_packed:
             layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
@@ -112,11 +123,11 @@ class RolloutExtension:
 
     def _read(self, tensor: Tensor) -> None:
         wanted = _bytes_of(tensor)
-        if (read := self._file.readinto(wanted)) != wanted.nbytes:  # a full disk may be told of by nobody
-            raise OSError(f"the file of what sleeps ended after {read} of {wanted.nbytes} bytes of a tensor")
+        if (read := self._file.readinto(wanted)) != wanted.nbytes:  # a full disk may not have raised an error
+            raise OSError(f"the file of weights ended after {read} of {wanted.nbytes} bytes of a tensor")
 
     def _storages(self) -> list[Tensor]:
-        """The memory of parameters and buffers, each piece once, as tensors of bytes."""
+        """Return the memory of parameters and buffers, each storage once, as tensors of bytes."""
         model = self.model_runner.get_model()
         storages = {}
         for tensor in (*model.parameters(), *model.buffers()):
@@ -130,12 +141,12 @@ class RolloutExtension:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """A contiguous tensor's memory as an array of bytes."""
+    """View a contiguous tensor's memory as an array of bytes."""
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _drop_pages(tensor: Tensor) -> None:
-    """Gives the whole pages of a tensor's memory to the system. It stays where it is, and reads as zeros."""
+    """Return whole pages of a tensor's memory to the system. Its address stays valid and reads as zeros."""
     storage = tensor.untyped_storage()
     start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -150,7 +161,7 @@ def _pack(layer: Any, *, remove_weight: bool) -> None:
 
 
 def _unpacked(layer: Any, rows: int = 256) -> Tensor:
-    """The matrix [outputs, inputs] that a packed layer multiplies by."""
+    """Compute the matrix [outputs, inputs] by which a packed layer multiplies."""
     inputs = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
     dtype = layer.weight.dtype
     columns = []

@@ -1,6 +1,6 @@
-"""vLLM's processes: where their logs go, and that they end with the process that owns the engine.
+"""Sets where the logs of vLLM's processes go, and ends the processes with the owner, which has the engine.
 
-Each of them sets up logging before anything else, from logging.json: no other code of ours comes as early.
+Each of these processes first sets up logging from logging.json, so this handler is our earliest code in it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import threading
 from pathlib import Path
 
 LOGGING = Path(__file__).with_name("logging.json")
-VARIABLE = "ROLEMESH_ENGINE_OWNER"  # of the environment, which they inherit: the owner's process id
+VARIABLE = "ROLEMESH_ENGINE_OWNER"  # environment variable with the owner's process id, inherited by them
 
 
 class Handler(logging.StreamHandler):  # type: ignore[type-arg]
-    """In the owner's process, vLLM's records go where all others go; in vLLM's, to standard error."""
+    """In the owner's process, passes vLLM's records to the root logger; in vLLM's, writes them to stderr."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,10 @@ class Handler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def end_with(pid: int) -> None:
-    """Ends this process with another one, also when that is killed: vLLM's processes watch each other, but not
-    the one that started the first of them."""
+    """End this process when the process `pid` ends, even if that is killed.
+
+    vLLM's processes watch each other, but not the process that started the first of them.
+    """
     owner = os.pidfd_open(pid)
 
     def watch() -> None:

@@ -1,0 +1,146 @@
+"""Whether memory is what the planner says, and is free where a role sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.workload import SPEED, Scale, check, job_of, make_model, rows_of, synchronized
+from rolemesh.config import JobConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.planner.devices import GPUS
+from rolemesh.planner.memory import Memory, role_memory, role_shapes
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.rollout.worker import RolloutWorker
+
+ROLES = {"actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker, "rollout": RolloutWorker}
+# A model's smallest tensors and the allocator's rounding are not counted by the planner.
+MOVED = (0.98, 1.05)
+PEAK = (0.6, 1.8)  # estimate over measurement
+
+
+def parking(device: str, directory: Path) -> dict[str, Any]:
+    """A role that sleeps leaves the device, as many bytes as the planner says, and trains on alike."""
+    scale = SPEED[device]
+    job = job_of(directory, make_model(directory / "model", scale), scale, device)
+    rows, figures = rows_of(scale, uneven=False), {}
+    for role in ("actor", "critic"):
+        worker: Any = ROLES[role](job)
+        asyncio.run(worker.update(rows))
+        state, before = planned(job, role).state, allocated(device)
+        seconds, moved = [], 0
+        for move in (worker.sleep, worker.wake, worker.sleep, worker.wake):  # the second time memory is pinned
+            began = synchronized(device)
+            moved = asyncio.run(move())
+            took = synchronized(device) - began
+            seconds.append(took)
+            if move == worker.sleep:
+                left = allocated(device)
+                check(
+                    device == "cpu" or left <= before - 0.98 * moved, f"{role}: {left} of {before} bytes stay"
+                )
+        check(MOVED[0] <= moved / state <= MOVED[1], f"{role} moved {moved} bytes; the planner says {state}")
+        asyncio.run(worker.update(rows))
+        figures[role] = {
+            "moved_bytes": moved,
+            "planned_bytes": state,
+            "allocated_before": before,
+            "allocated_asleep": left,
+            "to_host_gb_s": moved / seconds[2] / 1e9,
+            "first_to_host_gb_s": moved / seconds[0] / 1e9,
+            "to_device_gb_s": moved / seconds[3] / 1e9,
+        }
+        worker.close()
+        del worker
+    return figures
+
+
+def peaks(device: str, directory: Path) -> dict[str, Any]:
+    """Peak bytes of each role against the planner's, and what checkpointing and offloading save."""
+    scale = SPEED[device]
+    model = make_model(directory / "model", scale)
+    checkpointed = {"enable_gradient_checkpointing": True}
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "checkpointing": checkpointed,
+        "checkpointing and activation offload": checkpointed | {"enable_activation_offload": True},
+    }
+    figures: dict[str, Any] = {}
+    norms = []
+    for name, setting in variants.items():
+        job = job_of(directory, model, scale, device, {"actor": {"model": setting}})
+        figures[f"actor, {name}"], norm = asyncio.run(_at_work("actor", job, scale, device))
+        norms.append(norm)
+    offloaded = job_of(directory, model, scale, device, {"actor": {"fsdp_config": {"optimizer_offload": True}}})
+    figures["actor, optimizer_offload"], norm = asyncio.run(_at_work("actor", offloaded, scale, device))
+    norms.append(norm)
+    job = job_of(directory, model, scale, device)
+    for role in ("critic", "reference", "rollout"):
+        figures[role], _ = asyncio.run(_at_work(role, job, scale, device))
+    check(
+        max(norms) - min(norms) <= 2e-2 * max(norms), f"checkpointing or offload changes the gradient: {norms}"
+    )
+    if device == "cuda":
+        measured = [figures[f"actor, {name}"]["measured_bytes"] for name in variants]
+        check(measured[0] > measured[1] > measured[2], f"neither saves memory: {measured}")
+        between = [figures[f"actor, {name}"]["between_steps_bytes"] for name in ("plain", "optimizer_offload")]
+        check(between[1] < 0.5 * between[0], f"optimizer_offload frees too little between steps: {between}")
+        for name, figure in figures.items():
+            # It does not subtract offloaded activations, nor count the rows that engine hf adds for equal bits.
+            if "offload" not in name and name != "rollout":
+                ratio = figure["ratio"]
+                check(PEAK[0] <= ratio <= PEAK[1], f"{name}: the planner says {ratio:.2f} of the peak")
+    return figures
+
+
+async def _at_work(role: str, job: JobConfig, scale: Scale, device: str) -> tuple[dict[str, Any], float]:
+    gc.collect()
+    base = allocated(device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    worker: Any = ROLES[role](job)
+    rows, norm = rows_of(scale, uneven=False), 0.0
+    if role in ("actor", "critic"):
+        for _ in range(2):  # the second update finds moments
+            norm = (await worker.update(rows))[f"{role}/grad_norm"]
+    elif role == "reference":
+        await worker.compute_log_probs(rows)
+    else:
+        columns = {
+            "prompts": rows["input_ids"][:, : scale.prompt],
+            "prompt_mask": torch.ones(scale.rows, scale.prompt, dtype=torch.bool),
+            "seeds": torch.arange(scale.rows),
+        }
+        async for _ in worker.generate(DataProto(columns, {}, {"sampling": "train"})):
+            pass
+    memory = planned(job, role)
+    figures: dict[str, Any] = {"planned_bytes": memory.total, "planned": memory.parts()}
+    if device == "cuda":
+        measured = torch.cuda.max_memory_allocated() - base
+        figures |= {
+            "measured_bytes": measured,
+            "between_steps_bytes": allocated(device) - base,
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "ratio": memory.total / measured,
+        }
+    worker.close()
+    return figures, norm
+
+
+def planned(job: JobConfig, role: str) -> Memory:
+    """The planner's figure for a role on a device of its own."""
+    own = replace(GPUS["h100"], name="this GPU")
+    return role_memory(job, role, role_shapes(job), own)
+
+
+def allocated(device: str) -> int:
+    """Bytes of tensors on the device."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if device == "cuda" else 0

@@ -1,0 +1,170 @@
+"""How fast an update is, beside plain torch that does the same, and how fast new weights reach a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from benchmarks.gpu.workload import SPEED, Scale, check, job_of, make_model, rows_of, synchronized
+from rolemesh.dataproto import DataProto
+from rolemesh.models.loading import named_weights
+from rolemesh.planner.memory import role_shapes
+from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.services.rollout.worker import RolloutWorker
+
+ROUNDS = 5
+REPEATS = 4
+
+
+def update(device: str, directory: Path) -> dict[str, Any]:
+    """Seconds of an actor's update, ours and by hand, interleaved; tokens per second; and MFU.
+
+    Rows have their full length, and no two share a prompt, so packing saves nothing. MFU counts 6 operations
+    for each weight of a matrix and each token, and attention's; what is recomputed does not count. It is given
+    of the rate that a large product of bfloat16 matrices reaches on this device in this run.
+    """
+    scale = SPEED[device]
+    model = make_model(directory / "model", scale)
+    job = job_of(directory, model, scale, device)
+    rows = rows_of(scale, uneven=False)
+    rows["input_ids"] = torch.randint(
+        200, rows["input_ids"].shape, generator=torch.Generator().manual_seed(1)
+    )  # no two rows begin alike
+    actor, plain = ActorWorker(job), PlainUpdate(model, scale, device)
+    rows["old_log_probs"] = asyncio.run(actor.compute_log_probs(rows))[
+        "old_log_probs"
+    ]  # so that no ratio is clipped at the first step
+    contestants: dict[str, Callable[[], float]] = {
+        "ours": lambda: float(asyncio.run(actor.update(rows))["actor/grad_norm"]),
+        "plain torch": lambda: plain.step(rows),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    norms: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(ROUNDS + 2):
+        for name, contestant in contestants.items():
+            began = synchronized(device)
+            norms[name].append(contestant())
+            seconds[name].append(synchronized(device) - began)
+    actor.close()
+    check(
+        abs(norms["ours"][0] - norms["plain torch"][0]) <= 3e-2 * norms["plain torch"][0],
+        f"the two do not compute the same gradient: norms {norms}",
+    )
+    seconds = {name: values[2:] for name, values in seconds.items()}  # the first two warm up
+    tokens = rows["input_ids"].numel()
+    flops, ceiling = model_flops(job_shape := role_shapes(job)["actor"], scale), matrix_rate(device)
+    rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
+    achieved = {name: flops / statistics.median(values) for name, values in seconds.items()}
+    ratios = [ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)]
+    return {
+        "parameters": job_shape.policy_parameters,
+        "tokens": tokens,
+        "seconds": seconds,
+        "ratio_of_minima": min(seconds["ours"]) / min(seconds["plain torch"]),
+        "median_ratio": statistics.median(ratios),
+        "tokens_per_second": rates,
+        "tflops": {name: rate / 1e12 for name, rate in achieved.items()},
+        "matrix_tflops": ceiling / 1e12,
+        "mfu_of_matrix_rate": {name: rate / ceiling for name, rate in achieved.items()},
+    }
+
+
+class PlainUpdate:
+    """The same mini-batch by hand: a PPO loss over the response tokens, one optimizer step."""
+
+    def __init__(self, model: Path, scale: Scale, device: str) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self._model.to(device)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
+        self._scale, self._device = scale, device
+
+    def step(self, batch: DataProto) -> float:
+        """Make one optimizer step; return the gradient's norm."""
+        scale, total = self._scale, int(batch["response_mask"].sum())
+        for first in range(0, scale.rows, scale.micro):
+            rows = batch[first : first + scale.micro].to(torch.device(self._device))
+            with torch.autocast(self._device, torch.bfloat16, enabled=self._device == "cuda"):
+                new = self._log_probs(rows["input_ids"])
+            ratio = (new - rows["old_log_probs"]).exp()
+            advantages, mask = rows["advantages"], rows["response_mask"]
+            losses = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
+            torch.autograd.backward((losses * mask).sum() / total)
+        norm = float(nn.utils.clip_grad_norm_(self._model.parameters(), 1.0))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return norm
+
+    def _log_probs(self, ids: Tensor) -> Tensor:
+        keep = self._scale.response + 1
+        logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[:, :-1]
+        drawn = ids[:, -self._scale.response :, None]
+        return logits.float().log_softmax(-1).gather(-1, drawn)[..., 0]  # type: ignore[no-any-return]
+
+
+def model_flops(shape: Any, scale: Scale) -> float:
+    """Operations of a forward and a backward pass over all rows; the head over the response tokens alone."""
+    width = scale.prompt + scale.response
+    body = 6 * shape.multiplied_parameters * scale.rows * width
+    head = 6 * shape.head_parameters * scale.rows * scale.response
+    # causal: half of the matrix; two products forward and four backward
+    attention = 6 * shape.layers * shape.heads * shape.head_dim * scale.rows * width * width
+    return float(body + head + attention)
+
+
+def matrix_rate(device: str) -> float:
+    """FLOP/s of a large product of random matrices, the best of five."""
+    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
+    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(8):
+        began = synchronized(device)
+        one @ other
+        seconds.append(synchronized(device) - began)
+    return 2.0 * size**3 / min(seconds[3:])
+
+
+def handover(device: str, directory: Path) -> dict[str, Any]:
+    """GB/s of new weights: the actor copies them into the region, hashes them, and a rollout takes them."""
+    scale = SPEED[device]
+    job = job_of(directory, make_model(directory / "model", scale), scale, device)
+    actor, rollout = ActorWorker(job), RolloutWorker(job)
+    num_bytes, seconds = 0, {"publish": [0.0], "hash": [0.0], "receive": [0.0]}
+
+    async def one(version: int) -> None:
+        nonlocal num_bytes
+        times = [synchronized(device)]
+        held: Any = await actor.publish_weights(version)
+        times.append(synchronized(device))
+        num_bytes = held.holding.num_bytes
+        times.append(synchronized(device))
+        await rollout.update_weights(held)
+        times.append(synchronized(device))
+        for name, begin, end in zip(seconds, times, times[1:], strict=False):
+            seconds[name].append(end - begin)
+
+    async def all_of_them() -> None:
+        for version in range(1, REPEATS + 1):
+            await actor.update(rows_of(scale, uneven=False, seed=version))
+            await one(version)
+
+    asyncio.run(all_of_them())
+    theirs: dict[str, Tensor] = named_weights(rollout._engine.model)  # type: ignore[attr-defined]
+    for name, tensor in named_weights(actor.model).items():
+        check(torch.equal(tensor.cpu(), theirs[name].cpu()), f"{name} of the rollout is not the actor's")
+    actor.close()
+    rollout.close()
+    best = {name: min(values[2:]) for name, values in seconds.items()}  # the first turn makes the pages
+    return {
+        "bytes": num_bytes,
+        "seconds": {name: values[1:] for name, values in seconds.items()},
+        "gb_per_second": {name: num_bytes / value / 1e9 for name, value in best.items()},
+    }

@@ -1,0 +1,106 @@
+"""Text environments of gymnasium as agents.
+
+    # my_games.py
+    import gymnasium
+    from rolemesh.agents.gymnasium import gymnasium_agent
+    from rolemesh.plugins import agent
+
+    agent("my_game", speaks_first=True)(gymnasium_agent(lambda: gymnasium.make("MyGame-v0")))
+
+Each episode has an environment of its own. Its reset gets the episode's seed, and the row's
+extra_info.env_kwargs as options. The first observation is a message of the user, each turn of the policy is an
+action, and each observation answers it. The library `gymnasium` is the plug-in's: nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rolemesh.agents.environment import Agent, Chat, Conversation, Episode, Observation, Outcome
+from rolemesh.errors import InvalidData
+
+SEEDS = 1 << 32  # gymnasium's own take a seed below this
+
+
+def gymnasium_agent(make_env: Callable[[], Any], *, threads: int = 8) -> Callable[[Any], Agent]:
+    """Make an agent of a gymnasium environment, for the decorator `agent`.
+
+    Args:
+        make_env: returns a new environment whose observations and actions are texts (gymnasium.spaces.Text).
+            It is called once in each episode.
+        threads: environments of a replica that compute at the same time.
+    """
+
+    def agent(job: Any) -> Agent:
+        return GymnasiumAgent(make_env, threads)
+
+    return agent
+
+
+class GymnasiumAgent:
+    """Implements rolemesh.agents.environment.Agent."""
+
+    tools = ()
+
+    def __init__(self, make_env: Callable[[], Any], threads: int) -> None:
+        self._make_env, self._threads = make_env, ThreadPoolExecutor(threads, "gymnasium")
+
+    def open(self, episode: Episode) -> Conversation:
+        """Make an episode's conversation. Raises InvalidData if the row's env_kwargs are no dict."""
+        options = (episode.row.get("extra_info") or {}).get("env_kwargs")
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidData(f"extra_info.env_kwargs should be a dict; got {options!r:.200}")
+        # Parquet fills in None for what other rows have.
+        options = {name: value for name, value in (options or {}).items() if value is not None}
+        return GymnasiumConversation(self._make_env, self._threads, episode.seed % SEEDS, options)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class GymnasiumConversation:
+    """Implements rolemesh.agents.environment.Conversation. A turn's reward is its step's."""
+
+    def __init__(
+        self, make_env: Callable[[], Any], threads: ThreadPoolExecutor, seed: int, options: dict[str, Any]
+    ) -> None:
+        self._make_env, self._threads, self._seed, self._options = make_env, threads, seed, options
+        self._env: Any = None
+
+    async def begin(self) -> Chat:
+        return _said(await self._run(self._reset))
+
+    async def act(self, turn: dict[str, Any]) -> Observation:
+        observation, reward, terminated, truncated, _ = await self._run(self._env.step, turn["content"])
+        if terminated or truncated:
+            return Observation(reward=float(reward), done=True, why="terminated" if terminated else "truncated")
+        return Observation(messages=_said(observation), reward=float(reward))
+
+    async def close(self) -> Outcome:
+        if self._env is not None:
+            await self._run(self._env.close)
+        return Outcome()
+
+    def _reset(self) -> Any:
+        self._env = self._make_env()
+        return self._env.reset(seed=self._seed, options=self._options)[0]
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _called, function, *args)
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except StopIteration as error:  # a future cannot raise it
+        raise RuntimeError("it raised StopIteration") from error
+
+
+def _said(observation: Any) -> Chat:
+    if not isinstance(observation, str):
+        raise TypeError(f"an observation should be a text; the environment returned {observation!r:.200}")
+    return [{"role": "user", "content": observation}]

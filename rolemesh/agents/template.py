@@ -1,0 +1,147 @@
+"""Appends messages to a conversation in token ids: what a chat template adds, and nothing made again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolemesh.agents.environment import Chat
+from rolemesh.errors import InvalidConfig
+
+MARK = "mark of a turn"  # a turn that no template writes by itself
+ASKS: dict[str, Any] = {"role": "user", "content": "ask"}
+SAID: dict[str, Any] = {"role": "assistant", "content": MARK}
+# Conversations on which a template is tried: what a turn is, and what comes after it.
+TRIED: tuple[tuple[str, Chat], ...] = (
+    ("a user's message", [{"role": "user", "content": "once more"}]),
+    ("a tool's answer", [{"role": "tool", "content": "42", "name": "add", "tool_call_id": "call-1"}]),
+)
+THOUGHT = "<think>\nso\n</think>\n\n"
+
+
+class Template:
+    """A tokenizer's chat template, for conversations that grow.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+
+    Raises:
+        InvalidConfig: the template does not put a turn's text into the conversation as it is.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._begun = self._render([ASKS, SAID], opens=False)
+        _, found, self._ends_turn = self._begun.rpartition(MARK)
+        if not found:
+            raise self._refused("it does not contain what the policy said, as it was said")
+
+    def after_turn(self, messages: Chat, end: str) -> list[int]:
+        """Return the ids that follow a turn of the policy: its end, messages, the next one's begin.
+
+        Args:
+            messages: what is said to the policy.
+            end: text of the token with which the policy ended its turn; "" if it was ended without one.
+        """
+        return self._ids(self._ends_turn.removeprefix(end) + self._added(messages))
+
+    def after_all(self, prompt: list[int], said: Chat, messages: Chat, end: str) -> tuple[bool, list[int]]:
+        """Return whether the template writes anew what was said, and the ids: if so, of the whole conversation;
+        else those that follow its last turn.
+
+        Args:
+            prompt: the ids before everything that was said.
+            said: what followed, up to a turn of the policy.
+            messages: what is said to it.
+            end: as for after_turn.
+        """
+        # What it saw and said, not the rendering of it: some templates drop the thoughts of the last turn, too.
+        begun = self._render([ASKS, *said[:-1]], opens=True) + str(said[-1]["content"])
+        whole = self._render([ASKS, *said, *messages], opens=True)
+        if whole.startswith(begun):
+            return False, self._ids(whole[len(begun) :].removeprefix(end))
+        asked, opened = self._render([ASKS], opens=False), self._render([ASKS], opens=True)
+        if not (whole.startswith(asked) and opened.startswith(asked)):
+            raise self._refused(f"{_kinds(messages)} after a turn of the policy changes the prompt")
+        opens = self._ids(opened[len(asked) :])
+        before = prompt[: -len(opens)] if opens and prompt[-len(opens) :] == opens else prompt
+        return True, before + self._ids(whole[len(asked) :])
+
+    def prompt(self, messages: Chat, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the ids of a conversation up to where the policy begins, as data sets have prompts."""
+        return self._ids(self._render(messages, opens=True, tools=tools))
+
+    def after_prompt(self, messages: Chat) -> list[int]:
+        """Return the ids that follow a prompt without the policy's begin: messages, and that begin."""
+        prompt, text = self._render([ASKS], opens=False), self._render([ASKS, *messages], opens=True)
+        if not text.startswith(prompt):
+            raise self._refused(f"{_kinds(messages)} after a prompt changes what came before")
+        return self._ids(text[len(prompt) :])
+
+    def _added(self, messages: Chat) -> str:
+        """Return what the template appends for messages that follow a turn, up to where the policy begins."""
+        text = self._render([ASKS, SAID, *messages], opens=True)
+        if not text.startswith(self._begun):
+            raise self._refused(f"{_kinds(messages)} after a turn of the policy changes what came before")
+        return text[len(self._begun) :]
+
+    def _render(self, messages: Chat, opens: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, add_generation_prompt=opens, tokenize=False
+            )
+        except Exception as error:  # the template is the model's code and may raise anything
+            raise self._refused(f"it refuses {_kinds(messages)}: {error}") from error
+        return text
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    # ------------------------------------------------------------------------------- at start
+
+    def check(self, rewrites: str = "refuse") -> None:
+        """Try the template on conversations of two turns.
+
+        What is appended turn by turn must be the text of the whole conversation. A template that rewrites
+        earlier turns (some drop the thoughts of all but the last) shows the policy another text when it is used
+        than when it was trained.
+
+        Args:
+            rewrites: "keep" accepts that: ids stay as they were sampled. "split" accepts it, too: after_all
+                makes another prompt there.
+
+        Raises:
+            InvalidConfig: they differ; the message says after what.
+        """
+        for what, messages in TRIED:
+            if rewrites == "split":
+                turn = {"role": "assistant", "content": THOUGHT + MARK}
+                self.after_all([], [turn, *messages, turn], messages, "")
+                continue
+            said = [SAID["content"]] + ([THOUGHT + MARK] if rewrites == "refuse" else [])
+            for text in said:
+                turn = {"role": "assistant", "content": text}
+                grown = self._render([ASKS], opens=True) + text + self._ends_turn
+                grown += self._added(messages) + text + self._ends_turn
+                whole = self._render([ASKS, turn, *messages, turn], opens=False)
+                if grown != whole:
+                    at = next((i for i, (a, b) in enumerate(zip(grown, whole, strict=False)) if a != b), 0)
+                    raise self._refused(
+                        f"with {what} it rewrites an earlier turn: turn by turn the conversation has "
+                        f"{_near(grown, at)}, as a whole {_near(whole, at)}. Set "
+                        "rollout.multi_turn.template_rewrites to split, to show the policy what the template "
+                        "makes of it from there on, or to keep, to leave the ids as they were sampled"
+                    )
+
+    def _refused(self, why: str) -> InvalidConfig:
+        name = self._tokenizer.name_or_path
+        return InvalidConfig(f"the chat template of {name!r} cannot be continued token by token: {why}")
+
+
+def _near(text: str, at: int) -> str:
+    return repr(text[max(0, at - 20) : at + 20])
+
+
+def _kinds(messages: Chat) -> str:
+    return "messages of " + ", ".join(dict.fromkeys(str(message.get("role")) for message in messages))

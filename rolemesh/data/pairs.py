@@ -1,0 +1,75 @@
+"""PairDataset: turns pairs of responses, of which one was chosen, into batches for preference training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rolemesh.data.assistant import Message
+from rolemesh.data.dataset import is_chat
+from rolemesh.data.supervised import Conversation, Ids, Row, RowsWithResponses, cell, without_none
+
+
+class PairDataset(RowsWithResponses):
+    """Rows of two conversations, which begin alike: the chosen one, and the rejected one in a context of its
+    own. So whatever shuffles, deals or cuts rows keeps a pair together, and a prompt is computed once where
+    padding is removed (docs/decisions/0023-a-pair-is-a-row.md).
+
+    A row of the files has a prompt (text or messages), and chosen and rejected (text, or the messages after
+    the prompt). Without a prompt, chosen and rejected are whole conversations. The arguments are those of
+    RowsWithResponses.
+    """
+
+    layout = "pairs"
+
+    def _conversations(self, position: int, row: Mapping[str, Any]) -> list[Conversation]:
+        config = self.config
+        keys = config.chosen_key, config.rejected_key
+        prompt: list[Message] = []
+        if (given := cell(row, config.prompt_key)) is not None:
+            prompt = self._chat(position, config.prompt_key, given, "user")
+        sides = [self._chat(position, key, cell(row, key), "assistant" if prompt else "") for key in keys]
+        if not prompt:
+            prompt = _common(*sides)
+            sides = [side[len(prompt) :] for side in sides]
+        if sides[0] == sides[1]:
+            raise self._wrong(position, keys[0], f"equals {keys[1]!r}; a pair needs two responses")
+        for key, side in zip(keys, sides, strict=True):
+            if not prompt or not side or side[0].get("role") != "assistant":
+                raise self._wrong(
+                    position,
+                    key,
+                    f"should go on from a prompt with what the assistant says; it has {side!r:.200}",
+                )
+        return [Conversation(key, [*prompt, *side], len(prompt)) for key, side in zip(keys, sides, strict=True)]
+
+    def _chat(self, position: int, key: str, value: Any, role: str) -> list[Message]:
+        """Return the messages of a cell. Text is one message of this role; without a role it is refused."""
+        if isinstance(value, str) and value and role:
+            return [{"role": role, "content": value}]
+        if not is_chat(value):
+            wanted = "text or messages" if role else "a conversation, as the row has no prompt"
+            raise self._wrong(position, key, f"should hold {wanted}; it holds {value!r:.200}")
+        return without_none(value)
+
+    def _row(self, position: int, conversations: list[tuple[Ids, Ids]]) -> Row | None:
+        """Join the pair; None if it is too long and filter_overlong_prompts drops it."""
+        (chosen, said), (rejected, instead) = conversations
+        ids = np.concatenate([chosen, rejected])
+        turns = np.concatenate([said, instead + np.sign(instead) * said.max()])
+        contexts = np.repeat(np.arange(2, dtype=np.int32), [len(chosen), len(rejected)])
+        begin = self._begin(turns)
+        if len(ids) - begin <= self.config.max_response_length:
+            return Row(ids, turns, contexts, begin)
+        if self.config.filter_overlong_prompts:
+            return None
+        way_out = "or set data.filter_overlong_prompts to leave such rows out"
+        raise self._too_long(position, len(ids), begin, way_out)
+
+
+def _common(a: list[Message], b: list[Message]) -> list[Message]:
+    """Return the messages with which both begin."""
+    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[:length]

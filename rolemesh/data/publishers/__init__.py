@@ -1,0 +1,1 @@
+"""Converts the files of data sets' publishers into rows for training."""

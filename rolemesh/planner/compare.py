@@ -1,0 +1,55 @@
+"""Plans of a job under every strategy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rolemesh.config import JobConfig
+from rolemesh.config.placement import strategies
+from rolemesh.errors import InvalidConfig
+from rolemesh.planner.devices import GPUS, Device, available_memory, cpu, parse_size
+from rolemesh.planner.memory import role_shapes
+from rolemesh.planner.plan import Cluster, Counts, Plan, Planner, best_first
+from rolemesh.planner.search import search
+
+SEARCHED = "found by search"
+
+
+def cluster_of(num_gpus: int, gpu: str, memory: str) -> Cluster:
+    """Describe a cluster of GPUs of one kind, or this machine's CPU if num_gpus is 0.
+
+    Raises:
+        InvalidConfig: an unknown kind of GPU, or an invalid size.
+    """
+    if num_gpus and gpu not in GPUS:
+        raise InvalidConfig(
+            f"--gpu {gpu} is unknown; expected one of {', '.join(GPUS)} (set another size by --gpu-memory)"
+        )
+    device: Device = GPUS[gpu] if num_gpus else cpu(available_memory())
+    if memory:
+        device = replace(device, memory_bytes=parse_size(memory))
+    return Cluster(device, max(1, num_gpus))
+
+
+def make_plans(job: JobConfig, cluster: Cluster, *, searching: bool) -> list[Plan]:
+    """Plan every strategy; with `searching` also the best of all groupings, if it beats them. Best first.
+
+    In the job's own strategy, groups have the replicas and ranks that the job file gives them.
+    """
+    planner = Planner(job, role_shapes(job), cluster)
+    tables = {name: table or job.placement.groups for name, table in strategies().items()}
+    given = {job.placement.strategy: given_counts(job)}
+    plans = best_first([planner.plan(name, table, given.get(name)) for name, table in tables.items() if table])
+    if searching and (found := search(planner, SEARCHED)).order < plans[0].order:
+        return [found, *plans]
+    return plans
+
+
+def given_counts(job: JobConfig) -> dict[str, Counts]:
+    """Return the replicas and ranks of the groups to which the job file gives ranks, or several replicas."""
+    written = {name for name, count in job.placement.replicas.items() if count > 1} | {*job.placement.ranks}
+    return {
+        group: Counts(job.num_replicas(group), job.num_ranks(group))
+        for group, roles in job.groups.items()
+        if written & {group, *roles} or job.num_ranks(group) > 1
+    }

@@ -1,0 +1,226 @@
+"""Safetensors files that the ranks of a role write and read together, each rank its own rows.
+
+Such a file is a header and one region of bytes. A rank's rows of a tensor are a contiguous range of it, and
+every rank writes its own. The file does not depend on the number of ranks: one that four ranks have written is
+read by any other number, and by any reader of safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rolemesh.errors import ModelNotFound
+from rolemesh.home import Home
+from rolemesh.ranks.agreement import agreed, told
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.sharding import is_first_copy, is_in_rows, local, memory_of, rows_of, whole
+
+# safetensors' names of types, in the order in which it lays out tensors.
+TYPES = {
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.uint32: "U32",
+    torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+FLOATS = {"F64", "F32", "BF16", "F16"}
+HEADER_ALIGNMENT = 8
+
+
+# ---------------------------------------------------------------------------------------- writing
+
+
+@contextmanager
+def writing(home: Home, directory: Path, ranks: Ranks) -> Iterator[Path]:
+    """Home.writing for all ranks: they fill one new directory, which rank 0 moves into place at the end.
+
+    Every rank calls it. If the block fails on one rank, it fails on all, and nothing is moved. In the block a
+    rank may fail only within `agreed`.
+    """
+    with ExitStack() as stack:
+        with agreed(ranks):
+            if ranks.rank == 0:
+                into = stack.enter_context(home.writing(directory))
+        name = told(ranks, Path(os.path.realpath(into)).name if ranks.rank == 0 else "")
+        with agreed(ranks):
+            if ranks.rank:
+                into = stack.enter_context(home.joining(directory, name))
+        yield into
+        with agreed(ranks):
+            stack.close()
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """A copy of what one rank writes of a tensor.
+
+    Args:
+        dtype, shape: of the whole tensor.
+        start: the first row that the rank holds.
+        rows: contiguous, in host memory; None if another rank writes them.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+    rows: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, ranks: Ranks) -> HostRows:
+        """Copy a tensor. Every rank calls it, because one whose parts are not rows is gathered."""
+        source = tensor if is_in_rows(tensor) else whole(tensor)
+        rows = None
+        if is_first_copy(source, ranks):
+            rows = local(source).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return cls(tensor.dtype, tensor.shape, rows_of(source).start, rows)
+
+
+def copied(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, HostRows]:
+    """Copy to host memory what this rank writes of tensors. Every rank calls it.
+
+    Args:
+        tensors: whole or sharded, on any device; the same names and shapes on every rank.
+        ranks: the role's.
+    """
+    return {name: HostRows.of(tensor, ranks) for name, tensor in tensors.items()}
+
+
+def write_rows(
+    file: Path, tensors: Mapping[str, HostRows], ranks: Ranks, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a file as safetensors.torch.save_file does, and wait until it is on disk. Every rank calls it.
+
+    Args:
+        file: to write, on a file system that all ranks share.
+        tensors: by name; the same names on every rank.
+        ranks: the role's.
+        metadata: of the file.
+    """
+    header, places = _lay_out(tensors, metadata)
+    with agreed(ranks):
+        if ranks.rank == 0:
+            with open(file, "wb") as made:
+                made.write(header)
+    with agreed(ranks), ExitStack() as stack:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+        stack.callback(os.close, descriptor)
+        for name, tensor in tensors.items():
+            if tensor.rows is not None:
+                row_bytes = tensor.dtype.itemsize * math.prod(tensor.shape[1:])
+                at = len(header) + places[name] + tensor.start * row_bytes
+                _write(descriptor, memory_of(tensor.rows), at)
+        os.fsync(descriptor)
+
+
+def _lay_out(
+    tensors: Mapping[str, HostRows], metadata: Mapping[str, str] | None
+) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a file, and where each tensor begins after it."""
+    order = list(TYPES)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    places, end = {}, 0
+    for name in sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name)):
+        tensor = tensors[name]
+        places[name], end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
+        header[name] = {
+            "dtype": TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [places[name], end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text, places
+
+
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        written = os.pwrite(descriptor, data, offset)
+        offset, data = offset + written, data[written:]
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+class TensorFiles:
+    """The tensors of safetensors files, by name. Nothing but headers is read until rows are asked for.
+
+    Raises:
+        ModelNotFound: a file is absent or damaged.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._of: dict[str, Any] = {}
+        self._file: dict[str, Path] = {}
+        for file in files:
+            with reading(file):
+                opened = safe_open(file, framework="pt")
+                names: list[str] = list(opened.keys())  # type: ignore[no-untyped-call]
+                self._of |= dict.fromkeys(names, opened)
+                self._file |= dict.fromkeys(names, file)
+
+    @classmethod
+    def of_model(cls, directory: Path) -> TensorFiles:
+        """Return the weights of a Hugging Face model directory: in one file, or in those of its index."""
+        single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+        if single.is_file() or not index.is_file():
+            return cls([single] if single.is_file() else [])
+        try:
+            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelNotFound(f"{index} cannot be read: {error!r}") from error
+        if strange := [name for name in names if Path(name).name != name]:
+            raise ModelNotFound(f"{index} names {strange[0]!r}, which is not a file beside it")
+        return cls(directory / name for name in names)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._of[name].get_slice(name).get_shape())
+
+    def is_float(self, name: str) -> bool:
+        """Return whether a tensor is of a plain float type, which other precisions are converted from."""
+        return self._of[name].get_slice(name).get_dtype() in FLOATS
+
+    def are_equal(self, first: str, second: str, part: int, num_parts: int) -> bool:
+        """Compare a part of the rows of two tensors."""
+        if self.shape(first) != self.shape(second):
+            return False
+        per_part = -(-self.shape(first)[0] // num_parts)
+        rows = slice(part * per_part, min((part + 1) * per_part, self.shape(first)[0]))
+        one, other = (self._of[name].get_slice(name) for name in (first, second))
+        return rows.start >= rows.stop or torch.equal(one[rows], other[rows])
+
+    def rows(self, name: str, like: Tensor) -> Tensor:
+        """Read this rank's rows of a tensor, converted to the type of `like`, on the CPU.
+
+        Args:
+            name: of the tensor.
+            like: a tensor of the same whole shape, whose rows of this rank are read.
+        """
+        with reading(self._file[name]):
+            if not like.dim():
+                return self._of[name].get_tensor(name).to(like.dtype)  # type: ignore[no-any-return]
+            rows = rows_of(like)
+            if rows.start == rows.stop:
+                return torch.empty(0, *like.shape[1:], dtype=like.dtype)
+            return self._of[name].get_slice(name)[rows].to(like.dtype)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Turn errors from reading a weights file into ModelNotFound."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ModelNotFound(f"{file} cannot be read: {error}") from error

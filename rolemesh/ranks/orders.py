@@ -1,0 +1,45 @@
+"""Orders: what rank 0 tells the other ranks to compute, and their answers.
+
+Rank 0 alone decides. Its computing thread gives an order to every rank when it begins to compute, and computes
+its own part; so all ranks compute the same commands in the same order, whatever calls arrive at the service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from rolemesh.dataproto import DataProto
+
+# One rank's part of a command: its rows and its parameters (meta_info), to its answer.
+Command = Callable[[DataProto], DataProto]
+
+
+class Orders(Protocol):
+    """Gives a command to every rank of a role. Used on the role's computing thread of rank 0."""
+
+    size: int  # number of ranks
+
+    def give(self, name: str, command: Command, parts: Sequence[DataProto]) -> list[DataProto]:
+        """Run a command on every rank, and return the ranks' answers.
+
+        Args:
+            name: of the worker's method, which every rank has.
+            command: the method on this rank.
+            parts: one for each rank.
+
+        Raises:
+            RolemeshError: the command raised the same error on every rank.
+            RoleUnavailable: a rank was lost, or only some ranks raised an error. The group cannot continue.
+        """
+        ...
+
+
+class Alone:
+    """The orders of a role with one rank."""
+
+    size = 1
+
+    def give(self, name: str, command: Command, parts: Sequence[DataProto]) -> list[DataProto]:
+        [part] = parts
+        return [command(part)]

@@ -1,0 +1,1 @@
+"""Rules that several services use: whether a text has the right answer."""

@@ -1,0 +1,1 @@
+"""Training a model: the loop over mini-batches, the optimizer, and checkpoints."""

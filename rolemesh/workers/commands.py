@@ -1,0 +1,144 @@
+"""Commands: methods of a worker that every rank of its role runs, each on its own rows.
+
+A public method of a worker runs on rank 0 alone. It deals its rows to the ranks, gives a command, and joins the
+answers. With one rank, a command is a plain call.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rolemesh.dataproto import DataProto
+from rolemesh.models.micro_batches import IS_FILLER, MicroBatches
+from rolemesh.ranks.load import RankLoads
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.telemetry import timeline
+from rolemesh.workers.seat import Seat
+
+SECONDS = "seconds"  # in an answer's meta_info: of the command, and of them in collectives
+
+
+class Commanded(Protocol):
+    """A worker whose commands run on every rank."""
+
+    seat: Seat
+    loads: RankLoads
+
+
+W = TypeVar("W", bound=Commanded)
+# A command as rank 0 gives it: a part for each rank, to an answer of each.
+Given = Callable[[W, Sequence[DataProto]], list[DataProto]]
+
+
+def command(method: Callable[[W, DataProto], DataProto]) -> Given[W]:
+    """Make a worker's method a command.
+
+    The method takes one rank's rows, with its parameters in meta_info, and returns that rank's answer. Called
+    on rank 0, on the worker's thread, the command takes the parts of all ranks and returns all answers. The
+    method itself, which the other ranks run, is available as `method.__wrapped__`; its answers say how long it
+    took.
+    """
+
+    @functools.wraps(method)
+    def timed(self: W, part: DataProto) -> DataProto:
+        ranks, began = self.seat.ranks, time.perf_counter()
+        if ranks.size == 1:
+            return method(self, part)
+        ranks.clock.take()  # of what ran between commands
+        answer = method(self, part)
+        waited = ranks.clock.take()
+        answer.meta_info = {**answer.meta_info, SECONDS: [time.perf_counter() - began, waited]}
+        return answer
+
+    def given(self: W, parts: Sequence[DataProto]) -> list[DataProto]:
+        began = time.perf_counter()
+        answers = self.seat.orders.give(method.__name__, functools.partial(timed, self), parts)
+        if all(SECONDS in answer.meta_info for answer in answers):
+            seconds = [(whole, waited) for whole, waited in (each.meta_info.pop(SECONDS) for each in answers)]
+            self.loads.add([_num_tokens(part, self.seat.ranks) for part in parts], seconds)
+            timeline.add_ranks(began, seconds)
+        return answers
+
+    functools.update_wrapper(given, method)
+    given.__wrapped__ = timed  # type: ignore[attr-defined]
+    given.is_command = True  # type: ignore[attr-defined]
+    return given
+
+
+def _num_tokens(part: DataProto, ranks: Ranks) -> int:
+    """Return how many tokens a rank computes of its part."""
+    return 0 if part.meta_info.get(IS_FILLER) else timeline.sizes_of(part).get("tokens", 0) // ranks.sharing
+
+
+def command_of(worker: object, name: str) -> Callable[[DataProto], DataProto]:
+    """Return the method that a rank runs for a command.
+
+    Raises:
+        LookupError: the worker has no such command.
+    """
+    given: Any = getattr(type(worker), name, None)
+    if not getattr(given, "is_command", False):
+        raise LookupError(f"{type(worker).__name__} has no command {name!r}")
+    return functools.partial(given.__wrapped__, worker)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """The rows of a batch, dealt to the ranks.
+
+    Args:
+        rows: the rows of each part, ascending. A part may have none.
+        parts: what each rank gets: a part's rows, or another row that does not count.
+        sharing: how many ranks in succession get the same part.
+    """
+
+    rows: list[Tensor]
+    parts: list[DataProto]
+    sharing: int
+
+    @classmethod
+    def of(cls, batch: DataProto, micro_batches: MicroBatches, ranks: Ranks, **meta: Any) -> Deal:
+        """Deal a batch, with the same parameters for every rank.
+
+        Raises:
+            InvalidBatch: a row has more tokens than a micro-batch may have.
+        """
+        num_parts = ranks.size // ranks.sharing
+        rows = micro_batches.deal(batch, num_parts) if num_parts > 1 else [torch.arange(len(batch))]
+        return cls._of_rows(batch, rows, ranks, meta)
+
+    @classmethod
+    def evenly(cls, batch: DataProto, ranks: Ranks) -> Deal:
+        """Deal a batch of any columns in equal numbers of rows."""
+        num_parts = ranks.size // ranks.sharing
+        return cls._of_rows(batch, list(torch.arange(len(batch)).tensor_split(num_parts)), ranks, {})
+
+    @classmethod
+    def _of_rows(cls, batch: DataProto, rows: list[Tensor], ranks: Ranks, meta: Mapping[str, Any]) -> Deal:
+        if len(rows) == 1:
+            parts = [DataProto(batch.tensors, batch.non_tensors, dict(meta), len(batch))]
+        else:
+            parts = [batch.select_idxs(at if len(at) else torch.tensor([0])) for at in rows]
+            for part, at in zip(parts, rows, strict=True):
+                part.meta_info = {**meta, IS_FILLER: not len(at)}
+        sharing = ranks.size // len(rows)
+        return cls(rows, [part for part in parts for _ in range(sharing)], sharing)
+
+    def by_part(self, answers: Sequence[DataProto]) -> Sequence[DataProto]:
+        """Return one answer for each part: ranks with the same part answer alike."""
+        return answers[:: self.sharing]
+
+    def join(self, answers: Sequence[DataProto]) -> DataProto:
+        """Put the rows of all ranks' answers back into the order of the batch."""
+        answers = self.by_part(answers)
+        if len(answers) == 1:
+            return answers[0]
+        having = [answer for answer, at in zip(answers, self.rows, strict=True) if len(at)]
+        return DataProto.concat(having).select_idxs(torch.cat(self.rows).argsort())

@@ -1,0 +1,93 @@
+"""Where a worker computes: its thread, its ranks, the device that it may share, and the traces of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from rolemesh.config import JobConfig
+from rolemesh.ranks.orders import Alone, Orders
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.weights.holder import Holder
+from rolemesh.workers.lease import Lease
+from rolemesh.workers.traces import Traces
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class ComputingThread(ThreadPoolExecutor):
+    """One thread, which has as many OpenMP threads as the one that makes it.
+
+    Load a role on the thread on which it computes. Every thread that uses OpenMP has a team. If the teams
+    together have more threads than there are cores, their threads sleep at a barrier instead of spinning, and
+    each operation starts later (docs/profiling.md).
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(1, name, _use_threads, (torch.get_num_threads(),))
+        self._num_queued = 0
+        self._counting = Lock()
+        self._is_closing = False
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True if another job, or the shutdown, is queued on this thread. A long job may yield to it."""
+        return self._is_closing or self._num_queued > 0
+
+    def submit(self, job: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Queue a job."""
+
+        def begin() -> R:
+            self._count(-1)
+            return job(*args, **kwargs)
+
+        future = super().submit(begin)
+        self._count(1)
+        future.add_done_callback(lambda done: self._count(-1) if done.cancelled() else None)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no further job, and end after those that are queued."""
+        self._is_closing = True
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+    def _count(self, jobs: int) -> None:
+        with self._counting:
+            self._num_queued += jobs
+
+
+def _use_threads(number: int) -> None:
+    torch.get_num_threads()  # without this, the thread's first large operation uses the process's number
+    torch.set_num_threads(number)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The thread, device lease and traces of one worker.
+
+    Args:
+        thread: runs the worker's methods.
+        lease: of the device that the role shares; None: the role does not share its device.
+        traces: of its operations; None: no step is traced.
+        ranks: the processes over which the role's model is spread.
+        orders: of rank 0 to these processes.
+        holder: of a follower, which holds a part of the weights that its role publishes.
+    """
+
+    thread: ComputingThread
+    lease: Lease | None = None
+    traces: Traces | None = None
+    ranks: Ranks = field(default_factory=Ranks.alone)
+    orders: Orders = field(default_factory=Alone)
+    holder: Holder | None = None
+
+    @classmethod
+    def of(cls, job: JobConfig, role: str, lease: Lease | None = None) -> Seat:
+        """Return a seat with a thread of its own, traced in the steps that the job names."""
+        return cls(ComputingThread(role), lease, Traces.of(job, role))

@@ -1,0 +1,33 @@
+"""Arguments that several commands take, and the job that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rolemesh.config import JobConfig
+
+ConfigArgument = Annotated[Path, typer.Argument(help="The job file (YAML).", metavar="CONFIG")]
+ConfigOption = Annotated[Path, typer.Option("--config", help="The job file (YAML).", metavar="FILE")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Overrides of the job file: further files, such as configs/recipes/dapo.yaml, from left to right, "
+        "and then single keys, such as trainer.save_freq=5",
+        metavar="[FILE|KEY=VALUE]...",
+    ),
+]
+
+
+def job_of(config: Path, overrides: list[str] | None, *own: str) -> JobConfig:
+    """Return the job of a file with overrides, of which a command's own come last.
+
+    Raises:
+        InvalidConfig: as load_job.
+    """
+    from rolemesh.config import load_job
+
+    return load_job(config, [*(overrides or ()), *own])

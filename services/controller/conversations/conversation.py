@@ -1,0 +1,334 @@
+"""One conversation of a row, from its first turn to its reward."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolemesh.agents.call_formats import checked
+from rolemesh.agents.environment import Chat, Prompt
+from rolemesh.agents.messages import chat_of, invalid_as, messages_of, prompt_of
+from rolemesh.agents.template import Template
+from rolemesh.agents.truncation import truncated
+from rolemesh.catalog.agents import AGENTS
+from rolemesh.catalog.call_formats import CALL_FORMATS
+from rolemesh.config import JobConfig
+from rolemesh.errors import EnvironmentFailed, InvalidBatch
+from rolemesh.roles import Environment
+from rolemesh.services.controller.conversations.rows import Rows
+from rolemesh.services.controller.conversations.turns import Turns
+from rolemesh.v1 import environment_pb2
+from rolemesh.v1.environment_pb2 import (
+    ActRequest,
+    ActResponse,
+    CloseEpisodeRequest,
+    Message,
+    OpenEpisodeRequest,
+    OpenEpisodeResponse,
+    ToolCall,
+)
+from rolemesh.wire.limits import MAX_CONTEXTS
+
+NO_ROOM = "max_response_length"
+TOO_MANY_PROMPTS = "max_contexts"
+CLOCK = "environment_s"  # seconds in which a conversation waited for its environment
+
+
+class Speech:
+    """From ids to messages and back, for all conversations of a job.
+
+    Args:
+        job: has the call format and the limits.
+        tokenizer: the policy's.
+
+    Raises:
+        InvalidConfig: the tokenizer's chat template cannot be continued.
+    """
+
+    def __init__(self, job: JobConfig, tokenizer: Any) -> None:
+        self._config = job.rollout.multi_turn
+        self._tokenizer = tokenizer
+        self._template = Template(tokenizer)
+        self._template.check(self._config.template_rewrites)
+        self._format = CALL_FORMATS[self._config.format]
+        self._read = self._format.load()
+        special = {id_: token.content for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._ends: Mapping[int, str] = special
+
+    def end_of(self, ids: list[int]) -> str:
+        """Return the text of the special token with which a turn ends; "" if it does not."""
+        return self._ends.get(ids[-1], "")
+
+    def text_of(self, ids: list[int]) -> str:
+        """Return what the policy said in a turn, without its end."""
+        text: str = self._tokenizer.decode(ids[:-1] if self.end_of(ids) else ids)
+        return text
+
+    def heard(self, text: str, turn: int) -> Message:
+        """Return what the policy said in a turn, with the calls in it."""
+        with self._format.errors_named():
+            content, calls = checked(self._read(text))
+        return Message(
+            role="assistant",
+            content=content,
+            tool_calls=[
+                ToolCall(
+                    id=f"call-{turn}-{at}", name=call.name, arguments=call.arguments, malformed=call.malformed
+                )
+                for at, call in enumerate(calls)
+            ],
+        )
+
+    def ids_after(self, messages: Chat, end: str) -> list[int]:
+        """Return the ids that follow a turn (Template.after_turn)."""
+        return self._template.after_turn(messages, end)
+
+    def prompt(self, prompt: Prompt) -> list[int]:
+        """Return the ids of a prompt that an environment brings (Template.prompt)."""
+        return self._template.prompt(prompt.messages, prompt.tools)
+
+    @property
+    def splits(self) -> bool:
+        """Whether the job splits rows where the template rewrites earlier turns."""
+        return self._config.template_rewrites == "split"
+
+    def ids_after_all(self, prompt: list[int], said: Chat, messages: Chat, end: str) -> tuple[bool, list[int]]:
+        """Return the ids of the whole conversation or those that follow a turn (Template.after_all)."""
+        return self._template.after_all(prompt, said, messages, end)
+
+    def ids_before(self, messages: Chat) -> list[int]:
+        """Return the ids before the first turn (Template.after_prompt)."""
+        return self._template.after_prompt(messages)
+
+    def to_chat(self, messages: Sequence[Message], what: str, *, cuts: bool) -> Chat:
+        """Return an environment's messages for the template.
+
+        Args:
+            messages: what it said.
+            what: begins the error.
+            cuts: answers of tools are cut to their most characters.
+
+        Raises:
+            InvalidBatch: one is no message, or speaks for the policy; the error begins with `what`.
+        """
+        most, side = self._config.max_tool_response_length, self._config.tool_response_truncate_side
+        chat = chat_of(messages, what)
+        for message in chat:
+            if message["role"] == "assistant":
+                raise InvalidBatch(f"{what} speaks for the policy: it has a message of 'assistant'")
+            if message["role"] == "tool" and cuts:
+                message["content"] = truncated(message["content"], most, side)
+        return chat
+
+
+@dataclass
+class Conversation:
+    """One attempt at a row's conversation.
+
+    Args:
+        row: its number in `rows`.
+        name: of the episode; unique in the job.
+        attempt: from 1.
+        agent: the row's agent_name.
+        job, speech, environment, rows, turns: what all conversations share.
+    """
+
+    row: int
+    name: str
+    attempt: int
+    agent: str
+    job: JobConfig
+    speech: Speech
+    environment: Environment
+    rows: Rows
+    turns: Turns
+    why: str = field(default="", init=False)
+    told: dict[str, float] = field(default_factory=dict, init=False)
+    _most: int = field(default=0, init=False)  # tokens of the next turn; 0: as many as fit
+    _is_cut: bool = field(default=False, init=False)  # the last turn, at its most tokens
+    _said: Chat = field(default_factory=list, init=False)  # after the prompt
+    _prompt: list[int] = field(default_factory=list, init=False)  # the last one that was brought
+
+    async def run(self) -> dict[str, str | float]:
+        """Hold the conversation. Return why it ended and numbers about it.
+
+        Raises:
+            EpisodeLost: its environment is gone; begin anew with another attempt.
+            EnvironmentFailed: the environment failed, or said something that nobody can answer.
+        """
+        self.told = {"turns": 0.0, "tool_calls": 0.0, "tool_errors": 0.0, CLOCK: 0.0}
+        self._began = time.monotonic()
+        opening = asyncio.create_task(self._open())
+        try:
+            if AGENTS[self.agent].speaks_first or AGENTS[self.agent].calls:
+                await opening
+            ended = False
+            while not ended:
+                ids = await self.turns.next_of(self.row)  # the first, while the episode is being opened
+                self.told["turns"] += 1
+                await opening
+                ended = await self._answered(self._within_its_most(ids))
+        except BaseException:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)  # its error, if it has one, is not forgotten
+            raise
+        closed = await self._timed(
+            self.environment.close_episode(CloseEpisodeRequest(episode=self.name, attempt=self.attempt))
+        )
+        self.rows.reward(self.row, self.job.rollout.multi_turn.episode_reward_weight * closed.reward)
+        return {**closed.metrics, **self.told, "why": self.why}
+
+    async def _open(self) -> None:
+        prompts, at = self.rows.prompts, self.row
+        columns = ("data_source", "reward_model", "extra_info")
+        opened = await self._timed(
+            self.environment.open_episode(
+                OpenEpisodeRequest(
+                    episode=self.name,
+                    attempt=self.attempt,
+                    agent=self.agent,
+                    uid=prompts["uid"][at],
+                    row=json.dumps({name: prompts[name][at] for name in columns}, default=str),
+                    messages=messages_of([*map(_as_text, prompts["messages"][at])], self._who("the prompt")),
+                    seed=int(prompts["seeds"][at]) % 2**64,
+                )
+            )
+        )
+        if opened.HasField("prompt") != AGENTS[self.agent].calls:
+            brought = "brought a" if opened.HasField("prompt") else "brought no"
+            raise self._failed(f"{brought} prompt, against its declaration (calls)")
+        if AGENTS[self.agent].calls:
+            self._bring(opened)
+        if bool(opened.messages) != AGENTS[self.agent].speaks_first:
+            spoke = "spoke" if opened.messages else "did not speak"
+            raise self._failed(
+                f"{spoke} before the policy's first turn, against its declaration (speaks_first)"
+            )
+        if opened.messages:
+            self._said = self._chat(opened.messages, "what it says first")
+            ids = self.speech.ids_before(self._said)
+            if len(ids) >= self.rows.room(at):
+                raise self._failed(
+                    f"spoke {len(ids)} tokens before the policy's first turn; data.max_response_length is "
+                    f"{self.rows.num_tokens}"
+                )
+            self.rows.append(at, ids)
+
+    def _bring(self, opened: OpenEpisodeResponse) -> None:
+        """Take the prompt of the environment in place of the row's."""
+        ids = self._ids_of(opened.prompt)
+        if len(ids) > self.rows.prompt_tokens:
+            raise EnvironmentFailed(
+                f"{self._who('its prompt')} has {len(ids)} tokens with its tools; data.max_prompt_length is "
+                f"{self.rows.prompt_tokens}"
+            )
+        self.rows.bring(self.row, ids)
+        self._most = opened.max_tokens
+
+    def _ids_of(self, prompt: environment_pb2.Prompt) -> list[int]:
+        with invalid_as(EnvironmentFailed):
+            self._prompt, self._said = self.speech.prompt(prompt_of(prompt, self._who("its prompt"))), []
+        return self._prompt
+
+    def _replaced(self, ids: list[int]) -> bool:
+        """Show the policy these ids in place of all that it saw. Return whether that was the end."""
+        if self.rows.num_contexts(self.row) == MAX_CONTEXTS:
+            return self._ended(TOO_MANY_PROMPTS)
+        if len(ids) >= self.rows.room(self.row):
+            return self._ended(NO_ROOM)
+        self.rows.replace(self.row, ids)
+        return False
+
+    def _within_its_most(self, ids: list[int]) -> list[int]:
+        """Return a turn without the tokens beyond those that the environment asked for."""
+        self._is_cut = 0 < self._most < len(ids)
+        if self._is_cut:
+            self.rows.cut(self.row, len(ids) - self._most)
+            return ids[: self._most]
+        return ids
+
+    async def _answered(self, ids: list[int]) -> bool:
+        """Give a turn to the environment, and append what it says. Return whether that was the end."""
+        config, end = self.job.rollout.multi_turn, self.speech.end_of(ids)
+        is_full = not end and not self.rows.room(self.row)
+        if is_full and not AGENTS[self.agent].calls:
+            return self._ended(NO_ROOM)  # half a turn is no turn
+        answer: ActResponse = await self._timed(self.environment.act(self._turn(ids, self._is_cut or is_full)))
+        number = int(self.told["turns"])
+        self.rows.reward(self.row, config.turn_reward_weight * answer.reward)
+        self.told["tool_calls"] += len(answer.tools)
+        self.told["tool_errors"] += sum(bool(tool.error) for tool in answer.tools)
+        if is_full:
+            return self._ended(NO_ROOM)
+        if answer.done:
+            return self._ended(answer.why or "done")
+        if config.max_assistant_turns and number >= config.max_assistant_turns:
+            return self._ended("max_assistant_turns")
+        if config.max_user_turns and number > config.max_user_turns:
+            return self._ended("max_user_turns")
+        if time.monotonic() - self._began > config.episode_timeout_s:
+            return self._ended("episode_timeout_s")
+        self._most = answer.max_tokens
+        if answer.HasField("prompt"):
+            return self._replaced(self._ids_of(answer.prompt))
+        chat = self._chat(answer.messages, f"the answer to turn {number}")
+        if not chat:
+            raise self._failed("neither said anything nor ended the conversation")
+        if self.speech.splits:
+            said = [*self._said, {"role": "assistant", "content": self.speech.text_of(ids)}]
+            self._said = [*said, *chat]
+            prompt = self._prompt or self.rows.prompt(self.row)
+            is_anew, following = self.speech.ids_after_all(prompt, said, chat, end)
+            if is_anew:
+                return self._replaced(following)
+        else:
+            following = self.speech.ids_after(chat, end)
+        if len(following) >= self.rows.room(self.row):
+            return self._ended(NO_ROOM)
+        self.rows.append(self.row, following)
+        return False
+
+    def _turn(self, ids: list[int], is_cut: bool) -> ActRequest:
+        number, text = int(self.told["turns"]), self.speech.text_of(ids)
+        # A call that was cut may look whole.
+        said = Message(role="assistant", content=text) if is_cut else self.speech.heard(text, number)
+        turn = ActRequest(episode=self.name, attempt=self.attempt, turn=number, message=said)
+        if AGENTS[self.agent].calls:
+            turn.text, turn.cut = text, is_cut
+            turn.completion_tokens = len(ids)
+            turn.prompt_tokens = self.rows.length(self.row) - len(ids)
+        return turn
+
+    def _chat(self, messages: Sequence[Message], what: str) -> Chat:
+        with invalid_as(EnvironmentFailed):
+            return self.speech.to_chat(messages, self._who(what), cuts=not AGENTS[self.agent].calls)
+
+    def _ended(self, why: str) -> bool:
+        self.why = why
+        return True
+
+    async def _timed(self, call: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return await call
+        finally:
+            self.told[CLOCK] += time.perf_counter() - began
+
+    def _failed(self, what: str) -> EnvironmentFailed:
+        return EnvironmentFailed(f"{self._who('it')} {what}")
+
+    def _who(self, what: str) -> str:
+        return f"row {self.rows.prompts['uid'][self.row]}: agent {self.agent}: {what}"
+
+
+def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of a prompt for the environment: content in parts becomes JSON."""
+    content = message.get("content")
+    return {
+        **message,
+        "content": content if isinstance(content, str) or content is None else json.dumps(content),
+    }

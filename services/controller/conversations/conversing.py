@@ -1,0 +1,139 @@
+"""The rollout that a page sees in a job with agents."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from rolemesh.catalog.agents import AGENTS
+from rolemesh.config import JobConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import EnvironmentFailed, EpisodeLost
+from rolemesh.forwarding import Forwarding
+from rolemesh.roles import Environment, Roles, Rollout
+from rolemesh.services.controller.conversations.conversation import Conversation, Speech
+from rolemesh.services.controller.conversations.rows import Rows, with_conversations
+from rolemesh.services.controller.conversations.turns import Turns
+from rolemesh.telemetry import metrics
+
+log = logging.getLogger(__name__)
+
+Told = dict[str, str | float]
+CALLS = itertools.count(1)  # part of an episode's name: validations ask for the same rows of the same step
+
+
+class Conversing(Forwarding[Rollout]):
+    """A rollout whose rows may be conversations, by their agent_name. Implements rolemesh.roles.Rollout.
+
+    Args:
+        rollout: generates turns.
+        environment: the other side.
+        job: the job.
+        tokenizer: the policy's.
+
+    Raises:
+        InvalidConfig: the tokenizer's chat template cannot be continued.
+    """
+
+    def __init__(self, rollout: Rollout, environment: Environment, job: JobConfig, tokenizer: Any) -> None:
+        super().__init__(rollout)
+        self._environment, self._job = environment, job
+        self._speech = Speech(job, tokenizer)
+        self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
+        """Rollout.generate, with turns, environment_rewards and conversation.
+
+        Rows do not wait for one another: a row that has ended is yielded while others still talk.
+
+        Raises:
+            EnvironmentFailed: a conversation could not be held to its end; the message names the row's uid.
+        """
+        rows = Rows(prompts, self._job.data.max_response_length, self._pad)
+        ended: dict[int, Told] = {}  # rows that were not yielded yet
+        changed = asyncio.Event()
+        turns = Turns(self._role, rows)
+        name = f"step-{prompts.meta_info['step']}-{next(CALLS)}"
+        talking = asyncio.create_task(self._all(rows, turns, name, ended, changed))
+        talking.add_done_callback(lambda _: changed.set())
+        try:
+            while not talking.done() or ended:
+                await changed.wait()
+                changed.clear()
+                if ended:
+                    some = dict(ended)
+                    ended.clear()
+                    yield rows.answer(list(some), list(some.values()))
+            await talking
+        finally:
+            talking.cancel()
+            await asyncio.wait({talking})
+
+    async def _all(
+        self, rows: Rows, turns: Turns, name: str, ended: dict[int, Told], changed: asyncio.Event
+    ) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                asking = group.create_task(turns.run())
+
+                async def talk(row: int) -> None:
+                    ended[row] = await self._row(rows, turns, row, f"{name}-{row}")
+                    changed.set()
+
+                await asyncio.wait([group.create_task(talk(row)) for row in range(len(rows.prompts))])
+                asking.cancel()
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+
+    async def _row(self, rows: Rows, turns: Turns, row: int, name: str) -> Told:
+        """Hold the conversation of a row; anew, if its environment is lost."""
+        agent, config = rows.prompts["agent_name"][row], self._job.rollout.multi_turn
+        if not AGENTS[agent].converses:
+            await turns.next_of(row)
+            return {"turns": 1.0, "why": agent}
+        uid = rows.prompts["uid"][row]
+        for attempt in range(1, config.max_attempts + 1):
+            talk = Conversation(
+                row, name, attempt, agent, self._job, self._speech, self._environment, rows, turns
+            )
+            try:
+                return await talk.run()
+            except EpisodeLost as error:
+                lost = error
+                metrics.EPISODES_LOST.inc()
+                log.warning("row %s: its conversation begins anew (%d): %s", uid, attempt, error)
+                rows.reset(row)
+        raise EnvironmentFailed(
+            f"row {uid}: the environment of agent {agent} was lost {config.max_attempts} times "
+            f"(rollout.multi_turn.max_attempts); the last time: {lost}"
+        )
+
+
+class RecordedConversing(Forwarding[Rollout]):
+    """Its stand-in while the step graph is recorded."""
+
+    async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
+        async for rows in self._role.generate(prompts):
+            sampled = rows["response_mask"]
+            told: list[Told] = [{"turns": 1.0, "why": ""}] * len(rows)
+            turns, rewards = sampled.to(torch.int64), torch.zeros(sampled.shape)
+            talks = {"turns": turns, "contexts": 0 * turns, "environment_rewards": rewards}
+            yield with_conversations(rows, talks, told)
+
+
+def recorded(roles: Roles, job: JobConfig) -> Roles:
+    """Return recording roles for a page, whose rollout converses if the job's does."""
+    if not job.rollout.multi_turn.enable:
+        return roles
+    return replace(roles, rollout=RecordedConversing(roles.rollout))
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

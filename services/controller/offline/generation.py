@@ -1,0 +1,82 @@
+"""Generation alone: responses to all prompts of a file, written in parts while they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+
+from rolemesh.config import JobConfig
+from rolemesh.data import PromptDataset
+from rolemesh.dataproto import DataProto
+from rolemesh.roles import Rollout
+from rolemesh.services.controller.offline.parts import Parts
+from rolemesh.services.controller.stages.validation import respond
+from rolemesh.tasks import gather
+
+PARTS_AT_ONCE = 64  # at most; a call each
+
+RESPONSES, IDS, LOG_PROBS = "responses", "response_ids", "response_log_probs"
+
+
+async def generate(
+    prompts: PromptDataset,
+    rollout: Rollout,
+    job: JobConfig,
+    parts: Parts,
+    tokenizer: Any,
+    finished: Callable[[int], None],
+) -> None:
+    """Respond to each prompt as a validation of the same job does, and write the parts that are missing.
+
+    Args:
+        prompts: all of them.
+        rollout: the only role that is called.
+        job: has the sampling parameters.
+        parts: where they are written.
+        tokenizer: of the responses.
+        finished: is told how many rows have come.
+    """
+    # Twice what the replicas decode at once: they have work while the last rows of a part are generated.
+    rows = 2 * job.rows_at_once * job.placement.replicas["rollout"]
+    rows_of_part = job.rollout.val_kwargs.n * len(parts.prompts_of(0))
+    seats = asyncio.Semaphore(min(PARTS_AT_ONCE, -(-rows // rows_of_part)))
+
+    async def told(rows: DataProto) -> DataProto:
+        finished(len(rows))
+        return rows
+
+    async def make(number: int) -> None:
+        async with seats:
+            at = parts.prompts_of(number)
+            batch = await respond(prompts.batch(at), at.start, rollout, job, told)
+            table = response_columns(batch, job.rollout.val_kwargs.n, tokenizer, parts.log_probs)
+            await asyncio.to_thread(parts.write, number, table)
+
+    await gather(*(make(number) for number in parts.missing()))
+
+
+def response_columns(batch: DataProto, n: int, tokenizer: Any, log_probs: bool) -> pa.Table:
+    """Return the columns that generation adds: a row for each prompt, with a list of its n responses in each.
+
+    Args:
+        batch: n rows for each prompt, one after the other.
+        n: responses to each prompt.
+        tokenizer: decodes them, without special tokens: so reward functions see them.
+        log_probs: also the engine's log-probability of each token.
+    """
+    masks = batch["response_mask"]
+    ids = [row[mask].tolist() for row, mask in zip(batch["responses"], masks, strict=True)]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    columns = {RESPONSES: (texts, pa.string()), IDS: (ids, pa.list_(pa.int32()))}
+    if log_probs:
+        rows = [row[mask].tolist() for row, mask in zip(batch["rollout_log_probs"], masks, strict=True)]
+        columns[LOG_PROBS] = (rows, pa.list_(pa.float32()))
+    return pa.table(
+        {
+            name: pa.array([cells[at : at + n] for at in range(0, len(cells), n)], pa.list_(kind))
+            for name, (cells, kind) in columns.items()
+        }
+    )

@@ -1,0 +1,53 @@
+"""The data sets of a run, by its page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from rolemesh.config import JobConfig
+from rolemesh.data import PromptDataset, PromptOrder
+from rolemesh.data.dataset import Agents
+from rolemesh.data.pairs import PairDataset
+from rolemesh.data.supervised import SupervisedDataset
+from rolemesh.errors import InvalidConfig
+
+Dataset = PromptDataset | SupervisedDataset | PairDataset
+
+
+def training_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> tuple[Dataset, PromptOrder, int]:
+    """Return the training rows, their order, and the number of steps.
+
+    Raises:
+        InvalidConfig, InvalidData: there are none, or they cannot be used.
+    """
+    if job.data.source.reads_files and not job.data.train_files:
+        raise InvalidConfig("data.train_files is empty; expected one Parquet file or more")
+    data = _dataset(job, job.data.train_files, "train", tokenizer, agents)
+    order = PromptOrder(len(data), job.data)
+    return data, order, job.trainer.total_training_steps or order.total_steps(job.trainer.total_epochs)
+
+
+def validation_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> Dataset | None:
+    """Return the validation rows; None if the job has no validation.
+
+    Raises:
+        InvalidConfig, InvalidData: validation is wanted without data, or its rows cannot be used.
+    """
+    if job.data.has_validation:
+        return _dataset(job, job.data.val_files, "val", tokenizer, agents)
+    if job.trainer.val_only or job.trainer.test_freq > 0:
+        raise InvalidConfig(
+            "trainer.val_only or trainer.test_freq requires validation, but data.val_files is empty"
+        )
+    return None
+
+
+def _dataset(
+    job: JobConfig, files: Sequence[str], split: Literal["train", "val"], tokenizer: Any, agents: Agents | None
+) -> Dataset:
+    if job.page.learns_from == "responses":
+        return SupervisedDataset(files, job.data, tokenizer, split=split)
+    if job.page.learns_from == "pairs":
+        return PairDataset(files, job.data, tokenizer, split=split)
+    return PromptDataset(files, job.data, tokenizer, split=split, agents=agents)

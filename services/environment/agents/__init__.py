@@ -1,0 +1,1 @@
+"""Agents: who answers a conversation. rolemesh/catalog/agents.py declares them."""

@@ -1,0 +1,245 @@
+"""One episode of a replica: its turns in order, each answered once, however often it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from rolemesh.agents.environment import Conversation
+from rolemesh.agents.messages import answer_of, end_of, invalid_as, message_of, opening_of
+from rolemesh.errors import EnvironmentFailed, EpisodeLost, InvalidBatch, InvalidData, RolemeshError
+from rolemesh.services.environment.running import TookTooLong, look_at, within
+from rolemesh.v1.environment_pb2 import (
+    ActRequest,
+    ActResponse,
+    CloseEpisodeResponse,
+    OpenEpisodeRequest,
+    OpenEpisodeResponse,
+)
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+OF_A_PROGRAM = ("text", "cut", "prompt_tokens", "completion_tokens")  # of a turn, for an agent that `calls`
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds for one turn; seconds after which an episode that nobody asks about is abandoned."""
+
+    call_s: float
+    episode_s: float
+
+
+class OpenedEpisode:
+    """An attempt of an episode.
+
+    A call may break off and come again, so its work goes on without it, and both get the same answer.
+
+    Args:
+        request: how it begins.
+        opens: makes its conversation.
+        limits: of time.
+        answered: called with each answer to a turn, once.
+        ended: called when it has freed what it held, with the reason.
+    """
+
+    def __init__(
+        self,
+        request: OpenEpisodeRequest,
+        opens: Callable[[], Awaitable[Conversation]],
+        limits: Limits,
+        answered: Callable[[OpenedEpisode, ActResponse], None],
+        ended: Callable[[OpenedEpisode, str], None],
+    ) -> None:
+        self.name, self.attempt, self.agent = request.episode, request.attempt, request.agent
+        self.where = f"row {request.uid} (agent {request.agent})"
+        self._opens, self._limits = opens, limits
+        self._answered, self._ended = answered, ended
+        self._conversation: Conversation | None = None
+        self._opening = _started(self._open())
+        self._turn, self._said, self._is_done = 0, b"", False
+        self._acting: asyncio.Task[ActResponse] | None = None
+        self._closing: asyncio.Task[CloseEpisodeResponse] | None = None
+        self._failure: RolemeshError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._asked_at = self._loop.time()
+        self._timer = self._loop.call_later(limits.episode_s, self._abandon_if_idle)
+
+    # ------------------------------------------------------------------------------- requests
+
+    async def opened(self) -> OpenEpisodeResponse:
+        """Return what is said first.
+
+        Raises:
+            EnvironmentFailed: the conversation could not begin.
+            InvalidBatch, InvalidData: the request or its row is unusable.
+        """
+        return await self._answer(self._opening)
+
+    async def act(self, request: ActRequest) -> ActResponse:
+        """Answer a turn: the next one, or the last one again.
+
+        Raises:
+            InvalidBatch: it is neither of them, or unreadable.
+            EnvironmentFailed: the conversation raised, took too long or said something invalid.
+            EpisodeLost: the episode ended meanwhile.
+        """
+        said = hashlib.blake2b(request.message.SerializeToString(deterministic=True), digest_size=16).digest()
+        if self._acting is not None and request.turn == self._turn:
+            if said != self._said:
+                raise InvalidBatch(f"{self.where}: turn {request.turn} came again with another message")
+            return await self._answer(self._acting)
+        self._raise_failure()
+        if self._closing is not None:
+            raise EpisodeLost(f"{self.where}: the episode was closed before turn {request.turn}")
+        if request.turn != self._turn + 1:
+            expected = f"{self._turn + 1}, or {self._turn} again" if self._turn else "1"
+            raise InvalidBatch(f"{self.where}: turn {request.turn} came; {expected} expected")
+        if not (self._opening if self._acting is None else self._acting).done():
+            raise InvalidBatch(f"{self.where}: turn {request.turn} came before the call before it was answered")
+        if self._is_done:
+            raise InvalidBatch(f"{self.where}: turn {request.turn} came, but turn {self._turn} was the last")
+        turn = message_of(request.message, f"{self.where}: turn {request.turn}")
+        if request.completion_tokens:  # for an agent that brings its prompt
+            turn |= {name: getattr(request, name) for name in OF_A_PROGRAM}
+        self._turn, self._said = request.turn, said
+        self._acting = _started(self._act(turn))
+        return await self._answer(self._acting)
+
+    async def closed(self) -> CloseEpisodeResponse:
+        """End the episode, and return its reward.
+
+        Raises:
+            EnvironmentFailed: the conversation failed, now or before.
+        """
+        self._raise_failure()
+        return await self._answer(self.end("closed"))
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
+    def end(self, reason: str) -> asyncio.Task[CloseEpisodeResponse]:
+        """Begin to end the episode, also in the middle of a turn, if nothing else has."""
+        if self._closing is None:
+            self._timer.cancel()
+            self._closing = _started(self._close(reason))
+        return self._closing
+
+    async def _answer(self, task: asyncio.Task[R]) -> R:
+        self._asked_at = self._loop.time()
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # not this call, but the work that it waits for
+                raise EpisodeLost(f"{self.where}: the episode was ended meanwhile") from None
+            raise
+        finally:
+            self._asked_at = self._loop.time()
+
+    # ----------------------------------------------------------------------------------- work
+
+    async def _open(self) -> OpenEpisodeResponse:
+        with _Failing(self):
+            self._conversation = conversation = await self._bounded(self._opens(), "opening")
+            said = await self._bounded(conversation.begin(), "begin")
+            with invalid_as(EnvironmentFailed, self.where):
+                return opening_of(said, "what begin returned")
+
+    async def _act(self, turn: dict[str, Any]) -> ActResponse:
+        assert self._conversation is not None
+        with _Failing(self):
+            said = await self._bounded(self._conversation.act(turn), f"turn {self._turn}")
+            with invalid_as(EnvironmentFailed, self.where):
+                answer = answer_of(said, f"the answer to turn {self._turn}")
+            self._is_done = answer.done
+            self._answered(self, answer)
+            return answer
+
+    async def _close(self, reason: str) -> CloseEpisodeResponse:
+        try:
+            for task in (self._opening, self._acting):
+                if task is not None and not task.done() and task is not asyncio.current_task():
+                    task.cancel()
+                    await asyncio.wait({task})
+            if self._conversation is None:
+                return CloseEpisodeResponse()
+            outcome = await self._bounded(self._conversation.close(), "close")
+            with invalid_as(EnvironmentFailed, self.where):
+                return end_of(outcome, "what close returned")
+        finally:
+            self._conversation = None
+            self._ended(self, reason)
+
+    async def _bounded(self, work: Awaitable[R], doing: str) -> R:
+        """Run the environment's code, for call_s seconds at most; name the row in what it raises."""
+        try:
+            return await within(self._limits.call_s, work)
+        except TookTooLong as error:
+            raise EnvironmentFailed(
+                f"{self.where}: {doing}: {error} (rollout.multi_turn.call_timeout_s)"
+            ) from error
+        except (EnvironmentFailed, InvalidBatch, InvalidData) as error:
+            raise type(error)(f"{self.where}: {error}") from error
+        except Exception as error:
+            log.exception("%s: %s", self.where, doing)
+            said = f"{type(error).__name__}: {_text_of(error)}"
+            raise EnvironmentFailed(f"{self.where}: {doing} raised {said}") from error
+
+    def fail(self, error: RolemeshError) -> None:
+        """Keep the error for every further call, and free what the episode holds."""
+        self._failure = error
+        if self._closing is None:
+            self._timer.cancel()
+            self._closing = _started(self._close("failed"))
+
+    def _abandon_if_idle(self) -> None:
+        idle_s = self._loop.time() - self._asked_at
+        works = any(task is not None and not task.done() for task in (self._opening, self._acting))
+        if idle_s < self._limits.episode_s or works:
+            left_s = max(self._limits.episode_s - idle_s, 0.01) if not works else self._limits.episode_s
+            self._timer = self._loop.call_later(left_s, self._abandon_if_idle)
+            return
+        log.warning("%s: nobody asked about the episode for %.0f s; it is abandoned", self.where, idle_s)
+        self.end("abandoned")
+
+
+class _Failing:
+    """Marks the episode as failed if the block raises an error."""
+
+    def __init__(self, episode: OpenedEpisode) -> None:
+        self._episode = episode
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RolemeshError):
+            self._episode.fail(error)
+
+
+def _started(work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+    """Start a task whose error may be asked for later, or never."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(look_at)
+    return task
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(no message: {type(another).__name__})"
+
+
+def name_of(request: Message) -> str:
+    """Return an episode's name for messages."""
+    return f"episode {request.episode!r:.200}"  # type: ignore[attr-defined]  # all requests but Describe's

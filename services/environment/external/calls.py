@@ -1,0 +1,291 @@
+"""Calls of an OpenAI-compatible API: read and checked, and their answers written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rolemesh.agents.environment import Chat
+from rolemesh.errors import InvalidBatch
+from rolemesh.wire.json_text import from_json
+from rolemesh.wire.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
+
+log = logging.getLogger(__name__)
+
+READ = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream"}
+READ |= {"stream_options", "n", "stop", "logprobs", "response_format"}
+# The job decides how the policy samples, so that log-probabilities are the policy's. Validation may sample in
+# another way than training, and the program cannot know which it is in.
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"}
+SAMPLING |= {"repetition_penalty", "reasoning_effort", "verbosity"}
+# These change no answer of one policy.
+ABOUT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+ABOUT |= {"parallel_tool_calls"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+_warned: set[str] = set()
+
+
+class Refused(Exception):
+    """A call that is answered with an error, as OpenAI's API has it.
+
+    Args:
+        status: of HTTP.
+        message: for people.
+        param: the key of the body that is wrong.
+        code: for programs.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, as far as it decides the answer.
+
+    Args:
+        messages: as chat templates take them, with arguments of calls as dicts.
+        tools: as the program gave them.
+        finds_calls: look for calls of tools in what the policy says.
+        max_tokens: of the policy's turn; 0: no limit of its own.
+        streams: the answer is sent in chunks.
+        includes_usage: with the numbers of tokens after the last chunk.
+    """
+
+    messages: Chat
+    tools: list[dict[str, Any]]
+    finds_calls: bool
+    max_tokens: int
+    streams: bool
+    includes_usage: bool
+
+
+def read(body: bytes, model: str) -> Call:
+    """Read a call of chat completions.
+
+    Args:
+        body: JSON.
+        model: the only model that there is.
+
+    Raises:
+        Refused: it is malformed, or asks for something that this endpoint does not do.
+    """
+    try:
+        text = body.decode()
+        asked = from_json(text, "the body")
+        if "\\u" in text:  # an escape may be half a character
+            json.dumps(asked, ensure_ascii=False).encode()
+    except (InvalidBatch, UnicodeError) as error:
+        raise Refused(400, f"the body is no JSON of UTF-8 texts: {error}") from None
+    if not isinstance(asked, dict):
+        raise Refused(400, "the body should be a JSON object")
+    _check_keys(asked)
+    if asked.get("model") != model:
+        said = f"there is no model {asked.get('model')!r:.100}; the only one is {model!r}"
+        raise Refused(404, said, "model", "model_not_found")
+    tools = _list(asked, "tools", MAX_TOOLS)
+    for index, tool in enumerate(tools):
+        if not (isinstance(tool, dict) and tool.get("type") == "function" and _is_named(tool.get("function"))):
+            raise Refused(
+                400, 'a tool should be {"type": "function", "function": {"name", …}}', f"tools.{index}"
+            )
+    choice = asked.get("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        raise Refused(400, "tool_choice should be auto or none: the policy decides", "tool_choice")
+    options = asked.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise Refused(400, "stream_options should be an object", "stream_options")
+    return Call(
+        messages=_messages(asked),
+        tools=tools,
+        finds_calls=bool(tools) and choice == "auto",
+        max_tokens=_max_tokens(asked),
+        streams=asked.get("stream") is True,
+        includes_usage=options.get("include_usage") is True,
+    )
+
+
+def _check_keys(asked: Mapping[str, Any]) -> None:
+    given = {key for key, value in asked.items() if value is not None}
+    if unknown := given - READ - SAMPLING - ABOUT:
+        key = min(unknown)
+        raise Refused(400, f"this endpoint does not know {key!r:.100}", f"{key:.100}", "unknown_parameter")
+    for key in sorted(given & SAMPLING - _warned):
+        _warned.add(key)
+        log.warning("programs ask for %s, which has no effect: the section rollout says how to sample", key)
+    for key, only in (("n", 1), ("logprobs", False), ("response_format", {"type": "text"})):
+        if key in given and asked[key] != only:
+            raise Refused(400, f"{key} should be {json.dumps(only)}, or be left out", key)
+    if asked.get("stop"):
+        raise Refused(400, "stop has no effect here: the policy ends its turns itself (rollout.stop)", "stop")
+    if asked.get("stream") not in (None, True, False):
+        raise Refused(400, "stream should be true or false", "stream")
+
+
+def _max_tokens(asked: Mapping[str, Any]) -> int:
+    limits = []
+    for key in ("max_tokens", "max_completion_tokens"):
+        value = asked.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise Refused(400, f"{key} should be a number of at least 1", key)
+        limits.append(min(value, 2**31))
+    return min(limits, default=0)
+
+
+# ------------------------------------------------------------------------------------ messages
+
+
+def _messages(asked: Mapping[str, Any]) -> Chat:
+    messages: Chat = []
+    names: dict[str, str] = {}  # of the tools that were called, by the call's id
+    for index, message in enumerate(_list(asked, "messages", MAX_MESSAGES)):
+        where = f"messages.{index}"
+        if not isinstance(message, dict) or str(message.get("role")) not in ROLES:
+            raise Refused(400, f"a message should have a role, one of {', '.join(ROLES)}", where)
+        read: dict[str, Any] = {
+            "role": ROLES[message["role"]],
+            "content": _content(message.get("content"), where),
+        }
+        if calls := [_call(call, where) for call in _list(message, "tool_calls", MAX_CALLS, where)]:
+            read["tool_calls"] = calls
+            names |= {call["id"]: call["function"]["name"] for call in calls}
+        for key in ("name", "tool_call_id"):
+            if (value := message.get(key)) is not None:
+                read[key] = _text(value, f"{where}.{key}")
+        if read["role"] == "tool" and read.get("tool_call_id") in names:
+            read.setdefault("name", names[read["tool_call_id"]])  # templates may need it
+        messages.append(read)
+    if not messages:
+        raise Refused(400, "messages should have one message at least", "messages")
+    return messages
+
+
+def _content(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if not isinstance(content, list):
+        return _text(content, f"{where}.content")
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        raise Refused(400, "content should be a text, or parts of type text", f"{where}.content")
+    return "".join(_text(part.get("text"), f"{where}.content") for part in content)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    try:
+        function = call["function"]
+        name, given, id_ = function["name"], function.get("arguments") or "{}", call["id"]
+        arguments = from_json(given, "arguments") if isinstance(given, str) else given
+    except (InvalidBatch, AttributeError, KeyError, TypeError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        said = 'a call should be {"id", "type", "function": {"name", "arguments"}}, arguments a JSON object'
+        raise Refused(400, said, f"{where}.tool_calls") from None
+    texts = {key: _text(value, f"{where}.tool_calls") for key, value in (("id", id_), ("name", name))}
+    return {
+        "id": texts["id"],
+        "type": "function",
+        "function": {"name": texts["name"], "arguments": arguments},
+    }
+
+
+def _list(asked: Mapping[str, Any], key: str, most: int, where: str = "") -> list[Any]:
+    value = asked.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list) or len(value) > most:
+        raise Refused(400, f"{key} should be a list of at most {most}", f"{where}.{key}" if where else key)
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise Refused(400, "a text expected", where)
+    return value
+
+
+def _is_named(function: Any) -> bool:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+# ------------------------------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True)
+class Said:
+    """A turn of the policy, for the program.
+
+    Args:
+        number: of the turn, from 1.
+        message: as a template takes it.
+        finish_reason: stop, length or tool_calls.
+        prompt_tokens, completion_tokens: before the turn, and of it.
+    """
+
+    number: int
+    message: dict[str, Any]
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        given, made = self.prompt_tokens, self.completion_tokens
+        return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+
+
+def said_of(turn: Mapping[str, Any], number: int, finds_calls: bool) -> Said:
+    """Return a turn as a call's answer. Its calls of tools stay text unless all of them can be read."""
+    calls = turn.get("tool_calls") or []
+    if not finds_calls or any("malformed" in call for call in calls):
+        calls = []
+    message = {"role": "assistant", "content": turn["content"] if calls else turn["text"]}
+    if calls:
+        message["tool_calls"] = calls
+    finish = "length" if turn["cut"] else "tool_calls" if calls else "stop"
+    return Said(number, message, finish, turn["prompt_tokens"], turn["completion_tokens"])
+
+
+def completion(said: Said, model: str) -> dict[str, Any]:
+    """Return the answer to a call that does not stream."""
+    choice = {"index": 0, "message": _message(said), "logprobs": None, "finish_reason": said.finish_reason}
+    return _head(said, model, "chat.completion") | {"choices": [choice], "usage": said.usage}
+
+
+def chunks(said: Said, model: str, includes_usage: bool) -> list[dict[str, Any]]:
+    """Return the answer to a call that streams: the whole turn in one chunk, then why it ended."""
+    head = _head(said, model, "chat.completion.chunk")
+    message = _message(said)
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{"index": index} | call for index, call in enumerate(calls)]
+    pieces: list[tuple[dict[str, Any], str | None]] = [(message, None), ({}, said.finish_reason)]
+    made = [
+        head | {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": why}]}
+        for delta, why in pieces
+    ]
+    return [*made, head | {"choices": [], "usage": said.usage}] if includes_usage else made
+
+
+def _message(said: Said) -> dict[str, Any]:
+    calls = [
+        call | {"function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in said.message.get("tool_calls", ())
+    ]
+    content = said.message["content"]
+    message = {"role": "assistant", "content": None if calls and not content else content}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _head(said: Said, model: str, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{said.number}", "object": kind, "created": int(time.time()), "model": model}

@@ -1,0 +1,123 @@
+"""The HTTP server that programs call: an OpenAI-compatible API on loopback, with a key for each episode."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from rolemesh.agents.environment import Endpoint
+from rolemesh.services.environment.external.calls import Refused, chunks, completion, read
+from rolemesh.services.environment.external.session import Session
+
+HOST = "127.0.0.1"
+MODEL = "policy"
+MAX_BODY_BYTES = (
+    4 << 20
+)  # a call has the whole conversation; a new message has far less than an answer may have
+BODY_S = 30.0  # in which a body arrives
+SHUTDOWN_S = 1.0
+RETRIES = "x-stainless-retry-count"  # of OpenAI's clients: how often they have sent the call already
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """Listens while an episode is open, on a port that the system chooses."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, tuple[str, Session]] = {}  # by the part of the key that is not secret
+        self._changing = asyncio.Lock()
+        self._runner: web.AppRunner | None = None
+        self._number = 0
+
+    @asynccontextmanager
+    async def serving(self, session: Session) -> AsyncIterator[Endpoint]:
+        """Serve an episode's calls within the block. Its key is unknown before and after."""
+        self._number += 1
+        name, secret = f"rolemesh-{self._number}", secrets.token_urlsafe(32)
+        async with self._changing:
+            self._sessions[name] = (secret, session)
+            runner = self._runner = self._runner or await _started(self._application())
+        try:
+            host, port = runner.addresses[0][:2]
+            yield Endpoint(f"http://{host}:{port}/v1", f"{name}.{secret}", MODEL)
+        finally:
+            del self._sessions[name]
+            async with self._changing:
+                if not self._sessions and self._runner is not None:
+                    runner, self._runner = self._runner, None
+                    await runner.cleanup()
+
+    def _application(self) -> web.Application:
+        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_with_errors])
+        application.router.add_post("/v1/chat/completions", self._complete)
+        application.router.add_get("/v1/models", self._models)
+        return application
+
+    def _session_of(self, request: web.Request) -> Session:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        name, _, given = key.strip().partition(".")
+        secret, session = self._sessions.get(name, ("", None))
+        if scheme.lower() != "bearer" or session is None or not _is_equal(given, secret):
+            raise Refused(401, "the key is unknown, or its episode has ended", code="invalid_api_key")
+        return session
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session_of(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rolemesh"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session = self._session_of(request)
+        try:
+            async with asyncio.timeout(BODY_S):
+                body = await request.read()
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {BODY_S:g} s") from None
+        try:
+            call = read(body, MODEL)
+        except Refused as refused:
+            session.refused = str(refused)
+            raise
+        said = await session.call(call, is_retry=request.headers.get(RETRIES, "0") != "0")
+        if not call.streams:
+            return web.json_response(completion(said, MODEL))
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        for chunk in chunks(said, MODEL, call.includes_usage):
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@web.middleware
+async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer with errors as OpenAI's API has them."""
+    try:
+        return await handler(request)
+    except Refused as error:
+        refused = error
+    except web.HTTPRequestEntityTooLarge:
+        refused = Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+    except web.HTTPException as error:
+        refused = Refused(error.status, f"{request.method} {request.path:.100}: {error.reason}")
+    return web.json_response(refused.body(), status=refused.status)
+
+
+async def _started(application: web.Application) -> web.AppRunner:
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    await runner.setup()
+    await web.TCPSite(runner, HOST, 0).start()
+    return runner
+
+
+def _is_equal(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode(errors="surrogateescape"), secret.encode())

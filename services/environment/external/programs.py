@@ -1,0 +1,146 @@
+"""An episode's program, as a conversation of the environment: what it calls the policy with is what is said."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from rolemesh.agents.environment import Chat, Endpoint, Episode, Observation, Outcome, Prompt
+from rolemesh.config import JobConfig
+from rolemesh.errors import EnvironmentFailed, RolemeshError
+from rolemesh.services.environment.external.calls import Call, said_of
+from rolemesh.services.environment.external.endpoint import Server
+from rolemesh.services.environment.external.session import Session
+from rolemesh.services.environment.running import Threads, look_at, without_exit
+
+log = logging.getLogger(__name__)
+
+Program = Callable[[Episode, Endpoint, JobConfig], Any]
+
+
+class Programs:
+    """The programs of all rows with one agent_name. Implements rolemesh.agents.environment.Agent.
+
+    Args:
+        job: the job.
+        program: holds a conversation (AgentSpec.calls). One that is not async runs on a thread.
+        server: serves the policy to it.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()  # a program describes its own
+
+    def __init__(self, job: JobConfig, program: Program, server: Server) -> None:
+        self.job, self.program, self.server = job, program, server
+        self._threads = Threads(job.rollout.multi_turn.max_episodes)  # a program holds its thread to its end
+
+    def open(self, episode: Episode) -> ProgramConversation:
+        return ProgramConversation(self, episode)
+
+    async def run(self, episode: Episode, endpoint: Endpoint) -> Any:
+        if inspect.iscoroutinefunction(self.program):
+            return await self.program(episode, endpoint, self.job)
+        return await self._threads.run(self.program, episode, endpoint, self.job)
+
+
+class ProgramConversation:
+    """Implements rolemesh.agents.environment.Conversation."""
+
+    def __init__(self, programs: Programs, episode: Episode) -> None:
+        self._programs, self._episode = programs, episode
+        self._session = Session()
+        self._serving = AsyncExitStack()
+        self._running: asyncio.Task[Any] | None = None
+        self._num_turns = 0
+        self._new: Chat | Prompt = []  # of the last call
+
+    async def begin(self) -> Prompt:
+        endpoint = await self._serving.enter_async_context(self._programs.server.serving(self._session))
+        self._running = asyncio.create_task(without_exit(self._programs.run(self._episode, endpoint)))
+        self._running.add_done_callback(look_at)
+        if await self._next() is None:
+            self._result()
+            raise EnvironmentFailed(self._told("the program ended without a call that was answered"))
+        assert isinstance(self._new, Prompt), "the first call is one"
+        return self._new
+
+    async def act(self, turn: dict[str, Any]) -> Observation:
+        self._num_turns += 1
+        self._session.answer(said_of(turn, self._num_turns, self._session.finds_calls))
+        if (call := await self._next()) is None:
+            self._result()  # raises, if the program failed
+            return Observation(done=True, why="ended")
+        if isinstance(self._new, Prompt):
+            return Observation(prompt=self._new, max_tokens=call.max_tokens)
+        return Observation(messages=self._new, max_tokens=call.max_tokens)
+
+    async def close(self) -> Outcome:
+        """Tell the program that the conversation is over, wait for its reward, and free what it holds."""
+        running = self._running
+        if running is None:
+            await self._serving.aclose()
+            return Outcome()
+        try:
+            self._session.end()
+            await asyncio.wait({running})
+            return self._at_limit() or self._result()
+        finally:
+            running.cancel()
+            await self._serving.aclose()
+
+    def _at_limit(self) -> Outcome | None:
+        """Return the outcome of a program that failed because of a limit, if the job has a reward for that."""
+        assert self._running is not None
+        reward = self._programs.job.rollout.agent.external.reward_at_limit
+        if self._running.cancelled() or self._running.exception() is None or not self._session.is_at_limit:
+            return None
+        return None if reward is None else Outcome(reward)
+
+    async def _next(self) -> Call | None:
+        """Return the program's next call; None if the program has ended."""
+        assert self._running is not None
+        asking = asyncio.ensure_future(self._session.next())
+        try:
+            await asyncio.wait({asking, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # it hangs, or nobody wants its next call
+            self._running.cancel()
+            raise
+        finally:
+            asking.cancel()
+        if not asking.done() or asking.cancelled():
+            return None
+        call, self._new = asking.result()
+        return call
+
+    def _result(self) -> Outcome:
+        """Return what the program returned.
+
+        Raises:
+            EnvironmentFailed: it raised, or returned no reward.
+        """
+        assert self._running is not None
+        if self._running.cancelled():
+            raise EnvironmentFailed(
+                self._told("the program was ended, because it hung or nobody waited for it")
+            )
+        error = self._running.exception()
+        if isinstance(error, RolemeshError):
+            raise type(error)(self._told(str(error))) from error
+        if error is not None:
+            raise EnvironmentFailed(
+                self._told(f"the program raised {type(error).__name__}: {error}")
+            ) from error
+        result = self._running.result()
+        numbers = dict(result) if isinstance(result, Mapping) else {"reward": result}
+        if numbers.get("reward") is None:
+            raise EnvironmentFailed(
+                self._told(f"the program returned {result!r:.200}; the reward, or a dict with it, expected")
+            )
+        return Outcome(numbers.pop("reward"), numbers)
+
+    def _told(self, said: str) -> str:
+        refused = self._session.refused
+        return f"{said}; its last call that was refused: {refused}" if refused else said

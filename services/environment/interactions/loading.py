@@ -1,0 +1,49 @@
+"""Make the interactions of a job, from verl's YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rolemesh.agents.interactions import BaseInteraction
+from rolemesh.config.rollout import MultiTurnConfig
+from rolemesh.config.yaml_file import one_line
+from rolemesh.errors import InvalidConfig
+from rolemesh.services.environment.interactions.gsm8k import Gsm8kInteraction
+from rolemesh.services.environment.tools.loading import class_of, entries_of
+
+# Classes of verl that have a counterpart here.
+COUNTERPARTS = {
+    "verl.interactions.gsm8k_interaction.Gsm8kInteraction": (
+        "rolemesh.services.environment.interactions.gsm8k.Gsm8kInteraction"
+    )
+}
+
+
+def interactions_of(settings: MultiTurnConfig) -> dict[str, BaseInteraction]:
+    """Return the job's interactions by name: `interaction` in rollout.multi_turn.interaction_config_path, a
+    list of name, class_name and config. Without a file there is gsm8k alone.
+
+    Raises:
+        InvalidConfig: one cannot be made, or two have one name; the message names the file.
+    """
+    if settings.interaction_config_path is None:
+        return {"gsm8k": Gsm8kInteraction({"name": "gsm8k"})}
+    file = Path(settings.interaction_config_path)
+    made: dict[str, BaseInteraction] = {}
+    for index, entry in enumerate(entries_of(file, "interaction", ("name", "class_name", "config"))):
+        where = f"{file}: interaction {index + 1}"
+        cls = class_of(entry, where, COUNTERPARTS)
+        name = entry.get("name") or _named_after(str(entry["class_name"]))
+        if name in made:
+            raise InvalidConfig(f"{where}: there are two interactions {name!r}; give them names of their own")
+        try:
+            made[name] = cls({**(entry.get("config") or {}), "name": name})
+        except Exception as error:
+            said = one_line(f"{type(error).__name__}: {error}")
+            raise InvalidConfig(f"{where}, {entry['class_name']}: {said}") from error
+    return made
+
+
+def _named_after(path: str) -> str:
+    """Return the name that verl gives a class without one: Gsm8kInteraction is gsm8k."""
+    return path.rpartition(".")[2].removesuffix("Interaction").lower()

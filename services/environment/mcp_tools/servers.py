@@ -1,0 +1,206 @@
+"""Connections to the job's MCP servers, on an event loop and a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from mcp import Client, MCPError
+from mcp.client._transport import TransportStreams
+from mcp_types import CONNECTION_CLOSED, CallToolResult, Tool
+
+from rolemesh.config.rollout import McpServerConfig
+from rolemesh.config.yaml_file import one_line
+from rolemesh.errors import InvalidConfig
+from rolemesh.services.environment.mcp_tools.transports import over_http, over_stdio
+from rolemesh.tasks import gather
+from rolemesh.wire.limits import MAX_TOOLS
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+CLOSES_S = 10.0  # seconds in which connections may end
+
+
+class Servers:
+    """The servers of a job.
+
+    Args:
+        configs: by name.
+        timeout_s: seconds in which a server has to start and to list its tools.
+    """
+
+    def __init__(self, configs: Mapping[str, McpServerConfig], timeout_s: float) -> None:
+        self._servers = {name: _Server(name, config, timeout_s) for name, config in configs.items()}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="MCP")
+        self._thread.start()
+
+    def start(self) -> dict[str, list[Tool]]:
+        """Connect to all servers, and return their tools.
+
+        Raises:
+            InvalidConfig: one cannot be reached, or offers no valid list; the message names it.
+        """
+
+        async def listed() -> list[list[Tool]]:
+            return await gather(*(server.tools() for server in self._servers.values()))
+
+        try:
+            return dict(zip(self._servers, self._submit(listed()).result(), strict=True))
+        except BaseException:
+            self.close()
+            raise
+
+    async def call(self, server: str, tool: str, arguments: dict[str, Any]) -> CallToolResult:
+        """Call a tool. If the call is cancelled, the server is told.
+
+        Raises:
+            Exception: the connection was lost, or the server refuses the call.
+        """
+        return await asyncio.wrap_future(self._submit(self._servers[server].call(tool, arguments)))
+
+    def close(self) -> None:
+        """End all connections, and the servers that were started here. May be called again."""
+        if self._loop.is_closed():
+            return
+
+        async def ended() -> None:
+            await gather(*(server.close() for server in self._servers.values()))
+
+        self._submit(ended()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _submit(self, work: Coroutine[Any, Any, R]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+class _Connection:
+    """An open connection. The library wants one task to open and to close it.
+
+    Attributes:
+        calls: that run on it.
+        answered: how many have been answered.
+    """
+
+    def __init__(self, transport: AbstractAsyncContextManager[TransportStreams]) -> None:
+        self.calls, self.answered = 0, 0
+        self._transport, self._ending = transport, asyncio.Event()
+        self._opened: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self.task = asyncio.create_task(self._hold())
+
+    async def _hold(self) -> None:
+        try:
+            async with Client(self._transport, cache=None) as client:
+                if not self._opened.done():
+                    self._opened.set_result(client)
+                await self._ending.wait()
+        except BaseException as error:
+            if not self._opened.done():
+                self._opened.set_exception(error)
+            elif not isinstance(error, asyncio.CancelledError):
+                log.warning("a connection to an MCP server ended: %s", said(error))
+
+    async def client(self) -> Client:
+        return await asyncio.shield(self._opened)
+
+    def end(self) -> None:
+        self._ending.set()
+        if not self._opened.done():
+            self.task.cancel()
+
+
+class _Server:
+    def __init__(self, name: str, config: McpServerConfig, timeout_s: float) -> None:
+        self._name, self._config, self._timeout_s = name, config, timeout_s
+        self._connection: _Connection | None = None
+        self._open: set[_Connection] = set()
+
+    def _connected(self) -> _Connection:
+        """Return the connection, or a new one if it was lost."""
+        if self._connection is None or self._connection.task.done():
+            config = self._config
+            over = (
+                over_stdio(config.command, config.env)
+                if config.command
+                else over_http(config.url, config.headers)
+            )
+            self._connection = connection = _Connection(over)
+            self._open.add(connection)
+            connection.task.add_done_callback(lambda _: self._open.discard(connection))
+        return self._connection
+
+    def _lose(self, connection: _Connection) -> None:
+        """Let the next call have another connection; this one ends with the last call on it."""
+        if self._connection is connection:
+            self._connection = None
+        if not connection.calls:
+            connection.end()
+
+    async def tools(self) -> list[Tool]:
+        where = f"rollout.multi_turn.mcp_servers.{self._name}"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                client = await self._connected().client()
+                tools: list[Tool] = []
+                cursor: str | None = None
+                while True:
+                    page = await client.list_tools(cursor=cursor)
+                    tools += page.tools
+                    if len(tools) > MAX_TOOLS:
+                        raise InvalidConfig(f"{where}: it offers more than {MAX_TOOLS} tools")
+                    cursor = page.next_cursor
+                    if not cursor or not page.tools:
+                        return tools
+        except InvalidConfig:
+            raise
+        except TimeoutError as error:
+            raise InvalidConfig(
+                f"{where}: {self._config} did not answer in {self._timeout_s:g} s "
+                "(rollout.multi_turn.call_timeout_s)"
+            ) from error
+        except Exception as error:
+            raise InvalidConfig(f"{where}: {self._config} has no tools: {said(error)}") from error
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> CallToolResult:
+        connection = self._connected()
+        answered = connection.answered
+        connection.calls += 1
+        is_lost = True
+        try:
+            client = await connection.client()
+            result: CallToolResult = await client.call_tool(tool, arguments)
+            connection.answered += 1
+            is_lost = False
+            return result
+        except MCPError as error:
+            # A refusal of a server that lives. Over HTTP it may also be that nobody answered.
+            is_lost = not self._config.command or error.code == CONNECTION_CLOSED
+            raise
+        except asyncio.CancelledError:
+            is_lost = connection.answered == answered  # it answers nobody: it hangs
+            raise
+        finally:
+            connection.calls -= 1
+            if is_lost or (connection is not self._connection):
+                self._lose(connection)
+
+    async def close(self) -> None:
+        for connection in list(self._open):
+            connection.end()
+        if self._open:
+            await asyncio.wait({connection.task for connection in self._open}, timeout=CLOSES_S)
+
+
+def said(error: BaseException) -> str:
+    """Return an error in a line; of several errors at once, the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return one_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

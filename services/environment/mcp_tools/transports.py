@@ -1,0 +1,192 @@
+"""Connections to MCP servers that read no message of unbounded size."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import anyio
+import httpx2
+from mcp.client._transport import TransportStreams
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
+from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
+
+from rolemesh.sandbox.parent import group_that_dies_with_me
+from rolemesh.wire.limits import MAX_ANSWER_BYTES
+
+ENDS_S = 2.0  # seconds in which a server may end by itself
+INHERITED = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR")  # of the role's environment variables
+
+# A response begins with its result or error, or with its id and then these; or its id comes last.
+TOO_LONG = f"the answer has more than {MAX_ANSWER_BYTES} bytes"
+END_BYTES = 256  # of a message that is too long: what is kept of its beginning, and of its end
+_VERSION, _ID = rb'"jsonrpc"\s*:\s*"2\.0"\s*', rb'"id"\s*:\s*"?(\d+)"?\s*'
+RESPONSE = re.compile(rb'\s*\{\s*(?:%b,\s*|%b,\s*)*"(?:result|error)"' % (_VERSION, _ID))
+LAST = re.compile(rb"(?<!\\)%b(?:,\s*%b)?\}\s*$" % (_ID, _VERSION))
+
+
+@asynccontextmanager
+async def over_stdio(command: Sequence[str], env: Sequence[str]) -> AsyncGenerator[TransportStreams, None]:
+    """Start a server, and talk to it by its standard input and output. It ends with the block, and with this
+    process, however that ends, and so does what it has started in its process group.
+
+    Args:
+        command: the program and its arguments.
+        env: names of the environment variables that it gets beside INHERITED.
+    """
+    if absent := [name for name in env if name not in os.environ]:
+        raise ValueError(f"env names {', '.join(absent)}, which is not set")
+    process = await asyncio.create_subprocess_exec(
+        *group_that_dies_with_me(command),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={name: os.environ[name] for name in (*INHERITED, *env) if name in os.environ},
+        limit=MAX_ANSWER_BYTES,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    to_session, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    write, from_session = anyio.create_memory_object_stream[SessionMessage](0)
+    stdin, stdout = process.stdin, process.stdout
+
+    async def reading() -> None:
+        with suppress(anyio.BrokenResourceError):
+            async with to_session:
+                while (message := await next_message(stdout)) is not None:
+                    await to_session.send(message)
+
+    async def writing() -> None:
+        with suppress(OSError):
+            async for message in from_session:
+                text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                stdin.write(f"{text}\n".encode())
+                await stdin.drain()
+        await to_session.aclose()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(reading)
+            tasks.start_soon(writing)
+            try:
+                yield read, write
+            finally:
+                tasks.cancel_scope.cancel()
+    finally:
+        for stream in (read, write, to_session, from_session):
+            stream.close()
+        stdin.close()
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(ENDS_S):
+                await _ended(process, stdout)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            with anyio.move_on_after(ENDS_S):
+                await _ended(process, stdout)
+
+
+async def _ended(process: asyncio.subprocess.Process, stdout: asyncio.StreamReader) -> None:
+    """Wait for a process. asyncio sees its end after that of its output, which nobody else reads any more."""
+    while await stdout.read(1 << 16):
+        pass
+    await process.wait()
+
+
+async def next_message(stdout: asyncio.StreamReader) -> SessionMessage | Exception | None:
+    """Read a line. Of one beyond the reader's limit, no more than that is in memory at a time.
+
+    Returns:
+        The message; for a response that is too long, an error to the same call; for any other line that is too
+        long or is no message, an exception. None: at the end, or after a response that names no call.
+    """
+    head, tail = b"", b""
+    while True:
+        try:
+            line = await stdout.readuntil()
+            break
+        except asyncio.LimitOverrunError as too_long:
+            part = await stdout.readexactly(too_long.consumed)
+            head, tail = head or part[:END_BYTES], part[-END_BYTES:]
+        except asyncio.IncompleteReadError as end:
+            if not end.partial:
+                return None
+            line = end.partial
+            break
+    if not head:
+        return _message_of(line)
+    if not (response := RESPONSE.match(head)):
+        return ValueError(TOO_LONG)
+    asked = response[1] or ((last := LAST.search((tail + line)[-END_BYTES:])) and last[1])
+    if not asked:
+        return None
+    error = ErrorData(code=INTERNAL_ERROR, message=TOO_LONG)
+    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=int(asked), error=error))
+
+
+def _message_of(line: bytes) -> SessionMessage | Exception:
+    try:
+        return SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+    except ValueError as error:
+        return error
+
+
+@asynccontextmanager
+async def over_http(url: str, headers: Mapping[str, str]) -> AsyncGenerator[TransportStreams, None]:
+    """Talk to a server at a URL, by streamable HTTP.
+
+    Args:
+        url: the server's.
+        headers: names of headers to the environment variables that have their values.
+
+    Raises:
+        ValueError: there is no such variable.
+    """
+    for name, variable in headers.items():
+        if variable not in os.environ:
+            raise ValueError(f"header {name} is in the environment variable {variable}, which is not set")
+    values = {name: os.environ[variable] for name, variable in headers.items()}
+    transport = _Bounded(httpx2.AsyncHTTPTransport())
+    timeout = httpx2.Timeout(30.0, read=None)  # whoever asks gives up in time
+    async with (
+        httpx2.AsyncClient(headers=values, transport=transport, timeout=timeout) as client,
+        streamable_http_client(url, http_client=client, max_sse_event_size=MAX_ANSWER_BYTES) as streams,
+    ):
+        yield streams
+
+
+class _Bounded(httpx2.AsyncBaseTransport):
+    """Bounds the bodies that are read as a whole; events of a stream have a bound of their own."""
+
+    def __init__(self, transport: httpx2.AsyncHTTPTransport) -> None:
+        self._transport = transport
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await self._transport.handle_async_request(request)
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = _BoundedStream(response.stream)
+        return response
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for chunk in self._stream:
+            size += len(chunk)
+            if size > MAX_ANSWER_BYTES:
+                raise httpx2.StreamError(TOO_LONG)  # of this request; a ReadError would end the session
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()

@@ -1,0 +1,43 @@
+"""EnvironmentService: its messages are what the worker takes and returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rolemesh.errors import RoleBusy
+from rolemesh.roles import Environment
+from rolemesh.rpc.errors import to_status
+from rolemesh.services.environment.worker import EnvironmentWorker
+from rolemesh.v1.environment_pb2 import (
+    ActRequest,
+    ActResponse,
+    CloseEpisodeRequest,
+    CloseEpisodeResponse,
+    DescribeRequest,
+    DescribeResponse,
+    OpenEpisodeRequest,
+    OpenEpisodeResponse,
+)
+
+
+class EnvironmentServicer:
+    """Implements EnvironmentService."""
+
+    def __init__(self, worker: EnvironmentWorker) -> None:
+        self._worker: Environment = worker
+
+    async def Describe(self, request: DescribeRequest, context: Any) -> DescribeResponse:
+        return await self._worker.describe(request)
+
+    async def OpenEpisode(self, request: OpenEpisodeRequest, context: Any) -> OpenEpisodeResponse:
+        try:
+            return await self._worker.open_episode(request)
+        except RoleBusy as error:  # the worker's own, raised before it begins; the guard knows only others'
+            await context.abort(*to_status(error))
+            raise
+
+    async def Act(self, request: ActRequest, context: Any) -> ActResponse:
+        return await self._worker.act(request)
+
+    async def CloseEpisode(self, request: CloseEpisodeRequest, context: Any) -> CloseEpisodeResponse:
+        return await self._worker.close_episode(request)

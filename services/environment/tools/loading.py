@@ -1,0 +1,225 @@
+"""Make the tools that a job names: by name, or in verl's YAML file. Functions and classes are called alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from inspect import Parameter, iscoroutinefunction, signature
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSchema
+from rolemesh.catalog.tools import TOOLS
+from rolemesh.config import JobConfig
+from rolemesh.config.rollout import MultiTurnConfig
+from rolemesh.config.yaml_file import one_line, read_yaml
+from rolemesh.errors import InvalidConfig
+from rolemesh.services.environment.running import Threads
+
+# Classes of verl that have a counterpart here, for jobs written for verl where it is not installed.
+COUNTERPARTS = {"verl.tools.gsm8k_tool.Gsm8kTool": "rolemesh.services.environment.tools.gsm8k.Gsm8kTool"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call of a tool returned."""
+
+    text: str
+    reward: float = 0.0
+
+
+def tools_of(job: JobConfig) -> dict[str, BaseTool]:
+    """Return the job's tools by name: those of rollout.multi_turn.tools, then those of its tool_config_path
+    and its mcp_servers.
+
+    Raises:
+        InvalidConfig: a tool cannot be made, has no valid schema, or two have one name.
+    """
+    settings, threads = job.rollout.multi_turn, Threads()
+    made = [_named(name, job, threads) for name in settings.tools]
+    if settings.tool_config_path is not None:
+        made += tools_in(Path(settings.tool_config_path))
+    if settings.mcp_servers:
+        made += _of_servers(settings)
+    tools: dict[str, BaseTool] = {}
+    for tool in made:
+        schema_of(tool)
+        if tools.setdefault(tool.name, tool) is not tool:
+            raise InvalidConfig(f"rollout.multi_turn names two tools {tool.name!r}; leave one out")
+    return tools
+
+
+def _of_servers(settings: MultiTurnConfig) -> list[BaseTool]:
+    try:
+        from rolemesh.services.environment.mcp_tools.tool import mcp_tools
+    except ModuleNotFoundError as error:
+        raise InvalidConfig(
+            f"rollout.multi_turn.mcp_servers needs {error.name}; pip install 'rolemesh[mcp]'"
+        ) from error
+    return mcp_tools(settings)
+
+
+def _named(name: str, job: JobConfig, threads: Threads) -> BaseTool:
+    spec = TOOLS[name]
+    with spec.errors_named():
+        code: Any = spec.load()
+        if not isinstance(code, type):
+            return FunctionTool(name, code, threads)
+        tool: BaseTool = code(job) if spec.of_job else code({}, None)
+        return tool
+
+
+def tools_in(file: Path) -> list[BaseTool]:
+    """Make the tools of verl's YAML file: `tools`, a list of class_name, config and tool_schema.
+
+    Raises:
+        InvalidConfig: the file cannot be read, or a tool cannot be made; the message names both.
+    """
+    made: list[BaseTool] = []
+    for index, entry in enumerate(entries_of(file, "tools", ("class_name", "config", "tool_schema"))):
+        where = f"{file}: tool {index + 1}"
+        schema = entry.get("tool_schema")
+        cls = class_of(entry, where, COUNTERPARTS)
+        try:
+            parsed = None if schema is None else ToolSchema.model_validate(schema)
+            made.append(cls(entry.get("config") or {}, parsed))
+        except Exception as error:
+            raise InvalidConfig(f"{where}, {entry['class_name']}: {one_line(_said(error))}") from error
+    return made
+
+
+def entries_of(file: Path, key: str, known: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the list under a key of a YAML file. Raises InvalidConfig if it is no list of sections."""
+    entries = read_yaml(file).get(key)
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise InvalidConfig(f"{file}: {key} should be a list of sections with {', '.join(known)}")
+    for entry in entries:
+        if unknown := entry.keys() - set(known):
+            raise InvalidConfig(f"{file}: unknown key {min(unknown)!r} in {key}; there are {', '.join(known)}")
+    return entries
+
+
+def class_of(entry: Mapping[str, Any], where: str, counterparts: Mapping[str, str]) -> Callable[..., Any]:
+    """Import the class that `class_name` names, as package.module.Class. Raises InvalidConfig."""
+    path = entry.get("class_name")
+    if not isinstance(path, str) or "." not in path:
+        raise InvalidConfig(f"{where}: class_name is {path!r:.100}; package.module.Class expected")
+    try:
+        return _imported(path)
+    except ModuleNotFoundError as error:
+        if path in counterparts:
+            return _imported(counterparts[path])
+        raise InvalidConfig(
+            f"{where}: {path} cannot be imported: {error}; install its package, or set PYTHONPATH to its folder"
+        ) from error
+    except Exception as error:
+        raise InvalidConfig(f"{where}: {path} cannot be imported: {_said(error)}") from error
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
+
+
+# ----------------------------------------------------------------------------------- functions
+
+
+class FunctionTool(BaseTool):
+    """A function as a tool. One that is not async runs on a thread.
+
+    Raises:
+        InvalidConfig: its signature or docstring does not say what its arguments are.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], threads: Threads) -> None:
+        try:
+            schema = get_json_schema(function)["function"]
+        except (DocstringParsingException, TypeHintParsingException) as error:
+            raise InvalidConfig(
+                f"tool {name}: {one_line(str(error))} A tool's function has type hints, and a docstring that "
+                "begins with what it does and has each argument under Args:"
+            ) from error
+        parameters = schema["parameters"]
+        described = FunctionSchema(name=name, description=schema["description"], parameters=parameters)
+        super().__init__({}, ToolSchema(type="function", function=described))
+        self._function, self._threads = function, threads
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        try:
+            signature(self._function).bind(**parameters)
+        except TypeError as error:
+            expected = ", ".join(self.tool_schema.function.parameters.get("properties", {}))
+            raise ValueError(f"{error}; the arguments are {expected or 'none'}") from None
+        if iscoroutinefunction(self._function):
+            answer = await self._function(**parameters)
+        else:
+            answer = await self._threads.run(partial(self._function, **parameters))
+        return ToolResponse(text=_text_of(answer)), 0.0, {}
+
+
+# --------------------------------------------------------- classes, of verl's shape and its older one
+
+
+async def started(tool: BaseTool, instance_id: str, create_kwargs: Mapping[str, Any]) -> None:
+    """Create a tool's instance. verl's newer tools take create_kwargs as one argument, its older ones each."""
+    takes_more = any(p.kind is Parameter.VAR_KEYWORD for p in signature(tool.create).parameters.values())
+    more = {"create_kwargs": dict(create_kwargs)} if takes_more and create_kwargs else {}
+    await tool.create(instance_id, **more, **create_kwargs)
+
+
+async def executed(
+    tool: BaseTool, instance_id: str, parameters: dict[str, Any], execute_kwargs: Mapping[str, Any]
+) -> Answer:
+    """Run a call of a tool, which returns its answer, a reward and numbers.
+
+    Raises:
+        ValueError: what it returned is none of these.
+    """
+    returned = await tool.execute(instance_id, parameters, **execute_kwargs)
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise ValueError(f"execute should return (answer, reward, numbers); it returned {returned!r:.100}")
+    answer, reward, _ = returned
+    return Answer(_text_of(answer), 0.0 if reward is None else float(reward))
+
+
+def schema_of(tool: BaseTool) -> dict[str, Any]:
+    """Return a tool's schema as OpenAI's API takes it.
+
+    Raises:
+        InvalidConfig: it has none, or one that is none.
+    """
+    try:
+        given: Any = tool.tool_schema
+        plain = given if isinstance(given, Mapping) else given.model_dump(exclude_unset=True, exclude_none=True)
+        schema = ToolSchema.model_validate(plain)
+        if schema.function.name != tool.name:
+            raise ValueError(f"the schema's name is {schema.function.name!r}, and the tool's {tool.name!r}")
+        if schema.function.parameters.get("type") != "object":
+            raise ValueError(f"parameters should be a JSON schema of type object: {schema.function.parameters}")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidConfig(
+            f"tool {type(tool).__name__} has no valid schema: {one_line(str(error))}"
+        ) from error
+    return schema.to_dict()
+
+
+def _text_of(answer: Any) -> str:
+    """Return an answer as text: itself, its `text`, or JSON."""
+    if isinstance(answer, str):
+        return answer
+    if hasattr(answer, "text"):
+        return answer.text or ""
+    return json.dumps(answer, ensure_ascii=False)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

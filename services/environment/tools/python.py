@@ -1,0 +1,119 @@
+"""The tool python: a sandboxed interpreter, which keeps its variables within an episode."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSchema
+from rolemesh.config import JobConfig
+from rolemesh.errors import InvalidConfig
+from rolemesh.sandbox.box import Limits, SandboxUnavailable
+from rolemesh.sandbox.session import Said, Session, Sessions
+
+CALL_SHARE = 0.8  # of rollout.multi_turn.call_timeout_s, so that a call's end can still be told
+SPARE_OUTPUT = 1 << 16  # bytes of output beyond what the policy sees
+FRESH = "(A fresh interpreter: the variables of earlier calls are lost.)\n"
+
+SCHEMA = FunctionSchema(
+    name="python",
+    description=(
+        "Run Python code. Variables stay from one call to the next. Returns what the code prints, and the "
+        "value of a last expression. There is the standard library alone, and no file and no network."
+    ),
+    parameters={
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "The code to run."}},
+        "required": ["code"],
+    },
+)
+
+
+@dataclass
+class _Interpreter:
+    """An episode's interpreter; None before its first call, and after it was lost."""
+
+    session: Session | None = None
+    was_lost: bool = False
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # calls of a turn run in their order
+
+
+class PythonTool(BaseTool):
+    """Runs code in a process of the episode's own, without rights (docs/rewards.md).
+
+    Args:
+        job: reward.sandbox has the limits of memory and of a call's CPU seconds.
+
+    Raises:
+        InvalidConfig: this machine cannot run the sandbox.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        super().__init__({}, ToolSchema(type="function", function=SCHEMA))
+        limits, settings = job.reward.sandbox, job.rollout.multi_turn
+        self._limits = Limits(
+            cpu_s=limits.timeout_s,
+            wall_s=min(2 * limits.timeout_s, CALL_SHARE * settings.call_timeout_s),
+            memory_bytes=limits.memory_limit_mb << 20,
+            output_bytes=4 * settings.max_tool_response_length + SPARE_OUTPUT,
+        )
+        self._interpreters: dict[str, _Interpreter] = {}
+        self._sessions = Sessions()
+        try:
+            self._sessions.start()
+        except SandboxUnavailable as error:
+            raise InvalidConfig(f"rollout.multi_turn.tools names python, but {error}") from error
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        name = instance_id or ""
+        self._interpreters[name] = _Interpreter()
+        return name, ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        code = parameters.get("code")
+        if not isinstance(code, str) or len(parameters) != 1:
+            raise ValueError(f"python takes one argument, code, a text; it got {sorted(parameters)}")
+        interpreter = self._interpreters[instance_id]
+        async with interpreter.turn:
+            before = FRESH if interpreter.was_lost else ""
+            said = await self._run(interpreter, code)
+        return ToolResponse(text=before + self._text_of(said)), 0.0, {}
+
+    async def _run(self, interpreter: _Interpreter, code: str) -> Said:
+        ended = True
+        try:
+            if interpreter.session is None:
+                interpreter.session = await self._sessions.open(self._limits)
+            said = await interpreter.session.run(code)
+            ended = bool(said.ended)
+        finally:
+            interpreter.was_lost = ended
+            if ended:
+                _close(interpreter)
+        return said
+
+    def _text_of(self, said: Said) -> str:
+        text = said.output
+        if said.is_cut:
+            text += f"\n(Output beyond {self._limits.output_bytes} bytes is lost.)\n"
+        if said.ended:
+            text += f"Error: the interpreter has ended: {said.ended}. Its variables are lost.\n"
+        return text or "(no output)"
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        if (interpreter := self._interpreters.pop(instance_id, None)) is not None:
+            _close(interpreter)
+
+    def close(self) -> None:
+        for interpreter in self._interpreters.values():
+            _close(interpreter)
+        self._sessions.close()
+
+
+def _close(interpreter: _Interpreter) -> None:
+    session, interpreter.session = interpreter.session, None
+    if session is not None:
+        session.close()

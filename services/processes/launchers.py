@@ -1,0 +1,206 @@
+"""What starts the processes of ranks, and how it does so on this machine.
+
+A process holds the read end of a pipe, and the launcher holds the write end. If the launcher ends, even by
+kill -9, the pipe closes and the process ends itself. So no process is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+LOOPBACK = "127.0.0.1"
+# Of whoever starts the launcher; and what lets a process start others by Ray.
+NOT_INHERITED = ("RANK", "WORLD_SIZE", "RAY_AUTH_TOKEN")
+
+
+class Process(Protocol):
+    """A process of this machine, or of a machine that Ray knows."""
+
+    gone: asyncio.Future[None]  # done when the process, and its process group, have ended
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; negative: the signal that killed it; None: it runs."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM, or raise ProcessLookupError."""
+
+    def kill(self) -> None:
+        """Send SIGKILL, or raise ProcessLookupError."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank runs.
+
+    Args:
+        local_rank: its number among the ranks of its group on its machine.
+        local_size: how many these are.
+        actor: Ray's, which starts it; None: the launcher starts it.
+    """
+
+    local_rank: int
+    local_size: int
+    actor: Any = None
+
+
+class Launcher(Protocol):
+    """Starts the ranks of groups."""
+
+    address: str  # of this machine, as every rank reaches it
+
+    async def reserve(self, group: str, size: int, num_gpus: int, within_s: float) -> list[Seat]:
+        """Reserve room for the ranks of a group: rank 0 on this machine, and ranks of a machine in a row.
+
+        Args:
+            group: its name.
+            size: number of ranks.
+            num_gpus: that the launcher is to find for each rank; 0: the ranks are told which to use, if any.
+            within_s: time until there is room.
+
+        Raises:
+            RoleUnavailable: there was no room in time; the message has what was asked, and what there is.
+        """
+
+    async def start(
+        self, seat: Seat, arguments: Sequence[str], environment: Mapping[str, str], log_file: Path | None
+    ) -> Process:
+        """Start `rolemesh ARGUMENTS`.
+
+        Args:
+            seat: where.
+            arguments: with --exit-with-parent.
+            environment: variables that it has besides those of its machine.
+            log_file: gets its output; None: it goes where the launcher's goes.
+
+        Raises:
+            RoleUnavailable: it could not be started.
+        """
+
+
+class Here:
+    """Starts processes of this machine."""
+
+    address = LOOPBACK
+
+    async def reserve(self, group: str, size: int, num_gpus: int, within_s: float) -> list[Seat]:
+        return [Seat(rank, size) for rank in range(size)]
+
+    async def start(
+        self, seat: Seat, arguments: Sequence[str], environment: Mapping[str, str], log_file: Path | None
+    ) -> Process:
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(log_file.open("wb")) if log_file else None
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "rolemesh", *arguments),
+                stdin=asyncio.subprocess.PIPE,  # never written to; it closes when the launcher ends
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT if output else None,
+                env=inherited() | {**environment},
+                start_new_session=True,  # Ctrl-C must reach only the launcher, which drains the roles
+            )
+        return LocalProcess(process)
+
+
+class LocalProcess:
+    """A process of this machine, in a process group of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.gone: asyncio.Future[None] = asyncio.ensure_future(self._gone())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    @property
+    def stdin(self) -> asyncio.StreamWriter | None:
+        """The write end of its pipe."""
+        return self._process.stdin
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def _gone(self) -> None:
+        """Wait for the process to end, then kill the rest of its process group.
+
+        An engine's processes end with their role's process, but not in their first seconds.
+        """
+        await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+HERE = Here()
+
+
+def inherited() -> dict[str, str]:
+    """Return the variables of this process that those which it starts get, too."""
+    return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+
+
+def role_environment(num_ranks: int = 1) -> dict[str, str]:
+    """Return the environment of a role process of this machine.
+
+    Args:
+        num_ranks: of its group, which compute at the same time and share the cores.
+    """
+    return inherited() | role_settings(num_ranks)
+
+
+def role_settings(num_ranks: int = 1) -> dict[str, str]:
+    """Return the variables that every role process has; those that this process has stay as they are.
+
+    OpenMP threads wait passively: spinning at barriers would slow several processes on few cores.
+
+    Args:
+        num_ranks: of its group on one machine, which compute at the same time and share the cores.
+    """
+    settings = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {name: os.environ.get(name, value) for name, value in settings.items()}
+
+
+def rank_environment(rank: int, size: int, seat: Seat, host: str, port: int) -> dict[str, str]:
+    """Return what torchrun sets for a rank.
+
+    Args:
+        rank: from 0.
+        size: number of ranks.
+        seat: where it runs.
+        host: address of the group's store, which is on rank 0's machine.
+        port: of the store.
+    """
+    on_loopback = sys.platform == "linux" and host == LOOPBACK
+    return {
+        **({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if on_loopback else {}),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(seat.local_rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(seat.local_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }

@@ -1,0 +1,56 @@
+"""The Ray actor of one rank. Ray's workers import this file, which imports neither torch nor Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+CONTAINER_LOG = Path("/proc/1/fd/1")  # of a rank in a pod: the standard output of the pod's first process
+
+
+class RayRank:
+    """Starts `rolemesh serve` in a process of its own, waits for its end, and passes signals on.
+
+    The process holds the read end of a pipe, and the actor the write end. If the actor ends, however it ends,
+    the process ends itself.
+    """
+
+    def start(
+        self, arguments: Sequence[str], environment: Mapping[str, str], directory: str, log_file: str | None
+    ) -> int:
+        """Start the rank, and return its process id.
+
+        Args:
+            arguments: of `rolemesh`.
+            environment: variables that it has besides this node's; none of Ray's is passed on.
+            directory: its working directory.
+            log_file: gets its output; None: the log of the container.
+        """
+        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        with open(log_file or CONTAINER_LOG, "wb" if log_file else "ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "rolemesh", *arguments],
+                stdin=subprocess.PIPE,  # never written to; it closes when the actor ends
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=own | dict(environment),
+                cwd=directory,
+                start_new_session=True,
+            )
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Wait for the process to end, kill the rest of its process group, and return its exit code."""
+        code = self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return code
+
+    def signal(self, number: int) -> None:
+        """Send the process a signal, if it has not ended."""
+        self._process.send_signal(number)

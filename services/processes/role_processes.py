@@ -1,0 +1,350 @@
+"""Start, watch and end the role processes of this machine.
+
+There is one process for each replica of each group of roles, or for each of its ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in its __all__
+
+from rolemesh.catalog.roles import ROLES
+from rolemesh.config import JobConfig
+from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.models.loading import resolve_device
+from rolemesh.ranks.rendezvous import local_store
+from rolemesh.services.processes.launchers import (
+    HERE,
+    LOOPBACK,
+    Launcher,
+    Process,
+    Seat,
+    rank_environment,
+    role_settings,
+)
+from rolemesh.services.processes.ray_cluster import joins_cluster, ray_cluster
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+
+
+@dataclass
+class RoleProcess:
+    """One replica of one group, or one of its ranks."""
+
+    roles: tuple[str, ...]
+    name: str
+    replica: str  # the name of its rank 0
+    process: Process
+    log_file: Path
+    address_file: Path
+    address: str = ""
+    metrics_address: str = ""
+
+    def fate(self) -> str:
+        """Describe the process's name, how it ended, and the last lines of its log."""
+        return f"{self.how_ended()}; the end of {self.log_file}:\n{self._last_lines()}"
+
+    @property
+    def is_stateless(self) -> bool:
+        """Whether the job survives the death of a replica while another one runs."""
+        return not any(ROLES[role].trained for role in self.roles)
+
+    def how_ended(self) -> str:
+        """Describe the process's name, its roles if there are several, and how it ended."""
+        code = self.process.returncode
+        ended = "is still running"
+        if code is not None:
+            ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        roles = f"with {', '.join(self.roles)}, " if len(self.roles) > 1 else ""
+        return f"{self.name} ({roles}pid {self.process.pid}) {ended}"
+
+    def _last_lines(self, count: int = 15) -> str:
+        with self.log_file.open("rb") as file:
+            file.seek(max(0, self.log_file.stat().st_size - 16_384))
+            text = file.read().decode(errors="replace")
+        return "\n".join(f"  | {line}" for line in text.splitlines()[-count:]) or "  | (empty)"
+
+
+class RoleProcesses:
+    """All role processes of one job, in a directory for their addresses and logs."""
+
+    def __init__(self, members: list[RoleProcess]) -> None:
+        self.members = members
+
+    async def addresses(self, timeout_s: float) -> dict[str, list[str]]:
+        """Wait until every process has bound its port, and return each role's addresses.
+
+        Raises:
+            RoleUnavailable: a process ended before it bound its port, or did not bind it in time.
+        """
+        found: dict[str, list[str]] = {}
+        try:
+            async with asyncio.timeout(timeout_s):
+                for member in self.members:
+                    bound = await self._bound(member)
+                    member.address, member.metrics_address = bound["address"], bound["metrics"]
+                    for role in member.roles if member.address else ():  # only rank 0 has an address
+                        found.setdefault(role, []).append(member.address)
+        except TimeoutError:
+            waiting = [m for m in self.members if not m.address_file.exists()]
+            raise RoleUnavailable(
+                f"not serving within {timeout_s:.0f} s: " + "\n".join(m.fate() for m in waiting)
+            ) from None
+        return found
+
+    async def _bound(self, member: RoleProcess) -> Mapping[str, str]:
+        while not member.address_file.exists():
+            if member.process.returncode is not None:
+                raise RoleUnavailable(f"before it was ready, {member.fate()}")
+            await asyncio.sleep(0.02)
+        bound: dict[str, str] = json.loads(member.address_file.read_text())
+        return bound
+
+    def told_of(self, error: RoleUnavailable) -> RoleUnavailable:
+        """Return the error with the fate of each process whose address it names."""
+        named = [member.fate() for member in self.members if member.address and member.address in str(error)]
+        return RoleUnavailable("\n".join([str(error), *named]))
+
+    async def watch(self) -> None:
+        """Watch the processes until a role has lost its last replica, then raise.
+
+        It raises at once if a process with a trained role ends.
+
+        Raises:
+            RoleUnavailable: the message has the process, how it ended, and its last log lines.
+        """
+        waits = {asyncio.shield(m.process.gone): m for m in self.members}
+        try:
+            while waits:
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                # A rank that was killed comes before those that ended because of it.
+                for wait in sorted(done, key=lambda wait: waits[wait].process.returncode or 0):
+                    member = waits.pop(wait)
+                    others = [
+                        other
+                        for other in waits.values()
+                        if other.roles == member.roles and other.name == other.replica != member.replica
+                    ]
+                    if not member.is_stateless or not others:
+                        raise RoleUnavailable(member.fate())
+                    # the run continues, so one line and the log's path are enough
+                    log.warning(
+                        "%s; the run continues with %s (log: %s)",
+                        member.how_ended(),
+                        ", ".join(other.name for other in others),
+                        member.log_file,
+                    )
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def end(self, grace_s: float = GRACE_S) -> None:
+        """Send SIGTERM to all processes, SIGKILL after grace_s to the rest, and wait until all have ended."""
+        for member in self.members:
+            if member.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    member.process.terminate()
+        waits = [member.process.gone for member in self.members]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=grace_s)
+            for member in self.members:
+                if member.process.gone in late:
+                    log.warning("%s did not drain within %.0f s, killing it", member.name, grace_s)
+                    with contextlib.suppress(ProcessLookupError):
+                        member.process.kill()
+            await asyncio.gather(*waits)
+
+
+@contextlib.asynccontextmanager
+async def role_processes(job: JobConfig, roles: Sequence[str] = ()) -> AsyncIterator[RoleProcesses]:
+    """Start every replica of every group of a job's roles, and end all of them on exit.
+
+    placement.replicas has the numbers of replicas, placement.ranks of their ranks. Logs are in
+    `<run directory>/logs/<group>-<index>.log`, and `<group>-<index>-rank-<rank>.log` for ranks above 0.
+
+    Args:
+        job: the job.
+        roles: start only these; empty: all.
+
+    Raises:
+        InvalidConfig: a group has more ranks than this machine has GPUs.
+    """
+    directory = job.run_dir / "logs"
+    directory.mkdir(parents=True, exist_ok=True)
+    config = directory / "job.yaml"
+    config.write_text(job.to_yaml(), encoding="utf-8")
+    processes = RoleProcesses([])
+    stores = []  # each lives as long as its group
+    members = members_of(job, roles)
+    sizes = {name: ranks_of(job, name, members[name]) for name in members}
+    async with launcher_of(job, sum(size for size in sizes.values() if size > 1)) as launcher:
+        try:
+            gpus = gpus_by_process(job, visible_gpus(job), roles)
+            start = partial(_start, directory, config)
+            for name, roles in members.items():
+                if sizes[name] == 1:
+                    process = start(HERE, Seat(0, 1), name, roles, name, role_settings() | _visible(gpus[name]))
+                    processes.members.append(await process)
+                    continue
+                store, ranks = await rank_seats(launcher, job, group_of(name), gpus[name])
+                stores.append(store)
+                for rank, (seat, environment) in enumerate(ranks):
+                    own_name = f"{name}-rank-{rank}" if rank else name
+                    process = start(launcher, seat, own_name, roles, name, environment)
+                    processes.members.append(await process)
+            yield processes
+        finally:
+            await asyncio.shield(processes.end())
+
+
+@contextlib.asynccontextmanager
+async def launcher_of(job: JobConfig, num_ranks: int) -> AsyncIterator[Launcher]:
+    """Start, or find, what starts the ranks of a job's groups: placement.launcher.
+
+    Args:
+        job: the job.
+        num_ranks: of all its groups that have several; 0: there is nothing for Ray to do.
+
+    Raises:
+        InvalidConfig: Ray is not installed.
+        RoleUnavailable: Ray did not start, or no cluster answered.
+    """
+    if num_ranks and job.placement.launcher == "ray":
+        async with ray_cluster(num_ranks) as cluster:
+            yield cluster
+    else:
+        yield HERE
+
+
+async def rank_seats(
+    launcher: Launcher, job: JobConfig, group: str, gpus: Sequence[str]
+) -> tuple[Store, list[tuple[Seat, dict[str, str]]]]:
+    """Reserve a seat for each rank of a group, and return the store where they meet, and their environments.
+
+    Args:
+        launcher: starts them.
+        job: the job.
+        group: its name.
+        gpus: of this machine, one for each rank; none: they are on a CPU, or Ray finds their GPUs.
+
+    Raises:
+        RoleUnavailable: there was no room for them in time.
+    """
+    size = job.num_ranks(group)
+    seats = await launcher.reserve(group, size, gpus_by_ray(job), job.trainer.ready_timeout_s)
+    store = local_store(size, launcher.address)
+    ranks = []
+    for rank, seat in enumerate(seats):
+        found = rank_environment(rank, size, seat, launcher.address, store.port)
+        ranks.append((seat, role_settings(seat.local_size) | _visible(gpus[rank : rank + 1]) | found))
+    return store, ranks
+
+
+def members_of(job: JobConfig, roles: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
+    """Return the replicas of the job's groups, in the order in which they start: name to roles.
+
+    Args:
+        job: the job.
+        roles: only these, in the places that they have in the whole job; empty: all.
+    """
+    wanted = {
+        group: tuple(role for role in own if not roles or role in roles) for group, own in job.groups.items()
+    }
+    return {f"{group}-{i}": own for group, own in wanted.items() if own for i in range(job.num_replicas(group))}
+
+
+def ranks_of(job: JobConfig, replica: str, roles: Sequence[str]) -> int:
+    """Return the number of ranks of a replica that has these roles of its group."""
+    return job.num_ranks(group_of(replica)) if any(job.on_device(role) for role in roles) else 1
+
+
+def group_of(replica: str) -> str:
+    """Return the group of a replica."""
+    return replica.rpartition("-")[0]
+
+
+def visible_gpus(job: JobConfig) -> list[str]:
+    """Return the GPUs of this machine that the job may use, in CUDA_VISIBLE_DEVICES's names; none on a CPU."""
+    if resolve_device(job.trainer.device).type != "cuda":
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(gpu) for gpu in range(torch.cuda.device_count())]
+
+
+def gpus_by_ray(job: JobConfig) -> int:
+    """Return how many GPUs Ray finds for each rank; 0: the launcher assigns those of this machine."""
+    return int(joins_cluster(job) and resolve_device(job.trainer.device).type == "cuda")
+
+
+def gpus_by_process(job: JobConfig, gpus: Sequence[str], roles: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Assign GPUs to replicas of groups, round-robin.
+
+    A replica gets one GPU for each of its ranks, in their order. One with an engine of several ranks gets one
+    per rank of the engine, if there are as many. One without a model on a device gets none, and one whose ranks
+    get theirs from Ray neither.
+
+    Raises:
+        InvalidConfig: a group has more ranks than there are GPUs.
+    """
+    given: dict[str, list[str]] = {}
+    turn = 0
+    for name, own in members_of(job, roles).items():
+        ranks = ranks_of(job, name, own)
+        if ranks > 1 and gpus_by_ray(job):
+            given[name] = []
+            continue
+        if 0 < len(gpus) < ranks:
+            raise InvalidConfig(
+                f"placement.ranks is {ranks} for {', '.join(own)}, but the job may use {len(gpus)} GPUs of "
+                "this machine, and each rank needs its own; lower placement.ranks"
+            )
+        if "rollout" in own and ranks == 1:
+            ranks = job.rollout.tensor_model_parallel_size
+        count = min(ranks, len(gpus)) if any(job.on_device(role) for role in own) else 0
+        given[name] = [gpus[(turn + i) % len(gpus)] for i in range(count)]
+        turn += count
+    return given
+
+
+async def _start(
+    directory: Path,
+    config: Path,
+    launcher: Launcher,
+    seat: Seat,
+    name: str,
+    roles: tuple[str, ...],
+    replica: str,
+    environment: Mapping[str, str],
+) -> RoleProcess:
+    log_file, address_file = directory / f"{name}.log", directory / f"{name}.address.json"
+    address_file.unlink(missing_ok=True)
+    arguments = [
+        *("serve", ",".join(roles), "--config", str(config), "--exit-with-parent"),
+        *(
+            "--listen",
+            f"{LOOPBACK}:0",
+            "--metrics-listen",
+            f"{LOOPBACK}:0",
+            "--address-file",
+            str(address_file),
+        ),
+    ]
+    process = await launcher.start(seat, arguments, environment, log_file)
+    return RoleProcess(roles, name, replica, process, log_file, address_file)
+
+
+def _visible(gpus: Sequence[str]) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}

@@ -1,0 +1,123 @@
+"""Implements `rolemesh serve ROLES` for a group of several ranks: start all, here or by Ray, and watch them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rolemesh.config import JobConfig
+from rolemesh.errors import RoleUnavailable
+from rolemesh.services.processes.launchers import HERE
+from rolemesh.services.processes.role_processes import (
+    GRACE_S,
+    RoleProcess,
+    RoleProcesses,
+    gpus_by_ray,
+    launcher_of,
+    rank_seats,
+    visible_gpus,
+)
+from rolemesh.services.processes.serve import DRAIN_S, Ending
+from rolemesh.telemetry import context
+from rolemesh.telemetry.logs import LogFormat, setup_logging
+
+log = logging.getLogger(__name__)
+
+
+def spread_group(roles: Sequence[str], job: JobConfig, environment: Mapping[str, str]) -> str | None:
+    """Return the group of these roles if this process is to start its ranks; None: it serves them itself.
+
+    Args:
+        roles: of the command line.
+        job: the job.
+        environment: has WORLD_SIZE in a process that is a rank.
+    """
+    if "WORLD_SIZE" in environment:
+        return None
+    return next((g for g, own in job.groups.items() if {*own} == {*roles} and job.num_ranks(g) > 1), None)
+
+
+async def serve_ranks(
+    group: str,
+    job: JobConfig,
+    arguments: Sequence[str],
+    listen: str,
+    *,
+    metrics_listen: str | None = None,
+    health_listen: str | None = None,
+    address_file: Path | None = None,
+    exit_with_parent: bool = False,
+    log_format: LogFormat = "text",
+) -> None:
+    """Start the ranks of a group, and serve until SIGTERM or SIGINT; a second signal ends the process at once.
+
+    If a rank ends, all end. By Ray, all are then started anew, since the machines of other ranks have nobody
+    else who would do it. Otherwise this raises, and whatever started this process may start it again.
+
+    Args:
+        group: its name.
+        job: the job.
+        arguments: of `rolemesh`, for every rank.
+        listen: host:port of rank 0.
+        metrics_listen: host:port of the first rank of a machine; the next ones take the ports that follow it.
+        health_listen: host:port of the first rank of a machine.
+        address_file: of rank 0.
+        exit_with_parent: also end when standard input closes.
+        log_format: of the lines on standard error.
+
+    Raises:
+        RoleUnavailable: a rank ended, or could not be started.
+    """
+    setup_logging(log_format)
+    context.role.set(group)
+    context.job.set(job.trainer.experiment_name)
+    ending = Ending(exit_with_parent)
+
+    def of_rank(rank: int, local_rank: int) -> list[str]:
+        own = [*arguments, "--exit-with-parent", "--listen", listen]
+        if metrics_listen:
+            own += ["--metrics-listen", _port_after(metrics_listen, local_rank)]
+        if health_listen and local_rank == 0:
+            own += ["--health-listen", health_listen]
+        return own + (["--address-file", str(address_file)] if address_file and rank == 0 else [])
+
+    async with launcher_of(job, job.num_ranks(group)) as launcher:
+        while True:
+            processes = RoleProcesses([])
+            gpus = [] if gpus_by_ray(job) else visible_gpus(job)
+            store, ranks = await rank_seats(launcher, job, group, gpus)
+            try:
+                for rank, (seat, environment) in enumerate(ranks):
+                    name = f"rank {rank} of {len(ranks)} of {group}"
+                    own = of_rank(rank, seat.local_rank)
+                    process = await launcher.start(seat, own, environment, None)
+                    processes.members.append(
+                        RoleProcess(job.groups[group], name, name, process, Path(), Path())
+                    )
+                lost = await _first_end(processes, ending)
+            finally:
+                await asyncio.shield(processes.end(DRAIN_S if ending.begun.is_set() else GRACE_S))
+                del store
+            if ending.begun.is_set():
+                return
+            if launcher is HERE:
+                raise RoleUnavailable(lost)
+            log.warning("%s; starting all ranks anew", lost)
+
+
+async def _first_end(processes: RoleProcesses, ending: Ending) -> str:
+    """Wait until a rank has ended, or the launcher is asked to end; say how."""
+    asked: asyncio.Future[Any] = asyncio.ensure_future(ending.begun.wait())
+    gone: list[asyncio.Future[Any]] = [asyncio.shield(m.process.gone) for m in processes.members]
+    await asyncio.wait([asked, *gone], return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    return ", ".join(m.how_ended() for m in processes.members if m.process.gone.done()) or ending.reason
+
+
+def _port_after(address: str, by: int) -> str:
+    """Return the address with its port raised, unless the port is 0, which picks a free one."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + by if int(port) else 0}"

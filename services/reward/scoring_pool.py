@@ -1,0 +1,248 @@
+"""Judges: a pool of processes that score rows in parallel.
+
+Each thread of the pool has its own process, started with the thread's first row. The thread sends the process
+one call at a time and waits for its verdicts. If a process dies or does not answer in time, its call fails, and
+the thread starts a new process for its next call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from rolemesh.config.reward import RewardConfig
+from rolemesh.errors import InvalidConfig, RewardFailed
+from rolemesh.services.reward.scoring_call import Verdict
+from rolemesh.services.reward.scoring_process import first_message
+
+MOST_BY_THEMSELVES = 8  # limit of the default number, because a container sees all CPUs of its node
+
+
+class Call(NamedTuple):
+    """A call of the reward manager.
+
+    Args:
+        rows: indices of the batch's rows that it scores.
+        arguments: the reward function's arguments for each of these rows.
+    """
+
+    rows: Sequence[int]
+    arguments: Sequence[Mapping[str, Any]]
+
+
+class Line:
+    """A queue of calls. Free judges take them in order.
+
+    Args:
+        calls: of the reward manager.
+        named: returns the name of rows for messages.
+
+    Attributes:
+        verdicts: the verdicts by row, or the error of the first call in order that failed (RewardFailed if a
+            row could not be scored), set once all calls before it have ended. After a failure no further call
+            is started.
+    """
+
+    def __init__(self, calls: Iterable[Call], named: Callable[[Sequence[int]], str]) -> None:
+        self._left, self._named = deque(enumerate(calls)), named
+        self._lock = threading.Lock()
+        self._begun: set[int] = set()
+        self._errors: dict[int, Exception] = {}
+        self._found: dict[int, Verdict] = {}
+        self.verdicts: Future[dict[int, Verdict]] = Future()
+        self.verdicts.set_running_or_notify_cancel()  # so that a cancelled caller cannot cancel it
+        self._settle()
+
+    def __len__(self) -> int:
+        """Number of calls that are not started."""
+        return len(self._left)
+
+    def work(self, ask: Callable[[Sequence[Mapping[str, Any]]], list[Verdict]]) -> None:
+        """Make calls with `ask` until none is left."""
+        while (taken := self._take()) is not None:
+            at, call = taken
+            try:
+                found = dict(zip(call.rows, ask(call.arguments), strict=True))
+            except RewardFailed as error:
+                self._end(at, {}, RewardFailed(f"{self._named(call.rows)}: {error}"))
+            except Exception as error:
+                self._end(at, {}, error)
+            else:
+                self._end(at, found)
+
+    def leave(self) -> None:
+        """Drop the calls that are not started."""
+        with self._lock:
+            self._left.clear()
+
+    def _take(self) -> tuple[int, Call] | None:
+        with self._lock:
+            if not self._left:
+                return None
+            at, call = self._left.popleft()
+            self._begun.add(at)
+            return at, call
+
+    def _end(self, at: int, found: dict[int, Verdict], error: Exception | None = None) -> None:
+        with self._lock:
+            self._begun.remove(at)
+            self._found |= found
+            if error is not None:
+                self._errors[at] = error
+                self._left.clear()
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.verdicts.done():
+            return
+        first = min(self._errors, default=None)
+        if first is not None and first < min(self._begun, default=first + 1):
+            self.verdicts.set_exception(self._errors[first])
+        elif first is None and not self._begun and not self._left:
+            self.verdicts.set_result(self._found)
+
+
+class Judges:
+    """The pool of scoring processes of one reward worker.
+
+    Args:
+        config: the function, the number of processes, and the timeout of a call.
+        plugins: the job's plug-ins, imported by each process.
+    """
+
+    def __init__(self, config: RewardConfig, plugins: Sequence[str] = ()) -> None:
+        self._config, self._plugins = config, plugins
+        self._number = config.num_workers or min(len(os.sched_getaffinity(0)), MOST_BY_THEMSELVES)
+        self._threads = ThreadPoolExecutor(self._number, thread_name_prefix="judge")
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
+        self._running: set[_Judge] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        """Start a first process, to find errors of configuration early.
+
+        Raises:
+            InvalidConfig: the custom function cannot be loaded.
+        """
+        self._threads.submit(self._judge).result()
+
+    def submit(self, line: Line) -> None:
+        """Have the judges make all calls of a line."""
+        for _ in range(min(self._number, len(line))):
+            self._threads.submit(line.work, self._ask)
+
+    def close(self) -> None:
+        """End all processes; rows that are being scored fail."""
+        with self._lock:
+            self._closed = True
+            for judge in self._running:
+                judge.kill()
+        self._threads.shutdown(wait=True)  # a thread that takes a call from now on fails it
+
+    def _judge(self) -> _Judge:
+        """Return this thread's process; start it if there is none."""
+        judge: _Judge | None = getattr(self._of_thread, "judge", None)
+        if judge is None:
+            with self._lock:
+                if self._closed:
+                    raise RewardFailed("the reward role is closing")
+                judge = _Judge()
+                self._running.add(judge)
+            self._of_thread.judge = judge
+            try:
+                said = judge.ask(first_message(self._config, self._plugins), self._config.timeout_s)
+            except RewardFailed:
+                self._end(judge)
+                raise
+            if "invalid" in said:
+                self._end(judge)
+                raise InvalidConfig(said["invalid"])
+        return judge
+
+    def _ask(self, arguments: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+        try:
+            message = json.dumps(list(arguments)).encode()
+        except (TypeError, ValueError) as error:
+            raise RewardFailed(f"the row is not JSON-like: {error}") from error
+        judge = self._judge()
+        try:
+            said = judge.ask(message, self._config.timeout_s)
+        except RewardFailed:
+            self._end(judge)
+            raise
+        if "failed" in said:
+            raise RewardFailed(said["failed"])
+        return [Verdict(**verdict) for verdict in said["verdicts"]]
+
+    def _end(self, judge: _Judge) -> None:
+        judge.kill()
+        with self._lock:
+            self._running.discard(judge)
+        self._of_thread.judge = None
+
+
+class _Judge:
+    """One scoring process, and the connection to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "rolemesh.services.reward.scoring_process",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},  # judges already use all CPUs
+                pass_fds=[theirs.fileno()],
+            )
+        self._connection = Connection(ours.detach())
+        self._asked = 0
+
+    def ask(self, message: bytes, timeout_s: float) -> dict[str, Any]:
+        """Send a message and wait for its answer.
+
+        Raises:
+            RewardFailed: no answer in time, an answer to another message, or the process ended. The process
+                cannot be used any more.
+        """
+        self._asked += 1
+        number = b"%d" % self._asked
+        try:
+            self._connection.send_bytes(number + b" " + message)
+            if not self._connection.poll(timeout_s):
+                raise RewardFailed(
+                    f"it was not scored within reward.timeout_s, {timeout_s:g} s; its process was killed"
+                )
+            answered, _, answer = self._connection.recv_bytes().partition(b" ")
+        except (EOFError, OSError) as error:
+            raise RewardFailed(f"the process that scored it {self._fate()}") from error
+        if answered != number:  # otherwise each later row would get the score of another
+            raise RewardFailed("the process that scored it sent an answer to another message")
+        said: dict[str, Any] = json.loads(answer)
+        return said
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _fate(self) -> str:
+        code = self._process.wait()
+        if code >= 0:
+            return f"exited with code {code}"
+        return f"was killed by {signal.Signals(-code).name}" + " (out of memory?)" * (code == -signal.SIGKILL)

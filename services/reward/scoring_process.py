@@ -1,0 +1,111 @@
+"""A scoring process, started by scoring_pool.py.
+
+`python -m rolemesh.services.reward.scoring_process CONNECTION PARENT` runs a user's function, or rules that are
+slow or start programs. These may hang, crash or end the process; only the rows of that call fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from multiprocessing.connection import Connection
+from numbers import Real
+from typing import Any
+
+from rolemesh.catalog.catalog import BUILT_IN
+from rolemesh.catalog.loading import load_plugins
+from rolemesh.config.reward import RewardConfig
+from rolemesh.errors import InvalidConfig, RewardFailed
+from rolemesh.sandbox.parent import die_with_parent
+from rolemesh.services.reward.functions import ScoreFunction, default_compute_score
+from rolemesh.services.reward.functions.custom import load_function
+from rolemesh.services.reward.scoring_call import Scorer
+from rolemesh.telemetry.logs import shown
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
+    die_with_parent(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the service ends its judges
+    number, message = received(connection)
+    try:
+        scorer = scorer_in(message)
+    except InvalidConfig as error:
+        connection.send_bytes(number + json.dumps({"invalid": str(error)}).encode())
+        return
+    connection.send_bytes(number + b"{}")
+    pid = os.getpid()
+    while True:
+        try:
+            number, message = received(connection)
+        except EOFError:
+            return
+        said = json.dumps(answer(scorer, json.loads(message))).encode()
+        if os.getpid() != pid:
+            os._exit(0)  # the function forked, and this is the child: its parent answers
+        connection.send_bytes(number + said)
+
+
+def received(connection: Connection) -> tuple[bytes, bytes]:
+    """Receive a message: its number with a blank, which prefixes the answer, and its content."""
+    number, blank, message = connection.recv_bytes().partition(b" ")
+    return number + blank, message
+
+
+def first_message(config: RewardConfig, plugins: Sequence[str]) -> bytes:
+    """Make the first message to a scoring process, its configuration; `scorer_in` reads it."""
+    return json.dumps({"plugins": list(plugins), "reward": config.model_dump(mode="json")}).encode()
+
+
+def scorer_in(message: bytes) -> Scorer:
+    """Import the job's plug-ins and return its scorer.
+
+    Raises:
+        InvalidConfig: a plug-in or the custom function cannot be loaded.
+    """
+    said = json.loads(message)
+    load_plugins(said["plugins"])
+    return scorer_of(RewardConfig.model_validate(said["reward"]))
+
+
+def scorer_of(config: RewardConfig) -> Scorer:
+    """Make the scorer of a job.
+
+    Raises:
+        InvalidConfig: the custom function cannot be loaded.
+    """
+    custom, spec = config.custom_reward_function, config.manager
+    compute_score: ScoreFunction = partial(default_compute_score, config=config)
+    name = "default_compute_score"
+    if custom.path is not None:
+        compute_score, name = load_function(custom), f"{custom.name} of {custom.path}"
+    if spec.origin != BUILT_IN:
+        name = str(spec)
+        compute_score = partial(_as_dict, compute_score)
+    manager = partial(spec.load(), **config.options) if config.options else spec.load()
+    return Scorer(manager, compute_score, name)
+
+
+def _as_dict(compute_score: Callable[..., Any], **row: Any) -> Any:
+    """Call the function; a number becomes {"score": number}, so a plug-in's manager reads all rules alike."""
+    result = compute_score(**row)
+    return {"score": result} if isinstance(result, Real) else result
+
+
+def answer(scorer: Scorer, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Score rows, and return verdicts or the failure as JSON-like values: the service unpickles nothing."""
+    try:
+        return {"verdicts": [asdict(verdict) for verdict in scorer.judge(rows)]}
+    except RewardFailed as error:
+        print(shown(error), file=sys.stderr)
+        return {"failed": str(error)}
+
+
+if __name__ == "__main__":
+    main()

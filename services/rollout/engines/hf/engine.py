@@ -1,0 +1,215 @@
+"""The engine: the model, its calls and its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolemesh.config import JobConfig
+from rolemesh.config.rollout import SamplingConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidConfig, Unsupported
+from rolemesh.models.loading import load_causal_lm, named_weights, resolve_device, vocabulary_of
+from rolemesh.services.rollout.engines.ending import end_tokens
+from rolemesh.services.rollout.engines.fitting import check_fit
+from rolemesh.services.rollout.engines.hf.attention import GROUPED_ATTENTION
+from rolemesh.services.rollout.engines.hf.batch import Batch
+from rolemesh.services.rollout.engines.hf.kept import KeptRows
+from rolemesh.services.rollout.engines.hf.neutral import neutral_rows
+from rolemesh.services.rollout.engines.hf.slots import Call
+from rolemesh.services.rollout.engines.sampling import sample
+from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.parking import Parking, model_tensors
+
+PROBED_ROWS = 256
+
+
+class HfEngine:
+    """Implements rolemesh.services.rollout.engines.Engine on the worker's thread.
+
+    Rows of all calls are decoded together.
+    """
+
+    def __init__(self, job: JobConfig, worker: LocalWorker) -> None:
+        self._worker = worker
+        self.ignore_eos = job.rollout.ignore_eos
+        self.max_num_seqs = job.rollout.max_num_seqs
+        self.prompt_width, self.max_tokens = job.data.max_prompt_length, job.data.max_response_length
+        self.device = resolve_device(job.trainer.device)
+        self.dtype: torch.dtype = getattr(torch, job.rollout.dtype)
+        self.model = load_causal_lm(job.actor.model, "rollout").to(self.device)
+        self.model.set_attn_implementation(GROUPED_ATTENTION)
+        _check_lengths(self.model.config, job)
+        ends, self.pad = end_tokens(job, self.model.generation_config.eos_token_id)
+        self.ends = torch.tensor(ends, device=self.device)
+        with self.precision():
+            self.min_rows = neutral_rows(self.model, max(PROBED_ROWS, self.max_num_seqs))
+        self._frees_memory = job.rollout.free_cache_engine
+        self._parking = Parking(self._own_tensors, self.device, job.run_dir)
+        # Only shapes and dtypes: the weights themselves are moved away while the engine sleeps.
+        self.weights = {name: own.to("meta") for name, own in named_weights(self.model).items()}
+        self._version = 0
+        self._adopted: set[int] = set()  # addresses of the weights' memory that others share
+        # As much as the rows need that are decoded together, if they are of full length.
+        self.kept = KeptRows(self.max_num_seqs * self._row_bytes())
+        self._calls: list[Call] = []
+        self._batch: Batch | None = None  # of the calls; None if there is none
+        self._decoding: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def vocabulary(self) -> int:
+        return vocabulary_of(self.model)
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self._worker.seat.thread.is_waited_for
+
+    def precision(self) -> torch.autocast:
+        """The context of matrix products."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def sample(
+        self, logits: Tensor, uniforms: Tensor, sampling: SamplingConfig
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sample a token for each row, as `sampling.sample` does. A subclass may sample in another way."""
+        return sample(logits, uniforms, sampling)
+
+    async def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
+        call = Call(prompts, sampling)
+        self._begin(call)
+        try:
+            while (rows := await call.finished.get()) is not None:
+                if isinstance(rows, BaseException):
+                    raise rows
+                yield rows
+        finally:
+            await self._end(call)
+
+    def _begin(self, call: Call) -> None:
+        if self._batch is None:
+            self._batch, self._calls = Batch(self), []
+            self._decoding = asyncio.create_task(self._decode(self._batch, self._calls))
+        self._calls.append(call)
+        self._batch.arriving.append(call)
+
+    async def _end(self, call: Call) -> None:
+        """End a call. Its rows leave the batch before the next step; without a call there is no batch."""
+        if call in self._calls:
+            self._calls.remove(call)
+            call.is_left = True
+            assert self._batch is not None
+            self._batch.leaving.append(call)
+        if not self._calls and self._decoding is not None:
+            self._batch = None  # a call that begins now has another one
+            await asyncio.wait([self._decoding])
+
+    async def _decode(self, batch: Batch, calls: list[Call]) -> None:
+        """Decode as long as there are calls, several steps at a time, and pass finished rows to the calls.
+
+        A new version of the weights is loaded between two of these jobs.
+        """
+        error: BaseException | None = None
+        try:
+            while calls:
+                steps = self._worker.run(batch.steps)
+                # In the context of a call that waits for it: its trace, and the memory it is charged with.
+                for call, rows in await asyncio.create_task(steps, context=calls[0].context):
+                    call.finished.put_nowait(rows)
+                    call.num_unfinished -= len(rows)
+                    if not call.num_unfinished and call in calls:
+                        calls.remove(call)
+                        call.finished.put_nowait(None)
+        except BaseException as failure:
+            error = failure
+        if self._batch is batch:
+            self._batch, self._calls = None, []
+        for call in calls:
+            call.finished.put_nowait(error)
+
+    async def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        await self._worker.run(self._load, version, tensors)
+
+    def _load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Load a version. On the CPU the tensors become the parameters without a copy.
+
+        So all replicas of a machine share one copy of the weights. Its memory is released when the last replica
+        has the next version.
+        """
+        check_fit(version, tensors, self.weights)
+        own = self.model.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if self.device.type == "cpu":
+                    own[name].data = tensor  # a tied weight is the same parameter under each of its names
+                else:
+                    own[name].copy_(tensor)
+        if self.device.type == "cpu":
+            self._adopted = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        self._version = version
+        self.kept.clear()
+
+    # Only weights are parked: keys and values are dropped.
+
+    def _own_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors whose memory only this engine has.
+
+        Adopted weights are not parked: this would release no memory, because others hold it too, and unparking
+        would make a copy.
+        """
+        for tensor in model_tensors(self.model):
+            if tensor.untyped_storage().data_ptr() not in self._adopted:
+                yield tensor
+
+    async def sleep(self) -> int:
+        if not self._frees_memory:
+            return 0
+        if self._decoding is not None and not self._calls:  # the last call has just ended
+            await asyncio.wait([self._decoding])
+        return await self._worker.run(self._park)
+
+    def _park(self) -> int:
+        self.kept.clear()
+        return self._parking.park()
+
+    async def wake(self) -> int:
+        return await self._worker.run(self._parking.unpark)
+
+    async def watch(self) -> None:
+        await asyncio.get_running_loop().create_future()  # the engine lives as long as its process
+
+    def close(self) -> None:
+        self.kept.clear()
+
+    def _row_bytes(self) -> int:
+        """Return the bytes of the keys and values of a row of full length."""
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        tokens = self.prompt_width + self.max_tokens
+        return int(2 * config.num_hidden_layers * heads * width * tokens * self.dtype.itemsize)
+
+
+def _check_lengths(config: Any, job: JobConfig) -> None:
+    text = config.get_text_config()
+    length = job.data.max_prompt_length + job.data.max_response_length
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise InvalidConfig(
+            f"data.max_prompt_length + data.max_response_length is {length}; the model in "
+            f"{job.actor.model.path!r} takes at most {limit} tokens"
+        )
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention", "sliding_attention"} or (window is not None and length > window):
+        raise Unsupported(
+            f"rollout engine hf attends to all {length} tokens; the model in {job.actor.model.path!r} has "
+            f"layers {sorted(kinds)} with a window of {window}"
+        )

@@ -1,0 +1,119 @@
+"""Runs with conversations: every page trains on them, the same bits come out twice, also after a resume."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from echoing import TALKS
+from in_process import course, small_job, train, workers
+
+from rolemesh.agents.turns import written
+from rolemesh.data.dataset import Agents, PromptDataset
+from rolemesh.errors import RoleFailed
+from rolemesh.forwarding import Forwarding
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.roles import Environment
+from rolemesh.services.controller.conversations.conversing import Conversing
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.services.controller.stages.experience import collect, fan_out
+
+PAGES = {
+    "ppo": ("trainer.test_freq=1",),
+    "grpo": ("algorithm.adv_estimator=grpo",),
+    "grpo_by_turn": ("algorithm.adv_estimator=grpo_by_turn",),
+    "remax": ("algorithm.adv_estimator=remax", "rollout.mode=async"),
+    "condensed": ("rollout.agent.default_agent_loop=condenser", "data.max_response_length=200"),
+    "dapo": ("algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true", "trainer.save_freq=1"),
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+async def test_a_page_trains_on_conversations_and_twice_with_the_same_bits(
+    page: str, tmp_path: Path, talkative_model: Path
+) -> None:
+    courses = []
+    for run in ("first", "second"):
+        dumps = tmp_path / run / "dumps"
+        job = small_job(
+            tmp_path, talkative_model, run, *TALKS, *PAGES[page],
+            "trainer.total_training_steps=2", f"trainer.rollout_data_dir={dumps}",
+        )  # fmt: skip
+        summary = await train(job)
+        courses.append(course(job))
+    assert courses[0] == courses[1]
+    for row in map(json.loads, (dumps / "2.jsonl").read_text().splitlines()):
+        told = row["conversation"]
+        speakers = [said["who"] for said in told["said"]]
+        other = "prompt" if page == "condensed" else "environment"
+        assert speakers == (["policy", other] * int(told["turns"]))[:-1]
+        assert sum(said["reward"] for said in told["said"][::2]) >= 1
+        assert all("<|im_start|>user" in said["text"] for said in told["said"][1::2])
+    last = summary.records[-1]
+    assert last["conversation/turns/mean"] > 1
+    assert last["conversation/tokens/mean"] > last["response_length/mean"]
+
+
+class Ending(Forwarding[Environment]):
+    """Fails for good after some turns, as a controller that is killed does."""
+
+    def __init__(self, environment: Environment, turns: int) -> None:
+        super().__init__(environment)
+        self._turns_left = turns
+
+    async def act(self, request: Any) -> Any:
+        self._turns_left -= 1
+        if self._turns_left < 0:
+            raise RoleFailed("killed")
+        return await self._role.act(request)
+
+
+async def test_a_run_killed_in_the_middle_of_a_conversation_ends_where_an_unbroken_one_ends(
+    tmp_path: Path, talkative_model: Path
+) -> None:
+    jobs = [
+        small_job(tmp_path, talkative_model, run, *TALKS, "trainer.save_freq=1") for run in ("whole", "broken")
+    ]
+    await train(jobs[0])
+    with workers(jobs[1]) as roles:
+        ending = replace(roles, environment=Ending(roles.environment, 25))
+        with pytest.raises(RoleFailed, match="killed"):
+            await Run(jobs[1], load_tokenizer(jobs[1].actor.model)).train(ending)
+    assert 1 <= len(course(jobs[1])) < 4
+    await train(jobs[1])
+    assert course(jobs[0]) == course(jobs[1])
+    ends = [(job.run_dir / "global_step_4" / "actor" / "model.safetensors").read_bytes() for job in jobs]
+    assert ends[0] == ends[1]
+
+
+async def test_an_advantage_of_a_token_that_was_not_sampled_changes_no_gradient(
+    tmp_path: Path, talkative_model: Path
+) -> None:
+    job = small_job(tmp_path, talkative_model, "talk", *TALKS)
+    tokenizer = load_tokenizer(job.actor.model)
+    data = PromptDataset(job.data.train_files, job.data, tokenizer, agents=Agents("echo"))
+    rows = fan_out(data.batch(range(8)), 3, job.rollout.seed, 1)
+    outcomes = []
+    with workers(job) as roles:
+        talking = Conversing(roles.rollout, roles.environment, job, tokenizer)
+
+        async def with_log_probs(finished):  # type: ignore[no-untyped-def]
+            return finished.union(await roles.actor.compute_log_probs(finished))
+
+        batch = await collect(talking.generate(rows), rows, with_log_probs)
+    added = written(batch) & ~batch["response_mask"]
+    assert added.any()
+    advantages = torch.randn(added.shape, generator=torch.Generator().manual_seed(0))
+    for there in (advantages, torch.where(added, 1e3, advantages)):
+        batch["advantages"] = there
+        with workers(job) as roles:
+            metrics = await roles.actor.update(batch)
+            weights = await (await roles.actor.publish_weights(1)).fetch()
+        outcomes.append((metrics, {name: tensor.clone() for name, tensor in weights.items()}))
+    (told, weights), (told_again, weights_again) = outcomes
+    assert told == told_again
+    assert all(torch.equal(weights[name], weights_again[name]) for name in weights)

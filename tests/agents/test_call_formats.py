@@ -1,0 +1,171 @@
+"""What a policy wrote becomes calls: well-formed, malformed, several, and none."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolemesh.agents.call_formats import MAX_CALLS, Call, checked, hermes, llama3_json
+from rolemesh.catalog.call_formats import CALL_FORMATS
+from rolemesh.catalog.loading import forget
+from rolemesh.config.job import JobConfig, make_job
+from rolemesh.errors import InvalidConfig, RoleFailed
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.services.controller.conversations.conversation import Speech
+
+ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, "ü"]}}'
+ARGUMENTS = '{"a": 1, "b": [2, "ü"]}'
+
+
+def tagged(*calls: str) -> str:
+    return "".join(f"<tool_call>\n{call}\n</tool_call>\n" for call in calls)
+
+
+def test_hermes_calls_are_read_in_order_and_the_text_around_them_stays() -> None:
+    text = "I add. " + tagged(ADD, '{"name": "now"}') + "Then I wait."
+    content, calls = hermes(text)
+    assert calls == [Call("add", ARGUMENTS), Call("now", "{}")]
+    assert content == "I add. \n\nThen I wait."
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("{", "not JSON: Expecting property name"),
+        ("[1]", 'expected an object with "name"'),
+        ('{"name": 3}', 'expected an object with "name"'),
+        ('{"name": ""}', 'expected an object with "name"'),
+        ('{"name": "add", "arguments": [1]}', "expected \"arguments\" of 'add' to be an object"),
+        ('{"name": "add", "arguments": "{"}', "expected \"arguments\" of 'add' to be an object"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_malformed_hermes_call_says_what_was_wrong(call: str, told: str) -> None:
+    _, [found] = hermes(tagged(call))
+    assert (found.name, found.arguments) == ("", "")
+    assert found.malformed.startswith(told)
+
+
+def test_a_call_that_is_not_closed_is_malformed_and_no_text() -> None:
+    content, [whole, cut] = hermes("a" + tagged(ADD) + "b<tool_call>" + ADD)
+    assert content == "a\nb"
+    assert whole.name == "add"
+    assert cut == Call(malformed="<tool_call> without </tool_call>")
+
+
+def test_a_turn_without_calls_is_its_text_as_it_is() -> None:
+    text = " 1 + 1 = 2\n"
+    assert hermes(text) == (text, [])
+    assert llama3_json(text) == (text, [])
+
+
+def test_arguments_that_are_quoted_are_the_object() -> None:
+    quoted = json.dumps({"name": "add", "arguments": ARGUMENTS})
+    assert hermes(tagged(quoted))[1] == [Call("add", ARGUMENTS)]
+
+
+def test_llama_calls_are_separated_by_semicolons_and_may_have_a_tag() -> None:
+    call = '{"name": "add", "parameters": {"a": 1}}'
+    assert llama3_json(call) == ("", [Call("add", '{"a": 1}')])
+    assert llama3_json(f"<|python_tag|>{call}; {call}")[1] == [Call("add", '{"a": 1}')] * 2
+    assert llama3_json(f"{call} and")[1][1].malformed.startswith("not JSON")
+    assert llama3_json(f"{call}; {call[:9]}")[1][1].malformed.startswith("not JSON")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ('{"text": "\\ud83d"}', "half of a surrogate pair"),
+        ('{"number": ' + "7" * 5000 + "}", "not JSON: Exceeds the limit"),
+        ('{"deep": ' + "[" * 80 + "]" * 80 + "}", "nested deeper than 64 levels"),
+    ],
+)
+def test_whatever_a_policy_writes_is_a_call_that_can_be_sent_or_a_malformed_one(
+    arguments: str, why: str
+) -> None:
+    for read, key in ((hermes, "arguments"), (llama3_json, "parameters")):
+        text = f'{{"name": "add", "{key}": {arguments}}}'
+        [call] = checked(read(tagged(text) if read is hermes else text))[1]
+        assert why in call.malformed
+        assert not call.name
+    with_name = '{"name": "\\ud83d", "arguments": {}}'
+    assert "half of a surrogate pair" in checked(hermes(tagged(with_name)))[1][0].malformed
+
+
+def test_there_are_no_more_calls_than_anybody_would_run() -> None:
+    assert len(hermes(tagged(*[ADD] * 1000))[1]) == MAX_CALLS
+    assert len(llama3_json(";".join([ADD] * 1000))[1]) == MAX_CALLS
+
+
+@given(st.text(alphabet=st.sampled_from(list('<tool_call>/{}[]":,name 1e9\\')), max_size=200))
+def test_whatever_is_written_is_read(text: str) -> None:
+    for read in (hermes, llama3_json):
+        _, calls = read(text)
+        for call in calls:
+            assert bool(call.malformed) != bool(call.name)
+            assert not call.name or isinstance(json.loads(call.arguments), dict)
+
+
+# ------------------------------------------------------------------------------------ of your own
+
+
+@pytest.fixture
+def slashes(tmp_path: Path) -> Iterator[str]:
+    """The plug-in of docs/plugins.md."""
+    text = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+    [code] = re.findall(r"^```python\n(# slashes\.py\n.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "slashes.py").write_text(code)
+    yield str(tmp_path / "slashes.py")
+    forget(str(tmp_path / "slashes.py"))
+
+
+def job_with(plugin: str, model: Path, format: str = "slashes") -> JobConfig:
+    multi_turn = {"enable": True, "format": format}
+    return make_job(
+        {"plugins": [plugin], "actor": {"model": {"path": str(model)}}, "rollout": {"multi_turn": multi_turn}}
+    )
+
+
+def test_a_format_of_ones_own_reads_turns_and_counts_for_a_resumed_run(slashes: str, tiny_model: Path) -> None:
+    job = job_with(slashes, tiny_model)
+    tokenizer = load_tokenizer(job.actor.model)
+    heard = Speech(job, tokenizer).heard("I ask.\n/search a cat\n/now x", 3)
+    assert heard.content == "I ask."
+    assert [(call.id, call.name, json.loads(call.arguments)) for call in heard.tool_calls] == [
+        ("call-3-0", "search", {"text": "a cat"}),
+        ("call-3-1", "now", {"text": "x"}),
+    ]
+    assert CALL_FORMATS["slashes"] in job.parts
+
+
+def test_an_unknown_format_is_refused_with_those_that_there_are(slashes: str, tiny_model: Path) -> None:
+    said = rf"'slahes', which is none of hermes, llama3_json; of {slashes}: slashes; did you mean 'slashes'\?"
+    with pytest.raises(InvalidConfig, match=said):
+        job_with(slashes, tiny_model, "slahes")
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("text", r"TypeError: a call format returns \(text, calls\)"),
+        ("(text, [('add', '{}')])", "TypeError: calls should be a list of rolemesh"),
+        ("(text, [Call('add', {})])", "TypeError: name, arguments and malformed"),
+        ("(text, [Call('add', '[1]')])", "ValueError: a call should have a name, and a JSON object"),
+        ("(text, [Call(None, '{}')])", "TypeError: name, arguments"),
+        ("1 / 0", r"ZeroDivisionError: division by zero \(slashes.py, line 13\)"),
+    ],
+)
+def test_a_format_that_returns_something_else_is_named(
+    slashes: str, tiny_model: Path, returned: str, said: str
+) -> None:
+    code = Path(slashes).read_text()
+    Path(slashes).write_text(code[: code.index("    calls =")] + f"    return {returned}\n")
+    job = job_with(slashes, tiny_model)
+    with pytest.raises(RoleFailed, match=rf"call format slashes of {slashes} raised {said}"):
+        Speech(job, load_tokenizer(job.actor.model)).heard("AB", 1)

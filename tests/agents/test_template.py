@@ -1,0 +1,131 @@
+"""What a chat template adds to a conversation is appended in ids, and no id before it changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rolemesh.agents.template import Template
+from rolemesh.errors import InvalidConfig
+from rolemesh.models.tiny import byte_tokenizer
+
+END = "<|im_end|>"
+ASSISTANT = "<|im_start|>assistant\n"
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Qwen3's: thoughts of turns before the last question are dropped, and tools answer as a user.
+FORGETFUL = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+    "{% if m.role == 'assistant' and '</think>' in m.content and loop.index0 < ns.last %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+    "{% elif m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# As DeepSeek-R1's: the thoughts of every turn are dropped, and the prompt opens those of the next.
+THOUGHTLESS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def tokenizer_with(template: str) -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def text(tokenizer: Any, ids: list[int]) -> str:
+    decoded: str = tokenizer.decode(ids)
+    return decoded
+
+
+def test_a_turn_that_the_policy_ended_is_not_ended_twice() -> None:
+    tokenizer = tokenizer_with(CHATML)
+    template = Template(tokenizer)
+    answer = [{"role": "tool", "content": "42"}]
+    added = f"\n<|im_start|>tool\n42{END}\n{ASSISTANT}"
+    assert text(tokenizer, template.after_turn(answer, END)) == added
+    assert text(tokenizer, template.after_turn(answer, "")) == END + added
+    assert text(tokenizer, template.after_turn(answer, "<|endoftext|>")) == END + added
+
+
+@pytest.mark.parametrize("template", [CHATML, FORGETFUL])
+def test_turn_by_turn_the_ids_are_those_of_the_whole_conversation(template: str) -> None:
+    tokenizer = tokenizer_with(template)
+    end = tokenizer.convert_tokens_to_ids(END)
+    turns = ["I ask. ", "Straße", ""]
+    answers = [[{"role": "tool", "content": "a\nb"}, {"role": "tool", "content": "é"}]] * 2
+    template_ = Template(tokenizer)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "1+1"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    for turn, said in zip(turns, [*answers, []], strict=True):
+        messages += [{"role": "assistant", "content": turn}, *said]
+        ids += [*tokenizer(turn, add_special_tokens=False)["input_ids"], end]
+        if said:
+            ids += template_.after_turn(said, END)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text(tokenizer, ids) + "\n" == whole
+
+
+def test_an_environment_that_speaks_first_comes_between_the_prompt_and_the_policy() -> None:
+    tokenizer = tokenizer_with(CHATML)
+    said = [{"role": "user", "content": "My number has one digit."}]
+    prompt = [{"role": "user", "content": "Guess."}]
+    whole = tokenizer.apply_chat_template([*prompt, *said], add_generation_prompt=True, tokenize=False)
+    begun = tokenizer.apply_chat_template(prompt, tokenize=False)
+    assert begun + text(tokenizer, Template(tokenizer).after_prompt(said)) == whole
+
+
+def test_a_template_that_drops_thoughts_is_refused_unless_ids_are_to_stay() -> None:
+    template = Template(tokenizer_with(FORGETFUL))
+    with pytest.raises(InvalidConfig, match=r"with a user's message it rewrites an earlier turn.*<think>"):
+        template.check()
+    template.check("keep")
+    Template(tokenizer_with(CHATML)).check()
+
+
+@pytest.mark.parametrize("template", [CHATML, FORGETFUL, THOUGHTLESS])
+@pytest.mark.parametrize("answer", [{"role": "user", "content": "sure?"}, {"role": "tool", "content": "4"}])
+def test_split_shows_what_the_template_makes_of_the_whole_conversation(
+    template: str, answer: dict[str, Any]
+) -> None:
+    tokenizer = tokenizer_with(template)
+    splitting, asked = Template(tokenizer), {"role": "user", "content": "1+1"}
+    splitting.check("split")
+    prompt = seen = splitting.prompt([asked], [])
+    said: list[dict[str, Any]] = []
+    for turn in ("so\n</think>2", "2", "<think>\nno\n</think>\n\n3"):
+        said.append({"role": "assistant", "content": turn})
+        is_anew, ids = splitting.after_all(prompt, said, [answer], END)
+        seen = ids if is_anew else seen + tokenizer(turn + END, add_special_tokens=False)["input_ids"] + ids
+        said.append(answer)
+        whole = tokenizer.apply_chat_template([asked, *said], add_generation_prompt=True, tokenize=False)
+        assert text(tokenizer, seen) == whole
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ messages[0].content }}", "does not contain what the policy said"),
+        (
+            "{{ messages | length }}" + CHATML,
+            "messages of user after a turn of the policy changes what came before",
+        ),
+        (
+            CHATML + "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}",
+            "no tools",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_continued_is_refused_with_the_reason(template: str, why: str) -> None:
+    with pytest.raises(InvalidConfig, match=rf"cannot be continued token by token: .*{why}"):
+        Template(tokenizer_with(template)).check()

@@ -1,0 +1,90 @@
+"""What `make test-gpu` runs on a bare machine, tried on a CPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import correctness, memory, prepare, sharding, speed
+
+
+def test_parts_that_need_no_gpu_pass_on_a_cpu(tmp_path: Path) -> None:
+    """Each makes its own checks; a few figures are looked at again."""
+
+    def room(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    compared = correctness.log_probs("cpu", room("compared"))
+    assert compared["float32 packed values"]["max"] < 1e-6
+    parked = memory.parking("cpu", room("parked"))
+    assert parked["actor"]["moved_bytes"] > parked["actor"]["planned_bytes"] > 0
+    handed = speed.handover("cpu", room("handed"))
+    assert handed["bytes"] == parked["actor"]["planned_bytes"] // 3
+    assert correctness.twice("cpu", room("twice"))["as it runs"]["weights_equal"]
+
+
+def test_an_update_counts_as_many_operations_as_its_products_have(tmp_path: Path) -> None:
+    """Worked by hand: two layers of q, o [128, 128], k, v [64, 128] and three of the MLP [352, 128]; the head
+    [512, 128]; 6 for each weight and token, and for causal attention 6 · 128 for each of 64 places."""
+    figures = speed.update("cpu", tmp_path)
+    weights, tokens, answered = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 352 * 128), 8 * 64, 8 * 48
+    flops = 6 * weights * tokens + 6 * 512 * 128 * answered + 2 * 6 * 128 * tokens * 64
+    median = sorted(figures["seconds"]["ours"])[2]
+    assert figures["tokens"] == tokens
+    assert figures["tflops"]["ours"] * 1e12 * median == pytest.approx(flops)
+
+
+def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
+    figures = sharding.sharded("cpu", tmp_path)
+    assert (figures["ranks"], figures["backend"]) == (2, "gloo")
+    assert all(figures[f"float32 {name}"]["difference"]["norm"] < 1e-5 for name in sharding.SETTINGS)
+
+
+def test_a_part_that_fails_or_hangs_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {
+        "hangs": gpu.Part("correctness:log_probs", 0.001, ""),
+        "tests": gpu.Part("services:tests", 60, ""),
+    }
+    monkeypatch.setattr(gpu, "PARTS", {**gpu.PARTS, **parts})
+    found = gpu.run_all(list(parts), "cpu", tmp_path, time.monotonic() + 120)
+    assert json.loads((tmp_path / "gpu.json").read_text()) == found
+    assert not found["passed"]
+    assert found["parts"]["hangs"]["why"] == "no result after 0 of 0 s: killed"
+    assert (found["parts"]["tests"]["state"], found["parts"]["tests"]["why"]) == ("skipped", "they need a GPU")
+    late = gpu.run_all(["tests"], "cpu", tmp_path, time.monotonic())
+    assert late["parts"]["tests"]["why"] == "no time was left"
+
+
+def wheel(directory: Path, name: str, version: str, *needs: str) -> Path:
+    path = directory / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    lines = [
+        "Metadata-Version: 2.1",
+        f"Name: {name}",
+        f"Version: {version}",
+        *(f"Requires-Dist: {n}" for n in needs),
+    ]
+    with ZipFile(path, "w") as file:
+        file.writestr(f"{path.name.split('-py3')[0]}.dist-info/METADATA", "\n".join(lines) + "\n\nText")
+    return path
+
+
+def test_what_is_lacking_comes_from_the_bundle_or_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel's own needs count, those of an extra do not; what is there in the right version stays."""
+    one = wheel(tmp_path, "not-here", "2.0", "deeper-need>=1", "numpy", "never; extra == 'all'")
+    other = wheel(tmp_path, "deeper-need", "1.5", "absent-everywhere>3")
+    newer = wheel(tmp_path, "packaging", "999.0")
+    monkeypatch.setattr(prepare, "BUNDLE", tmp_path)
+    monkeypatch.setattr(prepare, "OF_TESTS", ())
+    monkeypatch.setattr(prepare, "requirements", lambda: ["not_here>=1.9", "pytest", "packaging>=999"])
+    assert prepare.lacking() == {
+        "install": sorted(map(str, (one, other, newer))),
+        "missing": {"absent-everywhere": "needs absent-everywhere>3, has none"},
+    }

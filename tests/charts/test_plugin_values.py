@@ -1,0 +1,114 @@
+"""Plug-ins in the chart: where their files are, which process imports them, and which names are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from rolemesh.config.job import JobConfig
+from tests.support.rendering import Object, groups, objects, of_kind, pods, refusal
+
+FILE = "/etc/rolemesh-plugins/plugins.py"
+CODE = "from rolemesh.plugins import estimator\n# {{ not a template }} \u2028 \"'\n"
+OWN = {"algorithm": {"adv_estimator": "centred"}, "critic": {"enable": False}}
+
+
+def job_file(things: list[Object]) -> Any:
+    (config,) = [thing for thing in of_kind(things, "ConfigMap") if thing["metadata"]["name"] == "demo-job"]
+    return yaml.safe_load(config["data"]["job.yaml"])
+
+
+def mounts(pod: Object) -> list[str]:
+    return [
+        mount["mountPath"]
+        for container in (*pod["spec"].get("initContainers", []), *pod["spec"]["containers"])
+        for mount in container["volumeMounts"]
+        if mount["name"] == "plugins" and mount["readOnly"]
+    ]
+
+
+def test_every_process_imports_the_code_that_is_given_and_has_its_file() -> None:
+    things = objects({"plugins": {"code": CODE}, "job": OWN | {"plugins": ["my_package.losses"]}})
+    assert job_file(things)["plugins"] == ["my_package.losses", FILE]
+    (config,) = [thing for thing in of_kind(things, "ConfigMap") if thing["metadata"]["name"] == "demo-plugins"]
+    assert config["data"] == {"plugins.py": CODE}
+    found = list(pods(things))
+    assert len(found) == 5  # actor, rollout, reward, controller, helm test
+    for pod in found:
+        assert mounts(pod) == ["/etc/rolemesh-plugins"]
+        (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "plugins"]
+        assert volume["configMap"]["name"] == "demo-plugins"
+
+
+def test_other_code_begins_every_process_anew() -> None:
+    def told(code: str) -> list[str]:
+        things = objects({"plugins": {"code": code}, "job": OWN})
+        return [
+            pod["metadata"]["annotations"]["checksum/plugins"]
+            for pod in pods(things)
+            if "annotations" in pod["metadata"]
+        ]
+
+    one, other = told(CODE), told(CODE + "# more\n")
+    assert len(set(one)) == len(set(other)) == 1
+    assert one[0] != other[0]
+
+
+def test_a_config_map_of_the_users_is_mounted_and_the_job_names_its_files() -> None:
+    things = objects(
+        {"plugins": {"configMap": "mine"}, "job": OWN | {"plugins": ["/etc/rolemesh-plugins/a.py"]}}
+    )
+    assert job_file(things)["plugins"] == ["/etc/rolemesh-plugins/a.py"]
+    for pod in pods(things):
+        (volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "plugins"]
+        assert volume["configMap"]["name"] == "mine"
+
+
+def test_without_plug_ins_nothing_is_mounted() -> None:
+    assert [mounts(pod) for pod in pods(objects({}))] == [[]] * 6
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_the_job_says_whether_the_plug_ins_estimator_calls_a_critic(enable: bool) -> None:
+    things = objects({"plugins": {"code": CODE}, "job": OWN | {"critic": {"enable": enable}}})
+    assert ("critic" in groups(things)) == enable
+    assert job_file(things)["critic"]["enable"] is enable
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"job": OWN}, "job.algorithm.adv_estimator is centred: set it to one of gae, grpo, "),
+        (
+            {"job": {"rollout": {"name": "sglang"}}},
+            "job.rollout.name is sglang: set it to one of hf, vllm, openai",
+        ),
+        (
+            {"job": {"actor": {"policy_loss": {"loss_mode": "gps"}}}},
+            "loss_mode is gps: set it to one of vanilla, ",
+        ),
+        ({"job": {"reward": {"reward_manager": "mine"}}}, "reward_manager is mine: set it to one of naive, "),
+        ({"job": {"data": {"dataset": "mine"}}}, "job.data.dataset is mine: set it to one of parquet"),
+        ({"job": {"algorithm": {"page": "mine"}}}, "job.algorithm.page is mine: set it to one of ppo, grpo"),
+        ({"plugins": {"code": CODE, "configMap": "mine"}}, "plugins.code and plugins.configMap are both set"),
+        (
+            {"plugins": {"code": CODE}, "job": {"algorithm": {"adv_estimator": "centred"}}},
+            "set job.critic.enable to true or false",
+        ),
+        (
+            {"plugins": {"code": CODE}, "job": {"algorithm": {"page": "mine"}}},
+            "set job.critic.enable to true or false",
+        ),
+    ],
+)
+def test_a_name_that_nothing_brings_is_refused_with_those_there_are(values: Object, said: str) -> None:
+    assert said in refusal(values)
+
+
+def test_the_chart_and_the_job_file_know_the_same_critics() -> None:
+    for estimator in ("gae", "grpo", "remax", "reinforce_plus_plus"):
+        job = {"algorithm": {"adv_estimator": estimator}, "rollout": {"n": 4}}
+        expected = JobConfig.model_validate(job).roles
+        assert {role for roles in groups(objects({"job": job})).values() for role in roles} == set(expected)

@@ -1,0 +1,169 @@
+"""Preference training: loss and gradient are those of the two answers as sequences of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from float64 import in_float64
+from in_process import course, train
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM
+
+from rolemesh.config import JobConfig
+from rolemesh.config.base import merge
+from rolemesh.config.job import make_job
+from rolemesh.data.pairs import PairDataset
+from rolemesh.data.parquet import write_rows
+from rolemesh.errors import InvalidConfig
+from rolemesh.models import sharded
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.services.controller.stages.experience import join
+
+BETA = 0.3
+
+
+def rows(number: int) -> list[dict[str, Any]]:
+    """Pairs of uneven lengths."""
+    return [
+        {"prompt": f"{i}+{i}=", "chosen": str(2 * i) * (1 + i % 3), "rejected": "no" * (1 + i % 4)}
+        for i in range(number)
+    ]
+
+
+def dpo_job(directory: Path, model: Path, run: str = "run", **sections: Any) -> JobConfig:
+    for name, number in (("train", 12), ("val", 5)):
+        write_rows(directory / f"{name}.parquet", rows(number))
+    base: dict[str, Any] = {
+        "algorithm": {"page": "dpo"},
+        "data": {
+            "train_files": str(directory / "train.parquet"),
+            "val_files": str(directory / "val.parquet"),
+            "train_batch_size": 4,
+            "val_batch_size": 2,
+            "max_length": 128,
+        },
+        "actor": {
+            "model": {"path": str(model)},
+            "optim": {"lr": 1e-3},
+            "policy_loss": {"dpo_beta": BETA},
+            "ppo_mini_batch_size": 4,
+            "ppo_micro_batch_size_per_gpu": 2,
+        },
+        "reference": {"log_prob_micro_batch_size_per_gpu": 2},
+        "trainer": {
+            "device": "cpu",
+            "total_epochs": 1,
+            "save_freq": 1,
+            "test_freq": 1,
+            "default_local_dir": str(directory / run),
+        },
+    }
+    return make_job(merge(base, sections))
+
+
+def log_ratio(model: Any, reference: Any, ids: Tensor, learned: Tensor) -> Tensor:
+    """The log-ratios [tokens] of what is learned of one sequence, without padding."""
+    found = []
+    for each in (model, reference):
+        log_probs = each(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        found.append(log_probs.gather(1, ids[1:, None])[:, 0][learned[1:]])
+    return found[0] - found[1].detach()
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("loss", ["dpo", "dpo_norm", "ipo"])
+async def test_loss_and_gradient_are_those_of_the_answers_as_sequences_of_their_own(
+    tiny_model: Path, tmp_path: Path, micro: int, packed: bool, loss: str
+) -> None:
+    actor = {
+        "model": {"use_remove_padding": packed},
+        "policy_loss": {"loss_mode": loss},
+        "ppo_micro_batch_size_per_gpu": micro,
+        "grad_clip": 1e9,
+    }
+    job = dpo_job(tmp_path, tiny_model, actor=actor)
+    data = PairDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))
+    batch = join(data.batch(range(4)))
+
+    reference = in_float64(AutoModelForCausalLM.from_pretrained(tiny_model))
+    model = in_float64(AutoModelForCausalLM.from_pretrained(tiny_model))
+    moved = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in reference.parameters():
+            weight += 0.05 * torch.randn(weight.shape, generator=moved, dtype=weight.dtype)
+    batch["ref_log_probs"] = torch.zeros(batch["response_mask"].shape, dtype=torch.float64)
+    margins = []
+    for row in range(4):
+        sides = []
+        ids, attended = batch["input_ids"][row], batch["attention_mask"][row].bool()
+        learned = torch.cat([torch.zeros(1).bool(), batch["response_mask"][row]])
+        contexts = torch.cat([torch.zeros(1).long(), batch["contexts"][row]])
+        for which in (0, 1):
+            own = attended & (contexts == which)
+            ratio = log_ratio(model, reference, ids[own], learned[own])
+            with torch.no_grad():
+                log_probs = reference(input_ids=ids[own][None]).logits[0, :-1].log_softmax(-1)
+                of_tokens = log_probs.gather(1, ids[own][1:, None])[:, 0][learned[own][1:]]
+            batch["ref_log_probs"][row, (own & learned)[1:]] = of_tokens
+            sides.append(ratio.sum() if loss == "dpo" else ratio.mean())
+        margins.append(sides[0] - sides[1])
+    margin = torch.stack(margins)
+    expected = (margin - 1 / (2 * BETA)).square() if loss == "ipo" else -logsigmoid(BETA * margin)
+    expected.mean().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    load = sharded.load_causal_lm
+    with patch.object(sharded, "load_causal_lm", lambda *args: in_float64(load(*args))):
+        worker = ActorWorker(job)
+    found: list[Tensor] = []
+    step = worker.optimizer.step
+
+    def seen() -> Any:
+        found.append(torch.cat([p.grad.flatten() for p in worker.model.parameters()]))
+        return step()
+
+    with patch.object(worker.optimizer, "step", seen):
+        metrics = await worker.update(batch)
+    worker.close()
+    assert metrics["actor/loss"] == pytest.approx(expected.mean().item(), rel=1e-10)
+    assert metrics["rewards/accuracies"] == (margin > 0).double().mean()
+    assert (found[0] - gradient).norm() <= 1e-10 * gradient.norm()
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+async def test_a_run_learns_the_preference_and_a_resumed_one_ends_bit_for_bit_alike(
+    tiny_model: Path, tmp_path: Path, lora_rank: int
+) -> None:
+    actor = {"model": {"lora_rank": lora_rank}, "optim": {"lr": 1e-2}}
+    job, cut = (dpo_job(tmp_path, tiny_model, run, actor=actor) for run in ("whole", "cut"))
+    assert job.roles == (("actor",) if lora_rank else ("actor", "reference"))
+    await train(job)
+    short = cut.model_copy(update={"trainer": cut.trainer.model_copy(update={"total_training_steps": 2})})
+    await train(short)
+    await train(cut)
+    records = course(job)
+    assert records[-1] == course(cut)[-1]
+    assert records[0]["val/loss"] == pytest.approx(torch.log(torch.tensor(2.0)).item())
+    assert records[-1]["val/loss"] < records[0]["val/loss"]
+    assert records[-1]["val/rewards/margins"] > 0
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"algorithm": {"page": "grpo"}}, "actor.policy_loss.loss_mode is ipo, a loss of page dpo"),
+        ({"algorithm": {"page": "sft"}}, "actor.policy_loss.loss_mode is ipo, a loss of page dpo"),
+    ],
+)
+def test_a_loss_of_pairs_is_of_its_page_alone(
+    tiny_model: Path, tmp_path: Path, sections: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=says):
+        dpo_job(tmp_path, tiny_model, actor={"policy_loss": {"loss_mode": "ipo"}}, **sections)

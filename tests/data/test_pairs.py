@@ -1,0 +1,89 @@
+"""Pairs of responses to rows with two contexts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolemesh.config.data import DataConfig
+from rolemesh.data.pairs import PairDataset
+from rolemesh.data.parquet import write_rows
+from rolemesh.errors import InvalidData
+from rolemesh.models.tiny import byte_tokenizer
+
+ASK = {"role": "user", "content": "2+3="}
+PROMPT = "<|im_start|>user\n2+3=<|im_end|>\n<|im_start|>assistant\n"
+
+
+def says(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def dataset(tmp_path: Path, rows: list[dict[str, Any]], **config: Any) -> PairDataset:
+    file = write_rows(tmp_path / "rows.parquet", rows)
+    return PairDataset([file], DataConfig(**({"max_length": 128} | config)), byte_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+3=", "chosen": "5", "rejected": "six"},
+        {"prompt": [ASK], "chosen": [says("5")], "rejected": [says("six")]},
+        {"chosen": [ASK, says("5")], "rejected": [ASK, says("six")]},
+    ],
+    ids=["text", "messages", "whole conversations"],
+)
+def test_a_pair_is_a_row_of_two_contexts(tmp_path: Path, row: dict[str, Any]) -> None:
+    batch, tokenizer = dataset(tmp_path, [row]).batch([0]), byte_tokenizer()
+    turns, contexts, ids = (batch[name][0] for name in ("turns", "contexts", "responses"))
+    written = turns != 0
+    begin = tokenizer.decode(batch["prompts"][0][batch["prompt_mask"][0]])
+    of_chosen, of_rejected = (tokenizer.decode(ids[written & (contexts == which)]) for which in (0, 1))
+    assert begin + of_chosen == PROMPT + "5<|im_end|>\n"
+    assert of_rejected == PROMPT + "six<|im_end|>\n"
+    learned = [ids[batch["response_mask"][0] & (contexts == which)] for which in (0, 1)]
+    assert [tokenizer.decode(each) for each in learned] == ["5<|im_end|>", "six<|im_end|>"]
+    assert turns.unique_consecutive().tolist() == [-1, 1, -2, 2, -3, 0]
+
+
+def test_earlier_turns_of_the_assistant_are_no_part_of_a_response(tmp_path: Path) -> None:
+    begun = [ASK, says("6"), {"role": "user", "content": "sure?"}]
+    batch = dataset(tmp_path, [{"prompt": begun, "chosen": "5", "rejected": "6"}], max_length=256).batch([0])
+    assert batch["response_mask"].sum() == 4  # a digit and the end of the turn, twice
+    tokens = batch["responses"][0][batch["response_mask"][0]]
+    assert byte_tokenizer().decode(tokens) == "5<|im_end|>6<|im_end|>"
+
+
+def test_a_pair_that_is_too_long_is_named_or_left_out(tmp_path: Path) -> None:
+    rows = [{"prompt": "2+3=", "chosen": "5", "rejected": text} for text in ("six", "s" * 80)]
+    with pytest.raises(InvalidData, match=r"row 1: is 131 tokens, data\.max_length is 128"):
+        dataset(tmp_path, rows)
+    assert len(dataset(tmp_path, rows, filter_overlong_prompts=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "says_what"),
+    [
+        ({"prompt": "2+3=", "chosen": "5"}, "lacks columns: 'chosen' and 'rejected' wanted"),
+        ({"prompt": "2+3=", "chosen": "5", "rejected": "5"}, "column 'chosen' equals 'rejected'"),
+        ({"prompt": "2+3=", "chosen": "5", "rejected": ""}, "column 'rejected' should hold text or messages"),
+        (
+            {"chosen": "5", "rejected": "6"},
+            "column 'chosen' should hold a conversation, as",
+        ),
+        (
+            {"chosen": [ASK, says("5")], "rejected": [{"role": "user", "content": "2+2="}, says("5")]},
+            "column 'chosen' should go on from a prompt",
+        ),
+        (
+            {"prompt": "2+3=", "chosen": [ASK], "rejected": [says("5")]},
+            "column 'chosen' should go on from a prompt with what the assistant says",
+        ),
+    ],
+)
+def test_a_pair_that_cannot_be_compared_is_named(tmp_path: Path, row: dict[str, Any], says_what: str) -> None:
+    with pytest.raises(InvalidData, match=re.escape(says_what)):
+        dataset(tmp_path, [row])

@@ -1,0 +1,106 @@
+"""`rolemesh generate` and `rolemesh evaluate` as a person uses them: together they are a run's validation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from in_process import course, small_job, train, write_data
+from launched import rolemesh, written
+
+# Any text has a score, which differs from text to text; and a first character, as a vote.
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    score = (sum(map(ord, solution_str)) + extra_info["index"]) % 17 / 16
+    return {"score": score, "acc": float(score > 0.5), "pred": solution_str[:1]}
+"""
+SOURCES = ("digits", "numbers")
+TRAINED = ("trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.save_freq=2", "actor.optim.lr=0.1")
+SAMPLED = ("rollout.val_kwargs.n=4", "rollout.val_kwargs.do_sample=true")
+
+
+async def said(code: int, *arguments: str) -> str:
+    async with rolemesh(*arguments) as launched:
+        ended, output = await launched.end()
+    assert ended == code, output
+    return output
+
+
+@pytest.mark.parametrize("sampling", [(), SAMPLED], ids=["greedy", "sampled"])
+async def test_generate_then_evaluate_is_the_validation_of_a_run(
+    sampling: tuple[str, ...], tiny_model: Path, tmp_path: Path
+) -> None:
+    """To the bit, of trained weights; with one replica and with two, and however prompts are cut into parts."""
+    prompts = write_data(tmp_path, "held_out", 11)
+    overrides = (*sampling, f"data.val_files={prompts}", *TRAINED)
+    job = small_job(tmp_path, tiny_model, "run", *overrides)
+    (tmp_path / "reward.py").write_text(REWARD)
+    await train(job)
+    record = course(job)[-1]
+    expected = {name: value for name, value in record.items() if name.startswith("val-")}
+    assert all(
+        0 < expected[f"val-aux/{source}/reward/mean@{job.rollout.val_kwargs.n}"] < 1 for source in SOURCES
+    )
+    weights = f"actor.model.path={job.run_dir / 'global_step_2' / 'actor'}"
+    file = written(small_job(tmp_path, tiny_model, "run", *overrides, weights), tmp_path)
+    (tmp_path / "reward.py").write_text(REWARD)
+
+    outputs = [tmp_path / "one.parquet", tmp_path / "two.parquet"]
+    keys = [("data.val_batch_size=4",), ("placement.replicas.rollout=2", "rollout.max_num_seqs=4")]
+    for output, own in zip(outputs, keys, strict=True):
+        await said(0, "generate", file, "--output", str(output), "--log-probs", *own)
+    rows = [pq.read_table(output).to_pylist() for output in outputs]
+    assert rows[0] == rows[1]
+    given = pq.read_table(prompts)
+    assert pq.read_table(outputs[0]).select(given.column_names).equals(given)
+    for row in rows[0]:
+        assert [len(ids) for ids in row["response_ids"]] == [len(lps) for lps in row["response_log_probs"]]
+
+    scores = tmp_path / "scores.json"
+    own = (f"data.val_files={outputs[0]}", "placement.replicas.reward=2")
+    shown = await said(0, "evaluate", file, "--output", str(scores), *own)
+    found = json.loads(scores.read_text())
+    assert found["metrics"] == expected
+    assert any("acc/maj@4" in name for name in expected) == bool(sampling)
+    assert found["num_prompts"] == {"digits": 5, "numbers": 6}
+    assert "digits" in shown
+    assert f"mean@{found['n']}" in shown
+
+
+async def test_a_generation_that_was_killed_goes_on_to_the_bits_of_an_unbroken_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    keys = (*SAMPLED, "data.val_batch_size=1", "data.max_response_length=96", "rollout.max_num_seqs=4")
+    prompts = write_data(tmp_path, "held_out", 40)
+    job = small_job(tmp_path, tiny_model, "run", *keys, f"data.val_files={prompts}")
+    file = written(job, tmp_path)
+    unbroken, output = tmp_path / "unbroken.parquet", tmp_path / "out.parquet"
+    parts = tmp_path / "out.parquet.parts"
+    await said(0, "generate", file, "--output", str(unbroken))
+
+    async with rolemesh("generate", file, "--output", str(output)) as launched:
+        ended = launched.ended()
+        while len(list(parts.glob("part-*.parquet"))) < 3:
+            assert not ended.done()
+            await asyncio.sleep(0.005)
+        launched.process.kill()
+        assert await ended == -9
+    kept = len(list(parts.glob("part-*.parquet")))
+    assert 3 <= kept < 40
+    assert not output.exists()
+
+    refused = await said(2, "generate", file, "--output", str(output), "rollout.val_kwargs.temperature=0.5")
+    assert "rollout.val_kwargs.temperature was 1.0 and is 0.5; restore these" in refused
+    assert len(list(parts.glob("part-*.parquet"))) == kept
+
+    again = await said(0, "generate", file, "--output", str(output), "placement.replicas.rollout=2")
+    assert f"{kept} of 40 prompts are kept" in again
+    assert output.read_bytes() == unbroken.read_bytes()
+    assert not parts.exists()
+    assert "is complete already" in await said(0, "generate", file, "--output", str(output))
+    other = await said(2, "generate", file, "--output", str(output), "rollout.seed=7")
+    assert "exists, and was not made by these settings" in other
+    assert output.read_bytes() == unbroken.read_bytes()

@@ -1,0 +1,189 @@
+"""Ranks that Ray starts: the bits of any other launcher, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from in_process import course, small_job
+from launched import DEADLINE_S, gated, rolemesh, written
+from left import listening, marked, none_is_left
+from serving import gate, served
+
+from rolemesh.config import JobConfig
+from rolemesh.errors import InvalidConfig
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.services.controller.main import drive
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.services.processes.role_processes import role_processes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+RANKED = (
+    "algorithm.adv_estimator=grpo",  # without a critic and a reference, a run has four processes
+    "algorithm.use_kl_in_reward=false",
+    "placement.ranks.actor=2",
+    "trainer.save_freq=2",
+)
+BY_RAY = "placement.launcher=ray"
+
+
+def new_mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """In the environment of all that the test starts from here on."""
+    mark = f"mark-{uuid.uuid4()}"
+    monkeypatch.setenv("STARTED_BY", mark)
+    return mark
+
+
+def job_in(directory: Path, model: Path, *overrides: str) -> JobConfig:
+    directory.mkdir()
+    return small_job(directory, model, "run", *RANKED, *overrides)
+
+
+def outcome(job: JobConfig) -> object:
+    """Every metric of every step, and the last checkpoint, byte for byte."""
+    files = sorted(path for path in (job.run_dir / "global_step_4" / "actor").rglob("*") if path.is_file())
+    assert {"model.safetensors", "optimizer.safetensors"} <= {path.name for path in files}
+    return course(job), [path.read_bytes() for path in files]
+
+
+@pytest.mark.timeout(900)  # four times five processes import torch
+async def test_by_processes_by_torchrun_and_by_ray_though_a_rank_dies_the_bits_are_the_same(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_processes = job_in(tmp_path / "processes", tiny_model)
+    async with rolemesh("run", written(by_processes, tmp_path / "processes")) as launched:
+        code, output = await launched.end()
+    assert code == 0, output
+
+    by_torchrun = job_in(tmp_path / "torchrun", tiny_model)
+    async with (
+        torchrun(by_torchrun, tmp_path / "torchrun") as actor,
+        served("rollout", by_torchrun) as rollout,
+        served("reward", by_torchrun) as reward,
+    ):
+        run = Run(by_torchrun, load_tokenizer(by_torchrun.actor.model))
+        addresses = {"actor": [actor], "rollout": rollout, "reward": reward}
+        await drive(run, addresses, "127.0.0.1:0", None)
+
+    mark = new_mark(monkeypatch)
+    by_ray = job_in(tmp_path / "ray", tiny_model, BY_RAY)
+    async with rolemesh("run", written(by_ray, tmp_path / "ray")) as launched:
+        async with asyncio.timeout(DEADLINE_S):
+            while not (by_ray.run_dir / "global_step_2").exists():  # noqa: ASYNC110  # another process's
+                await asyncio.sleep(0.02)
+        processes = marked(mark)
+        assert sum(b"ray::RayRank" in command(pid) for pid in processes) == 2
+        assert all(address.is_loopback for address in listening(processes))
+        victim = json.loads((by_ray.run_dir / "logs" / "actor-0-rank-1.address.json").read_text())["pid"]
+        os.kill(victim, signal.SIGKILL)
+        code, output = await launched.end()
+    assert code == 0, output
+    assert f"actor-0-rank-1 (pid {victim}) was killed by SIGKILL" in output
+    assert output.count("starting all roles anew") == 1
+    assert marked(mark) == set()
+
+    assert outcome(by_processes) == outcome(by_torchrun)
+    assert outcome(by_processes) == outcome(by_ray)
+
+
+def command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it ended meanwhile
+        return b""
+
+
+@asynccontextmanager
+async def torchrun(job: JobConfig, directory: Path) -> AsyncIterator[str]:
+    """Serve the actor's ranks as docs/ranks.md says; yield rank 0's address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    process = await asyncio.create_subprocess_exec(
+        *(
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "--no-python",
+        ),
+        *(sys.executable, "-m", "rolemesh", "serve", "actor"),
+        *("--config", written(job, directory), "--listen", address),
+    )
+    try:
+        yield address
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+async def test_however_the_launcher_ends_ray_and_the_ranks_end_with_it(
+    number: signal.Signals, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = new_mark(monkeypatch)
+    with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
+        job = gated(job_in(tmp_path / "job", tiny_model, BY_RAY), tmp_path, started.path, go_on.path)
+        async with rolemesh("run", written(job, tmp_path)) as launched:
+            async with asyncio.timeout(DEADLINE_S):
+                await started.passed(launched.ended())  # step 1 runs
+            launched.process.send_signal(number)
+            if number == signal.SIGINT:
+                await launched.says("stopping after this step")
+                go_on.open()
+                code, output = await launched.end()
+                assert code == 130, output
+                assert "stopped after step 1" in output
+                assert marked(mark) == set()
+        await none_is_left(mark, DEADLINE_S)
+
+
+def test_ranks_for_which_ray_has_no_room_are_an_error_with_what_was_asked_and_what_there_is() -> None:
+    program = """
+        import asyncio
+        from rolemesh.errors import RoleUnavailable
+        from rolemesh.services.processes.ray_cluster import ray_cluster
+
+        async def main():
+            async with ray_cluster(2) as cluster:
+                try:
+                    await cluster.reserve("actor", 3, 0, 1)
+                except RoleUnavailable as error:
+                    print(error)
+                print(len(await cluster.reserve("actor", 2, 0, 60)), "seats")
+
+        asyncio.run(main())
+    """
+    # In a process of its own: Ray reads its settings where it is first imported, and vLLM imports it.
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    refused, reserved = output.stdout.splitlines() or [output.stderr, ""]
+    assert refused.startswith(
+        "Ray had no room for 3 ranks of actor, each with CPU 1, GPU 0, and the first on 127.0.0.1, within 1 s. "
+        "The cluster has 127.0.0.1 (CPU 2, GPU 0); free: CPU 2, GPU 0. Lower placement.ranks"
+    )
+    assert reserved == "2 seats"
+
+
+async def test_where_ray_is_not_installed_a_launcher_says_so_before_any_process_starts(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # what the import system keeps of a module that is not there
+    job = job_in(tmp_path / "job", tiny_model, BY_RAY)
+    with pytest.raises(InvalidConfig, match=r"Ray is not installed \(.*\): pip install 'rolemesh\[ray\]'"):
+        async with role_processes(job):
+            pass
+    assert not list((job.run_dir / "logs").glob("*.log"))

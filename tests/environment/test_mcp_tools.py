@@ -1,0 +1,301 @@
+"""Tools of real MCP servers, over stdio and over HTTP: what they answer, and what they cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environments import calling, job_with, opening, turn
+from mcp.shared.message import SessionMessage
+from mcp_types import JSONRPCError
+from serving import serve_process
+from tool_plugins import agent, opened
+
+from rolemesh.config.job import make_job
+from rolemesh.errors import InvalidConfig
+from rolemesh.roles import methods
+from rolemesh.rpc.calling.episodes import EnvironmentClient
+from rolemesh.services.environment.agents.tool_agent import ToolAgent
+from rolemesh.services.environment.mcp_tools.transports import next_message
+from rolemesh.v1.environment_pb2 import DescribeRequest
+
+SERVER = str(Path(__file__).parents[1] / "support" / "mcp_server.py")
+
+
+class Talk:
+    """An episode whose turns are one call each."""
+
+    def __init__(self, client: EnvironmentClient, name: str, log: Path) -> None:
+        self.client, self.name, self.log, self.turns = client, name, log, 0
+
+    async def __call__(self, tool: str, **arguments: Any) -> tuple[str, bool]:
+        """Return a call's answer, and whether it counts as an error."""
+        self.turns += 1
+        answer = await self.client.act(turn(self.name, self.turns, "", calling(tool, arguments)))
+        return answer.messages[0].content, bool(answer.tools[0].error)
+
+    def starts(self) -> list[int]:
+        """Process ids of the servers that have started."""
+        return [int(line) for line in self.log.read_text().split()]
+
+
+@contextmanager
+def http_server(log: Path, how: str = "http") -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    command = [sys.executable, SERVER, str(log), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{process.stdout.readline().strip()}/mcp", process
+        finally:
+            process.kill()
+
+
+@asynccontextmanager
+async def over_stdio(tmp_path: Path, model: Path, **config: Any) -> AsyncIterator[Talk]:
+    log = tmp_path / "starts"
+    server = {"command": [sys.executable, SERVER, str(log)], **config}
+    async with talking(tmp_path, model, server) as talk:
+        yield talk
+
+
+@asynccontextmanager
+async def over_http(tmp_path: Path, model: Path, how: str = "http") -> AsyncIterator[Talk]:
+    with http_server(tmp_path / "starts", how) as (url, _):
+        async with talking(tmp_path, model, {"url": url}) as talk:
+            yield talk
+
+
+@asynccontextmanager
+async def talking(
+    tmp_path: Path, model: Path, server: dict[str, Any], call_timeout_s: float = 20.0
+) -> AsyncIterator[Talk]:
+    settings = {"mcp_servers": {"mine": server}, "call_timeout_s": call_timeout_s, "tools": ["calculator"]}
+    async with agent(tmp_path, model, **settings) as client:
+        await opened(client)
+        yield Talk(client, "a", tmp_path / "starts")
+
+
+Over = Callable[..., AbstractAsyncContextManager[Talk]]
+over_json = partial(over_http, how="json")
+both = pytest.mark.parametrize("over", [over_stdio, over_http], ids=["stdio", "http"])
+each = pytest.mark.parametrize("over", [over_stdio, over_http, over_json], ids=["stdio", "http", "json"])
+
+
+@both
+async def test_a_servers_tools_are_offered_and_answer(tiny_model: Path, tmp_path: Path, over: Over) -> None:
+    async with over(tmp_path, tiny_model) as call:
+        told = await call.client.describe(DescribeRequest(agents=["tool_agent"]))
+        tools = {tool["name"]: tool for tool in (json.loads(each)["function"] for each in told.agents[0].tools)}
+        assert list(tools) == ["calculator", "add", "note", "fail", "die", "hang", "wait", "flood", "variable"]
+        assert tools["add"]["description"] == "Add two numbers."
+        assert tools["add"]["parameters"]["required"] == ["a"]
+        assert tools["add"]["parameters"]["properties"]["a"]["type"] == "integer"
+        assert await call("add", a=40) == ("42", False)
+        assert await call("add", a="x") == ("Error: ValueError: a: 'x' is not of type 'integer'", True)
+        assert await call("add") == ("Error: ValueError: 'a' is a required property", True)
+        text, is_error = await call("fail", how="lost")
+        assert text.startswith("Error: ToolError: ")
+        assert "lost" in text
+        assert is_error
+        assert await call("note", text="one") == ("one", False)
+        await opened(call.client, "b")
+        assert await Talk(call.client, "b", call.log)("note", text="two") == ("one two", False)
+        assert await call("calculator", expression="1 + 1") == ("2", False)
+        assert len(call.starts()) == 1
+
+
+async def beside_one_that_waits(call: Talk, pipe: Path, *calls: Callable[[], Awaitable[None]]) -> None:
+    """Make calls while another one, on the same session, runs; then let that one be answered."""
+    os.mkfifo(pipe)
+    await opened(call.client, "b")
+    waiting = asyncio.create_task(Talk(call.client, "b", call.log)("wait", pipe=str(pipe)))
+    with await asyncio.to_thread(pipe.open, "w") as answer:  # opened when the server reads it
+        for make in calls:
+            await make()
+        answer.write("after them")
+    assert await waiting == ("after them", False)
+
+
+@each
+async def test_an_answer_of_a_hundred_megabytes_is_not_read_and_fails_its_call_alone(
+    tiny_model: Path, tmp_path: Path, over: Over
+) -> None:
+    async with over(tmp_path, tiny_model) as call:
+
+        async def flood() -> None:
+            text, is_error = await call("flood", megabytes=100)
+            assert text.startswith("Error: ToolError: MCP server mine: MCPError: ")
+            assert over is over_http or "the answer has more than 1048576 bytes" in text
+            assert is_error
+            assert await call("add", a=1) == ("3", False)
+
+        await beside_one_that_waits(call, tmp_path / "pipe", flood, flood)
+        assert len(call.starts()) == 1
+
+
+@each
+async def test_arguments_that_json_cannot_have_fail_their_call_alone(
+    tiny_model: Path, tmp_path: Path, over: Over
+) -> None:
+    async with over(tmp_path, tiny_model) as call:
+
+        async def half_a_pair() -> None:
+            text, is_error = await call("note", text="\ud800")
+            assert text.startswith("Error: ValueError: the arguments cannot be sent: ")
+            assert is_error
+            assert await call("add", a=1) == ("3", False)
+
+        await beside_one_that_waits(call, tmp_path / "pipe", half_a_pair)
+        assert len(call.starts()) == 1
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "asked"),
+    [
+        ('{"jsonrpc":"2.0","id":7,"result":{"text":"', '"}}', 7),
+        ('{"id": "7", "jsonrpc": "2.0", "error": {"message": "', '"}}', 7),
+        ('{"result":{"id":8,"text":"', '"},"jsonrpc":"2.0","id":7}', 7),
+        ('{"result":{"id":8,"text":"', '\\",\\"id\\":8}"},"id":7,"jsonrpc":"2.0"}', 7),
+        ('{"jsonrpc":"2.0","id":7,"method":"sampling/createMessage","params":{"text":"', '"}}', None),
+        ('{"jsonrpc":"2.0","method":"notifications/message","params":{"text":"', '","id":7}}', None),
+    ],
+)
+async def test_a_response_that_is_too_long_names_its_call_at_either_end(
+    begin: str, end: str, asked: int | None
+) -> None:
+    for size in (64, 100, 1000, 100_000):
+        stdout = asyncio.StreamReader(limit=64)
+        after = '{"jsonrpc":"2.0","id":9,"result":{}}'
+        stdout.feed_data(f"{begin}{'x' * size}{end}\n{after}\n".encode())
+        stdout.feed_eof()
+        first = await next_message(stdout)
+        if asked is None:
+            assert isinstance(first, ValueError)
+        else:
+            assert isinstance(first, SessionMessage)
+            assert isinstance(first.message, JSONRPCError)
+            assert first.message.id == asked
+        second = await next_message(stdout)
+        assert isinstance(second, SessionMessage)
+        assert second.message.id == 9
+        assert await next_message(stdout) is None
+
+
+async def test_a_server_that_dies_is_started_anew_for_the_next_call(tiny_model: Path, tmp_path: Path) -> None:
+    async with over_stdio(tmp_path, tiny_model) as call:
+        assert await call("die") == ("Error: ToolError: MCP server mine: MCPError: Connection closed", True)
+        assert await call("add", a=1) == ("3", False)
+        assert len(call.starts()) == 2
+        await asyncio.to_thread(killed, call.starts()[1])
+        assert (await call("add", a=1))[1]
+        assert await call("add", a=1) == ("3", False)
+        assert len(call.starts()) == 3
+
+
+async def test_a_server_that_hangs_is_started_anew(tiny_model: Path, tmp_path: Path) -> None:
+    server = {"command": [sys.executable, SERVER, str(tmp_path / "starts")]}
+    async with talking(tmp_path, tiny_model, server, call_timeout_s=10.0) as call:
+        assert await call("hang") == ("Error: it took longer than 9 s", True)
+        assert await call("add", a=1) == ("3", False)
+        assert len(call.starts()) == 2
+
+
+async def test_a_server_at_a_url_that_is_gone_is_an_error_of_each_call(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with http_server(tmp_path / "starts") as (url, process):
+        async with talking(tmp_path, tiny_model, {"url": url}) as call:
+            assert await call("add", a=1) == ("3", False)
+            process.kill()
+            process.wait()
+            for _ in range(2):
+                text, is_error = await call("add", a=1)
+                assert text.startswith("Error: ")
+                assert is_error
+            assert await call("calculator", expression="1 + 1") == ("2", False)
+
+
+async def test_a_program_gets_the_variables_that_the_job_names_and_no_other(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN_OF_MINE", "secret")
+    monkeypatch.setenv("OTHER_OF_MINE", "other")
+    async with over_stdio(tmp_path, tiny_model, env=["TOKEN_OF_MINE"]) as call:
+        assert await call("variable", name="TOKEN_OF_MINE") == ("secret", False)
+        assert await call("variable", name="OTHER_OF_MINE") == ("(none)", False)
+
+
+# ------------------------------------------------------------------------------------ at start
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        ({"command": ["no-such-program-of-mine"]}, "no-such-program-of-mine has no tools: .*Connection closed"),
+        ({"command": ["cat", "/dev/null"]}, "cat has no tools: .*Connection closed"),
+        ({"command": ["sleep", "3600"]}, "sleep did not answer in 3 s"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "http://127.0.0.1:9/mcp has no tools: "),
+        (
+            {"url": "http://127.0.0.1:9/mcp", "headers": {"X-Key": "NO_SUCH_VARIABLE"}},
+            ".*NO_SUCH_VARIABLE, which is not",
+        ),
+    ],
+)
+def test_a_server_that_is_not_there_is_an_error_at_start(server: dict[str, Any], said: str) -> None:
+    multi_turn = {"enable": True, "mcp_servers": {"mine": server}, "call_timeout_s": 3.0}
+    job = make_job({"rollout": {"multi_turn": multi_turn}})
+    with pytest.raises(InvalidConfig, match=f"rollout.multi_turn.mcp_servers.mine: {said}"):
+        ToolAgent(job)
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        ({}, "either command or url"),
+        ({"command": ["x"], "url": "http://x"}, "either command or url"),
+        ({"url": "ftp://x"}, "http:// or https:// expected"),
+        ({"url": "http://x", "env": ["A"]}, "env is for a command"),
+        ({"comand": ["x"]}, "unknown key 'rollout.multi_turn.mcp_servers.mine.comand'"),
+    ],
+)
+def test_a_server_that_is_none_is_refused(server: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidConfig, match=said):
+        make_job({"rollout": {"multi_turn": {"enable": True, "mcp_servers": {"mine": server}}}})
+
+
+# ------------------------------------------------------------------------------------- its end
+
+
+def killed(pid: int) -> None:
+    ended = os.pidfd_open(pid)
+    os.kill(pid, 9)
+    assert select.select([ended], [], [], 60)[0]
+
+
+async def test_a_server_ends_with_the_role_that_started_it(tiny_model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "starts"
+    sections = {"rollout": {"agent": {"default_agent_loop": "tool_agent"}}}
+    servers = {"mine": {"command": [sys.executable, SERVER, str(log)]}}
+    job = job_with(tmp_path, tiny_model, sections, mcp_servers=servers)
+    async with (
+        serve_process("environment", job, tmp_path) as role,
+        EnvironmentClient([role.address], methods(job)) as client,
+    ):
+        await client.wait_until_ready(60)
+        await client.open_episode(opening("a", "tool_agent"))
+        hanging = asyncio.create_task(Talk(client, "a", log)("hang"))  # which reads no end of its input
+        ended = os.pidfd_open(int(log.read_text()))
+        role.process.kill()
+        assert (await asyncio.to_thread(select.select, [ended], [], [], 60))[0]
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)

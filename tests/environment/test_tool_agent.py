@@ -1,0 +1,144 @@
+"""tool_agent and the calls of a turn, over a real channel: numbers worked by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environments import calling, closing, turn
+from tool_plugins import agent, opened
+
+from rolemesh.agents.truncation import truncated
+from rolemesh.errors import EnvironmentFailed
+from rolemesh.telemetry import metrics
+from rolemesh.v1.environment_pb2 import DescribeRequest
+
+
+async def test_calls_are_answered_in_their_order_by_name_and_id(
+    tiny_model: Path, tmp_path: Path, parts: str
+) -> None:
+    tools = ["calculator", "repeat", "where", "slow"]
+    async with agent(tmp_path, tiny_model, parts, tools=tools, max_parallel_calls=4) as client:
+        told = await client.describe(DescribeRequest(agents=["tool_agent"]))
+        schemas = [json.loads(tool) for tool in told.agents[0].tools]
+        assert [schema["function"]["name"] for schema in schemas] == tools
+        assert schemas[1]["function"]["parameters"] == {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "The text."},
+                "times": {"type": "integer", "description": "How often."},
+            },
+            "required": ["text"],
+        }
+        await opened(client)
+        answer = await client.act(
+            turn(
+                "a",
+                1,
+                "let me see",
+                calling("slow", {"seconds": 0.05}, id="w"),
+                calling("calculator", {"expression": "12,345 * 3 + 0.5"}, id="x"),
+                calling("repeat", {"text": "ab"}, id="y"),
+                calling("where", {"unit": "°C"}, id="z"),
+            )
+        )
+        assert [(m.role, m.name, m.tool_call_id, m.content) for m in answer.messages] == [
+            ("tool", "slow", "w", "slept on main: False"),
+            ("tool", "calculator", "x", "37035.5"),
+            ("tool", "repeat", "y", "abab"),
+            ("tool", "where", "z", '{"main": true, "unit": "°C"}'),
+        ]
+        assert not answer.done
+        assert [(use.name, use.error) for use in answer.tools] == [
+            (tool, "") for tool in ("slow", "calculator", "repeat", "where")
+        ]
+        assert answer.tools[0].seconds >= 0.05
+        last = await client.act(turn("a", 2, "it is 37035.5"))
+        assert (last.done, last.why, list(last.messages)) == (True, "answered", [])
+        end = await client.close_episode(closing("a"))
+        assert (end.reward, dict(end.metrics)) == (0.0, {"num_tool_calls": 4.0})
+
+
+async def test_a_call_that_cannot_be_run_is_told_to_the_policy(
+    tiny_model: Path, tmp_path: Path, parts: str
+) -> None:
+    tools = ["calculator", "broken", "repeat", "hangs"]
+    async with agent(
+        tmp_path, tiny_model, parts, tools=tools, max_parallel_calls=8, call_timeout_s=8.0
+    ) as client:
+        await opened(client)
+        calls = [
+            calling("calculate", {"expression": "1"}),
+            calling("calculator", malformed="expected '}' at character 7"),
+            calling("calculator", {"expression": "1/0"}),
+            calling("repeat", {"txt": "ab"}),
+            calling("broken", {"how": "lost"}),
+            calling("broken", {"how": "exit"}),
+            calling("broken", {"how": "stop"}),
+            calling("hangs", {}),
+            calling("calculator", {"expression": "1"}),
+        ]
+        before = metrics.TOOL_ERRORS.labels("broken")._value.get()
+        answer = await client.act(turn("a", 1, "", *calls))
+    assert [message.content for message in answer.messages] == [
+        "Error: there is no tool 'calculate'; the tools are calculator, broken, repeat, hangs",
+        "Error: the call cannot be read: expected '}' at character 7",
+        "Error: ValueError: division by zero",
+        "Error: ValueError: missing a required argument: 'text'; the arguments are text, times",
+        "Error: LookupError: lost",
+        "Error: RuntimeError: SystemExit: 3",
+        "Error: RuntimeError: StopIteration: ",
+        "Error: it took longer than 7.2 s",
+        "Error: at most 8 calls in a turn are run, so this one was not",
+    ]
+    assert [use.name for use in answer.tools] == ["none", *(call.name for call in calls[1:])]
+    assert all(use.error for use in answer.tools)
+    assert metrics.TOOL_ERRORS.labels("broken")._value.get() == before + 3
+
+
+async def test_a_tool_that_fails_ends_the_run_where_the_job_says_so(
+    tiny_model: Path, tmp_path: Path, parts: str
+) -> None:
+    async with agent(
+        tmp_path, tiny_model, parts, tools=["broken", "hangs"], on_tool_error="fail", call_timeout_s=8.0
+    ) as client:
+        await opened(client)
+        with pytest.raises(EnvironmentFailed, match=r"row row-a \(agent tool_agent\): tool broken: .* lost"):
+            await client.act(turn("a", 1, "", calling("broken", {"how": "lost"})))
+        await opened(client, "b")
+        with pytest.raises(EnvironmentFailed, match=r"row row-b .*tool hangs: it took longer than 7.2 s"):
+            await client.act(turn("b", 1, "", calling("hangs", {})))
+        await opened(client, "c")  # what the policy does wrong is no failure of a tool
+        answer = await client.act(turn("c", 1, "", calling("unknown", {})))
+        assert answer.messages[0].content.startswith("Error: there is no tool 'unknown'")
+
+
+async def test_a_hundred_blocking_tools_run_at_the_same_time(
+    tiny_model: Path, tmp_path: Path, parts: str
+) -> None:
+    """Their seconds together are ten times those that one turn may take."""
+    async with agent(tmp_path, tiny_model, parts, tools=["slow"], call_timeout_s=5.0) as client:
+        await asyncio.gather(*(opened(client, f"e{i}") for i in range(100)))
+        slow = calling("slow", {"seconds": 0.5})
+        answers = await asyncio.gather(*(client.act(turn(f"e{i}", 1, "", slow)) for i in range(100)))
+    assert {answer.messages[0].content for answer in answers} == {"slept on main: False"}
+
+
+@pytest.mark.parametrize(
+    ("keep", "cut"),
+    [
+        ("left", "abcdef...(truncated)"),
+        ("right", "(truncated)...uvwxyz"),
+        ("middle", "ab...(truncated)...z"),
+    ],
+)
+def test_a_long_answer_is_cut_to_its_length(keep: Any, cut: str) -> None:
+    text = "abcdefghijklmnopqrstuvwxyz"
+    assert truncated(text, 20, keep) == cut
+    assert len(cut) == 20
+    assert truncated(text, 26, keep) == text
+    assert truncated(cut, 20, keep) == cut
+    assert [len(truncated(text, most, keep)) for most in range(1, 26)] == list(range(1, 26))

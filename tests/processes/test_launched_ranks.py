@@ -1,0 +1,98 @@
+"""The launcher and the ranks of its groups."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from serving import serve_process
+
+from rolemesh.config.job import make_job
+from rolemesh.errors import RoleUnavailable
+from rolemesh.services.controller.main import new_client
+from rolemesh.services.processes.launchers import role_environment
+from rolemesh.services.processes.role_processes import role_processes
+
+
+def test_the_ranks_of_a_group_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setenv("WORLD_SIZE", "16")  # of whoever starts the launcher
+    assert [role_environment(ranks)["OMP_NUM_THREADS"] for ranks in (1, 2, 16)] == ["8", "4", "1"]
+    assert "WORLD_SIZE" not in role_environment()
+
+
+async def test_the_launcher_starts_ranks_watches_each_and_leaves_none(tiny_model: Path, tmp_path: Path) -> None:
+    groups = {"policy": ["actor", "reward"], "reference": ["reference"], "rollout": ["rollout"]}
+    job = make_job(
+        {
+            "actor": {"model": {"path": str(tiny_model)}, "use_kl_loss": True},
+            "algorithm": {"adv_estimator": "grpo"},
+            "rollout": {"n": 2},
+            "placement": {
+                "strategy": "custom",
+                "groups": groups,
+                "ranks": {"policy": 2, "reference": 2},
+                "replicas": {"reference": 1},
+            },
+            "trainer": {"default_local_dir": str(tmp_path), "device": "cpu"},
+        }
+    )
+    async with role_processes(job) as processes:
+        ranks = {member.name: member for member in processes.members}
+        assert [*ranks] == ["policy-0", "policy-0-rank-1", "reference-0", "reference-0-rank-1", "rollout-0"]
+        addresses = await processes.addresses(200)
+        assert {role: len(found) for role, found in addresses.items()} == dict.fromkeys(job.roles, 1)
+        assert all(member.metrics_address for member in ranks.values())
+        for role in ("actor", "reference"):
+            async with new_client(role, addresses[role], job) as client:
+                await client.wait_until_ready(200)
+        watching = asyncio.create_task(processes.watch())
+        ranks["policy-0-rank-1"].process.kill()
+        with pytest.raises(
+            RoleUnavailable, match=r"^policy-0-rank-1 \(with actor, reward, pid \d+\) was killed by"
+        ):
+            await watching
+        await ranks["policy-0"].process.gone
+        assert ranks["policy-0"].process.returncode == 1
+        assert "rank 1 of 2 of actor,reward is gone" in ranks["policy-0"].fate()
+        # Standard input closes, as it does when the launcher is killed.
+        for member in (ranks["reference-0"], ranks["reference-0-rank-1"]):
+            assert member.process.stdin is not None
+            member.process.stdin.close()
+            await member.process.gone
+        assert [ranks[f"reference-0{end}"].process.returncode for end in ("", "-rank-1")] == [0, 0]
+    assert all(member.process.returncode is not None for member in ranks.values())
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+async def test_serve_starts_every_rank_of_its_group_and_ends_with_any_of_them(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """As in a pod with several GPUs: one command, which Kubernetes starts again."""
+    job = make_job(
+        {
+            "actor": {"model": {"path": str(tiny_model)}},
+            "algorithm": {"adv_estimator": "grpo"},
+            "rollout": {"n": 2},
+            "placement": {"ranks": {"actor": 2}},
+            "trainer": {"default_local_dir": str(tmp_path), "device": "cpu"},
+        }
+    )
+    async with serve_process("actor", job, tmp_path) as served:
+        async with new_client("actor", [served.address], job) as client:
+            await client.wait_until_ready(200)
+        children = children_of(served.process.pid)
+        assert len(children) == 2
+        os.kill(int(children[1]), signal.SIGKILL)
+        assert served.process.stderr
+        said = (await served.process.stderr.read()).decode()
+        assert await served.process.wait() == 1
+        assert f"rank 1 of 2 of actor (pid {children[1]}) was killed by SIGKILL" in said
+        assert not any(map(os.path.exists, [f"/proc/{child}" for child in children]))

@@ -1,0 +1,364 @@
+"""What several ranks load, save, park and publish is what one process would have."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from many_ranks import on_ranks
+from safetensors.torch import load_file, save_file
+from sequences import sequence_batch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rolemesh.config.model import FsdpConfig, ModelConfig, OptimConfig, PolicyModelConfig
+from rolemesh.errors import CheckpointFailed, ModelNotFound
+from rolemesh.home import Home
+from rolemesh.models.heads import ScoreModel
+from rolemesh.models.loading import load_causal_lm, named_weights
+from rolemesh.models.lora import Adapter
+from rolemesh.models.packing import remove_padding
+from rolemesh.models.sequence import token_stats, token_values
+from rolemesh.models.sharded import copy_policy, load_policy, load_score_model, read_policy, read_score_model
+from rolemesh.models.tiny import make_tiny_model
+from rolemesh.ranks.agreement import agreed, told
+from rolemesh.ranks.files import TensorFiles, copied, write_rows
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.sharding import Root, local, own_rows, reshard, whole
+from rolemesh.training.checkpoint import CheckpointWriter, load_checkpoint
+from rolemesh.training.optimizer import Optimizer
+from rolemesh.weights import region
+from rolemesh.weights.held import HeldWeights
+from rolemesh.workers.parking import Parking, model_tensors
+
+CPU, SHARDS = torch.device("cpu"), FsdpConfig()
+TARGETS = ("q_proj", "down_proj")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories of tiny models: tied, untied, in bfloat16 and several files, a reward model, experts."""
+    home = tmp_path_factory.mktemp("models")
+    make_tiny_model(home / "qwen2", "qwen2", hidden_size=32, num_layers=3)
+    make_tiny_model(home / "llama", "llama", hidden_size=32, num_layers=3)
+    model = AutoModelForCausalLM.from_pretrained(home / "llama", dtype=torch.bfloat16)
+    model.save_pretrained(home / "files", max_shard_size="20KB")
+    assert len(list((home / "files").glob("*.safetensors"))) > 2
+    model.get_decoder().save_pretrained(home / "body")
+    tensors = load_file(home / "qwen2" / "model.safetensors")
+    for name, head in [("copied", tensors["model.embed_tokens.weight"]), ("untied", torch.ones(259, 32))]:
+        make_tiny_model(home / name, "qwen2", hidden_size=32, num_layers=3)
+        both = tensors | {"lm_head.weight": head.clone()}
+        save_file(both, home / name / "model.safetensors", metadata={"format": "pt"})
+    (home / "scores").mkdir()
+    alone = Ranks.alone()
+    ScoreModel.load(ModelConfig(path=str(home / "llama")), "critic", seed=3).copy(alone)(home / "scores", alone)
+    few = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    experts = Qwen3MoeConfig(
+        **few, vocab_size=64, num_experts=4, num_attention_heads=2, num_key_value_heads=2, head_dim=16
+    )
+    Qwen3MoeForCausalLM(experts).save_pretrained(home / "experts")
+    return home
+
+
+def config_of(directory: Path, **keys: Any) -> PolicyModelConfig:
+    return PolicyModelConfig(path=str(directory), **keys)
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names whose tensors differ in a bit. Every rank calls it."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(whole(one[name]), whole(other[name]))]
+
+
+def state_of(model: Any) -> dict[str, Tensor]:
+    return {**named_weights(model), **dict(model.named_buffers())}
+
+
+# ---------------------------------------------------------------------------------------- loading
+
+
+def loads_the_same(ranks: Ranks, models: Path) -> None:
+    for name in ("qwen2", "llama", "files", "copied", "untied", "experts"):
+        root, _ = load_policy(config_of(models / name), "actor", ranks, SHARDS, CPU)
+        expected = load_causal_lm(config_of(models / name), "actor")
+        assert differing(state_of(root.model), state_of(expected)) == [], name
+        assert not root.model.training
+        assert root.model.generation_config == expected.generation_config
+        largest = max(root.model.parameters(), key=lambda parameter: parameter.numel())
+        assert local(largest).numel() < largest.numel()
+        rows = read_policy(root.model, config_of(models / name), "actor")
+        assert [n for n, t in named_weights(root.model).items() if not torch.equal(rows[n], local(t))] == []
+    for name in ("qwen2", "scores", "body"):
+        config = ModelConfig(path=str(models / name))
+        root = load_score_model(config, "critic", ranks, SHARDS, CPU, seed=7)
+        scorer = ScoreModel.load(config, "critic", seed=7)
+        assert differing(state_of(root.model), state_of(scorer)) == [], name
+        assert root.model.has_trained_head == (name == "scores")
+        rows = read_score_model(root.model, config, "critic", 7)
+        assert [n for n, t in named_weights(root.model).items() if not torch.equal(rows[n], local(t))] == []
+    with pytest.raises(
+        ModelNotFound, match=r"actor: .*scores lacks 1 of the model's weights, e.g. 'lm_head.weight'"
+    ):
+        load_policy(config_of(models / "scores"), "actor", ranks, SHARDS, CPU)
+
+
+def test_two_ranks_load_what_one_process_loads(models: Path) -> None:
+    on_ranks(2, loads_the_same, models)
+
+
+# ------------------------------------------------------------------------------ saving and parking
+
+
+def loss_of(model: Any, rows: Any) -> Tensor:
+    log_probs = token_stats(model, rows, temperature=1.0).log_probs
+    loss: Tensor = (log_probs * rows["advantages"] * rows["response_mask"]).sum() / 40
+    return loss
+
+
+def value_loss_of(model: Any, rows: Any) -> Tensor:
+    return token_values(model, rows).square().sum() / 40
+
+
+class Trained:
+    """A policy or a critic with its optimizer, as a worker has them."""
+
+    def __init__(self, ranks: Ranks, role: str, directory: Path, lora: bool = False) -> None:
+        self.ranks, self.role, self.adapter = ranks, role, None
+        shards = FsdpConfig() if ranks.size < 4 else FsdpConfig(fsdp_size=2, param_offload=True)
+        self.config = config_of(directory, lora_rank=2 if lora else 0, target_modules=TARGETS)
+        if role == "actor":
+            adapt = partial(Adapter, config=self.config, seed=5, ranks=ranks) if lora else None
+            self.root, self.adapter = load_policy(self.config, role, ranks, shards, CPU, adapt)
+            self.root(lambda model: remove_padding(model.get_decoder(), role))
+        else:
+            self.root = load_score_model(self.config, role, ranks, shards, CPU, seed=7)
+        self.model = self.root.model
+        parked = directory.parent / f"moments-{ranks.size}-{ranks.rank}"
+        self.optimizer = Optimizer(
+            self.model,
+            OptimConfig(lr=1e-3),
+            grad_clip=1.0,
+            role=role,
+            ranks=ranks,
+            offload=partial(Parking, device=CPU, directory=parked) if ranks.size == 2 else None,
+        )
+
+    def step(self, seed: int) -> None:
+        share = 8 // self.ranks.size
+        rows = sequence_batch(8, seed=seed)[self.ranks.rank * share : (self.ranks.rank + 1) * share]
+        loss = self.root(loss_of if self.role == "actor" else value_loss_of, rows)
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        with torch.no_grad():  # what is gathered for it is freed again
+            self.root(loss_of if self.role == "actor" else value_loss_of, rows)
+
+    def trained(self) -> dict[str, Tensor]:
+        return self.adapter.weights if self.adapter else named_weights(self.model)
+
+    def tensors(self) -> list[Tensor]:
+        return [*model_tensors(self.root), *self.optimizer.tensors()]
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies, which are not parked with the originals."""
+        reshard(self.root)
+        with self.optimizer.on_device():
+            tensors = {**named_weights(self.model), **self.optimizer.state_tensors()}
+            return {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def copy_model(self) -> Callable[[Path, Ranks], None]:
+        if self.adapter:
+            return self.adapter.copy()
+        return copy_policy(self.model, self.ranks) if self.role == "actor" else self.model.copy(self.ranks)
+
+    def save(self, directory: Path, writer: CheckpointWriter | None = None) -> None:
+        writer = writer or CheckpointWriter(Home(directory.parent), self.role, self.ranks)
+        writer.begin(directory, self.copy_model, self.optimizer)
+        self.step(9)  # while the copy is written
+        asyncio.run(writer.finish(directory))
+
+    def load(self, directory: Path | None) -> None:
+        def read(path: Path | None) -> dict[str, Tensor]:
+            config = self.config.model_copy(update={"path": str(path)}) if path else self.config
+            if self.adapter:
+                return self.adapter.read(path)
+            if self.role == "actor":
+                return read_policy(self.model, config, self.role)
+            return read_score_model(self.model, config, self.role, 7)
+
+        home = Home(directory.parent if directory else Path("."))
+        load_checkpoint(home, directory, self.trained(), read, self.optimizer, self.ranks)
+
+
+KINDS = [("actor", "qwen2", False), ("critic", "llama", False), ("actor", "llama", True)]
+
+
+def saves(ranks: Ranks, directory: Path, models: Path) -> None:
+    """Train, park in between, save; then load, and train on as if nothing had happened."""
+    for role, name, lora in KINDS:
+        first = Trained(ranks, role, models / name, lora)
+        initial = {n: whole(t).clone() for n, t in first.state().items()}
+        if first.adapter:  # its first pass is without the adapter, and its next learns
+            with first.adapter.off(), torch.no_grad():
+                first.root(loss_of, sequence_batch(2))
+        first.step(1)
+        expected = {n: whole(t).clone() for n, t in first.state().items()}
+        parking = Parking(first.tensors, CPU, directory / f"parked-{ranks.rank}")
+        with torch.no_grad():
+            first.root(loss_of if role == "actor" else value_loss_of, sequence_batch(2))
+        assert parking.park() > 0
+        assert sum(local(p).untyped_storage().nbytes() for p in first.model.parameters()) == 0
+        assert parking.unpark() > 0
+        assert differing(first.state(), expected) == []
+        first.step(2)
+        learned = {n: whole(t) for n, t in first.state().items()}
+        if ranks.rank == 0:
+            one = Trained(Ranks.alone(), role, models / name, lora)
+            one.step(1)
+            one.step(2)
+            gaps = {n: float((t - one.state()[n]).abs().max()) for n, t in learned.items()}
+            assert max(gaps.values()) <= 1e-5, sorted(gaps.items(), key=lambda gap: -gap[1])[:5]
+        saved = directory / f"{role}-{name}"
+        then = {n: whole(t).clone() for n, t in first.state().items()}
+        first.save(saved)
+
+        second = Trained(ranks, role, models / name, lora)
+        second.load(saved)
+        assert differing(second.state(), then) == []
+        second.step(9)
+        assert differing(second.state(), first.state()) == []
+        second.load(None)
+        assert differing(second.state(), initial) == []
+
+
+def resumes(ranks: Ranks, directory: Path, models: Path) -> None:
+    """Another number of ranks loads the checkpoints, and saves the same bytes."""
+    for role, name, lora in KINDS:
+        saved, again = directory / f"{role}-{name}", directory / f"{role}-{name}-{ranks.size}"
+        resumed = Trained(ranks, role, models / name, lora)
+        resumed.load(saved)
+        resumed.save(again)
+        ranks.wait()
+        files = {file.name: file.read_bytes() for file in saved.iterdir()}
+        assert {file.name: file.read_bytes() for file in again.iterdir()} == files
+        assert {"optimizer.safetensors", "training_state.json"} < files.keys()
+
+
+def fails_together(ranks: Ranks, directory: Path, models: Path) -> None:
+    """One rank's disk is full, or one file is damaged: all ranks say the same, and none waits."""
+    trained = Trained(ranks, "actor", models / "qwen2")
+    trained.step(1)
+    pwrite = os.pwrite
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.pwrite = full if ranks.rank == 1 else pwrite
+    with pytest.raises(CheckpointFailed, match=r"full could not be written: .*No space left") as failed:
+        trained.save(directory / "full")
+    os.pwrite = pwrite
+    assert told(ranks, str(failed.value)) == str(failed.value)
+    assert list((directory / "full").iterdir()) == []
+    with pytest.raises(CheckpointFailed, match="the checkpoint was not written"):
+        trained.save(Path("/elsewhere"), CheckpointWriter(Home(directory), "actor", ranks))
+    with pytest.raises(CheckpointFailed, match="nowhere cannot be loaded: FileNotFoundError"):
+        trained.load(directory / "nowhere")
+    with pytest.raises(ValueError, match="of rank 1"), agreed(ranks):
+        int(["0", "of rank 1"][ranks.rank])
+
+
+def test_a_checkpoint_is_the_same_for_every_number_of_ranks(models: Path, tmp_path: Path) -> None:
+    on_ranks(2, saves, tmp_path, models)
+    on_ranks(4, resumes, tmp_path, models)
+    resumes(Ranks.alone(), tmp_path, models)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "actor-qwen2")
+    saved = load_file(tmp_path / "actor-qwen2" / "model.safetensors")
+    assert differing(dict(named_weights(theirs)), saved) == []
+    config = json.loads((tmp_path / "actor-qwen2" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+
+
+def test_ranks_fail_together(models: Path, tmp_path: Path) -> None:
+    on_ranks(2, fails_together, tmp_path, models, timeout_s=60.0)
+
+
+def test_one_rank_writes_the_bytes_that_safetensors_writes(tmp_path: Path) -> None:
+    tensors = {
+        "b.ä": torch.arange(6.0).view(2, 3),
+        "a": torch.ones(3, dtype=torch.int64),
+        "scalar": torch.tensor(2.5),
+        "none": torch.zeros(0, 4),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "mask": torch.tensor([True, False, True]),
+    }
+    for metadata in (None, {"format": "pt"}):
+        save_file(tensors, tmp_path / "theirs", metadata)
+        write_rows(tmp_path / "ours", copied(tensors, Ranks.alone()), Ranks.alone(), metadata)
+        assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    files = TensorFiles([tmp_path / "ours"])
+    assert all(torch.equal(files.rows(name, tensor), tensor) for name, tensor in tensors.items())
+
+
+def test_an_index_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../a.safetensors"}}')
+    with pytest.raises(ModelNotFound, match=r"names '../a.safetensors', which is not a file beside it"):
+        TensorFiles.of_model(tmp_path)
+
+
+# ------------------------------------------------------------------------------------- publishing
+
+
+def publishes(ranks: Ranks, models: Path) -> None:
+    for fsdp in (SHARDS, FsdpConfig(fsdp_size=max(1, ranks.size // 2))):
+        root, _ = load_policy(config_of(models / "qwen2"), "actor", ranks, fsdp, CPU)
+        with torch.no_grad():
+            root(loss_of, sequence_batch(2))
+        reshard(root)
+        expected = HeldWeights(3, named_weights(load_causal_lm(config_of(models / "qwen2"), "actor")))
+        for can_share in (True, False):
+            region.CAN_SHARE = can_share
+            held = HeldWeights(3, named_weights(root.model), ranks=ranks)
+            if ranks.rank == 0:
+                assert held.holding.digest == expected.holding.digest
+                assert held.holding.region.is_sealed == can_share
+    region.CAN_SHARE = True
+
+    config = config_of(models / "llama", lora_rank=2, target_modules=TARGETS)
+    adapt = partial(Adapter, config=config, seed=5, ranks=ranks)
+    root, adapter = load_policy(config, "actor", ranks, SHARDS, CPU, adapt)
+    alone = Adapter(load_causal_lm(config, "actor"), config, 5)
+    assert adapter is not None
+    assert differing(adapter.weights, alone.weights) == []
+    generator = torch.Generator().manual_seed(0)
+    for ours, theirs in zip(adapter.weights.values(), alone.weights.values(), strict=True):
+        theirs.normal_(generator=generator)
+        local(ours).copy_(own_rows(theirs, ours))
+    held = HeldWeights(4, adapter.base_weights(), adapter.deltas(), ranks)
+    expected = HeldWeights(4, alone.base_weights(), alone.deltas())
+    if ranks.rank == 0:
+        assert held.holding.digest == expected.holding.digest
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_several_ranks_publish_the_bytes_of_one_process(models: Path, num_ranks: int) -> None:
+    on_ranks(num_ranks, publishes, models)
+
+
+def keeps_experts(ranks: Ranks, directory: Path, models: Path) -> None:
+    root, _ = load_policy(config_of(models / "experts"), "actor", ranks, SHARDS, CPU)
+    copy_policy(root.model, ranks)(directory, ranks)
+
+
+def test_a_model_whose_files_are_converted_is_saved_in_their_form(models: Path, tmp_path: Path) -> None:
+    on_ranks(2, keeps_experts, tmp_path, models)
+    saved, original = (load_file(home / "model.safetensors") for home in (tmp_path, models / "experts"))
+    assert differing(saved, original) == []
+    assert Root(load_causal_lm(config_of(tmp_path), "actor")).model is not None

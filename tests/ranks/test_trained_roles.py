@@ -1,0 +1,214 @@
+"""Roles on several ranks compute and train as on one: whole workers, whose rank 0 gives real orders."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from float64 import in_float64
+from many_ranks import on_ranks
+from reward_rows import TOKENIZER, batch
+from sequences import sequence_batch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from rolemesh.config import JobConfig
+from rolemesh.config.base import merge
+from rolemesh.config.job import make_job
+from rolemesh.dataproto import DataProto
+from rolemesh.models import sharded
+from rolemesh.models.heads import ScoreModel
+from rolemesh.models.loading import load_causal_lm
+from rolemesh.models.tiny import make_tiny_model
+from rolemesh.ranks.following import follow
+from rolemesh.ranks.leading import Leader
+from rolemesh.ranks.orders import Command
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.rendezvous import Rendezvous
+from rolemesh.ranks.sharding import whole
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.reward.worker import RewardWorker
+from rolemesh.workers.commands import command_of
+from rolemesh.workers.seat import ComputingThread, Seat
+
+WORKERS: dict[str, Callable[[JobConfig, Seat], Any]] = {
+    "actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker, "reward": RewardWorker,
+}  # fmt: skip
+Case = tuple[str, int, dict[str, Any]]  # a role, its ranks that compute the same rows, sections of its job
+STEPS = 5
+ROWS = 12
+
+# Settings that need more of a mini-batch than its rows one by one.
+DYNAMIC = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 24}
+CLIP_COV = {
+    "policy_loss": {"loss_mode": "clip_cov", "clip_cov_ratio": 0.3, "clip_cov_lb": -9.0, "clip_cov_ub": 9.0}
+}
+BYPASS = {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
+LORA = {"model": {"lora_rank": 2}}
+ENTROPY = {"entropy_coeff": 0.01, "use_kl_loss": True, "shuffle": True, "ppo_epochs": 2}
+PADDED = {"model": {"use_remove_padding": False}}
+ONE_ROW = {"ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1}  # fewer rows than ranks
+GSPO = {"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}
+
+ON_TWO: list[Case] = [
+    ("actor", 1, {"actor": ENTROPY}),
+    ("actor", 1, {"actor": DYNAMIC | CLIP_COV}),
+    ("actor", 1, {"actor": PADDED} | BYPASS),
+    ("actor", 1, {"actor": ONE_ROW}),
+    ("critic", 1, {"critic": DYNAMIC}),
+    ("actor", 2, {"actor": ENTROPY | GSPO}),
+    ("critic", 2, {}),
+]
+ON_FOUR: list[Case] = [
+    ("actor", 1, {"actor": ENTROPY | {"fsdp_config": {"fsdp_size": 2}}}),
+    ("critic", 1, {"critic": {"ppo_mini_batch_size": 3, "ppo_micro_batch_size_per_gpu": 1}}),
+    ("actor", 2, {"actor": CLIP_COV}),
+]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("ranks") / "model"
+    make_tiny_model(directory, "qwen2", hidden_size=32, num_layers=2)
+    torch.manual_seed(0)
+    scorer = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1)
+    scorer.save_pretrained(directory / "scorer")
+    TOKENIZER.save_pretrained(directory / "scorer")
+    return directory
+
+
+def job_of(model: Path, directory: Path, sections: Mapping[str, Any]) -> JobConfig:
+    base = {"ppo_mini_batch_size": 6, "ppo_micro_batch_size_per_gpu": 2, "optim": {"lr": 1e-3}}
+    given = {
+        "data": {"train_batch_size": ROWS, "max_prompt_length": 6, "max_response_length": 10},
+        "trainer": {"device": "cpu", "default_local_dir": str(directory / "run")},
+        "actor": base | {"model": {"path": str(model)}},
+        "critic": base,
+        "algorithm": {"use_kl_in_reward": True},
+        "reward": {"reward_model": {"enable": True, "model": {"path": str(model / "scorer")}}},
+    }
+    return make_job(merge(given, dict(sections)))
+
+
+def batch_of(step: int) -> DataProto:
+    """Rows of very uneven length, one of which has no token that the policy sampled."""
+    batch = sequence_batch(ROWS, seed=step)
+    batch["response_mask"][1] = False
+    batch["rollout_log_probs"] = batch["old_log_probs"] + 0.1
+    return batch
+
+
+async def worked(worker: Any) -> list[Any]:
+    """Train five steps. Return the metrics of each, and the answers by row before each."""
+    told: list[Any] = []
+    if isinstance(worker, RewardWorker):
+        for num_rows in (7, 1):  # one row is fewer than the ranks
+            rows = batch(*(("chat", "!" * row, None) for row in range(num_rows)), style="model")
+            told.append((await worker.compute_scores(rows))["acc"])
+        return told
+    for step in range(STEPS):
+        rows = batch_of(step)
+        if isinstance(worker, ActorWorker):
+            told.append((await worker.compute_log_probs(rows))["old_log_probs"])
+        elif isinstance(worker, CriticWorker):
+            told.append((await worker.compute_values(rows))["values"])
+        else:
+            told.append((await worker.compute_log_probs(rows))["ref_log_probs"])
+            continue
+        metrics = await worker.update(rows)
+        several = worker.seat.ranks.size > 1  # what the ranks took is not what one took
+        assert ("perf/imbalance/" + worker.role in metrics) == several
+        assert not several or metrics["timing_s/collectives/" + worker.role] > 0
+        told.append({name: metrics[name] for name in metrics if not name.startswith(("perf/", "timing_s/"))})
+    return told
+
+
+def weights_of(worker: Any) -> dict[str, Tensor]:
+    """The whole trained weights. Every rank calls it."""
+    trained = isinstance(worker, ActorWorker | CriticWorker)
+    return {name: whole(p).detach() for name, p in worker.model.named_parameters()} if trained else {}
+
+
+def agrees(found: Sequence[Any], expected: Sequence[Any], bound: float) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        if isinstance(mine, Tensor):
+            assert (mine - other).abs().max() <= 10 * bound
+        else:
+            assert mine == pytest.approx(other, rel=1e3 * bound, abs=1e3 * bound)
+
+
+def train_as_one(ranks: Ranks, directory: Path, model: Path, cases: Sequence[Case], double: bool) -> None:
+    """Train every case on all ranks, and on rank 0 also alone."""
+    rendezvous = Rendezvous.of(os.environ)
+    names = [f"case-{number}" for number in range(len(cases))]
+    threads = {name: ComputingThread(name) for name in names}
+    workers: dict[str, Any] = {}
+    bound = 1e-10 if double else 1e-5
+    seats = {}
+    for name, (role, sharing, sections) in zip(names, cases, strict=True):
+        key: dict[str, Any] = {"ulysses_sequence_parallel_size": sharing}
+        shared = {role: {"reward_model": key} if role == "reward" else key}
+        # A job with fewer rows in a mini-batch than ranks is refused, but would be computed.
+        placed = {"placement": {"ranks": {role: ranks.size}}} | shared if sharing > 1 else {}
+        job = job_of(model, directory, merge(placed, sections))
+        seats[name] = Seat(threads[name], ranks=Ranks.of_process("cpu", sharing))
+        workers[name] = threads[name].submit(WORKERS[role], job, seats[name]).result()
+
+    def command(name: str, method: str) -> Command:
+        return command_of(workers[name], method)
+
+    async def lead() -> dict[str, list[Any]]:
+        leader = Leader(names, rendezvous)
+        await leader.start()
+        await leader.gather()
+        told = {}
+        for name in names:
+            object.__setattr__(seats[name], "orders", leader.orders(name))
+            told[name] = await worked(workers[name])
+        await leader.close()
+        return told
+
+    if ranks.rank == 0:
+        found = asyncio.run(lead())
+    else:
+        asyncio.run(follow(names, rendezvous, threads, command))
+    for name, (role, _, sections) in zip(names, cases, strict=True):
+        of_ranks = weights_of(workers[name])
+        if ranks.rank == 0:
+            one = WORKERS[role](job_of(model, directory, sections), Seat(ComputingThread("one")))
+            agrees(found[name], asyncio.run(worked(one)), bound)
+            for parameter, weight in weights_of(one).items():
+                assert (of_ranks[parameter] - weight).abs().max() <= bound, (name, parameter)
+        ranks.wait()
+
+
+def in_double(ranks: Ranks, directory: Path, model: Path, cases: Sequence[Case]) -> None:
+    """train_as_one with models in float64, whose weights are loaded whole, since files have float32."""
+    load: Callable[..., Any] = load_causal_lm
+    score: Callable[..., Any] = ScoreModel.load
+    with (
+        patch.object(sharded, "_source_of", lambda *_: None),
+        patch.object(sharded, "load_causal_lm", lambda *args: in_float64(load(*args))),
+        patch.object(ScoreModel, "load", lambda *args, **kwargs: in_float64(score(*args, **kwargs))),
+    ):
+        train_as_one(ranks, directory, model, cases, double=True)
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)])
+def test_several_ranks_train_as_one_in_float64(
+    num_ranks: int, cases: list[Case], model: Path, tmp_path: Path
+) -> None:
+    on_ranks(num_ranks, in_double, tmp_path, model, cases)
+
+
+def test_two_ranks_train_as_one_in_float32(model: Path, tmp_path: Path) -> None:
+    cases: list[Case] = [ON_TWO[0], ("actor", 1, {"actor": LORA}), ("critic", 1, {})]
+    cases += [("reference", 1, {}), ("reference", 2, {}), ("reward", 1, {}), ("reward", 2, {})]
+    on_ranks(2, train_as_one, tmp_path, model, cases, False)

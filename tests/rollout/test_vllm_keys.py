@@ -1,0 +1,118 @@
+"""What becomes of the keys of section rollout with the engine vllm."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_rollouts import P, T, installed, job_of, model_with_ends
+
+from rolemesh.config.rollout import RolloutConfig
+from rolemesh.errors import InvalidConfig
+from rolemesh.models.tiny import make_tiny_model
+from rolemesh.services.rollout.engines import load_engine
+from rolemesh.services.rollout.engines.vllm import arguments
+
+pytestmark = pytest.mark.timeout(900)  # a process imports vLLM, on cores that other tests use too
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_with_ends(tmp_path_factory.mktemp("qwen2"), "qwen2")
+
+
+def test_every_key_of_the_section_has_its_place():
+    places = [arguments.ENGINE, arguments.ENGINE_DERIVED, arguments.SAMPLING, arguments.ELSEWHERE]
+    keys = [key for place in places for key in place]
+    assert sorted(keys) == sorted(RolloutConfig.model_fields)
+
+
+@installed
+def test_the_keys_reach_vllm(model_directory: Path):
+    from transformers import AutoConfig
+
+    keys = {
+        "max_num_seqs": 9,
+        "gpu_memory_utilization": 0.3,
+        "max_num_batched_tokens": 77,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "tensor_model_parallel_size": 2,
+        "dtype": "bfloat16",
+    }
+    job = job_of(model_directory, **keys, stop=["7"], top_k=5, top_p=0.5, ignore_eos=True)
+
+    class Outline:
+        config = AutoConfig.from_pretrained(model_directory)
+
+    given = arguments.engine_arguments(job, Outline)
+    assert {ours: given[theirs] for ours, theirs in arguments.ENGINE.items()} == keys  # prompts whole, on a CPU
+    assert given["max_model_len"] == P + T
+    assert given["max_logprobs"] == 5
+    assert not given["skip_tokenizer_init"]  # stop is text
+    asked = arguments.sampling_arguments(job, job.rollout, [1, 2])
+    assert (asked["top_k"], asked["top_p"], asked["stop"], asked["logprobs"]) == (5, 0.5, ["7"], 5)
+    assert asked["ignore_eos"]
+    assert asked["stop_token_ids"] == []
+    greedy = arguments.sampling_arguments(job, job.rollout.val_kwargs, [1, 2])
+    assert greedy["temperature"] == greedy["logprobs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        (
+            {"agent": {"default_agent_loop": "tool_agent"}},
+            r"default_agent_loop is tool_agent, which converses, but rollout.multi_turn.enable is false",
+        ),
+        ({"calculate_log_probs": False}, "calculate_log_probs is false"),
+        ({"prompt_length": P + 1}, rf"rollout.prompt_length is {P + 1}, but data.max_prompt_length is {P}"),
+        (
+            {"response_length": T + 1},
+            rf"rollout.response_length is {T + 1}, but data.max_response_length is {T}",
+        ),
+        ({"load_format": "dummy"}, "load_format.*safetensors"),
+        ({"name": "hf", "tensor_model_parallel_size": 2}, "is a key of engine vllm, but rollout.name is hf"),
+        ({"name": "hf", "stop": ["x"]}, "is a key of engine vllm, but rollout.name is hf"),
+    ],
+)
+def test_keys_that_cannot_be_followed_are_refused_with_the_reason(rollout: dict[str, Any], message: str):
+    with pytest.raises(InvalidConfig, match=message):
+        job_of(Path("model"), **rollout)
+
+
+def test_keys_of_other_job_files_that_ask_for_nothing_are_taken():
+    assert job_of(Path("model"), multi_turn={"enable": False}, prompt_length=P, response_length=T)
+
+
+@installed
+def test_heads_that_vllm_cannot_compute_are_refused_at_start(tmp_path: Path):
+    make_tiny_model(tmp_path, num_heads=4)
+    with pytest.raises(InvalidConfig, match="16 wide"):
+        load_engine(job_of(tmp_path), None)
+
+
+def test_where_vllm_is_not_installed_choosing_it_says_what_to_install(tiny_model: Path):
+    """In a process whose interpreter has no module of that name."""
+    program = f"""
+        import sys
+        from pathlib import Path
+        sys.modules["vllm"] = None
+        from vllm_rollouts import job_of
+        from rolemesh.services.rollout.engines import load_engine
+        load_engine(job_of(Path({str(tiny_model)!r})), None)
+    """
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "InvalidConfig: rollout.name is vllm" in ended.stderr
+    assert "install `rolemesh[vllm]` for a GPU" in ended.stderr

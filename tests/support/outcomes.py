@@ -1,0 +1,24 @@
+"""The results of a run, byte for byte, and a reward function with arguments from the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from in_process import course
+
+from rolemesh.config import JobConfig
+
+
+def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, bytes]]:
+    """Return every metric of every step, and the last checkpoint byte for byte."""
+    last = job.run_dir / "global_step_3"
+    files = {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*") if path.is_file()}
+    assert {"actor/model.safetensors", "critic/model.safetensors"} <= files.keys()
+    return course(job), files
+
+
+def with_reward(job: JobConfig, **kwargs: Any) -> JobConfig:
+    """Return the job with these arguments for its reward function, which one process calls for all rows."""
+    custom = job.reward.custom_reward_function.model_copy(update={"reward_kwargs": kwargs})
+    changed = {"custom_reward_function": custom, "num_workers": 1}
+    return job.model_copy(update={"reward": job.reward.model_copy(update=changed)})

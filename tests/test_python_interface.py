@@ -1,0 +1,98 @@
+"""What `import rolemesh` offers."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from in_process import course, small_job, train
+
+import rolemesh
+from rolemesh.algos.kl import KLController
+from rolemesh.data import PromptDataset
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.services.controller.pages.choice import page_of
+from rolemesh.services.controller.pages.step import Step
+from tests.support.observed import served
+
+SMALL = ("trainer.total_training_steps=1", "algorithm.use_kl_in_reward=false", "algorithm.adv_estimator=grpo")
+
+
+def test_every_public_name_is_there_typed_and_documented() -> None:
+    assert rolemesh.__all__ == sorted(rolemesh.__all__)
+    assert set(rolemesh.__all__) <= set(dir(rolemesh))
+    for name in rolemesh.__all__:
+        thing = getattr(rolemesh, name)
+        assert inspect.getdoc(thing), name
+        if inspect.isfunction(thing):
+            hints = inspect.signature(thing)
+            assert hints.return_annotation is not inspect.Signature.empty, name
+            assert all(p.annotation is not p.empty for p in hints.parameters.values()), name
+    with pytest.raises(AttributeError, match="module 'rolemesh' has no attribute 'trian'"):
+        _ = rolemesh.trian  # type: ignore[attr-defined]
+
+
+def test_importing_it_loads_no_library() -> None:
+    source = "import rolemesh, sys; print({'torch', 'pydantic', 'grpc', 'numpy', 'yaml'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"
+
+
+async def test_roles_in_this_process_and_roles_by_address_make_the_same_step(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *SMALL)
+    prompts = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model)).batch(range(4))
+    found = []
+    async with rolemesh.open_roles(job) as roles:
+        await roles.sync_weights(0)
+        found.append(await page_of(job)(prompts, roles, Step(1, job, KLController(job.algorithm.kl_ctrl))))
+    async with (
+        served("actor", job) as actor,
+        served("rollout", job) as rollout,
+        served("reward", job) as reward,
+        rolemesh.connect_roles(job, {"actor": actor, "rollout": rollout, "reward": reward}) as roles,
+    ):
+        await roles.sync_weights(0)
+        found.append(await page_of(job)(prompts, roles, Step(1, job, KLController(job.algorithm.kl_ctrl))))
+    assert found[0] == found[1]
+    assert found[0]["actor/grad_norm"] > 0
+
+
+async def test_a_role_without_an_address_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *SMALL)
+    with pytest.raises(rolemesh.InvalidConfig, match=r"no address was given for \['rollout', 'reward'\]"):
+        async with rolemesh.connect_roles(job, {"actor": ["127.0.0.1:1"]}):
+            pass
+
+
+async def test_where_an_event_loop_runs_the_awaitable_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(rolemesh.RolemeshError, match=r"await rolemesh\.run_async"):
+        rolemesh.run(small_job(tmp_path, tiny_model, "run", *SMALL))
+    assert rolemesh.step_graph(small_job(tmp_path, tiny_model, "run", *SMALL)).nodes  # which needs a loop, too
+
+
+async def test_the_metrics_and_curves_of_a_run_are_read_from_its_directory(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *SMALL)
+    with pytest.raises(FileNotFoundError, match=r"no metrics of a run: .*run/metrics\.jsonl"):
+        rolemesh.read_metrics(job.run_dir)
+    await train(job)
+    assert [record["training/global_step"] for record in rolemesh.read_metrics(str(job.run_dir))] == [
+        record["training/global_step"] for record in course(job)
+    ]
+    rolemesh.draw_curves(job.run_dir, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_is_the_command_lines(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *SMALL)
+    plans = rolemesh.plan(job, gpus=8)
+    assert plans[0].fits
+    assert {plan.name for plan in plans} >= {"standalone", "hybrid", "collocate"}
+    with pytest.raises(rolemesh.InvalidConfig, match="abacus is unknown"):
+        rolemesh.plan(job, gpus=8, gpu="abacus")

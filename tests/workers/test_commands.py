@@ -1,0 +1,117 @@
+"""A batch is dealt to the ranks of a role, and their answers are put together by row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from prometheus_client import REGISTRY
+
+from rolemesh.dataproto import DataProto
+from rolemesh.models.micro_batches import IS_FILLER, MicroBatches
+from rolemesh.ranks.orders import Command
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.workers.commands import Deal, command, command_of
+from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.seat import ComputingThread, Seat
+
+
+def test_what_is_dealt_and_joined_is_the_batch() -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        count, num_ranks = draw.randint(1, 20), draw.randint(1, 6)
+        lengths = torch.tensor([draw.randint(2, 10) for _ in range(count)])
+        mask = (torch.arange(10) < lengths[:, None]).long()
+        batch = DataProto(
+            {
+                "input_ids": torch.arange(count)[:, None].expand(count, 10),
+                "attention_mask": mask,
+                "response_mask": mask[:, 1:].bool(),
+            }
+        )
+        dealt = Deal.of(batch, MicroBatches(2, None, True, True), Ranks(0, num_ranks), entropy=True)
+        assert len(dealt.parts) == len(dealt.rows) == num_ranks
+        for part, rows in zip(dealt.parts, dealt.rows, strict=True):
+            assert part.meta_info["entropy"]
+            assert bool(part.meta_info.get(IS_FILLER)) == (len(rows) == 0)
+            assert len(part) == max(1, len(rows))
+        answers = [DataProto({"first": part["input_ids"][:, 0]}) for part in dealt.parts]
+        assert dealt.join(answers)["first"].tolist() == list(range(count))
+
+
+class Doubling(LocalWorker):
+    """A worker with a command and a method that is none."""
+
+    @command
+    def doubled(self, part: DataProto) -> DataProto:
+        return DataProto({"twice": 2 * part["x"]})
+
+    def undeclared(self, part: DataProto) -> DataProto:
+        return part
+
+
+class InTurn:
+    """Orders to two ranks whose parts are computed one after another."""
+
+    size = 2
+
+    def give(self, name: str, command: Command, parts: Sequence[DataProto]) -> list[DataProto]:
+        return [command(part) for part in parts]
+
+
+class Counting(LocalWorker):
+    @command
+    def count(self, part: DataProto) -> DataProto:
+        with self.seat.ranks.clock.running(part["attention_mask"]):
+            return DataProto({"tokens": part["attention_mask"].sum(1)}, meta_info={"own": 1})
+
+
+def sample(name: str, rank: int) -> float:
+    return (
+        REGISTRY.get_sample_value(f"rolemesh_rank_{name}_total", {"role": "counting", "rank": str(rank)}) or 0
+    )
+
+
+def test_tokens_of_all_ranks_are_those_of_the_batch_and_no_filler_counts() -> None:
+    """30 and 10 tokens: the busiest rank has 1.5 times the mean."""
+    worker = Counting("counting", Seat(ComputingThread("counting"), ranks=Ranks(0, 2), orders=InTurn()))
+    mask = torch.zeros(2, 40, dtype=torch.long)
+    mask[0, :30], mask[1, :10] = 1, 1
+    dealt = Deal.evenly(DataProto({"attention_mask": mask}), Ranks(0, 2))
+    answers = worker.count(dealt.parts)
+    assert [answer.meta_info for answer in answers] == [{"own": 1}] * 2
+    assert dealt.join(answers)["tokens"].tolist() == [30, 10]
+    assert [sample("tokens", rank) for rank in (0, 1)] == [30, 10]
+    for rank in (0, 1):
+        assert 0 < sample("collective_seconds", rank) <= sample("seconds", rank)
+    told = worker.loads.take()
+    assert told["perf/imbalance/counting"] == 1.5
+    assert told["timing_s/collectives/counting"] > 0
+    assert worker.loads.take() == {}
+    worker.count(Deal.evenly(DataProto({"attention_mask": mask[:1]}), Ranks(0, 2)).parts)
+    assert [sample("tokens", rank) for rank in (0, 1)] == [60, 10]
+    assert worker.loads.take()["perf/imbalance/counting"] == 2
+    worker.close()
+
+
+def test_a_role_of_one_rank_counts_nothing() -> None:
+    worker = Counting("alone")
+    [answer] = worker.count([DataProto({"attention_mask": torch.ones(1, 3)})])
+    assert answer.meta_info == {"own": 1}
+    assert worker.loads.take() == {}
+    assert REGISTRY.get_sample_value("rolemesh_rank_tokens_total", {"role": "alone", "rank": "0"}) is None
+    worker.close()
+
+
+def test_alone_a_command_is_a_call_and_other_ranks_run_commands_only() -> None:
+    worker = Doubling("actor")
+    part = DataProto({"x": torch.tensor([1, 2])})
+    [answer] = worker.doubled([part])
+    assert answer["twice"].tolist() == [2, 4]
+    assert command_of(worker, "doubled")(part)["twice"].tolist() == [2, 4]
+    for name in ("undeclared", "close", "__init__", "absent"):
+        with pytest.raises(LookupError, match="has no command"):
+            command_of(worker, name)
+    worker.close()
