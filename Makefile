@@ -27,10 +27,10 @@ ENGINES := $(wildcard tests/e2e/test_ray_*.py tests/e2e/test_vllm_*.py tests/rol
 test: .venv/bin/helm .venv/bin/kube-score vllm ## every test that needs no GPU, no cluster and no Ray or vLLM
 	@command -v prometheus >/dev/null || \
 		echo "DASHBOARDS AND ALERTS ARE NOT TESTED: there is no Prometheus; on Debian: apt-get install prometheus"
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" $(addprefix --ignore=,$(ENGINES)) $(ARGS)
+	$(BIN)/python scripts/test -n 2 -m "not gpu and not cluster" $(addprefix --ignore=,$(ENGINES)) $(ARGS)
 
 test-engines: vllm ## the tests that start Ray or vLLM
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not cluster" $(ENGINES) $(ARGS)
+	$(BIN)/python scripts/test -n 2 -m "not gpu and not cluster" $(ENGINES) $(ARGS)
 
 test-gpu: ## everything that only a GPU shows: finds a Python with torch, needs no network; 9 minutes at most
 	@test -n "$(PYTHON)" || { echo "make test-gpu needs Python 3.11 or newer; set PYTHON to one" >&2; exit 1; }
@@ -149,7 +149,7 @@ image: ## the container image: IMAGE=name:tag TARGET=cpu or gpu, by docker, podm
 	sh scripts/make-image $(IMAGE) --target $(TARGET) $(BUILD_ARGS)
 
 test-cluster: setup .venv/bin/helm ## image and chart on the cluster that KUBECONFIG points at, a quarter of an hour
-	IMAGE=$(IMAGE) $(BIN)/python -m pytest -n 0 -m cluster tests/cluster $(ARGS)
+	IMAGE=$(IMAGE) $(BIN)/python scripts/test -n 0 -m cluster tests/cluster $(ARGS)
 
 demo-cluster: .venv/bin/helm ## the demo on that cluster, step by step: install, scale, deaths, the end
 	IMAGE=$(IMAGE) scripts/demo-cluster
