@@ -61,8 +61,8 @@ async def test_a_replica_that_leaves_ends_what_it_computes_and_gets_no_more(
                 assert index_scores(await call) == list(range(64))
                 assert sorted(scored(tmp_path / "1")) == list(range(32))  # once: nothing was asked again
                 assert sorted(scored(tmp_path / "2")) == list(range(32, 64))
-                shown = [s.labels["address"] for s in metrics.CLIENT_OUTSTANDING_ROWS.collect()[0].samples]
-                assert addresses[0] not in shown
+                shown = [s.labels for s in metrics.CLIENT_OUTSTANDING_ROWS.collect()[0].samples]
+                assert {"role": "reward", "address": addresses[0]} not in shown  # others' stay
                 assert REGISTRY.get_sample_value("rolemesh_replicas_live", {"role": "reward"}) == 1
                 assert REGISTRY.get_sample_value("rolemesh_rpc_client_pending_rows", {"role": "reward"}) == 0
 

@@ -109,9 +109,15 @@ def error_class(error: grpc.aio.AioRpcError) -> str:
 
 @contextmanager
 def occupied(executor: Executor) -> Iterator[None]:
-    """Its one thread does something else."""
-    over = threading.Event()
-    executor.submit(over.wait)
+    """Its one thread does something else, and has begun to: its queue holds nothing but what comes after."""
+    began, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        over.wait()
+
+    executor.submit(work)
+    began.wait()
     try:
         yield
     finally:
