@@ -168,7 +168,7 @@ def load_checkpoint(
             directory is outside the role's; then the message does not reveal whether it exists.
         ModelNotFound: the job's model directory is no longer usable.
     """
-    if directory is None and not optimizer.num_updates:
+    if directory is None and optimizer.is_untouched:
         return
     moments: Mapping[str, Tensor] = {}
     num_updates = 0
@@ -180,6 +180,7 @@ def load_checkpoint(
     optimizer.load_state_tensors(moments, num_updates)
     for name, tensor in weights.items():
         local(tensor).copy_(saved[name])
+    optimizer.is_untouched = directory is None
 
 
 def _read(

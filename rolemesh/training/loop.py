@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from rolemesh.algos.aggregation import BatchCounts, TokenMean
 from rolemesh.config import JobConfig
@@ -174,11 +175,12 @@ def learn(
 ) -> DataProto:
     """Train one rank's model on a mini-batch: add up the gradients of its own rows, and make an optimizer step.
 
-    The gradients of all ranks are added before the step (rolemesh/ranks/sharding.py).
+    The gradients of all ranks are added before the step (rolemesh/ranks/sharding.py). However this ends, no
+    gradient is left for the next call.
 
     Args:
         part: the rank's rows, on the CPU. meta_info has `mini_batch`, the BatchCounts of the whole mini-batch.
-        model: the model that the optimizer trains.
+        model: the model that the optimizer trains; the Root of one that may be sharded.
         device: that it computes on.
         optimizer: makes one step.
         micro_batches: cuts the rows.
@@ -209,10 +211,23 @@ def learn(
             for name, columns in passed.items():
                 columns.append(rows[name].cpu())
         grad_norm = optimizer.step()
+    except BaseException:
+        _abandon(model)
+        raise
     finally:
         model.eval()
     told = {"totals": {name: _total(of_name) for name, of_name in shares.items()}, "grad_norm": grad_norm}
     return DataProto({name: torch.cat(columns) for name, columns in passed.items() if columns}, meta_info=told)
+
+
+def _abandon(model: nn.Module) -> None:
+    """Drop the gradients of passes that failed; free and reset what autograd and FSDP held for them."""
+    model.zero_grad()  # of gathered weights, which have gradients of their own until these are reduced
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+        model.zero_grad()  # of the rank's own rows
+    # On a CPU, autograd's queue of this thread keeps a failed backward pass until the next one begins.
+    torch.autograd.backward(torch.zeros((), requires_grad=True))
 
 
 def _total(shares: Sequence[Tensor | TokenMean]) -> list[float]:

@@ -35,6 +35,11 @@ class Optimizer:
         ranks: over which the model is sharded.
         offload: given a function that lists the state's tensors, returns what moves them to host memory
             between the steps; None: they stay on the device.
+
+    Attributes:
+        num_updates: steps made.
+        is_untouched: True if neither the model nor the state has changed since training would start: no step
+            was begun, not even one that failed, and nothing was loaded.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class Optimizer:
         assert ranks is None or ranks.size == 1 or all(sharded), "some weights are gathered: reshard the Root"
         self.config, self.grad_clip, self.role = config, grad_clip, role
         self.num_training_steps, self.updates_per_step = num_training_steps, updates_per_step
-        self.num_updates, self._ranks = 0, ranks or Ranks.alone()
+        self.num_updates, self.is_untouched, self._ranks = 0, True, ranks or Ranks.alone()
         self._parking = offload(self.tensors) if offload else None
         self._nonfinite = NONFINITE_GRADIENTS.labels(role)
         self._adamw = torch.optim.AdamW(
@@ -91,8 +96,14 @@ class Optimizer:
             )
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
+        self.is_untouched = False
         with self.on_device():
-            self._adamw.step()
+            try:
+                self._adamw.step()
+            except BaseException:
+                if not self.num_updates:  # it was allocating the state, perhaps for some of the parameters
+                    self._adamw.state.clear()
+                raise
         self._adamw.zero_grad()
         self.num_updates += 1
         return norm
@@ -160,6 +171,7 @@ class Optimizer:
             ValueError: the tensors belong to another model. The state is unchanged.
         """
         names = set(self._owners(tensors).values())
+        self.is_untouched = False
         with self.on_device():
             self._set_state(names, tensors)
         self.num_updates = num_updates

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -43,16 +44,23 @@ def command(method: Callable[[W, DataProto], DataProto]) -> Given[W]:
     The method takes one rank's rows, with its parameters in meta_info, and returns that rank's answer. Called
     on rank 0, on the worker's thread, the command takes the parts of all ranks and returns all answers. The
     method itself, which the other ranks run, is available as `method.__wrapped__`; its answers say how long it
-    took.
+    took, and its errors keep no tensor on the device.
     """
+
+    def run(self: W, part: DataProto) -> DataProto:
+        try:
+            return method(self, part)
+        except BaseException as error:
+            _drop_frames(error)
+            raise
 
     @functools.wraps(method)
     def timed(self: W, part: DataProto) -> DataProto:
         ranks, began = self.seat.ranks, time.perf_counter()
         if ranks.size == 1:
-            return method(self, part)
+            return run(self, part)
         ranks.clock.take()  # of what ran between commands
-        answer = method(self, part)
+        answer = run(self, part)
         waited = ranks.clock.take()
         answer.meta_info = {**answer.meta_info, SECONDS: [time.perf_counter() - began, waited]}
         return answer
@@ -70,6 +78,20 @@ def command(method: Callable[[W, DataProto], DataProto]) -> Given[W]:
     given.__wrapped__ = timed  # type: ignore[attr-defined]
     given.is_command = True  # type: ignore[attr-defined]
     return given
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Keep the traceback of an error as a note, and drop its frames.
+
+    The frames, and the closures among them, hold all activations of a failed pass for as long as somebody has
+    the error. A future of asyncio has it in a reference cycle.
+    """
+    error.add_note("".join(traceback.format_exception(error)))
+    chain = [error]
+    for each in chain:
+        each.__traceback__ = None
+        causes = (each.__cause__, each.__context__)
+        chain += [cause for cause in causes if cause is not None and cause not in chain]
 
 
 def _num_tokens(part: DataProto, ranks: Ranks) -> int:

@@ -257,7 +257,7 @@ class ActorWorker(PolicyWorker):
         """Train on this rank's rows of a mini-batch (rolemesh.training.loop.learn)."""
         returns = ("log_probs", "old_log_probs", "response_mask") if policy_loss_of(self.job).corrects else ()
         ranks, micro_batches = self.seat.ranks, self._micro_batches
-        return learn(part, self.model, self.device, self.optimizer, micro_batches, ranks, self._loss, returns)
+        return learn(part, self.root, self.device, self.optimizer, micro_batches, ranks, self._loss, returns)
 
     def _loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         stats = self.root(

@@ -131,7 +131,7 @@ class CriticWorker(LocalWorker):
     def learn(self, part: DataProto) -> DataProto:
         """Train on this rank's rows of a mini-batch (rolemesh.training.loop.learn)."""
         ranks, micro_batches = self.seat.ranks, self.schedule.micro_batches
-        return learn(part, self.model, self.device, self.optimizer, micro_batches, ranks, self._loss)
+        return learn(part, self.root, self.device, self.optimizer, micro_batches, ranks, self._loss)
 
     def _loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         values = self.root(token_values, rows, dtype=self.config.dtype, ulysses=self.seat.ranks.ulysses)

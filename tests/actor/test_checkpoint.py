@@ -118,6 +118,22 @@ async def test_a_role_that_begins_anew_is_as_it_was_before_its_first_update(
 
 
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
+async def test_a_role_begins_anew_also_after_another_runs_checkpoint_without_updates(
+    tiny_model: Path, tmp_path: Path, role: Any
+) -> None:
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    await saved(role(training_job(other, tmp_path)), tmp_path / "saved")
+    worker, untouched = role(training_job(tiny_model, tmp_path)), role(training_job(tiny_model, tmp_path))
+    await worker.load_checkpoint(tmp_path / "saved")
+    mine, theirs = everything(worker), everything(untouched)
+    assert mine.keys() == theirs.keys()
+    assert not all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    await worker.load_checkpoint(None)
+    mine = everything(worker)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
 async def test_a_run_may_be_saved_before_its_first_update(tiny_model: Path, tmp_path: Path, role: Any) -> None:
     batch = sequence_batch(16)
     worker = role(training_job(tiny_model, tmp_path))
