@@ -50,10 +50,12 @@ class TrainerConfig(Config):
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(
         "auto",
         description="auto: resume from the run directory's latest checkpoint, if any; disable: start a new "
-        "run; "
-        "resume_path: resume from resume_from_path",
+        "run; resume_path: resume from resume_from_path. The last two decide once for a run directory; later "
+        "starts resume from its latest checkpoint",
     )
-    resume_from_path: str | None = Field(None, description="resume_path: a global_step_<n> directory")
+    resume_from_path: str | None = Field(
+        None, description="resume_path: a global_step_<n> directory, which the run never deletes"
+    )
     logger: list[Logger] = Field(
         ["console", "file"], description="outputs of step metrics; metrics.jsonl (file) is always written"
     )

@@ -64,7 +64,6 @@ async def launch(job: JobConfig) -> Summary:
             if (latest := checkpoints.latest()) == before:
                 raise
             log.warning("%s\nstarting all roles anew, and going on from %s", lost, latest)
-            job = job.model_copy(update={"trainer": job.trainer.model_copy(update={"resume_mode": "auto"})})
 
 
 async def _launch(job: JobConfig, scraped: str) -> Summary:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from in_process import course, small_job, train, workers
+from interrupted import NOISY, assert_same_end, contents, steps, train_and_stop_in
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
@@ -26,29 +27,6 @@ from rolemesh.roles import Actor, Metrics
 from rolemesh.services.controller.run.checkpoints import Checkpoints
 from rolemesh.services.controller.run.loop import Run
 
-NOISY = ("trainer.save_freq=1", "trainer.test_freq=2")
-
-
-def steps(job: JobConfig) -> list[float | None]:
-    return [record["training/global_step"] for record in course(job)]
-
-
-def contents(checkpoint: Path) -> dict[str, bytes]:
-    """Every file of a checkpoint, byte for byte."""
-    files = [path for path in checkpoint.rglob("*") if path.is_file()]
-    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in files}
-
-
-async def train_and_stop_in(step: int, job: JobConfig) -> None:
-    """Asks for the end as soon as step `step - 1` is done; the next one is then running."""
-    with workers(job) as roles:
-        run = Run(job, load_tokenizer(job.actor.model))
-        training = asyncio.create_task(run.train(roles))
-        async for record in run.status.watch():
-            if record["training/global_step"] == step - 1:
-                run.request_stop()
-        await training
-
 
 @pytest.fixture(scope="module")
 async def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> JobConfig:
@@ -56,14 +34,6 @@ async def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     job = small_job(tmp_path_factory.mktemp("unbroken"), tiny_model, "run", *NOISY)
     await train(job)
     return job
-
-
-def assert_same_end(job: JobConfig, unbroken: JobConfig) -> None:
-    assert course(job) == course(unbroken)
-    written, expected = (contents(each.run_dir / "global_step_4") for each in (job, unbroken))
-    assert written.keys() == expected.keys()
-    # the data files of the two runs lie in different directories; nothing else may differ
-    assert [name for name in expected if written[name] != expected[name]] == []
 
 
 async def test_a_stopped_run_resumed_ends_bit_for_bit_where_an_unbroken_run_ends(

@@ -4,7 +4,8 @@
                                    /critic       the critic's
                                    /controller.json
                                    /waiting_groups   if dynamic sampling has surplus groups
-    <run directory>/latest                       the name of the newest complete checkpoint, written last
+    <run directory>/latest                       the newest complete checkpoint, written last: its name, or
+                                                 until the run has one the checkpoint that it began at
     <run directory>/best                         the name of the best one, with trainer.save_best
 
 Roles copy their state to host memory, and write the copy into `global_step_<n>.partial` while steps go on. A
@@ -110,11 +111,13 @@ class Checkpoints:
     Args:
         run_dir: the run directory.
         keep: number of complete checkpoints to keep, and the best besides; None: all.
+        spared: a checkpoint that is never deleted for its age, because the job names it.
     """
 
-    def __init__(self, run_dir: Path, keep: int | None = None) -> None:
+    def __init__(self, run_dir: Path, keep: int | None = None, spared: Path | None = None) -> None:
         self.run_dir = run_dir
         self.keep = keep
+        self._spared = spared.resolve() if spared else None
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
@@ -122,23 +125,23 @@ class Checkpoints:
         return sorted(int(match[1]) for match in found if match)
 
     def latest(self) -> Path | None:
-        """Return the checkpoint that `latest` names; None if none was ever written.
+        """Return the checkpoint that `latest` names, from which the next start goes on; None without one.
 
         Raises:
-            CheckpointFailed: `latest` names a checkpoint that does not exist.
+            CheckpointFailed: `latest` names something that is not a checkpoint.
         """
         pointer = self.run_dir / "latest"
         if not pointer.exists():
             return None
-        path = self.run_dir / pointer.read_text(encoding="utf-8").strip()
-        if (
-            not path.exists() and _aside(path).is_dir()
-        ):  # killed while it was being replaced by a new one of the same step
-            _aside(path).rename(path)
-        if not NAME.fullmatch(path.name) or not path.is_dir():
+        named = pointer.read_text(encoding="utf-8").strip()
+        path = self.run_dir / named
+        if path.parent == self.run_dir and not path.exists() and _aside(path).is_dir():
+            _aside(path).rename(path)  # killed while it was being replaced by a new one of the same step
+        if not path.is_dir() or not (NAME.fullmatch(path.name) or (path / "controller.json").is_file()):
             raise CheckpointFailed(
-                f"{pointer} names {path.name!r}, which does not exist; there are checkpoints of steps "
-                f"{self.steps()}. Select one with trainer.resume_mode=resume_path trainer.resume_from_path=…"
+                f"{pointer} names {named!r}, which is not a checkpoint; there are checkpoints of steps "
+                f"{self.steps()}. Write the name of one of them into the file, or select one with "
+                "trainer.resume_mode=resume_path trainer.resume_from_path=…"
             )
         return path
 
@@ -146,31 +149,6 @@ class Checkpoints:
         """Return the checkpoint that `best` names; None if the run keeps none."""
         name = self._best()
         return self.run_dir / name if name else None
-
-    def chosen(self, job: JobConfig) -> Path | None:
-        """Return the checkpoint to start from, by `trainer.resume_mode`; None to start a new run.
-
-        Raises:
-            InvalidConfig: a new run would overwrite checkpoints, or resume_from_path is not a checkpoint.
-            CheckpointFailed: as latest.
-        """
-        trainer = job.trainer
-        if trainer.resume_mode == "resume_path":
-            path = Path(trainer.resume_from_path or "")
-            if not (path / "controller.json").is_file():
-                raise InvalidConfig(
-                    f"trainer.resume_from_path {path} is not a checkpoint: it has no controller.json"
-                )
-            return path
-        if trainer.resume_mode == "disable":
-            if steps := self.steps():
-                raise InvalidConfig(
-                    f"trainer.resume_mode is disable, but {self.run_dir} holds checkpoints of steps {steps}; "
-                    "choose another trainer.experiment_name or default_local_dir, delete the directory, or "
-                    "resume with trainer.resume_mode=auto"
-                )
-            return None
-        return self.latest()
 
     def clear_partial(self) -> None:
         """Delete the remains of interrupted writes and deletions."""
@@ -219,7 +197,7 @@ class Checkpoints:
 
         When the context ends, wait until the roles have written their copies, and commit, unless there was an
         error. To commit is to rename it, to point `latest` to it (and `best`, if it is), and to delete old
-        checkpoints beyond `keep`, except the best.
+        checkpoints beyond `keep`, except the best and the one that the job names.
 
         Raises:
             CheckpointFailed: a role or this process could not write, e.g. because the disk is full.
@@ -275,7 +253,8 @@ class Checkpoints:
         steps = [step for step in self.steps() if step <= newest]
         old = steps[: -self.keep] if self.keep else []
         names = [name for step in old if (name := f"global_step_{step}") != self._best()]
-        return [_put_aside(self.run_dir / name) for name in names]
+        paths = [self.run_dir / name for name in names]
+        return [_put_aside(path) for path in paths if path.resolve() != self._spared]
 
     def _best(self) -> str | None:
         pointer = self.run_dir / "best"

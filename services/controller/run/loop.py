@@ -31,6 +31,7 @@ from rolemesh.services.controller.run.ahead import Ahead
 from rolemesh.services.controller.run.best import is_best
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState, course_of
 from rolemesh.services.controller.run.data_sets import training_data, validation_data
+from rolemesh.services.controller.run.decision import named_checkpoint, start_of
 from rolemesh.services.controller.run.profile import check_profile_steps, profiled
 from rolemesh.services.controller.run.run_dir import MetricsFile, answers, dump, read_metrics, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
@@ -56,7 +57,7 @@ class Run:
 
     Raises:
         InvalidConfig, InvalidData: the job or its data cannot be run.
-        CheckpointFailed: `latest` names a checkpoint that does not exist.
+        CheckpointFailed: `latest` names something that is not a checkpoint.
     """
 
     def __init__(
@@ -88,12 +89,14 @@ class Run:
             total_steps  # set without a notification, because this may run on another thread
         )
         check_profile_steps(self.job)
-        self._checkpoints = Checkpoints(job.run_dir, job.trainer.max_actor_ckpt_to_keep)
+        self._checkpoints = Checkpoints(
+            job.run_dir, job.trainer.max_actor_ckpt_to_keep, spared=named_checkpoint(job)
+        )
         self._saved = (0, 0)  # steps, and batches answered by dynamic sampling, at the last save
         self._committing: asyncio.Task[None] | None = None  # commits the last checkpoint, behind the steps
         self._answers: list[dict[str, Any]] = []
         require_libraries(job)
-        self._checkpoints.chosen(job)  # fails now if unusable, not after the roles have loaded
+        start_of(job, self._checkpoints)  # fails now if unusable, not after the roles have loaded
 
     def request_stop(self) -> None:
         """Stop after the current step, or after the current round of dynamic sampling if its batch is not full.
@@ -108,7 +111,7 @@ class Run:
         Raises:
             CheckpointFailed, InvalidConfig: the checkpoint is not readable, or of a job with other settings.
         """
-        chosen = self._checkpoints.chosen(self.job)
+        chosen = start_of(self.job, self._checkpoints).checkpoint
         if chosen is None or self.job.trainer.val_only:
             return None
         step = self._checkpoints.read(chosen, self._course()).step
@@ -119,7 +122,7 @@ class Run:
         return self._summary()
 
     async def train(self, roles: Roles) -> Summary:
-        """Train from the checkpoint that trainer.resume_mode selects to the end, or until stopped.
+        """Train to the end, or until stopped, from where the run starts; see `decision.start_of`.
 
         Args:
             roles: workers or clients that are ready; the run does not close them.
@@ -142,7 +145,8 @@ class Run:
             await check_step(self.job)
             start = await self._begin()
             with Loggers(self.job, start, self.display.console) as loggers:
-                metrics_file = MetricsFile(self.job.run_dir / "metrics.jsonl", start)
+                makes_steps = not self.job.trainer.val_only
+                metrics_file = MetricsFile(self.job.run_dir / "metrics.jsonl", start, makes_steps)
                 self._log_to = (metrics_file, loggers)
                 self.status.add(*metrics_file.records)
                 try:
@@ -181,25 +185,27 @@ class Run:
 
     async def _begin(self) -> int:
         """Restore roles and run directory to the start of the run; return the number of steps already made."""
-        chosen = self._checkpoints.chosen(self.job)
+        start = start_of(self.job, self._checkpoints)
         write_config(self.job)
-        start = 0
-        if chosen:
-            self.display.console.print(f"resuming from {chosen}", style="dim", highlight=False, soft_wrap=True)
-            state = await self._checkpoints.load(chosen, self._roles, self._course())
+        step = 0
+        if start.checkpoint:
+            state = await self._checkpoints.load(start.checkpoint, self._roles, self._course())
+            said = start.describe(state.step)
+            self.display.console.print(said, style="dim", highlight=False, soft_wrap=True)
             self._kl.load_state_dict(state.kl_controller)
             self._sampling.restore(state.num_batches, state.waiting, self.job.rollout.n, state.search)
             self._saved = (state.step, state.num_batches)
-            start = state.step
+            step = state.step
         else:  # roles may have been trained by a controller that ended before its first checkpoint
             await gather(self._roles.actor.load_checkpoint(None), self._roles.critic.load_checkpoint(None))
+        start.write_down()
         self._checkpoints.clear_partial()  # after a load, no role writes for an earlier controller
-        CHECKPOINT_WRITTEN.set(chosen.stat().st_mtime if chosen else time.time())
+        CHECKPOINT_WRITTEN.set(start.checkpoint.stat().st_mtime if start.checkpoint else time.time())
         if self.job.answers:
-            await self._roles.sync_weights(start)
+            await self._roles.sync_weights(step)
         self._stopwatch.take()
-        self.status.set(state=State.RUNNING, step=start)
-        return start
+        self.status.set(state=State.RUNNING, step=step)
+        return step
 
     async def _make_steps(self, start: int) -> None:
         trainer = self.job.trainer

@@ -29,18 +29,20 @@ OTHER_RUN = (
 class MetricsFile:
     """metrics.jsonl: one JSON object per step.
 
-    Lines of steps after `resumed_step` are dropped, because these steps will be made again.
+    Lines of steps after `resumed_step` are dropped if these steps will be made again.
 
     Args:
         path: of the file.
         resumed_step: the step from which the run resumes. With 0, a new run, an existing file is kept under
             another name.
+        makes_steps: False if the run only validates.
     """
 
-    def __init__(self, path: Path, resumed_step: int) -> None:
+    def __init__(self, path: Path, resumed_step: int, makes_steps: bool = True) -> None:
         if resumed_step == 0 and path.exists():
             path.rename(path.with_name(f"metrics-until-{time.strftime('%Y%m%dT%H%M%S')}.jsonl"))
-        self.records = [r for r in read_metrics(path) if (r[STEP] or 0) <= resumed_step]
+        records = read_metrics(path)
+        self.records = [r for r in records if not makes_steps or (r[STEP] or 0) <= resumed_step]
         write_durably(path, "".join(json.dumps(record) + "\n" for record in self.records))
         self._file = path.open("a", encoding="utf-8")
 
