@@ -35,7 +35,7 @@ from rolemesh.models.loading import load_outline
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RolloutClient
-from rolemesh.services.processes.launchers import role_environment
+from rolemesh.services.processes.environments import role_environment
 from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
 from rolemesh.services.rollout.engines.vllm.arguments import (
     engine_arguments,

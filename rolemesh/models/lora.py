@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from peft import LoraConfig, PeftConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -33,6 +31,9 @@ from rolemesh.ranks.agreement import on_first
 from rolemesh.ranks.files import copied, write_rows
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import local, memory_of, own_rows, whole
+
+if TYPE_CHECKING:
+    from peft import LoraConfig  # imported where there is an adapter: it takes a second
 
 ALL_LINEAR = "all-linear"
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -63,6 +64,9 @@ class Adapter:
     """
 
     def __init__(self, model: Any, config: PolicyModelConfig, seed: int, ranks: Ranks | None = None) -> None:
+        from peft import inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+
         self._config, self._seed, self._ranks = config, seed, ranks or Ranks.alone()
         self._lora = _read_config(config) if config.lora_adapter_path else _new_config(config)
         _check_targets(model, self._lora)
@@ -234,6 +238,8 @@ def _settings(config: LoraConfig) -> dict[str, Any]:
 
 
 def _new_config(config: PolicyModelConfig) -> LoraConfig:
+    from peft import LoraConfig
+
     targets = config.target_modules
     return LoraConfig(
         r=config.lora_rank,
@@ -244,6 +250,8 @@ def _new_config(config: PolicyModelConfig) -> LoraConfig:
 
 
 def _read_config(config: PolicyModelConfig) -> LoraConfig:
+    from peft import LoraConfig, PeftConfig
+
     directory, key = Path(config.lora_adapter_path), "actor.model.lora_adapter_path"
     if not ((directory / CONFIG_FILE).is_file() and (directory / WEIGHTS_FILE).is_file()):
         raise InvalidConfig(f"{key}: {directory} is not an adapter: it needs {CONFIG_FILE} and {WEIGHTS_FILE}")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rolemesh.services.command_line.arguments import ConfigArgument, Overrides, job_of
+from rolemesh.services.processes.role_forks import fork_roles
 
 app = typer.Typer()
 
@@ -32,6 +33,7 @@ def generate(
     validation. If the command is interrupted, repeat it: it goes on where it was.
     """
     job = job_of(config, overrides)
+    fork_roles(["rollout"])
     from rolemesh.services.processes.generate import generate_file
 
     generate_file(job, output, log_probs)
@@ -57,6 +59,7 @@ def evaluate(
     data.reward_fn_key and data.reward_model_key, and are scored as in a run, by the section reward.
     """
     job = job_of(config, overrides)
+    fork_roles(["reward"])
     from rolemesh.services.processes.evaluate import evaluate_file
 
     evaluate_file(job, output, response_key)

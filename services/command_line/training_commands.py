@@ -6,6 +6,7 @@ import typer
 
 import rolemesh
 from rolemesh.services.command_line.arguments import ConfigArgument, Overrides, job_of
+from rolemesh.services.processes.role_forks import fork_roles
 
 app = typer.Typer()
 
@@ -16,10 +17,14 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
 
     placement.strategy defines the groups; by default every role is a group of its own.
     """
-    rolemesh.run(job_of(config, overrides))
+    job = job_of(config, overrides)
+    fork_roles(job.roles)
+    rolemesh.run(job)
 
 
 @app.command(epilog="Example: rolemesh sft job.yaml data.messages_key=conversation trainer.total_epochs=2")
 def sft(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Train on given responses, with the actor alone (docs/sft.md): `run` with algorithm.page=sft."""
-    rolemesh.run(job_of(config, overrides, "algorithm.page=sft"))
+    job = job_of(config, overrides, "algorithm.page=sft")
+    fork_roles(job.roles)
+    rolemesh.run(job)

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from rolemesh.services.processes import fork_server
+from rolemesh.services.processes.environments import inherited
+from rolemesh.services.processes.fork_server import Forked
+
 LOOPBACK = "127.0.0.1"
-# Of whoever starts the launcher; and what lets a process start others by Ray.
-NOT_INHERITED = ("RANK", "WORLD_SIZE", "RAY_AUTH_TOKEN")
 
 
 class Process(Protocol):
@@ -90,7 +92,7 @@ class Launcher(Protocol):
 
 
 class Here:
-    """Starts processes of this machine."""
+    """Starts processes of this machine: forks of one that has imported what they need, if there is one."""
 
     address = LOOPBACK
 
@@ -100,14 +102,19 @@ class Here:
     async def start(
         self, seat: Seat, arguments: Sequence[str], environment: Mapping[str, str], log_file: Path | None
     ) -> Process:
+        environment = inherited() | {**environment}
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(log_file.open("wb")) if log_file else None
+            if server := fork_server.server:
+                with contextlib.suppress(OSError):  # it was killed
+                    written = output.fileno() if output else None
+                    return LocalProcess(await server.fork(arguments, environment, written))
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "rolemesh", *arguments),
                 stdin=asyncio.subprocess.PIPE,  # never written to; it closes when the launcher ends
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT if output else None,
-                env=inherited() | {**environment},
+                env=environment,
                 start_new_session=True,  # Ctrl-C must reach only the launcher, which drains the roles
             )
         return LocalProcess(process)
@@ -116,7 +123,7 @@ class Here:
 class LocalProcess:
     """A process of this machine, in a process group of its own."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | Forked) -> None:
         self._process = process
         self.gone: asyncio.Future[None] = asyncio.ensure_future(self._gone())
 
@@ -128,10 +135,12 @@ class LocalProcess:
     def returncode(self) -> int | None:
         return self._process.returncode
 
-    @property
-    def stdin(self) -> asyncio.StreamWriter | None:
-        """The write end of its pipe."""
-        return self._process.stdin
+    def close_stdin(self) -> None:
+        """Close the write end of its pipe, as the launcher's end does."""
+        if isinstance(self._process, Forked):
+            self._process.close_stdin()
+        elif self._process.stdin:
+            self._process.stdin.close()
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -150,37 +159,6 @@ class LocalProcess:
 
 
 HERE = Here()
-
-
-def inherited() -> dict[str, str]:
-    """Return the variables of this process that those which it starts get, too."""
-    return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
-
-
-def role_environment(num_ranks: int = 1) -> dict[str, str]:
-    """Return the environment of a role process of this machine.
-
-    Args:
-        num_ranks: of its group, which compute at the same time and share the cores.
-    """
-    return inherited() | role_settings(num_ranks)
-
-
-def role_settings(num_ranks: int = 1) -> dict[str, str]:
-    """Return the variables that every role process has; those that this process has stay as they are.
-
-    OpenMP threads wait passively: spinning at barriers would slow several processes on few cores.
-
-    Args:
-        num_ranks: of its group on one machine, which compute at the same time and share the cores.
-    """
-    settings = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
-    return {name: os.environ.get(name, value) for name, value in settings.items()}
 
 
 def rank_environment(rank: int, size: int, seat: Seat, host: str, port: int) -> dict[str, str]:

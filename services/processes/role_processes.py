@@ -24,6 +24,7 @@ from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.models.loading import resolve_device
 from rolemesh.ranks.rendezvous import local_store
+from rolemesh.services.processes.environments import role_settings
 from rolemesh.services.processes.launchers import (
     HERE,
     LOOPBACK,
@@ -31,7 +32,6 @@ from rolemesh.services.processes.launchers import (
     Process,
     Seat,
     rank_environment,
-    role_settings,
 )
 from rolemesh.services.processes.ray_cluster import joins_cluster, ray_cluster
 

@@ -10,22 +10,24 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from numbers import Real
-from typing import Any
+from pkgutil import resolve_name
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from rolemesh.catalog.catalog import BUILT_IN
-from rolemesh.catalog.loading import load_plugins
-from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import InvalidConfig, RewardFailed
 from rolemesh.sandbox.parent import die_with_parent
 from rolemesh.services.reward.functions import ScoreFunction, default_compute_score
 from rolemesh.services.reward.functions.custom import load_function
 from rolemesh.services.reward.scoring_call import Scorer
 from rolemesh.telemetry.logs import shown
+
+if TYPE_CHECKING:
+    from rolemesh.config.reward import RewardConfig
 
 
 def main() -> None:
@@ -58,18 +60,18 @@ def received(connection: Connection) -> tuple[bytes, bytes]:
     return number + blank, message
 
 
-def first_message(config: RewardConfig, plugins: Sequence[str]) -> bytes:
-    """Make the first message to a scoring process, its configuration; `scorer_in` reads it."""
-    return json.dumps({"plugins": list(plugins), "reward": config.model_dump(mode="json")}).encode()
-
-
 def scorer_in(message: bytes) -> Scorer:
-    """Import the job's plug-ins and return its scorer.
+    """Import the job's plug-ins, if any, and return the scorer that the first message describes.
 
     Raises:
         InvalidConfig: a plug-in or the custom function cannot be loaded.
     """
     said = json.loads(message)
+    if "plugins" not in said:
+        return _scorer(_section(said["reward"]), resolve_name(said["manager"]))
+    from rolemesh.catalog.loading import load_plugins
+    from rolemesh.config.reward import RewardConfig
+
     load_plugins(said["plugins"])
     return scorer_of(RewardConfig.model_validate(said["reward"]))
 
@@ -80,15 +82,31 @@ def scorer_of(config: RewardConfig) -> Scorer:
     Raises:
         InvalidConfig: the custom function cannot be loaded.
     """
-    custom, spec = config.custom_reward_function, config.manager
+    from rolemesh.catalog.catalog import BUILT_IN
+
+    spec = config.manager
+    manager = partial(spec.load(), **config.options) if config.options else spec.load()
+    return _scorer(config, manager, None if spec.origin == BUILT_IN else str(spec))
+
+
+def _section(reward: Mapping[str, Any]) -> Any:
+    """Return the job's section `reward`, already checked, with the attributes that scoring reads.
+
+    It stands in for RewardConfig, because importing pydantic takes longer than starting Python.
+    """
+    sections = {key: SimpleNamespace(**reward[key]) for key in ("custom_reward_function", "sandbox")}
+    return SimpleNamespace(**{**reward, **sections})
+
+
+def _scorer(config: RewardConfig, manager: Callable[..., Any], plugin: str | None = None) -> Scorer:
+    """Make a scorer; `plugin` names the manager for messages if a plug-in declares it."""
+    custom = config.custom_reward_function
     compute_score: ScoreFunction = partial(default_compute_score, config=config)
     name = "default_compute_score"
     if custom.path is not None:
         compute_score, name = load_function(custom), f"{custom.name} of {custom.path}"
-    if spec.origin != BUILT_IN:
-        name = str(spec)
-        compute_score = partial(_as_dict, compute_score)
-    manager = partial(spec.load(), **config.options) if config.options else spec.load()
+    if plugin is not None:
+        compute_score, name = partial(_as_dict, compute_score), plugin
     return Scorer(manager, compute_score, name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from rolemesh.errors import InvalidBatch, RewardFailed
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import methods
 from rolemesh.services.reward.functions import QUICK, UnknownDataSource, rule_of
-from rolemesh.services.reward.model_scorer import ModelScorer
 from rolemesh.services.reward.overlong import overlong_penalty
 from rolemesh.services.reward.scoring_call import Scorer, Verdict
 from rolemesh.services.reward.scoring_pool import Call, Judges, Line
@@ -28,6 +27,9 @@ from rolemesh.workers.commands import Deal, command
 from rolemesh.workers.local import LocalWorker, as_call
 from rolemesh.workers.parking import Parking, model_tensors
 from rolemesh.workers.seat import Seat
+
+if TYPE_CHECKING:
+    from rolemesh.services.reward.model_scorer import ModelScorer
 
 
 class RewardWorker(LocalWorker):
@@ -59,6 +61,8 @@ class RewardWorker(LocalWorker):
             self._judges.start()
         self._model: ModelScorer | None = None
         if job.reward.reward_model.enable:
+            from rolemesh.services.reward.model_scorer import ModelScorer
+
             self._model = scorer = ModelScorer(job, self._tokenizer, vocabulary, self.seat.ranks)
             self.parking = Parking(lambda: model_tensors(scorer.root), scorer.device, job.run_dir)
 

@@ -13,7 +13,7 @@ from serving import serve_process
 from rolemesh.config.job import make_job
 from rolemesh.errors import RoleUnavailable
 from rolemesh.services.controller.main import new_client
-from rolemesh.services.processes.launchers import role_environment
+from rolemesh.services.processes.environments import role_environment
 from rolemesh.services.processes.role_processes import role_processes
 
 
@@ -61,8 +61,7 @@ async def test_the_launcher_starts_ranks_watches_each_and_leaves_none(tiny_model
         assert "rank 1 of 2 of actor,reward is gone" in ranks["policy-0"].fate()
         # Standard input closes, as it does when the launcher is killed.
         for member in (ranks["reference-0"], ranks["reference-0-rank-1"]):
-            assert member.process.stdin is not None
-            member.process.stdin.close()
+            member.process.close_stdin()
             await member.process.gone
         assert [ranks[f"reference-0{end}"].process.returncode for end in ("", "-rank-1")] == [0, 0]
     assert all(member.process.returncode is not None for member in ranks.values())

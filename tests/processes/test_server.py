@@ -38,7 +38,7 @@ async def test_a_role_ends_with_its_launcher_though_it_computes(tiny_model: Path
     with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as never:
         job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(never.path))
         async with (
-            serve_process("reward", job, tmp_path) as role,
+            serve_process("reward", job, tmp_path, executed=True) as role,
             RewardClient([role.address], methods(job), patience_s=0.1) as client,
         ):
             await client.wait_until_ready(120)
@@ -48,7 +48,6 @@ async def test_a_role_ends_with_its_launcher_though_it_computes(tiny_model: Path
             assert b'rolemesh_role_ready{role="reward"} 1.0' in page
             running = asyncio.create_task(client.compute_scores(reward_batch(1)))
             await started.passed(running)
-            assert role.process.stdin is not None
             role.process.stdin.close()
             assert await asyncio.wait_for(role.process.wait(), 100) == 0
             with pytest.raises(RoleUnavailable):

@@ -12,6 +12,15 @@ FATAL = """
 import os
 from pathlib import Path
 
+from rolemesh.services.processes import fork_server
+
+
+def _launcher():
+    parent = os.getppid()
+    if not fork_server.is_fork:
+        return parent
+    return int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])  # parent's parent
+
 
 def _fatal(call, of, after, whom, done):
     plain, seen = getattr(of, call), 0
@@ -21,7 +30,7 @@ def _fatal(call, of, after, whom, done):
         seen += 1
         if seen == after and not done.exists():
             done.touch()
-            os.kill({"itself": os.getpid(), "launcher": os.getppid()}.get(whom) or int(whom), 9)
+            os.kill({"itself": os.getpid(), "launcher": _launcher()}.get(whom) or int(whom), 9)
         return await plain(self, *args)
 
     setattr(of, call, counted)
@@ -39,7 +48,7 @@ class FatalEcho:
         directory: of its files.
         call: in which it kills: begin, act or close of a conversation.
         after: the number of that call in its process, from 1.
-        whom: a process id, `itself`, or `launcher`, its parent.
+        whom: a process id, `itself`, or `launcher`, which started it.
     """
 
     directory: Path

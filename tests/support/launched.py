@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+import forks
 
 from rolemesh.config import JobConfig
 
@@ -32,12 +32,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, started, 
 class Launched:
     """A `rolemesh` command and its output."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: forks.Command) -> None:
         self.process = process
 
     async def says(self, words: str) -> str:
         """Read its output up to a line with these words."""
-        assert self.process.stdout is not None
         seen = ""
         async with asyncio.timeout(DEADLINE_S):
             while words not in seen:
@@ -59,20 +58,13 @@ class Launched:
 
 
 @asynccontextmanager
-async def rolemesh(*arguments: str) -> AsyncIterator[Launched]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rolemesh", *arguments),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        limit=2**20,
-    )
+async def rolemesh(*arguments: str, executed: bool = False) -> AsyncIterator[Launched]:
+    """Start a command: a fork of a process that has imported, or with `executed` as a user starts it."""
+    process = await (forks.executed if executed else forks.start)(*arguments)
     try:
         yield Launched(process)
     finally:
-        if process.returncode is None:
-            process.kill()
+        process.kill()
         await process.communicate()
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forks
 import torch
 
 from rolemesh.config.job import JobConfig, make_job
@@ -170,31 +170,30 @@ def num_switches() -> float:
 class Process:
     """A process of `rolemesh serve`."""
 
-    process: asyncio.subprocess.Process
+    process: forks.Command
     address: str
     metrics: str
     health: str
 
 
 @asynccontextmanager
-async def serve_process(role: str, job: JobConfig, directory: Path, *options: str) -> AsyncIterator[Process]:
-    """Start the role in its own process. Its port is bound, but it may still be loading."""
+async def serve_process(
+    role: str, job: JobConfig, directory: Path, *options: str, executed: bool = False
+) -> AsyncIterator[Process]:
+    """Start the role in its own process. Its port is bound, but it may still be loading.
+
+    The process is a fork of one that has imported, or with `executed` one of its own, as a user's.
+    """
     config, address_file = directory / "job.yaml", directory / "address.json"
     config.write_text(job.to_yaml())
     arguments = ["--config", str(config), "--address-file", str(address_file), "--exit-with-parent", *options]
     ports = ["--metrics-listen", "127.0.0.1:0", "--health-listen", "127.0.0.1:0"]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rolemesh", "serve", role, *ports, *arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = await (forks.executed if executed else forks.start)("serve", role, *ports, *arguments)
     try:
         while not address_file.exists() and process.returncode is None:  # noqa: ASYNC110  # another process's file
             await asyncio.sleep(0.02)
         bound = json.loads(address_file.read_text()) if address_file.exists() else {}
         yield Process(process, bound.get("address", ""), bound.get("metrics", ""), bound.get("health", ""))
     finally:
-        if process.returncode is None:
-            process.kill()
+        process.kill()
         await process.communicate()

@@ -53,8 +53,9 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
 
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.5), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    size = (4.6 * columns, 3.1 * rows + 0.5)
+    figure = Figure(figsize=size, dpi=130, layout="constrained", facecolor="white")
+    canvas = FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=13, fontweight="bold", color=INK)
     grid: Any = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
@@ -75,7 +76,7 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
         if len(lines) > 1 or name == "Validation accuracy":
             axes.legend(fontsize=8, frameon=False)
     try:
-        figure.savefig(path, dpi=130)
+        canvas.print_png(path)  # the same pixels as figure.savefig, which draws twice to find the layout
     except OSError as error:  # a missing picture must not hide how the run ended
         log.warning("%s could not be written: %s", path, error)
 

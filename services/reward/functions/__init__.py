@@ -4,17 +4,19 @@ A rule takes the response's text and the row's ground truth. It returns a number
 the score does not say whether the answer is correct, "acc". To add a rule, add a file here, its data sources to
 RULES and a case to default_compute_score.
 
-Scoring processes import this module, so neither it nor a rule may import torch.
+Scoring processes import this module, so neither it nor a rule may import torch or pydantic at the top.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rolemesh.config.reward import RewardConfig
 from rolemesh.rules import gsm8k
 from rolemesh.services.reward.functions import dapo, math, math_verify, prime_code
+
+if TYPE_CHECKING:
+    from rolemesh.config.reward import RewardConfig
 
 Score = float | Mapping[str, Any]
 
@@ -94,7 +96,10 @@ def default_compute_score(
     Raises:
         UnknownDataSource: there is no rule.
     """
-    config = config or RewardConfig()
+    if config is None:
+        from rolemesh.config.reward import RewardConfig
+
+        config = RewardConfig()
     match rule_of(data_source, config):
         case "gsm8k":
             return gsm8k.compute_score(

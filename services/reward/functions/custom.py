@@ -6,10 +6,13 @@ import functools
 import importlib.util
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rolemesh.config.reward import CustomRewardConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.services.reward.functions import ScoreFunction
+
+if TYPE_CHECKING:
+    from rolemesh.config.reward import CustomRewardConfig
 
 
 def load_function(config: CustomRewardConfig) -> ScoreFunction:

@@ -13,10 +13,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rolemesh.config.reward import RewardConfig
 from rolemesh.sandbox.box import Limits, Sandbox
+
+if TYPE_CHECKING:
+    from rolemesh.config.reward import RewardConfig
 
 CONTINUOUS_TESTS = 10
 FENCE = "```"

@@ -6,6 +6,8 @@ vLLM is imported only here and in engine.py, after `prepare_environment`, and on
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -62,6 +64,9 @@ CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling C++ at the first token would take half a minute and gain nothing
 }
 
+# Its methods run in vLLM's worker processes, which import it by this name.
+EXTENSION = "rolemesh.services.rollout.engines.vllm.extension.RolloutExtension"
+
 # Set for the ranks of this process's group, which vLLM's processes must not take for theirs.
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -69,6 +74,24 @@ REMEDY = (
     "install `rolemesh[vllm]` for a GPU, requirements-vllm.lock for a CPU (`make vllm`), "
     "or set rollout.name to hf"
 )
+
+
+@contextmanager
+def restored_environment() -> Iterator[None]:
+    """Restore this process's environment variables on exit.
+
+    vLLM's processes start in this context and inherit what `prepare_environment` and vLLM itself set, such as
+    LD_PRELOAD and LOCAL_WORLD_SIZE. No process that starts later should inherit it.
+    """
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        for name, value in before.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
 
 
 def prepare_environment(device: torch.device) -> None:
@@ -128,7 +151,7 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
         "generation_config": "vllm",  # each request names its end tokens
         "logprobs_mode": "processed_logprobs",  # of the distribution from which tokens are sampled
         "max_logprobs": max(1, rollout.num_kept),
-        "worker_extension_cls": "rolemesh.services.rollout.engines.vllm.extension.RolloutExtension",
+        "worker_extension_cls": EXTENSION,
         "enforce_eager": rollout.enforce_eager or device == "cpu",
     }
     if device == "cpu":

@@ -23,6 +23,7 @@ from rolemesh.services.rollout.engines.vllm.arguments import (
     engine_arguments,
     names_versions,
     prepare_environment,
+    restored_environment,
     sampling_arguments,
 )
 from rolemesh.services.rollout.engines.vllm.tensor_file import tensor_file, tensors_in
@@ -39,7 +40,19 @@ class VllmEngine:
     """Implements rolemesh.services.rollout.engines.Engine on vLLM's AsyncLLM, which has its own processes."""
 
     def __init__(self, job: JobConfig) -> None:
-        prepare_environment(resolve_device(job.trainer.device))
+        with restored_environment():
+            prepare_environment(resolve_device(job.trainer.device))
+            self._start(job)
+        self._version = 0
+        self._asleep = False
+        self._changing = asyncio.Lock()  # for changes of weights, and for sleep and wake
+        self._numbers = itertools.count()  # names of requests
+        self._rows: set[asyncio.Task[Any]] = set()
+        self._names_versions = names_versions()
+        self._gate = _Gate()
+
+    def _start(self, job: JobConfig) -> None:
+        """Start vLLM's processes; they inherit this process's environment."""
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -55,13 +68,6 @@ class VllmEngine:
             self._llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(job, outline)))
         except ValueError as error:  # raised by vLLM and pydantic for settings that contradict each other
             raise InvalidConfig(f"rollout: vLLM refuses the settings: {error}") from error
-        self._version = 0
-        self._asleep = False
-        self._changing = asyncio.Lock()  # for changes of weights, and for sleep and wake
-        self._numbers = itertools.count()  # names of requests
-        self._rows: set[asyncio.Task[Any]] = set()
-        self._names_versions = names_versions()
-        self._gate = _Gate()
 
     @property
     def version(self) -> int:

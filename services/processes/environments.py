@@ -1,0 +1,39 @@
+"""The environment variables of role processes."""
+
+from __future__ import annotations
+
+import os
+
+# Of whoever starts the launcher; and what lets a process start others by Ray.
+NOT_INHERITED = ("RANK", "WORLD_SIZE", "RAY_AUTH_TOKEN")
+
+
+def inherited() -> dict[str, str]:
+    """Return the variables of this process that those which it starts get, too."""
+    return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+
+
+def role_environment(num_ranks: int = 1) -> dict[str, str]:
+    """Return the environment of a role process of this machine.
+
+    Args:
+        num_ranks: of its group, which compute at the same time and share the cores.
+    """
+    return inherited() | role_settings(num_ranks)
+
+
+def role_settings(num_ranks: int = 1) -> dict[str, str]:
+    """Return the variables that every role process has; those that this process has stay as they are.
+
+    OpenMP threads wait passively: spinning at barriers would slow several processes on few cores.
+
+    Args:
+        num_ranks: of its group on one machine, which compute at the same time and share the cores.
+    """
+    settings = {
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {name: os.environ.get(name, value) for name, value in settings.items()}

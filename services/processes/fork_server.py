@@ -1,0 +1,265 @@
+"""Forks the processes of roles from one that has imported what they need.
+
+A process that begins with `python -m rolemesh serve` imports torch, transformers and its role's code, for
+seconds of a core and hundreds of MiB. A fork of a process that has imported them takes milliseconds, and shares
+their memory. So the command line forks a server before it imports torch or starts a thread. The server
+imports, and then forks a process for each request, as multiprocessing's fork server does. Here a request is a
+command line with its environment. The fork is as that command line would be in a process of its own: with a
+session and an output of its own, and a pipe that closes when the launcher ends.
+
+The server opens no channel, touches no device and computes nothing, because none of that survives a fork. It
+ends when the launcher ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from rolemesh.services.processes.environments import role_settings
+
+NUMBER = struct.Struct("!i")  # the length of a request, a process id, an exit code
+STATUS, STDIN, STDOUT, STDERR = range(4)  # the descriptors of a request
+
+
+class Forked:
+    """A process that the server forked, with what its launcher needs of asyncio.subprocess.Process."""
+
+    def __init__(
+        self, pid: int, status: asyncio.StreamReader, writer: asyncio.StreamWriter, stdin: int
+    ) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._writer = writer
+        self._stdin = stdin
+        self._ended = asyncio.ensure_future(self._end(status))
+
+    async def wait(self) -> int:
+        """Wait for the process to end, and return its exit code; negative: the signal that killed it."""
+        return await asyncio.shield(self._ended)
+
+    def close_stdin(self) -> None:
+        """Close the write end of its pipe."""
+        if self._stdin >= 0:
+            os.close(self._stdin)
+            self._stdin = -1
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.returncode is not None:
+            raise ProcessLookupError(self.pid)
+        os.kill(self.pid, number)
+
+    async def _end(self, status: asyncio.StreamReader) -> int:
+        try:
+            (self.returncode,) = NUMBER.unpack(await status.readexactly(NUMBER.size))
+        except (asyncio.IncompleteReadError, ConnectionError):  # the server was killed
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.returncode = -signal.SIGKILL
+        self.close_stdin()
+        self._writer.close()
+        assert self.returncode is not None
+        return self.returncode
+
+
+class ForkServer:
+    """The launcher's end of the server."""
+
+    def __init__(self, control: socket.socket, pid: int) -> None:
+        self._control = control
+        self.pid = pid
+
+    async def fork(
+        self, arguments: Sequence[str], environment: Mapping[str, str], output: int | None
+    ) -> Forked:
+        """Start `rolemesh ARGUMENTS`.
+
+        Args:
+            arguments: of the command line.
+            environment: all its variables.
+            output: the descriptor of its output; None: it goes where this process's goes.
+
+        Raises:
+            OSError: the server is gone, or could not fork.
+        """
+        status, its_status = socket.socketpair()
+        its_stdin, stdin = os.pipe()
+        try:
+            outputs = (1, 2) if output is None else (output, output)
+            socket.send_fds(self._control, [b"."], [its_status.fileno(), its_stdin, *outputs])
+            reader, writer = await asyncio.open_unix_connection(sock=status)
+        except BaseException:
+            os.close(stdin)  # a process that was forked meanwhile ends itself
+            status.close()
+            raise
+        finally:
+            its_status.close()
+            os.close(its_stdin)
+        try:
+            asked = {"arguments": list(arguments), "environment": dict(environment), "directory": os.getcwd()}
+            request = json.dumps(asked).encode()
+            writer.write(NUMBER.pack(len(request)) + request)
+            (pid,) = NUMBER.unpack(await reader.readexactly(NUMBER.size))
+        except BaseException as error:
+            os.close(stdin)
+            writer.close()
+            if isinstance(error, asyncio.IncompleteReadError):
+                raise ChildProcessError("the process that forks roles is gone, or could not fork") from error
+            raise
+        return Forked(pid, reader, writer, stdin)
+
+    def close(self) -> None:
+        """End the server, and with it what it has forked."""
+        self._control.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)  # it may still import
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+server: ForkServer | None = None  # of this process
+is_fork = False  # this process has done nothing but import and what its own command line says
+
+
+def begin_forking(modules: Sequence[str]) -> None:
+    """Start this process's server. Call it before anything starts a thread or computes.
+
+    Args:
+        modules: what the processes will import.
+    """
+    global server
+    sys.stdout.flush()
+    sys.stderr.flush()
+    own, its = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        own.close()
+        serve_forks(its, modules)
+    its.close()
+    server = ForkServer(own, pid)
+    atexit.register(server.close)
+
+
+def serve_forks(control: socket.socket, modules: Sequence[str]) -> NoReturn:
+    """Be the server, and then a process for each request.
+
+    Args:
+        control: has the requests; the launcher has the other end.
+        modules: imported first.
+    """
+    os.setsid()  # Ctrl-C must reach only the launcher
+    os.environ.update(role_settings())  # before torch is imported: OpenMP reads them then
+    for module in modules:
+        with contextlib.suppress(Exception):  # the process that needs it says what is wrong
+            import_module(module)
+    gc.freeze()  # a garbage collection of a fork would write to all of the shared memory
+    request = _requested(control)
+    _become(**request)
+    runpy.run_module("rolemesh", run_name="__main__")
+    sys.exit()
+
+
+def _requested(control: socket.socket) -> dict[str, Any]:
+    """Fork a process for each request, which returns from here with it. The server itself never returns."""
+    awake, waking = socket.socketpair()
+    for end in (awake, waking):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(waking.fileno())
+    children: dict[int, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([control, awake], [], [])
+        if awake in ready:
+            awake.recv(4096)
+            _tell_ended(children)
+        if control in ready:
+            mark, descriptors, _, _ = socket.recv_fds(control, 1, 4)
+            if not mark:
+                os._exit(0)
+            status = socket.socket(fileno=descriptors[STATUS])
+            request: dict[str, Any] = json.loads(_read(status, *NUMBER.unpack(_read(status, NUMBER.size))))
+            try:
+                pid = os.fork()
+            except OSError:  # its status closes without a process id
+                pid = -1
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for mine in (control, awake, waking, status, *children.values()):
+                    mine.close()
+                return request | {"descriptors": descriptors}
+            for descriptor in descriptors[STDIN:]:
+                os.close(descriptor)
+            if pid > 0:
+                with contextlib.suppress(OSError):  # the launcher may be gone
+                    status.sendall(NUMBER.pack(pid))
+                children[pid] = status
+            else:
+                status.close()
+
+
+def _tell_ended(children: dict[int, socket.socket]) -> None:
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with contextlib.suppress(OSError), children.pop(pid) as told:
+            told.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+
+
+def _read(status: socket.socket, size: int) -> bytes:
+    whole = b""
+    while len(whole) < size:
+        part = status.recv(size - len(whole))
+        if not part:  # the launcher was killed while it sent a request
+            os._exit(0)
+        whole += part
+    return whole
+
+
+def _become(
+    arguments: Sequence[str], environment: Mapping[str, str], directory: str, descriptors: Sequence[int]
+) -> None:
+    """Make this fork what `rolemesh ARGUMENTS` would be in a process of its own."""
+    global server, is_fork
+    server, is_fork = None, True
+    os.setsid()
+    os.chdir(directory)
+    for number in (STDIN, STDOUT, STDERR):
+        os.dup2(descriptors[number], number - STDIN)
+    for descriptor in descriptors[STDIN:]:
+        if descriptor > 2:
+            os.close(descriptor)
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # as PYTHONUNBUFFERED has it
+    num_threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["rolemesh", *arguments]
+    _name(arguments)
+    if (own := os.environ.get("OMP_NUM_THREADS", "")) != num_threads and own.isdecimal():
+        import_module("torch").set_num_threads(int(own))
+
+
+def _name(arguments: Sequence[str]) -> None:
+    """Give the process a name for `ps -e` and `top`, which shows 15 characters."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
+        comm.write(" ".join(arguments[:2])[:15])
