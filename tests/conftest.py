@@ -1,4 +1,4 @@
-"""Fixtures, such as tiny models made once per session; and the distribution of tests over two processes."""
+"""Fixtures, such as tiny models made once per session; and the plug-ins that keep heavy tests apart."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.weights import region
+
+pytest_plugins = ["heavy_tests", "heavy_scheduling"]
 
 
 @pytest.fixture(scope="session", params=["qwen2", "qwen3", "llama"])
@@ -47,36 +49,6 @@ def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make engine hf hand over rows right after the step that ended them."""
     monkeypatch.setattr("rolemesh.services.rollout.engines.hf.batch.STEPS_S", 0.0)
-
-
-# Files whose tests share fixtures that take a minute to make.
-TOGETHER = {
-    "test_vllm_engine.py": "vllm",
-    "test_openai_engine.py": "vllm",
-    "test_vllm_keys.py": "vllm",
-    "test_vllm_turns.py": "vllm",
-    "test_vllm_run.py": "vllm",
-    "test_learning.py": "learning",
-    "test_hostile_messages.py": "hostile",
-    "test_sharding.py": "ranks",
-    "test_sharded_files.py": "ranks",
-}
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give the next test to a free test process, but keep tests with expensive fixtures in one process.
-
-    All tests that start vLLM run in one process, so each of their files starts it only once, which takes most
-    of a minute. The tests that train from the same warm-started model also run in one process. Both groups run
-    first.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Together(LoadScopeScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            return TOGETHER.get(Path(nodeid.partition("::")[0]).name, nodeid)
-
-    return Together(config, log)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -249,12 +249,13 @@ def _containers(values: dict[str, Any]) -> dict[str, Object]:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_gpus_that_notes_tell_of_are_those_that_are_asked_for(example: Path, tmp_path: Path) -> None:
+    said = notes({}, tmp_path, files=[example])
     asked = sum(
         thing["spec"]["replicas"] * container["resources"]["limits"].get("nvidia.com/gpu", 0)
-        for thing in workloads(objects({}, files=[example]))
+        for thing in workloads(objects({}, files=[example], chart=tmp_path / "chart"))  # of the same render
         for container in thing["spec"]["template"]["spec"]["containers"]
     )
-    assert f"It uses {asked} GPUs (nvidia.com/gpu) in total." in notes({}, tmp_path, files=[example])
+    assert f"It uses {asked} GPUs (nvidia.com/gpu) in total." in said
 
 
 def test_notes_of_a_scaled_role_tell_of_the_most(tmp_path: Path) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 
 import pytest
 import yaml
-from rendering import CHART, EXAMPLES, KUBERNETES, ROOT, helm, template
+from rendering import CHART, EXAMPLES, KUBERNETES, ROOT, helm, run_go, template
 
 PERFECT = 10
 
@@ -19,7 +18,7 @@ def test_helm_has_nothing_to_say() -> None:
     assert program
     for example in EXAMPLES:
         command = [program, "lint", "--strict", "--kube-version", KUBERNETES, str(CHART), "-f", str(example)]
-        ran = subprocess.run(command, capture_output=True, text=True)
+        ran = run_go(*command)
         assert ran.returncode == 0, ran.stdout
         assert "[WARNING]" not in ran.stdout
 
@@ -32,7 +31,7 @@ def test_kube_score_has_nothing_to_say_but_what_is_explained() -> None:
     said: dict[str, str] = {}
     for example in EXAMPLES:
         command = [program, "score", "--kubernetes-version", minor, "--output-format", "json", "-"]
-        ran = subprocess.run(command, input=template({}, files=[example]), capture_output=True, text=True)
+        ran = run_go(*command, given=template({}, files=[example]))
         for thing in json.loads(ran.stdout):
             for check in thing["checks"]:
                 if not check["skipped"] and check["grade"] < PERFECT:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
+from rendering import Object, groups, objects, of_kind, pods, refusal
 
 from rolemesh.config.job import JobConfig
-from tests.support.rendering import Object, groups, objects, of_kind, pods, refusal
 
 FILE = "/etc/rolemesh-plugins/plugins.py"
 CODE = "from rolemesh.plugins import estimator\n# {{ not a template }} \u2028 \"'\n"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
-from rendering import CHART, KUBERNETES, Refused, helm, refusal, template
+from rendering import CHART, KUBERNETES, Refused, helm, refusal, run_go, template
 
 from helm_values import generate
 from helm_values.generate import generated, schema
@@ -304,7 +303,7 @@ def test_helm_takes_a_number_with_a_point_from_set_json_and_makes_text_of_it_wit
     command = [program, "template", "demo", str(CHART), "--kube-version", KUBERNETES]
     for value in ("1e-6", "0.000001"):
         number = f"job.actor.optim.lr={value}"
-        rendered = subprocess.run([*command, "--set-json", number], capture_output=True, text=True, timeout=60)
+        rendered = run_go(*command, "--set-json", number)
         assert "lr: 1e-06" in rendered.stdout
-        refused = subprocess.run([*command, "--set", number], capture_output=True, text=True, timeout=60)
+        refused = run_go(*command, "--set", number)
         assert "'/job/actor/optim/lr': got string, want number" in refused.stderr

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 import cluster
 import pytest
+from training import Outcome, train_here
 
 NO_CLUSTER = cache(cluster.absence)
 
@@ -20,3 +22,40 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def namespace() -> Iterator[cluster.Namespace]:
     with cluster.new_namespace() as new:
         yield new
+
+
+@pytest.fixture(scope="session")
+def refusing() -> Iterator[cluster.Namespace]:
+    """A namespace in which every installation is refused: nothing is ever made in it."""
+    with cluster.new_namespace() as new:
+        yield new
+
+
+@pytest.fixture(scope="session")
+def workspace() -> Iterator[tuple[cluster.Namespace, str]]:
+    """A namespace, and a claim in it that the jobs share: the first one makes the model."""
+    with cluster.new_namespace() as made:
+        cluster.make_claim(made, "workspace", "ReadWriteOnce")
+        yield made, "workspace"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def local_run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Future[Outcome] | None]:
+    """The demo on this machine, if a test compares with it.
+
+    It begins with the first test: those of the API server come first, and mostly wait.
+    """
+    if not any("expected" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        yield None
+        return
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(train_here, tmp_path_factory.mktemp("here"))
+
+
+@pytest.fixture(scope="session")
+def expected(local_run: Future[Outcome] | None) -> Outcome:
+    """What the jobs are to come to, step by step."""
+    assert local_run
+    return local_run.result()

@@ -65,7 +65,7 @@ async def test_replicas_are_told_as_their_endpoints_change(namespace: Namespace,
     watch = Endpoints("reward", 50051, cluster).watch()
 
     async def seen() -> Sequence[str]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             return sorted(await anext(watch))
 
     assert await seen() == ["10.9.0.1:50051"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from cluster import Failed, Namespace, Object, make_claim
-from training import BUSY, Job
+from cluster import Failed, Namespace, Object
+from training import BUSY, REWARD_ALONE, Job
 
 from rolemesh.v1 import controller_pb2 as pb
 
@@ -21,23 +21,23 @@ SCALER = {
     "behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}},
 }
 VALUES = {
+    "placement": REWARD_ALONE,
     "autoscaling": {"reward": SCALER},
     "rewardFunction": {"code": BUSY.replace("0.01", "0.03")},
-    "job": {
-        "reward": {"custom_reward_function": {"path": "/etc/rolemesh-reward/reward.py"}},
-        "trainer": {"total_training_steps": 100000},
-    },
+    "job": {"reward": {"custom_reward_function": {"path": "/etc/rolemesh-reward/reward.py"}}},
 }
 REWARD, AUTOSCALER = "kd-reward", "keda-hpa-kd-reward"
 
 
-def test_rewards_are_one_while_nothing_waits_four_under_load_and_one_again(namespace: Namespace) -> None:
+def test_rewards_are_one_while_nothing_waits_four_under_load_and_one_again(
+    workspace: tuple[Namespace, str],
+) -> None:
+    namespace, claim = workspace
     try:
         namespace.kubectl("get", "--raw", "/apis/external.metrics.k8s.io/v1beta1")
     except Failed:
         pytest.skip("KEDA IS NOT TESTED: its operator is not on this cluster")
-    make_claim(namespace, "workspace", "ReadWriteOnce")
-    job = Job(namespace, "standalone", "workspace", "kd")
+    job = Job(namespace, "standalone", claim, "kd")
     job.install("--values", "-", "--set", "controller.suspend=true", stdin=json.dumps(VALUES))
     namespace.until(lambda thing: thing["status"].get("readyReplicas") == 1, "deployment", REWARD, within_s=400)
     # The autoscaler has looked, and nobody answers: it knows of no metric but ours, not of the CPU, either.

@@ -11,11 +11,11 @@ import pytest
 from cluster import Namespace, knows, make_claim
 from rendering import ROOT
 from test_training import equal
-from training import SAVE_FREQ, Job, train_here
+from training import Job, train_here
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 
-STEPS = 3 * SAVE_FREQ
+STEPS, DEATHS = 30, {10: "worker", 20: "head"}  # steps with a checkpoint, and whose pod dies after them
 # Of 13 million parameters: 50 MB, of which each of two pods holds stripes of 16 MiB.
 LARGER = ["rolemesh", "model", "outputs/larger", "--hidden-size", "512", "--num-layers", "4"]
 PREPARE = [
@@ -37,7 +37,7 @@ def test_an_actor_of_two_pods_outlives_both_and_ends_with_the_bits_of_a_local_ru
     make_claim(namespace, "workspace", "ReadWriteOnce")
     job = Job(namespace, "ranks", "workspace", "ranked")
     job.install("--set", f"job.trainer.total_training_steps={STEPS}")
-    for saved, kind in ((SAVE_FREQ, "worker"), (2 * SAVE_FREQ, "head")):
+    for saved, kind in DEATHS.items():
         job.reach(saved + 1)
         (pod,) = [
             pod["metadata"]["name"]

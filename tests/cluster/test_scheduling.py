@@ -15,6 +15,8 @@ pytestmark = pytest.mark.cluster
 
 GPU = "nvidia.com/gpu"
 PER_NODE = 8
+# 20 in each zone: pods of one GPU lie on at most 17 of them, and actor and critic find whole ones.
+NODES = 40
 REPLICAS = {"rollout": 8, "reward": 16, "reference": 1, "actor": 1, "critic": 1}
 LARGE = str(CHART / "examples" / "gpu-standalone.yaml")
 ZONE = "topology.kubernetes.io/zone"
@@ -26,13 +28,18 @@ ENGINES = {"nodeSelector": {"type": "kwok", ZONE: "zone-0"}}
 
 @pytest.fixture
 def nodes(namespace: Namespace) -> dict[str, Object]:
-    """The pretended ones, of which half are in each zone: eight engines need eight nodes of theirs."""
-    found = {node["metadata"]["name"]: node for node in namespace.get("nodes", "-l", "type=kwok")}
-    if len(found) < 16:
-        pytest.skip(
-            f"THE LARGE JOB IS NOT SCHEDULED: it takes 16 pretended nodes of 8 GPUs, and there are {len(found)}"
-        )
-    return found
+    """The pretended ones, once they are ready."""
+    if not namespace.get("nodes", "-l", "type=kwok"):
+        pytest.skip(f"THE LARGE JOB IS NOT SCHEDULED: it takes {NODES} pretended nodes of 8 GPUs (KWOK)")
+    ready: dict[str, Object] = {}
+
+    def all_are_there(node: Object) -> bool:
+        if any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"].get("conditions", [])):
+            ready[node["metadata"]["name"]] = node
+        return len(ready) >= NODES
+
+    namespace.until(all_are_there, "nodes", "-l", "type=kwok", within_s=240)
+    return ready
 
 
 def gpus(pod: Object) -> int:
@@ -64,8 +71,6 @@ def test_a_large_job_is_scheduled_as_its_values_say(namespace: Namespace, nodes:
     assert said
     assert sum(taken.values()) == int(said[1])
 
-    per_node = Counter(pod["spec"]["nodeName"] for pod in pods if group_of(pod) == "reward")
-    assert max(per_node.values()) - min(per_node.values()) <= 1
     gang = namespace.one("podgroups.scheduling.x-k8s.io", "job-gang")
     assert gang["spec"]["minMember"] == len(pods)
     assert {pod["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] for pod in pods} == {"job-gang"}

@@ -20,7 +20,15 @@ from rolemesh.v1 import controller_pb2 as pb
 
 RESULTS = Path(__file__).with_name("results.py").read_text()
 TINY = "outputs/tiny"
-SAVE_FREQ = 10
+SAVE_FREQ = 5
+HERE = 60  # steps of the local run
+# A run of the cluster goes on until it is stopped: no test has to be faster than it. It keeps every checkpoint.
+ENDLESS = "job.trainer.total_training_steps=100000,job.trainer.max_actor_ckpt_to_keep=1000"
+# For a test that looks at rewards alone: two pods import torch where there would be five.
+REWARD_ALONE = {
+    "strategy": "custom",
+    "groups": {"reward": ["reward"], "rest": ["actor", "critic", "reference", "rollout"]},
+}
 
 Outcome = dict[str, Any]
 
@@ -28,17 +36,22 @@ Outcome = dict[str, Any]
 def train_here(directory: Path, *more: str) -> Outcome:
     """`make run` in another directory, all its checkpoints kept: what the job is to come to.
 
+    What the commands print goes into `printed` in the directory: another test's output is captured meanwhile.
+
     Args:
         directory: for its files.
         more: job files and overrides.
     """
     rolemesh = [sys.executable, "-P", "-m", "rolemesh"]
     overrides = [*more, f"trainer.save_freq={SAVE_FREQ}", "trainer.max_actor_ckpt_to_keep=null"]
-    for command in (["demo", TINY], ["run", str(ROOT / "configs" / "tiny.yaml"), *overrides]):
-        subprocess.run([*rolemesh, *command], cwd=directory, check=True, stdin=subprocess.DEVNULL)
+    for arguments in (["demo", TINY], ["run", str(ROOT / "configs" / "tiny.yaml"), *overrides]):
+        with (directory / "printed").open("a") as printed:
+            to_file = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": subprocess.STDOUT}
+            ended = subprocess.run([*rolemesh, *arguments], cwd=directory, **to_file)
+        assert ended.returncode == 0, (directory / "printed").read_text()
     command = [sys.executable, "-c", RESULTS, TINY]
-    printed = subprocess.run(command, cwd=directory, check=True, capture_output=True, text=True).stdout
-    outcome: Outcome = json.loads(printed)
+    results = subprocess.run(command, cwd=directory, check=True, capture_output=True, text=True).stdout
+    outcome: Outcome = json.loads(results)
     return outcome
 
 
@@ -55,9 +68,9 @@ class Job:
     @property
     def values(self) -> tuple[str, ...]:
         file = CHART / "examples" / f"tiny-{self.strategy}.yaml"
-        trainer = f"job.trainer.default_local_dir={self.run_dir},job.trainer.save_freq={SAVE_FREQ}"
+        saves = f"job.trainer.default_local_dir={self.run_dir},job.trainer.save_freq={SAVE_FREQ}"
         claim = f"storage.workspace.existingClaim={self.workspace}"
-        return ("--values", str(file), "--set", trainer, "--set", claim)
+        return ("--values", str(file), "--set", saves, "--set", ENDLESS, "--set", claim)
 
     @property
     def run_dir(self) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from in_process import small_job
+from server_addresses import reserved_port
 from serving import served
 
 from rolemesh.errors import RolemeshError, RoleUnavailable
@@ -84,16 +85,18 @@ async def test_a_run_is_shown_paused_resumed_followed_and_stopped_by_commands(
 
 
 async def test_a_watcher_survives_a_controller_that_is_restarted_and_sees_the_end() -> None:
-    async def serve(status: RunStatus, listen: str) -> tuple[RoleServer, str]:
+    async def serve(status: RunStatus, address: str) -> RoleServer:
         server = RoleServer({"controller": [SERVICE]})
-        address = await server.start(listen)
+        await server.start(address)
         await server.ready({SERVICE: ControllerServicer(status)})
-        return server, address
+        return server
 
     status = RunStatus("run")
     status.set(state=State.RUNNING, step=3)
-    first, address = await serve(status, "127.0.0.1:0")
-    async with aclosing(follow(address)) as answers:
+    async with AsyncExitStack() as stack:
+        address = f"127.0.0.1:{stack.enter_context(reserved_port())}"
+        first = await serve(status, address)
+        answers = await stack.enter_async_context(aclosing(follow(address)))
         seen = await anext(answers)
         assert isinstance(seen, pb.GetStatusResponse)
         assert (seen.state, seen.step) == (pb.RUN_STATE_RUNNING, 3)
@@ -107,7 +110,8 @@ async def test_a_watcher_survives_a_controller_that_is_restarted_and_sees_the_en
         assert isinstance(await anext(answers), RoleUnavailable)
 
         status = RunStatus("run")
-        second, _ = await serve(status, address)
+        second = await serve(status, address)
+        stack.push_async_callback(second.drain, 1)
         status.set(state=State.RUNNING, step=2)
         async for answer in answers:
             if not isinstance(answer, RolemeshError):
@@ -118,7 +122,6 @@ async def test_a_watcher_survives_a_controller_that_is_restarted_and_sees_the_en
     assert isinstance(last, pb.GetStatusResponse)
     assert to_json(last)["state"] == "failed"
     assert code_of(last) == FAILED
-    await second.drain(1)
 
 
 async def test_where_nobody_answers_a_command_says_so_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -161,6 +162,33 @@ def test_the_controllers_server_is_imported_without_the_models_libraries() -> No
     program = f"import sys, {server}; print(sys.modules.keys() & {{'torch', 'transformers'}})"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "set()"
+
+
+# Its argument is a job. It loads what the controller and the reward role load, and prints what they imported
+# of what only others need.
+LOADS = """
+import json, sys
+from rolemesh.config.job import make_job
+from rolemesh.services.controller.main import new_run
+from rolemesh.services.processes.serve import load_role
+from rolemesh.weights.store import WeightStore
+from rolemesh.workers.seat import Seat
+
+job = make_job(json.loads(sys.argv[1]))
+run = new_run(job)
+worker, _ = load_role("reward", job, WeightStore(), Seat.of(job, "reward"))
+print(json.dumps(sorted({"peft", "matplotlib", "rolemesh.services.reward.model_scorer"} & sys.modules.keys())))
+worker.close()
+"""
+
+
+def test_the_controller_and_a_rule_based_reward_import_no_adapters_curves_or_scorers(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run").model_dump(mode="json")
+    del job["reward"]["custom_reward_function"]
+    ran = subprocess.run([sys.executable, "-c", LOADS, json.dumps(job)], capture_output=True, text=True)
+    assert json.loads(ran.stdout or "null") == [], ran.stderr
 
 
 async def test_load_and_status_are_told_while_the_run_is_made_ready(tiny_model: Path, tmp_path: Path) -> None:

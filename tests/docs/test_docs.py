@@ -44,7 +44,7 @@ ROOMS = [
     "proto",
     "scripts",
 ]
-NO_TEXT = (".png", ".lock", ".pyc", ".tgz")
+NO_TEXT = (".png", ".lock", ".pyc", ".tgz", ".safetensors")
 
 
 @cache

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from in_process import small_job, train
-from outcomes import outcome, with_reward
-from serving import serve_process, served
+from outcomes import outcome
+from serving import Gate, gate, serve_process, served
 
+from rolemesh.catalog.loading import forget
+from rolemesh.config import JobConfig
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.contract import ACTOR, WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer
@@ -32,19 +35,31 @@ OVERRIDES = (
     "data.max_response_length=100",
     "rollout.n=4",
 )
-SLOW = "rollout.max_num_seqs=4"
-# Kills a process when so many answers of the training data have been scored: others are still being made.
-KILLING = """
-import os
+# Engine hf, which in step 2 answers one row of a call, tells that it has, and answers no more.
+FALTERING = """
+import asyncio
 
-scored = 0
+import torch
 
-def compute_score(data_source, solution_str, ground_truth, extra_info, pid, after):
-    global scored
-    scored += extra_info["split"] == "train"
-    if scored == after:
-        os.kill(pid, 9)
-    return sum(character.isdigit() for character in solution_str) / 8
+from rolemesh.plugins import engine
+
+@engine("faltering")
+def faltering(job, worker):
+    from rolemesh.services.rollout.engines.hf import HfEngine
+
+    class Faltering(HfEngine):
+        async def generate(self, prompts, sampling):
+            falters = prompts.meta_info["sampling"] == "train" and self.version == 1
+            async for rows in super().generate(prompts, sampling):
+                if not falters:
+                    yield rows
+                    continue
+                yield rows.select_idxs(torch.tensor([0]))
+                with open({told!r}, "wb", buffering=0) as told:
+                    told.write(b".")
+                await asyncio.get_running_loop().create_future()
+
+    return Faltering(job, worker)
 """
 
 
@@ -65,47 +80,65 @@ class Killing(WeightsServicer):
                 os.kill(self.pid, 9)
 
 
-@pytest.mark.parametrize("moment", ["generation", "weights"])
-async def test_a_run_whose_rollout_is_killed_ends_as_the_unbroken_one_to_the_bit(
-    moment: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "unbroken").mkdir()
-    expected = small_job(tmp_path / "unbroken", tiny_model, "run", *OVERRIDES)
-    await train(expected)
+@pytest.fixture(scope="module")
+async def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> JobConfig:
+    """The run without a death, in one process."""
+    job = small_job(tmp_path_factory.mktemp("unbroken"), tiny_model, "run", *OVERRIDES)
+    await train(job)
+    return job
 
+
+@pytest.fixture
+def faltering(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[JobConfig, Gate]]:
+    """A job with the engine that falters, and where it tells that it does."""
+    plugin = tmp_path / "faltering.py"
+    with gate(tmp_path / "told") as told:
+        plugin.write_text(FALTERING.format(told=str(told.path)))
+        overrides = (*OVERRIDES, f"plugins=[{plugin}]", "rollout.name=faltering")
+        yield small_job(tmp_path, tiny_model, "run", *overrides), told
+    forget(str(plugin))
+
+
+async def test_a_rollout_killed_in_the_middle_of_its_answers_changes_no_bit(
+    unbroken: JobConfig, faltering: tuple[JobConfig, Gate], tiny_model: Path, tmp_path: Path
+) -> None:
+    of_victim, falters = faltering
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
+    retries = metrics.CLIENT_RETRIES.labels("rollout", "Generate")._value
+    before = retries.get()
+    async with AsyncExitStack() as stack:
+        victim = await stack.enter_async_context(serve_process("rollout", of_victim, tmp_path))
+        addresses = {role: await stack.enter_async_context(served(role, job)) for role in job.roles}
+        addresses["rollout"] = [victim.address, *addresses["rollout"]]
+        run = Run(job, load_tokenizer(job.actor.model))
+        training = asyncio.create_task(drive(run, addresses, LOCAL, None))
+        await falters.passed(training)
+        victim.process.kill()
+        await training
+        assert await victim.process.wait() == -9
+    assert retries.get() > before  # rows were missing
+    assert outcome(job) == outcome(unbroken)
+
+
+async def test_a_rollout_killed_in_the_middle_of_new_weights_changes_no_bit(
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The actor sends over the network, in pieces small enough for a tiny model to have several.
     monkeypatch.setattr(region, "CAN_SHARE", False)
     monkeypatch.setattr(manifest, "PIECE_BYTES", manifest.MIN_PIECE_BYTES)
     monkeypatch.setattr(service, "FRAME_BYTES", manifest.MIN_PIECE_BYTES)
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
-    retries = metrics.CLIENT_RETRIES.labels("rollout", "Generate")._value
-    before = retries.get()
     async with AsyncExitStack() as stack:
-        rollouts = []
-        # The first one decodes four rows at a time, which changes no bit: most of its rows are still to be made
-        # when those of the second one are there.
-        for name, config in (
-            ("first", small_job(tmp_path, tiny_model, "run", *OVERRIDES, SLOW)),
-            ("second", job),
-        ):
-            (tmp_path / name).mkdir()
-            rollouts.append(await stack.enter_async_context(serve_process("rollout", config, tmp_path / name)))
-        victim = rollouts[0].process
-        if moment == "generation":
-            (tmp_path / "reward.py").write_text(KILLING)
-            job = with_reward(job, pid=victim.pid, after=20)
+        victim = await stack.enter_async_context(serve_process("rollout", job, tmp_path))
         store, actor = WeightStore(), RoleServer({"actor": [ACTOR, WEIGHTS]})
-        weights = Killing(store, victim.pid) if moment == "weights" else WeightsServicer(store)
-        addresses = {"rollout": [rollout.address for rollout in rollouts], "actor": [await actor.start(LOCAL)]}
+        weights = Killing(store, victim.process.pid)
+        addresses = {"actor": [await actor.start(LOCAL)]}
         stack.push_async_callback(actor.drain, 0)
         await actor.ready({ACTOR: ActorServicer(ActorWorker(job), store), WEIGHTS: weights})
-        for role in ("reference", "critic", "reward"):
+        for role in ("rollout", "reference", "critic", "reward"):
             addresses[role] = await stack.enter_async_context(served(role, job))
+        addresses["rollout"] = [victim.address, *addresses["rollout"]]
         await drive(Run(job, load_tokenizer(job.actor.model)), addresses, LOCAL, None)
-        assert await victim.wait() == -9
-    if moment == "generation":
-        assert retries.get() > before  # rows were missing
-    else:
-        assert isinstance(weights, Killing)
-        assert weights.num_starts == 2  # the second replica had the rest from the actor
-    assert outcome(job) == outcome(expected)
+        assert await victim.process.wait() == -9
+    assert weights.num_starts == 2  # the second replica had the rest from the actor
+    assert outcome(job) == outcome(unbroken)

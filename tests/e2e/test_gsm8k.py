@@ -4,6 +4,7 @@ directory that Hugging Face loads. By the command line and the shipped job files
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -25,20 +26,28 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 ROWS = ROOT / "tests" / "fixtures" / "gsm8k"
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the rows and the model where the job files expect them, for tests to copy."""
+    made = tmp_path_factory.mktemp("gsm8k")
+    assert command("data", "gsm8k", ROWS, made / "data/gsm8k").returncode == 0
+    assert command("model", made / "outputs/gsm8k/model").returncode == 0
+    return made
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 async def test_real_rows_train_validate_checkpoint_and_resume(
-    algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    algorithm: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 1 by `rolemesh run`, with all roles in one process; step 2 with the roles in this one."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    assert command("data", "gsm8k", ROWS, "data/gsm8k").returncode == 0
     rows = pq.read_table(tmp_path / "data/gsm8k/train.parquet").to_pylist()
     assert len(rows) == 48
     assert rows[0]["data_source"] == "openai/gsm8k"
     assert rows[0]["reward_model"]["ground_truth"] == rows[0]["extra_info"]["answer"].split("#### ")[1]
 
-    assert command("model", "outputs/gsm8k/model").returncode == 0
     (tmp_path / "reward.py").write_text(REWARD)
     config = ROOT / "configs" / f"gsm8k-{algorithm}.yaml"
     overrides = (
@@ -46,7 +55,7 @@ async def test_real_rows_train_validate_checkpoint_and_resume(
         *(["reward.custom_reward_function.path=reward.py"] if algorithm == "grpo" else []),
     )
     one_step = ("trainer.total_training_steps=1", "placement.strategy=collocate")
-    async with rolemesh("run", str(config), *overrides, *one_step) as launched:
+    async with rolemesh("run", str(config), *overrides, *one_step, executed=True) as launched:
         code, output = await launched.end()
     assert code == 0, output
     assert "1 of 1" in output
@@ -79,11 +88,11 @@ async def test_real_rows_train_validate_checkpoint_and_resume(
     [("tool", "rollout.multi_turn.tools=[calc_gsm8k_reward]"), ("interaction", "rollout.multi_turn.tools=[]")],
 )
 async def test_real_rows_are_conversations_that_train_checkpoint_and_resume(
-    answered_by: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answered_by: str, key: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shutil.copytree(folder / "outputs", tmp_path / "outputs")
     monkeypatch.chdir(tmp_path)
     assert command("data", "gsm8k", ROWS, "data/gsm8k", "--answered-by", answered_by).returncode == 0
-    assert command("model", "outputs/gsm8k/model").returncode == 0
     (tmp_path / "reward.py").write_text(REWARD)
 
     def job(run: str, steps: int) -> JobConfig:

@@ -9,17 +9,27 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
+import grpc
 import pytest
+from forks import own_server
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from in_process import course, small_job, train
 from in_process_commands import rolemesh as command
 from launched import DEADLINE_S, gated, rolemesh, written
 from serving import gate
+from stopping import stopping
 
 from rolemesh.config import JobConfig
-from rolemesh.errors import InvalidConfig
-from rolemesh.services.processes.launch import check_engine
+from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.services.controller.main import drive, new_client, until_ready
+from rolemesh.services.controller.run.loop import Run
+from rolemesh.services.processes import fork_server
+from rolemesh.services.processes.launch import beside, check_engine
+from rolemesh.services.processes.role_processes import role_processes
 
 
 def pids(job: JobConfig) -> dict[str, int]:
@@ -28,18 +38,39 @@ def pids(job: JobConfig) -> dict[str, int]:
     return {path.name.removesuffix(".address.json"): json.loads(path.read_text())["pid"] for path in files}
 
 
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def living(job: JobConfig) -> set[str]:
+    """The names of the job's role processes that live: their standard error is their log.
+
+    A process that got the same pid later has another one, and one that has ended has none.
+    """
+    found = set()
+    for name, pid in pids(job).items():
+        with suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/2") == str((job.run_dir / "logs" / f"{name}.log").resolve()):
+                found.add(name)
+    return found
 
 
 async def all_end(job: JobConfig, within_s: float) -> None:
     """Returns when no role process of the job lives."""
     async with asyncio.timeout(within_s):
-        while any(lives(pid) for pid in pids(job).values()):  # noqa: ASYNC110  # not our children
+        while living(job):  # noqa: ASYNC110  # not our children
             await asyncio.sleep(0.05)
+
+
+async def health(address: str) -> int:
+    """What a server says of itself as a whole."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        answer = await check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S, wait_for_ready=True)
+    return int(answer.status)
+
+
+async def is_saved(job: JobConfig, step: int) -> None:
+    """Returns when the next start would go on from the checkpoint of this step."""
+    latest = job.run_dir / "latest"
+    while not latest.exists() or latest.read_text().strip() != f"global_step_{step}":  # noqa: ASYNC110  # a file
+        await asyncio.sleep(0.02)
 
 
 async def test_a_run_in_processes_ends_with_the_bits_of_one_in_process(
@@ -47,12 +78,12 @@ async def test_a_run_in_processes_ends_with_the_bits_of_one_in_process(
 ) -> None:
     overrides = ("trainer.save_freq=4", "trainer.test_freq=2", "placement.replicas.reward=2")
     job = small_job(tmp_path, tiny_model, "run", *overrides)
-    async with rolemesh("run", written(job, tmp_path)) as launched:
+    async with rolemesh("run", written(job, tmp_path), executed=True) as launched:
         code, output = await launched.end()
     assert code == 0, output
     assert "4 of 4" in output
     assert set(pids(job)) == {"actor-0", "rollout-0", "reference-0", "critic-0", "reward-0", "reward-1"}
-    assert not any(map(lives, pids(job).values()))
+    assert not living(job)
     assert (job.run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
 
     (tmp_path / "other").mkdir()
@@ -70,7 +101,7 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_a
         overrides = ("trainer.save_freq=100", "placement.strategy=hybrid")
         plain = small_job(tmp_path, tiny_model, "run", *overrides)
         job = gated(plain, tmp_path, started.path, go_on.path)
-        async with rolemesh("run", written(job, tmp_path)) as launched:
+        async with rolemesh("run", written(job, tmp_path), executed=True) as launched:
             async with asyncio.timeout(DEADLINE_S):
                 await started.passed(launched.ended())  # step 1 runs
             launched.process.send_signal(signal.SIGINT)
@@ -81,7 +112,7 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_a
         assert "stopped after step 1" in output
         assert [record["training/global_step"] for record in course(job)] == [0, 1]
         assert (job.run_dir / "latest").read_text().strip() == "global_step_1"
-        assert not any(map(lives, pids(job).values()))
+        assert not living(job)
 
         # where the roles are is no part of a checkpoint
         assert set(pids(job)) == {"policy-0", "judges-0"}
@@ -102,8 +133,7 @@ async def test_kill_9_of_the_launcher_leaves_no_process(tiny_model: Path, tmp_pa
         async with rolemesh("run", written(job, tmp_path)) as launched:
             async with asyncio.timeout(DEADLINE_S):
                 await started.passed(launched.ended())
-            assert len(pids(job)) == 2
-            assert all(map(lives, pids(job).values()))
+            assert living(job) == {"policy-0", "judges-0"}
             launched.process.kill()
             await launched.process.wait()
             await all_end(job, within_s=DEADLINE_S)  # also the reward, whose function never returns
@@ -124,7 +154,7 @@ async def test_a_killed_process_ends_the_run_with_its_name_its_roles_and_its_las
             code, output = await launched.end()
         assert code == 1
         assert "ready" in output  # the end of the log
-        assert not any(map(lives, pids(job).values()))
+        assert not living(job)
 
 
 async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bits_of_an_unbroken_one(
@@ -139,18 +169,22 @@ async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bi
         "placement.ranks={actor: 2}",
     )
     job = small_job(tmp_path, tiny_model, "run", *overrides)
-    async with rolemesh("run", written(job, tmp_path)) as launched:
-        for step, victim in ((2, "actor-0-rank-1"), (4, "others-0")):
-            async with asyncio.timeout(DEADLINE_S):
-                while not (job.run_dir / f"global_step_{step}").exists():  # noqa: ASYNC110  # another process's
-                    await asyncio.sleep(0.02)
-            os.kill(pids(job)[victim], signal.SIGKILL)
-        code, output = await launched.end()
+    with gate(tmp_path / "told") as told, gate(tmp_path / "doors") as doors:
+        # Steps have 8 rows. Each start begins after a checkpoint, and stops in the third step from there.
+        stopped = stopping(job, told.path, doors.path, "17")
+        async with rolemesh("run", written(stopped, tmp_path)) as launched:
+            for step, victim in ((2, "actor-0-rank-1"), (4, "others-0")):
+                async with asyncio.timeout(DEADLINE_S):
+                    await told.passed(launched.ended())
+                    await is_saved(job, step)
+                os.kill(pids(job)[victim], signal.SIGKILL)
+                doors.open(1)
+            code, output = await launched.end()
     assert code == 0, output
     assert "actor-0-rank-1 (pid" in output
     assert "others-0 (with rollout, reference, critic, reward, pid" in output
     assert output.count("starting all roles anew") == 2
-    assert not any(map(lives, pids(job).values()))
+    assert not living(job)
 
     (tmp_path / "other").mkdir()
     unbroken = small_job(tmp_path / "other", tiny_model, "run", *overrides)
@@ -163,21 +197,36 @@ async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bi
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
-async def test_a_role_that_never_becomes_ready_is_named_with_its_log(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_role_that_never_becomes_ready_is_named_with_its_log(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher asks when the other roles are ready, so a second is enough to find the one that is not."""
+    monkeypatch.setattr(fork_server, "server", own_server())  # the command line has one, too
+    others = ("actor", "rollout", "reference", "critic")
+    groups = f"placement.groups={{others: [{', '.join(others)}], reward: [reward]}}"
+    overrides = ("trainer.ready_timeout_s=1", "placement.strategy=custom", groups)
+    job = small_job(tmp_path, tiny_model, "run", *overrides)
     with gate(tmp_path / "gate") as waits:
-        groups = "placement.groups={others: [actor, rollout, reference, critic], reward: [reward]}"
-        overrides = ("trainer.ready_timeout_s=40", "placement.strategy=custom", groups)
-        job = small_job(tmp_path, tiny_model, "run", *overrides)
         (tmp_path / "reward.py").write_text(
             f"import os\nos.read(os.open({str(waits.path)!r}, os.O_RDONLY), 1)\n"
         )
-        async with rolemesh("run", written(job, tmp_path)) as launched:
-            code, output = await launched.end()
-    assert code == 1
-    assert "reward was not ready within 40 s (waiting since" in output
-    assert "reward-0 (pid" in output
-    assert "listening on" in output
-    assert not any(map(lives, pids(job).values()))
+        async with role_processes(job) as processes:
+            addresses = await processes.addresses(DEADLINE_S)
+            async with AsyncExitStack() as stack:
+                clients = [
+                    await stack.enter_async_context(new_client(role, addresses[role], job)) for role in others
+                ]
+                await until_ready(clients, DEADLINE_S)
+            assert await health(addresses["reward"][0]) == health_pb2.HealthCheckResponse.NOT_SERVING
+            run = Run(job, load_tokenizer(job.actor.model))
+            with pytest.raises(RoleUnavailable) as error:
+                await beside(processes, drive(run, addresses, "127.0.0.1:0", None))
+            assert living(job) == {"others-0", "reward-0"}
+    said = str(error.value)
+    assert "reward was not ready within 1 s (waiting since" in said
+    assert "reward-0 (pid" in said
+    assert "listening on" in said
+    assert not living(job)
 
 
 @pytest.mark.parametrize(
@@ -243,4 +292,4 @@ async def test_a_damaged_model_fails_with_the_roles_own_words(tiny_model: Path, 
     assert code == 1
     assert "exited with code 2" in output
     assert str(broken) in output
-    assert not any(map(lives, pids(job).values()))
+    assert not living(job)

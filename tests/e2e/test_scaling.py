@@ -9,8 +9,9 @@ from typing import Any
 
 from in_process import small_job, train
 from membership import Told
-from outcomes import outcome, with_reward
+from outcomes import outcome
 from serving import Process, gate, serve_process, served
+from stopping import stopping
 
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.main import drive
@@ -19,22 +20,6 @@ from rolemesh.telemetry import metrics
 
 LOCAL = "127.0.0.1:0"
 OVERRIDES = ("trainer.total_training_steps=3", "trainer.save_freq=3", "rollout.n=16")  # 64 rows a step
-# Tells that it has come to a row of the training data, counted from 1, and waits there.
-STOPPING = """
-import os
-
-seen = 0
-
-def compute_score(data_source, solution_str, ground_truth, extra_info, told, doors, stops):
-    global seen
-    seen += extra_info["split"] == "train"
-    if str(seen) in stops.split() and extra_info["split"] == "train":
-        with open(told, "wb", buffering=0) as file:
-            file.write(b".")
-        with open(doors, "rb", buffering=0) as file:
-            file.read(1)
-    return sum(character.isdigit() for character in solution_str) / 8
-"""
 
 
 async def test_rewards_that_come_and_go_in_the_middle_of_a_step_change_no_bit(
@@ -47,7 +32,6 @@ async def test_rewards_that_come_and_go_in_the_middle_of_a_step_change_no_bit(
     await train(expected)
 
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
-    (tmp_path / "reward.py").write_text(STOPPING)
     retries = metrics.CLIENT_RETRIES.labels("reward", "ComputeScores")._value
     before = retries.get()
     async with AsyncExitStack() as stack:
@@ -56,8 +40,7 @@ async def test_rewards_that_come_and_go_in_the_middle_of_a_step_change_no_bit(
 
         async def reward(name: str, stops: str) -> Process:
             (tmp_path / name).mkdir()
-            gates = {kind: str(tmp_path / f"{kind}-{name}") for kind in ("told", "doors")}
-            own = with_reward(job, **gates, stops=stops)
+            own = stopping(job, tmp_path / f"told-{name}", tmp_path / f"doors-{name}", stops)
             return await stack.enter_async_context(serve_process("reward", own, tmp_path / name))
 
         first, second = await asyncio.gather(reward("1", "5"), reward("2", "3 70"))

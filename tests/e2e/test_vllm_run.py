@@ -6,17 +6,16 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 from in_process import course, small_job
-from serving import serve_process
+from launched import rolemesh, written
+from serving import gate
 
+from rolemesh.config import JobConfig
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.roles import methods
-from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.services.processes.role_processes import role_processes
 
 pytestmark = [
@@ -36,20 +35,66 @@ OVERRIDES = (
     "trainer.test_freq=3",
 )
 
+# Scores as small_job's reward does. At the last row of the second validation it reports that, and waits for the
+# test.
+GATED_VALIDATION = """
+import os
 
-@pytest.mark.parametrize("ranks", [1, 2])
-async def test_the_trainer_learns_from_the_distribution_that_vllm_drew_from(ranks: int, tmp_path: Path) -> None:
-    """Before the first update of the weights and after each, asleep in between, cut by top-k and top-p."""
+def compute_score(data_source, solution_str, ground_truth, extra_info, scored, reached, go_on):
+    if extra_info["split"] == "val":
+        with open(scored, "a") as file:
+            file.write(".")
+        if os.path.getsize(scored) == 6:
+            for path, flags, act in ((reached, os.O_WRONLY, lambda fd: os.write(fd, b".")),
+                                     (go_on, os.O_RDONLY, lambda fd: os.read(fd, 1))):
+                fd = os.open(path, flags)
+                act(fd)
+                os.close(fd)
+    return sum(character.isdigit() for character in solution_str) / 8
+"""
+
+
+async def test_the_trainer_learns_from_the_distribution_that_two_ranks_drew_from(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", num_heads=2, initializer_range=0.1)  # heads of 32, for vLLM
-    job = small_job(tmp_path, model, "run", *OVERRIDES, f"placement.ranks.policy={ranks}")
-    (tmp_path / "job.yaml").write_text(job.to_yaml())
-    launched = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rolemesh", "run", str(tmp_path / "job.yaml")),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await launched.communicate()
-    assert launched.returncode == 0, output.decode()
+    job = small_job(tmp_path, model, "run", *OVERRIDES, "placement.ranks.policy=2")
+    async with rolemesh("run", written(job, tmp_path)) as launched:
+        output, _ = await launched.process.communicate()  # as long as it takes
+    assert launched.process.returncode == 0, output.decode()
+    assert_drawn_from_the_policy(job)
+
+
+async def test_the_trainer_learns_from_what_vllm_drew_and_a_role_whose_vllm_has_died_ends_itself(
+    tmp_path: Path,
+) -> None:
+    """The engine dies in the validation after step 4, when nobody asks it for anything."""
+    model = make_tiny_model(tmp_path / "model", num_heads=2, initializer_range=0.1)
+    function = tmp_path / "gated.py"
+    function.write_text(GATED_VALIDATION)
+    with gate(tmp_path / "reached") as reached, gate(tmp_path / "go_on") as go_on:
+        gated = (
+            "trainer.total_training_steps=4",
+            "trainer.test_freq=4",
+            f"reward.custom_reward_function.path={function}",
+            "reward.custom_reward_function.reward_kwargs="
+            f"{{scored: {tmp_path / 'scored'}, reached: {reached.path}, go_on: {go_on.path}}}",
+        )
+        job = small_job(tmp_path, model, "run", *OVERRIDES, *gated)
+        async with rolemesh("run", written(job, tmp_path)) as launched:
+            await reached.passed(launched.ended())
+            assert_drawn_from_the_policy(job)
+            started = psutil.Process(launched.process.pid).children(recursive=True)
+            (engine,) = [process for process in started if "EngineCore" in process.name()]
+            engine.kill()
+            said = await launched.says("error: policy-0 (with actor, rollout, reference, pid")
+            go_on.open()
+            code, rest = await launched.end()
+    assert code == 1
+    assert "exited with code 1" in " ".join((said + rest).split())
+    assert re.search(r"ERROR .*rollout: vLLM's engine has ended", policy_log(job))
+
+
+def assert_drawn_from_the_policy(job: JobConfig) -> None:
+    """Before the first update of the weights and after each, asleep in between, cut by top-k and top-p."""
     steps = course(job)[1:]
     assert len(steps) == 3
     for step in steps:
@@ -57,28 +102,13 @@ async def test_the_trainer_learns_from_the_distribution_that_vllm_drew_from(rank
         assert abs(step["rollout_corr/rollout_is_raw_max"] - 1) < 1e-4
         assert step["rollout/stale_tokens"] == 0
         assert step["actor/grad_norm"] > 0
-    log = (job.run_dir / "logs" / "policy-0.log").read_text()
+    log = policy_log(job)
     assert log.count("switched the device from actor to rollout") >= 3
     assert log.count("switched the device from rollout to ") >= 3
 
 
-async def test_a_role_whose_engine_has_died_ends_itself(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", num_heads=2)
-    job = small_job(tmp_path, model, "run", "rollout.name=vllm")
-    async with serve_process("rollout", job, tmp_path) as role:
-        assert role.process.stderr is not None
-        written = asyncio.create_task(role.process.stderr.read())
-        async with RolloutClient([role.address], methods(job)) as client:
-            await client.wait_until_ready(300)
-        (engine,) = [
-            child
-            for child in psutil.Process(role.process.pid).children(recursive=True)
-            if "EngineCore" in child.name()
-        ]
-        engine.kill()
-        assert await role.process.wait() == 1
-        words = (await written).decode()
-    assert re.search(r"ERROR .*rollout: vLLM's engine has ended", words)
+def policy_log(job: JobConfig) -> str:
+    return (job.run_dir / "logs" / "policy-0.log").read_text()
 
 
 async def test_what_a_killed_role_had_started_is_gone_when_its_end_is_told(tmp_path: Path) -> None:
@@ -91,6 +121,7 @@ async def test_what_a_killed_role_had_started_is_gone_when_its_end_is_told(tmp_p
         role = psutil.Process(member.process.pid)
         while not (children := await asyncio.to_thread(role.children, recursive=True)):
             assert member.process.returncode is None
+            await asyncio.sleep(0.01)  # a look takes CPU that the start needs
         role.kill()
         await member.process.gone
         _, alive = psutil.wait_procs(children, timeout=100)

@@ -122,7 +122,7 @@ async def test_a_retry_gets_its_answer_also_after_another_call_was_answered() ->
             model="policy",
             messages=[{"role": "user", "content": "a"}],
             extra_headers={"x-stainless-retry-count": "1"},
-            timeout=10,
+            timeout=120,
         )
         assert again.choices[0].message.content == "a"
 

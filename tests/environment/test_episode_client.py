@@ -102,7 +102,7 @@ async def test_a_replica_that_was_started_anew_has_lost_its_episodes(tiny_model:
     address = await server.start("127.0.0.1:0")
     await server.ready((await load_group(["environment"], job))[1])
     async with EnvironmentClient([address], methods(job)) as client:
-        await client.wait_until_ready(30)
+        await client.wait_until_ready(120)
         await client.open_episode(opening("a", log=str(log)))
         await server.drain(0)
         server = group_server(["environment"])
@@ -122,7 +122,7 @@ async def test_an_episode_outlives_a_controller_and_its_name_is_free_for_the_nex
     async with served("environment", job) as addresses:
         for _ in range(2):
             async with EnvironmentClient(addresses, methods(job)) as client:
-                await client.wait_until_ready(30)
+                await client.wait_until_ready(120)
                 await client.open_episode(opening("a", log=str(log)))
                 assert (await client.act(turn("a", 1, "say one"))).messages[0].content == "7 1 one"
     assert lines(log).count("row-a begin") == 2
@@ -135,8 +135,8 @@ async def test_an_episode_opens_where_there_is_room(tiny_model: Path, tmp_path: 
         served("environment", *jobs) as [small, large],
         EnvironmentClient([small, large], methods(jobs[0])) as client,
     ):
-        await client.wait_until_ready(30)
-        async with asyncio.timeout(30):
+        await client.wait_until_ready(120)
+        async with asyncio.timeout(120):
             await asyncio.gather(*(client.open_episode(opening(f"e{i}", log=log)) for i in range(9)))
         assert Counter(home.replica.address for home in client._homes.values()) == {small: 1, large: 8}
 
@@ -164,7 +164,7 @@ async def test_replicas_join_and_leave(tiny_model: Path, tmp_path: Path) -> None
     async with served("environment", job, job) as [first, second]:
         members = Changing(first)
         async with EnvironmentClient(members, methods(job)) as client:
-            await client.wait_until_ready(30)
+            await client.wait_until_ready(120)
             for name in ("a", "b"):
                 await client.open_episode(opening(name, log=log))
             members.become(first, second)
@@ -220,7 +220,7 @@ async def client_of(
         foreign(behaviour) as address,
         EnvironmentClient([address], methods(job), **options) as client,
     ):
-        await client.wait_until_ready(30)
+        await client.wait_until_ready(120)
         yield client
 
 
@@ -344,7 +344,7 @@ async def test_a_thousand_turns_wait_at_the_same_time(tiny_model: Path, tmp_path
         served("environment", job) as addresses,
         EnvironmentClient(addresses, methods(job)) as client,
     ):
-        await client.wait_until_ready(30)
+        await client.wait_until_ready(120)
         await asyncio.gather(*(client.open_episode(opening(f"e{i}", log=str(log))) for i in range(number)))
         waiting = [asyncio.create_task(client.act(turn(f"e{i}", 1, "hang"))) for i in range(number - 1)]
         await until(lambda: len(lines(log)) == 2 * number - 1)

@@ -39,7 +39,7 @@ async def environment(job: JobConfig, **options: Any) -> AsyncIterator[Environme
         served("environment", job) as addresses,
         EnvironmentClient(addresses, methods(job), **options) as client,
     ):
-        await client.wait_until_ready(30)
+        await client.wait_until_ready(120)
         yield client
 
 
@@ -55,7 +55,7 @@ def lines(log: Path) -> list[str]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110  # another thread's or task's state
             await asyncio.sleep(0.005)
 
@@ -213,7 +213,7 @@ async def test_an_end_is_remembered_for_a_while(
                 return error.code() is grpc.StatusCode.NOT_FOUND
             return False
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not await is_forgotten():  # noqa: ASYNC110  # another process's clock
                 await asyncio.sleep(0.01)
     assert lines(log) == ["row-a begin", "row-a close", "row-b begin", "row-b close"]
@@ -241,7 +241,7 @@ async def test_one_that_waits_for_room_gets_it(tiny_model: Path, tmp_path: Path,
         before = busy.get()
         await until(lambda: busy.get() > before)
         await client.close_episode(closing("a"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await waiting
 
 

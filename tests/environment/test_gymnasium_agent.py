@@ -67,7 +67,7 @@ async def guessing(tmp_path: Path, model: Path, plugin: str) -> AsyncIterator[En
     sections = {"plugins": [plugin], "rollout": {"agent": {"default_agent_loop": "guess"}}}
     job = job_with(tmp_path, model, sections)
     async with served("environment", job) as addresses, EnvironmentClient(addresses, methods(job)) as client:
-        await client.wait_until_ready(30)
+        await client.wait_until_ready(120)
         yield client
 
 

@@ -127,13 +127,13 @@ async def beside_one_that_waits(call: Talk, pipe: Path, *calls: Callable[[], Awa
 
 
 @each
-async def test_an_answer_of_a_hundred_megabytes_is_not_read_and_fails_its_call_alone(
+async def test_an_answer_of_many_megabytes_is_not_read_and_fails_its_call_alone(
     tiny_model: Path, tmp_path: Path, over: Over
 ) -> None:
     async with over(tmp_path, tiny_model) as call:
 
         async def flood() -> None:
-            text, is_error = await call("flood", megabytes=100)
+            text, is_error = await call("flood", megabytes=16)  # sixteen times what is read
             assert text.startswith("Error: ToolError: MCP server mine: MCPError: ")
             assert over is over_http or "the answer has more than 1048576 bytes" in text
             assert is_error

@@ -61,7 +61,7 @@ async def program(
         served("environment", job) as addresses,
         EnvironmentClient(addresses, methods(job)) as client,
     ):
-        await client.wait_until_ready(30)
+        await client.wait_until_ready(120)
         yield client
 
 
@@ -206,7 +206,7 @@ async def test_a_function_that_exits_fails_its_episode_alone(tiny_model: Path, t
             served("environment", job) as addresses,
             EnvironmentClient(addresses, methods(job)) as client,
         ):
-            await client.wait_until_ready(30)
+            await client.wait_until_ready(120)
             for name in ("a", "b"):
                 with pytest.raises(EnvironmentFailed, match=rf"row-{name} .*it called sys.exit\(3\)"):
                     await client.open_episode(opening(name, "exits"))

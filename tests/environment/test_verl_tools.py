@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from environments import calling, closing, job_with, turn
+from serving import serve_process
 from tool_plugins import SCHEMA, agent, opened, tools_file
 
 from rolemesh.catalog.loading import forget
@@ -224,10 +225,9 @@ def test_an_unknown_name_of_a_tool_or_agent_names_the_known_ones() -> None:
 
 
 async def test_a_role_whose_tools_cannot_be_made_does_not_start(tiny_model: Path, tmp_path: Path) -> None:
-    from serving import serve_process
-
     job = job_with(tmp_path, tiny_model, {}, tool_config_path=str(tmp_path / "absent.yaml"))
     async with serve_process("environment", job, tmp_path) as role:
-        _, errors = await role.process.communicate()
-    assert role.process.returncode == 2
+        assert role.process.stderr is not None
+        errors = await role.process.stderr.read()  # to its end, which comes with the process's
+        assert await role.process.wait() == 2
     assert "absent.yaml" in errors.decode().splitlines()[-1]

@@ -33,7 +33,7 @@ class Prometheus:
     """Its HTTP API."""
 
     def __init__(self, address: str) -> None:
-        self._client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=30, trust_env=False)
+        self._client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=120, trust_env=False)
 
     def get(self, path: str, **params: Any) -> Any:
         """What is asked for.
@@ -45,6 +45,11 @@ class Prometheus:
         if answer["status"] != "success":
             raise ValueError(f"{answer['error']}: {params}")
         return answer["data"]
+
+    def num_scrapes(self) -> dict[str, int]:
+        """How often each process has answered a scrape, by pod."""
+        answer = self.get("/query", query='sum by (pod) (sum_over_time(up{rolemesh_job!=""}[1h]))')
+        return {one["metric"]["pod"]: int(one["value"][1]) for one in answer["result"]}
 
     def series(self, selector: str) -> list[dict[str, str]]:
         """The labels of each series."""
@@ -94,7 +99,7 @@ def prometheus(directory: Path, targets: str, interval: str) -> Iterator[Prometh
         yield Prometheus(address)
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
 
 
 def _address(process: subprocess.Popen[str]) -> str:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from echoing import TALKS, make_talkative
+from echoing import PLUGIN, TALKS, make_talkative
 from in_process import small_job
+from launched import DEADLINE_S, rolemesh, written
 from questions import Question, of_panels, of_rules, of_variables
 from real_prometheus import INSTALL, Prometheus, prometheus
+from serving import gate
 
 # Something for every panel: roles that share a device and roles that do not, a critic, KL in reward and loss,
 # rollouts that run ahead, conversations with a tool, validation, checkpoints.
@@ -28,27 +29,72 @@ EVERYTHING = (
     "rollout.mode=async",
     "algorithm.rollout_correction.rollout_is=token",
     "actor.use_kl_loss=true",
-    "trainer.total_training_steps=12",
-    "trainer.test_freq=4",
-    "trainer.save_freq=4",
+    "rollout.multi_turn.call_timeout_s=600",  # a call waits for scrapes
+    "trainer.total_training_steps=6",
+    "trainer.test_freq=2",
+    "trainer.save_freq=2",
 )
+# A step has 8 conversations. A rate needs a scrape before a change and one after it. So conversations wait for
+# scrapes after step 1, when every series is there, and after step 4, when each has changed.
+STOPS = [20, 44]
+NUM_SCRAPES = 10
 SCRAPED_EVERY = "500ms"
-VARIABLES = {"namespace": "local", "job": "run", "role": ".+", "datasource": "-", "__rate_interval": "5s"}
+VARIABLES = {"namespace": "local", "job": "run", "role": ".+", "datasource": "-", "__rate_interval": "1h"}
+# The agent `echo`, which tells at these conversations of the training data, and waits there with open episodes.
+STOPPING = """
+
+stops, begun = {stops}, 0
 
 
-def test_every_panel_and_alert_asks_for_what_a_run_shows(tmp_path: Path) -> None:
+def opened(self, episode, plain=Echo.open):
+    global begun
+    begun += episode.row["extra_info"]["split"] == "train"
+    return plain(self, episode)
+
+
+async def acted(self, turn, plain=EchoTalk.act):
+    if stops and begun >= stops[0]:
+        del stops[0]
+        await asyncio.to_thread(wait)
+    return await plain(self, turn)
+
+
+def wait():
+    with open({told!r}, "wb", buffering=0) as file:
+        file.write(b".")
+    with open({doors!r}, "rb", buffering=0) as file:
+        file.read(1)
+
+
+Echo.open, EchoTalk.act = opened, acted
+"""
+
+
+async def test_every_panel_and_alert_asks_for_what_a_run_shows(tmp_path: Path) -> None:
     if not shutil.which("prometheus"):
         pytest.skip(f"DASHBOARDS AND ALERTS ARE NOT TESTED: {INSTALL}")
     job = small_job(tmp_path, make_talkative(tmp_path / "model"), "run", *EVERYTHING)
-    (tmp_path / "job.yaml").write_text(job.to_yaml())
-    with prometheus(tmp_path, str(tmp_path / "*.targets.json"), SCRAPED_EVERY) as asked:
+    agent = tmp_path / "stopping_echo.py"
+    job = job.model_copy(update={"plugins": [str(agent)]})
+    with (
+        gate(tmp_path / "told") as told,
+        gate(tmp_path / "doors") as doors,
+        prometheus(tmp_path, str(tmp_path / "*.targets.json"), SCRAPED_EVERY) as asked,
+    ):
+        agent.write_text(
+            PLUGIN.read_text() + STOPPING.format(stops=STOPS, told=str(told.path), doors=str(doors.path))
+        )
         start = time.time()
-        command = [sys.executable, "-m", "rolemesh", "run", str(tmp_path / "job.yaml")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        async with rolemesh("run", written(job, tmp_path)) as launched:
+            for _ in STOPS:
+                async with asyncio.timeout(DEADLINE_S):
+                    await told.passed(launched.ended())
+                    await scraped(asked, pods(tmp_path))
+                doors.open(1)
+            code, output = await launched.end()
         end = time.time()
-        assert not ran.returncode, ran.stdout + ran.stderr
-        assert not list(tmp_path.glob("*.targets.json"))  # a run that has ended has no targets
+        assert code == 0, output
+        assert not pods(tmp_path)  # a run that has ended has no targets
 
         labels = _labels(asked)
         problems = [p for question in of_panels(VARIABLES) for p in _panel(asked, question, labels, start, end)]
@@ -63,6 +109,20 @@ def test_every_panel_and_alert_asks_for_what_a_run_shows(tmp_path: Path) -> None
                         f"{rule['name']}: {rule['health']}, {rule.get('state')}, {rule['lastError']}"
                     )
     assert not problems, "\n".join(problems)
+
+
+def pods(directory: Path) -> set[str]:
+    """The processes that the runs in a directory ask Prometheus to scrape."""
+    found = [json.loads(path.read_text()) for path in directory.glob("*.targets.json")]
+    return {target["labels"]["pod"] for targets in found for target in targets}
+
+
+async def scraped(asked: Prometheus, processes: set[str]) -> None:
+    """Returns when each process has answered NUM_SCRAPES more scrapes."""
+    before = now = asked.num_scrapes()
+    while any(now.get(process, 0) < before.get(process, 0) + NUM_SCRAPES for process in processes):
+        await asyncio.sleep(0.1)
+        now = asked.num_scrapes()
 
 
 def _labels(asked: Prometheus) -> dict[str, set[str]]:

@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 from reward_rows import batch, custom, job
 
+from rolemesh.catalog.loading import forget
 from rolemesh.config.job import make_job
+from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import InvalidConfig, RewardFailed
+from rolemesh.services.reward.scoring_pool import Judges
 from rolemesh.services.reward.worker import RewardWorker
 
 ADDS = "```python\nprint(sum(map(int, input().split())))\n```"
@@ -127,6 +130,54 @@ async def test_a_function_that_ends_its_process_or_hangs_costs_its_row_alone(
     assert not children()
 
 
+def test_a_rows_time_begins_when_its_process_has_loaded_the_function(tmp_path: Path) -> None:
+    """The process starts, though a new interpreter takes longer than a millisecond."""
+    function = custom(tmp_path, "def compute_score(**row): return 1.0\n")
+    judges = Judges(RewardConfig(timeout_s=0.001, num_workers=1, **function))
+    try:
+        judges.start()
+    finally:
+        judges.close()
+
+
+async def test_a_scoring_process_imports_little_besides_the_functions_file(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    source = (
+        "import sys\n"
+        "HEAVY = sys.modules.keys() & {'numpy', 'pydantic', 'rolemesh.catalog', 'rolemesh.config', 'torch'}\n"
+        "def compute_score(**row):\n    return {'score': len(HEAVY), 'pred': sorted(HEAVY)}\n"
+    )
+    async with working(tiny_model, **custom(tmp_path, source)) as worker:
+        answered = await worker.compute_scores(batch(("mine", "x", None)))
+        assert list(answered["reward_extra_info"]) == [{"pred": "[]"}]
+
+
+async def test_a_plug_ins_manager_scores_in_other_processes_with_its_options(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """They import the plug-in and check its options again, so a path is a path and not JSON's text."""
+    plugin = tmp_path / "scaled.py"
+    plugin.write_text(
+        "from pathlib import Path\nfrom rolemesh.plugins import Options, reward_manager\n"
+        "class Scale(Options):\n    scale: float = 1.0\n    file: Path = Path('x')\n"
+        "@reward_manager('scaled', options=Scale)\n"
+        "def scaled(compute_score, rows, *, scale, file):\n"
+        "    assert file.name == 'y'\n"
+        "    return [scale * compute_score(**row)['score'] for row in rows]\n"
+    )
+    reward = {"reward_manager": "scaled", "options": {"scale": 1.5, "file": "x/y"}}
+    sections = {**job(tiny_model).model_dump(), "plugins": [str(plugin)], "reward": reward}
+    worker = RewardWorker(make_job(sections))
+    try:
+        rows = batch(("openai/gsm8k", "#### 7", "7"), ("openai/gsm8k", "8", "7"))
+        answered = await worker.compute_scores(rows)
+    finally:
+        worker.close()
+        forget(str(plugin))
+    assert answered["token_level_scores"].sum(1).tolist() == [1.5, 0.0]
+
+
 async def test_a_function_that_forks_answers_once(tiny_model: Path, tmp_path: Path) -> None:
     """The parent's score is the row's; it waits for the child, so that an answer of the child's came first."""
     source = (
@@ -135,7 +186,7 @@ async def test_a_function_that_forks_answers_once(tiny_model: Path, tmp_path: Pa
         "        child = os.fork()\n        if child == 0: return 0.25\n        os.waitpid(child, 0)\n"
         "    return len(solution_str)\n"
     )
-    async with working(tiny_model, num_workers=1, timeout_s=30.0, **custom(tmp_path, source)) as worker:
+    async with working(tiny_model, num_workers=1, timeout_s=60.0, **custom(tmp_path, source)) as worker:
         assert await scores(worker, "a", "forks", "abc", "ab") == [1.0, 5.0, 3.0, 2.0]
 
 
@@ -251,7 +302,7 @@ def test_judges_end_with_the_service_however_that_ends(tmp_path: Path, number: s
     service.wait()
     waiting = select.poll()
     waiting.register(ended, select.POLLIN)
-    assert waiting.poll(20_000), "a process that scores outlived its service"
+    assert waiting.poll(60_000), "a process that scores outlived its service"
 
 
 # --------------------------------------------------------------------------------------- managers

@@ -3,14 +3,15 @@ version that each token names, rows are neither lost nor doubled, one that does 
 
 import asyncio
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, closing
+from collections.abc import Iterator
+from contextlib import aclosing, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,15 @@ from openai_rollouts import (
     T,
     assert_are_the_models,
     changed,
-    free_port,
     job_of,
     log_probs_of,
     prompts_of,
     weights,
     worker_of,
 )
+from server_addresses import line_to, reserved_port
 from turns import conversation, lengths_of, with_answer
+from vllm_rollouts import installed
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable, WeightsUnavailable
@@ -41,10 +43,10 @@ from rolemesh.services.rollout.engines.openai.servers import VllmServer
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.weights.held import HeldWeights
 
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.timeout(500)  # the server's start is the first test's; 45 s where nothing else runs
+# The server's start is the first test's; 45 s where nothing else runs.
+pytestmark = [installed, pytest.mark.timeout(500)]
 
-START_S = 400
+START_S, STOP_S = 400, 60
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -53,6 +55,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # compiling C++ would take half a minute
 }
 FLAGS = (
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "64"),
@@ -70,12 +73,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a vLLM server. Its start takes most of this file's time."""
-    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *FLAGS]
-    with (tmp_path_factory.mktemp("server") / "log").open("w+") as log:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    with reserved_port() as port, (tmp_path_factory.mktemp("server") / "log").open("w+") as log:
         server = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
-            env={**os.environ, **ENVIRONMENT},
+            env=inherited | ENVIRONMENT,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # it has processes of its own, which end with it
@@ -91,7 +94,7 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         finally:
             server.terminate()
             try:
-                server.wait(30)
+                server.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 os.killpg(server.pid, signal.SIGKILL)
                 server.wait()
@@ -172,14 +175,20 @@ async def test_turns_go_on_where_the_row_ends(url: str, model: Path, tmp_path: P
 
 
 async def test_rows_come_while_others_wait_and_leaving_ends_those(url: str, model: Path, tmp_path: Path):
-    with worker_of(model, [url], tmp_path, ignore_eos=True, max_num_seqs=4) as worker:
-        begun = tokens_made(url)
-        async with aclosing(worker.generate(prompts_of(64))) as batches:
-            first = await anext(batches)
-            assert 1 <= len(first) <= 4
-        await until(lambda: gauge(url, "num_requests_running") == 0)
-        assert tokens_made(url) - begun <= 8 * T, "rows that nobody waits for are not made"
-        assert len(await generated(worker, prompts_of(4))) == 4
+    """The server gets the first four rows alone: these come, and the next ones are given up."""
+    async with line_to(url) as line:
+        job = job_of(model, [line.url], tmp_path, ignore_eos=True, max_num_seqs=4)
+        with closing(await asyncio.to_thread(RolloutWorker, job)) as worker:
+            begun, line.num_allowed = tokens_made(url), 4
+            async with aclosing(worker.generate(prompts_of(64))) as batches:
+                first = await anext(batches)
+                assert 1 <= len(first) <= 4
+                await line.holding.wait()
+            await line.quiet.wait()
+            await until(lambda: gauge(url, "num_requests_running") == 0)
+            assert tokens_made(url) - begun <= 4 * T, "rows that nobody waits for are not made"
+            line.num_allowed = math.inf
+            assert len(await generated(worker, prompts_of(4))) == 4
 
 
 def gauge(url: str, name: str) -> float:
@@ -193,8 +202,8 @@ def tokens_made(url: str) -> float:
 
 
 async def until(condition: Any) -> None:
-    """Asks again and again, for half a minute; each is a request to the server."""
-    async with asyncio.timeout(30):
+    """Asks again and again; each is a request to the server."""
+    async with asyncio.timeout(120):
         while not await asyncio.to_thread(condition):
             pass
 
@@ -203,15 +212,18 @@ async def until(condition: Any) -> None:
 
 
 async def test_every_token_names_the_weights_that_made_it(url: str, model: Path, tmp_path: Path):
-    prompts, actors = prompts_of(32), [changed(model, 0.0), changed(model, 0.04)]
+    """Leaves when a row of the new weights has come, long before all 400."""
+    prompts, actors = prompts_of(400), [changed(model, 0.0), changed(model, 0.04)]
     with worker_of(model, [url], tmp_path, ignore_eos=True, max_num_seqs=4) as worker:
         async with aclosing(worker.generate(prompts)) as stream:
             parts = [await anext(stream)]  # most of the others have not begun
             await worker.update_weights(HeldWeights(1, weights(actors[1])))
-            parts += [part async for part in stream]
+            async for part in stream:
+                parts.append(part)
+                if (part["weight_versions"] == 1).any():
+                    break
     rows = DataProto.concat(parts)
-    rows = rows[rows["row"].argsort()]
-    versions = rows["weight_versions"]
+    prompts, versions = prompts[rows["row"]], rows["weight_versions"]
     assert (versions.diff(dim=1) >= 0).all()
     assert set(versions.flatten().tolist()) == {0, 1}, "the swap came while rows were made"
     expected = torch.stack([log_probs_of(actor, prompts, rows) for actor in actors])
@@ -277,49 +289,15 @@ def folders(directory: Path, pattern: str) -> list[Path]:
 # ------------------------------------------------------------------------- servers that fail
 
 
-@asynccontextmanager
-async def line_to(url: str) -> AsyncIterator[tuple[str, Any]]:
-    """An address that leads to the server, and a function that cuts the line: as if that machine were gone."""
-    host, port = url.removeprefix("http://").split(":")
-    writers: list[asyncio.StreamWriter] = []
-    is_cut = False
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65536):
-            writer.write(data)
-        writer.close()
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(host, int(port))
-        writers.extend([writer, far_writer])
-        if is_cut:  # while it was being made
-            cut()
-        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer), return_exceptions=True)
-
-    listener = await asyncio.start_server(connected, "127.0.0.1", 0)
-
-    def cut() -> None:
-        nonlocal is_cut
-        is_cut = True
-        listener.close()
-        for writer in writers:
-            writer.transport.abort()
-
-    try:
-        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", cut
-    finally:
-        cut()
-
-
 async def test_rows_of_a_server_that_dies_are_made_by_another(url: str, model: Path, tmp_path: Path):
     prompts = prompts_of(16)
-    async with line_to(url) as (line, cut):
-        job = job_of(model, [line, url], tmp_path, ignore_eos=True, openai={"timeout_s": 20})
+    async with line_to(url) as line:
+        job = job_of(model, [line.url, url], tmp_path, ignore_eos=True)
         with closing(await asyncio.to_thread(RolloutWorker, job)) as worker:
-            begun = tokens_made(url)
+            line.num_allowed = 2
             generation = asyncio.create_task(generated(worker, prompts))
-            await until(lambda: tokens_made(url) >= begun + 16)
-            cut()
+            await line.holding.wait()
+            line.cut()
             rows = await generation
             assert rows["response_mask"].all()
             assert_are_the_models(changed(model, 0), prompts, rows)
@@ -329,17 +307,18 @@ async def test_rows_of_a_server_that_dies_are_made_by_another(url: str, model: P
 
 
 async def test_the_last_server_that_dies_ends_the_call_in_time(url: str, model: Path, tmp_path: Path):
-    async with line_to(url) as (line, cut):
-        job = job_of(model, [line], tmp_path, ignore_eos=True, openai={"timeout_s": 20})
+    async with line_to(url) as line:
+        job = job_of(model, [line.url], tmp_path, ignore_eos=True)
         with closing(await asyncio.to_thread(RolloutWorker, job)) as worker:
-            begun = tokens_made(url)
-            generation = asyncio.create_task(generated(worker, prompts_of(400)))
-            await until(lambda: tokens_made(url) >= begun + 8)
-            cut()
-            with pytest.raises(RoleUnavailable, match=f"no server is left: {line}"):
-                await asyncio.wait_for(generation, 60)
-            with pytest.raises(RoleUnavailable, match=f"no server took version 1: {line}"):
-                await asyncio.wait_for(worker.update_weights(HeldWeights(1, weights(changed(model, 0.1)))), 60)
+            line.num_allowed = 2
+            generation = asyncio.create_task(generated(worker, prompts_of(16)))
+            await line.holding.wait()
+            line.cut()
+            with pytest.raises(RoleUnavailable, match=f"no server is left: {line.url}"):
+                await asyncio.wait_for(generation, 120)
+            new = HeldWeights(1, weights(changed(model, 0.1)))
+            with pytest.raises(RoleUnavailable, match=f"no server took version 1: {line.url}"):
+                await asyncio.wait_for(worker.update_weights(new), 120)
 
 
 # ------------------------------------------------------------------------------ at the start

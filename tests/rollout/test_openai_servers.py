@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from generation import generated
 from launched import rolemesh, written
-from openai_rollouts import changed, free_port, job_of, prompts_of, weights, worker_of
+from openai_rollouts import changed, job_of, prompts_of, weights, worker_of
+from server_addresses import reserved_port
 
 from rolemesh.config.job import make_job
 from rolemesh.data.parquet import write_rows
@@ -49,8 +50,9 @@ def test_an_answer_that_is_none_is_not_mended(completion: Completion, message: s
 
 
 def test_a_server_that_does_not_answer_is_named(model: Path, tmp_path: Path):
-    with pytest.raises(RoleUnavailable, match=r"127\.0\.0\.1:\d+ cannot be used: GET /v1/models: ConnectError"):
-        RolloutWorker(job_of(model, [f"http://127.0.0.1:{free_port()}"], tmp_path))
+    named = r"127\.0\.0\.1:\d+ cannot be used: GET /v1/models: ConnectError"
+    with reserved_port() as port, pytest.raises(RoleUnavailable, match=named):
+        RolloutWorker(job_of(model, [f"http://127.0.0.1:{port}"], tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

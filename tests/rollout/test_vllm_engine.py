@@ -4,12 +4,13 @@ A start takes half a minute or more, so one engine serves most tests: a tied Qwe
 two ranks."""
 
 import asyncio
+import mmap
 import os
-import re
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -21,7 +22,20 @@ import pytest_asyncio
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from vllm_rollouts import EOS, GREEDY, PAD, PLAIN, P, T, installed, job_of, model_with_ends
+from vllm_rollouts import (
+    EOS,
+    GREEDY,
+    PAD,
+    PLAIN,
+    P,
+    T,
+    installed,
+    job_of,
+    model_with_ends,
+    prompts_of,
+    weights_of,
+    with_weights,
+)
 
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
@@ -29,18 +43,11 @@ from rolemesh.errors import RoleFailed, RoleUnavailable, WeightsUnavailable
 from rolemesh.models.loading import named_weights
 from rolemesh.services.rollout.engines import load_engine
 from rolemesh.services.rollout.engines.sampling import log_distribution
+from rolemesh.services.rollout.engines.vllm import arguments
 from rolemesh.services.rollout.worker import RolloutWorker
 
 pytestmark = pytest.mark.timeout(900)  # three processes import vLLM, on cores that other tests use too
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
-
-
-def prompts_of(rows: int) -> DataProto:
-    generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(1, P + 1, (rows,), generator=generator)
-    mask = torch.arange(P) >= P - lengths[:, None]
-    ids = torch.randint(0, 256, (rows, P), generator=generator).where(mask, PAD)
-    return DataProto({"prompts": ids, "prompt_mask": mask, "seeds": torch.arange(rows) * 7919 - 1})
 
 
 async def generated(engine: Any, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
@@ -65,20 +72,6 @@ def assert_log_probs_agree(model: Any, prompts: DataProto, answer: DataProto, sa
     assert difference.abs().max() < 1e-4
 
 
-def weights_of(model: Any, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: weight + 0.05 * torch.randn(weight.shape, generator=generator)
-        for name, weight in named_weights(model).items()
-    }
-
-
-def with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
-    model.load_state_dict(weights, strict=False)
-    model.tie_weights()
-    return model
-
-
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_with_ends(tmp_path_factory.mktemp("qwen2"), "qwen2")
@@ -87,6 +80,13 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(model_directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(model_directory)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _questions() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "EXTENSION", "asked_vllm.AskedExtension")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,9 @@ async def engine(running: list[Any], model_directory: Path, model: Any) -> Any:
     wait."""
     if not running:
         job = job_of(model_directory, top_k=20, top_p=0.9, temperature=0.8, max_num_seqs=8)
+        before = dict(os.environ)
         running.append(load_engine(job, None))
+        assert os.environ == before, "no process that starts later inherits what vLLM's processes need"
     [started] = running
     if started.version:
         await started.load_weights(0, named_weights(model))
@@ -228,22 +230,23 @@ async def test_after_each_of_ten_updates_it_is_the_actors_model(engine: Any, mod
 @installed
 @on_the_modules_loop
 async def test_rows_that_live_through_a_swap_say_so_token_by_token(engine: Any, model: Any):
-    """The first rows are there before the others have begun: these are made by weights that come after."""
-    prompts, weights = prompts_of(64), weights_of(model, 1)
+    """The first rows come before most others have begun. The test ends when a row of both versions has come."""
+    prompts, weights = prompts_of(400), weights_of(model, 1)
     async with aclosing(engine.generate(prompts, PLAIN)) as stream:
         answers = [await anext(stream)]
         await engine.load_weights(1, weights)
-        answers += [rows async for rows in stream]
+        async for rows in stream:
+            answers.append(rows)
+            if of_both(rows["weight_versions"]).any():
+                break
     assert (answers[0]["weight_versions"] <= 0).all()
     answer = DataProto.concat(answers)
-    order = answer["row"].argsort()
-    answer = answer[order]
-    assert answer["row"].tolist() == list(range(64))
+    prompts = prompts[answer["row"]]
+    assert len(set(answer["row"].tolist())) == len(answer)
     made, versions = answer["response_mask"], answer["weight_versions"]
     assert ((versions >= 0) == made).all()
     assert (versions.diff(dim=1)[made[:, 1:]] >= 0).all()
-    both = ((versions == 0).any(1) & (versions == 1).any(1)).sum()
-    assert 0 < both <= 8
+    assert 0 < of_both(versions).sum() <= 8
     # Keys and values are computed anew, so each token is exactly of the version that it names.
     for version, of_version in enumerate(
         (model, with_weights(AutoModelForCausalLM.from_config(model.config), weights))
@@ -252,6 +255,11 @@ async def test_rows_that_live_through_a_swap_say_so_token_by_token(engine: Any, 
         expected = reference(of_version.eval(), prompts, mine, PLAIN).gather(2, answer["responses"][..., None])
         difference = (answer["rollout_log_probs"] - expected[..., 0].float())[versions == version]
         assert difference.abs().max() < 1e-4
+
+
+def of_both(versions: Tensor) -> Tensor:
+    """[rows] Whether a row has tokens of version 0 and of version 1."""
+    return (versions == 0).any(1) & (versions == 1).any(1)
 
 
 @installed
@@ -296,24 +304,17 @@ async def test_weights_that_do_not_fit_change_nothing(engine: Any, model: Any, s
 # ---------------------------------------------------------------------------------- sleep
 
 
-def own_bytes() -> int:
-    """Memory of vLLM's processes that is no file's: pages of files come and go with the machine's memory."""
-    statuses = [
-        Path(f"/proc/{child.pid}/status").read_text() for child in psutil.Process().children(recursive=True)
-    ]
-    kinds = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", "\n".join(statuses), re.MULTILINE)
-    return 1024 * sum(map(int, kinds))
-
-
 @installed
 @on_the_modules_loop
 async def test_asleep_it_has_given_its_memory_back_and_awake_it_is_as_before(engine: Any):
     prompts = prompts_of(12)
+    embedding = 4 * 259 * 64
     before = await generated(engine, prompts, PLAIN)
-    awake = own_bytes()
+    assert (await engine._on_all_ranks("resident_bytes"))[0] > embedding - 2 * mmap.PAGESIZE
+    assert (await engine._on_all_ranks("watch_packed"))[0] > 0
     moved = await engine.sleep()
-    assert moved > 4 * 259 * 64
-    assert awake - own_bytes() > moved
+    assert moved > embedding
+    assert await engine._on_all_ranks("resident_bytes") == await engine._on_all_ranks("num_packed") == [0]
     waiting = asyncio.create_task(generated(engine, prompts, PLAIN))
     assert await engine.wake() == moved
     again = await waiting
@@ -335,13 +336,11 @@ async def test_an_engine_that_fell_asleep_half_way_ends_and_never_computes_with_
     engine: Any, running: list[Any]
 ):
     running.remove(engine)
-    prompts = prompts_of(3)
-    for process in psutil.Process().children(recursive=True):
-        process.rlimit(psutil.RLIMIT_FSIZE, (100_000, psutil.RLIM_INFINITY))  # the disk is full
+    await engine._on_all_ranks("limit_files", 100_000)
     waiting = asyncio.create_task(generated(engine, prompts_of(100), PLAIN))
     with pytest.raises(RoleFailed, match="131072 requested"):
         await engine.sleep()
-    for lost in (waiting, generated(engine, prompts, PLAIN), engine.sleep(), engine.read_weights()):
+    for lost in (waiting, generated(engine, prompts_of(3), PLAIN), engine.sleep(), engine.read_weights()):
         with pytest.raises(RoleUnavailable):
             await lost
 
@@ -353,7 +352,6 @@ async def test_two_ranks_are_one_engine_whose_death_is_told(tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(directory)
     prompts = prompts_of(12)
     job = job_of(directory, tensor_model_parallel_size=2, max_num_batched_tokens=16, max_num_seqs=16)
-    others = set(psutil.Process().children(recursive=True))
     engine = load_engine(job, None)
     try:
         assert_log_probs_agree(model, prompts, await generated(engine, prompts, PLAIN), PLAIN)
@@ -363,11 +361,12 @@ async def test_two_ranks_are_one_engine_whose_death_is_told(tmp_path: Path):
         with_weights(model, weights)
         assert_log_probs_agree(model, prompts, await generated(engine, prompts, PLAIN), PLAIN)
 
+        workers = await engine._on_all_ranks("process_id")
+        assert len(workers) == 2
         rows = asyncio.create_task(generated(engine, prompts_of(400), PLAIN))
         update = asyncio.create_task(engine.load_weights(2, weights))
-        for process in set(psutil.Process().children(recursive=True)) - others:
-            if "Worker" in process.name():
-                process.kill()
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
         for lost in (rows, update):
             with pytest.raises(RoleUnavailable, match="has ended"):
                 await lost
@@ -392,6 +391,7 @@ def test_its_processes_end_with_the_one_that_started_them(model_directory: Path)
     children: list[psutil.Process] = []
     while len(children) < 2:  # multiprocessing's tracker of resources, and the engine
         assert owner.poll() is None
+        time.sleep(0.01)  # a look takes CPU that the start needs
         children = psutil.Process(owner.pid).children(recursive=True)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm_rollouts import P, T, installed, job_of, model_with_ends
 
 from rolemesh.config.rollout import RolloutConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.rollout.engines import load_engine
-from rolemesh.services.rollout.engines.vllm import arguments
+from rolemesh.services.rollout.engines.vllm import arguments, owner
 
 pytestmark = pytest.mark.timeout(900)  # a process imports vLLM, on cores that other tests use too
 
@@ -49,7 +50,9 @@ def test_the_keys_reach_vllm(model_directory: Path):
     class Outline:
         config = AutoConfig.from_pretrained(model_directory)
 
-    given = arguments.engine_arguments(job, Outline)
+    with arguments.restored_environment():
+        arguments.prepare_environment(torch.device("cpu"))
+        given = arguments.engine_arguments(job, Outline)
     assert {ours: given[theirs] for ours, theirs in arguments.ENGINE.items()} == keys  # prompts whole, on a CPU
     assert given["max_model_len"] == P + T
     assert given["max_logprobs"] == 5
@@ -87,6 +90,20 @@ def test_keys_that_cannot_be_followed_are_refused_with_the_reason(rollout: dict[
 
 def test_keys_of_other_job_files_that_ask_for_nothing_are_taken():
     assert job_of(Path("model"), multi_turn={"enable": False}, prompt_length=P, response_length=T)
+
+
+@installed
+def test_the_environment_of_vllms_processes_is_not_that_of_later_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    before = dict(os.environ)
+    with arguments.restored_environment():
+        arguments.prepare_environment(torch.device("cpu"))
+        assert os.environ[owner.VARIABLE] == str(os.getpid())
+        assert "LOCAL_RANK" not in os.environ
+        assert os.environ["HF_HUB_OFFLINE"] == "0", "a setting of the user's stays"
+        os.environ["LD_PRELOAD"] = "libexample.so"  # vLLM sets such variables
+    assert os.environ == before
 
 
 @installed

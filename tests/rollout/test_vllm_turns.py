@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from turns import continued, conversation, first_turn, lengths_of, with_answer
-from vllm_rollouts import GREEDY, PAD, PLAIN, P, installed, model_with_ends
+from vllm_rollouts import GREEDY, PAD, PLAIN, P, installed, model_with_ends, prompts_of
 
 from rolemesh.config.job import make_job
 from rolemesh.config.rollout import SamplingConfig
@@ -23,13 +23,6 @@ from rolemesh.services.rollout.engines.sampling import log_distribution
 
 pytestmark = pytest.mark.timeout(900)  # two processes import vLLM, on cores that other tests use too
 T, ROWS, BLOCK = 420, 6, 128  # tokens in a block of vLLM's cache on a CPU
-
-
-def prompts_of(rows: int) -> DataProto:
-    generator = torch.Generator().manual_seed(3)
-    mask = torch.arange(P) >= P - torch.randint(1, P + 1, (rows,), generator=generator)[:, None]
-    ids = torch.randint(0, 256, (rows, P), generator=generator).where(mask, PAD)
-    return DataProto({"prompts": ids, "prompt_mask": mask, "seeds": torch.arange(rows) * 7919 - 1})
 
 
 async def generated(engine: Any, sampling: SamplingConfig, request: DataProto) -> DataProto:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sequences import sequence_batch
-from serving import gate, reward_batch, reward_job, serve_process
+from serving import Gate, gate, reward_batch, reward_job, serve_process
 
-from rolemesh.config.job import make_job
+from rolemesh.catalog.loading import forget
+from rolemesh.config.job import JobConfig, make_job
 from rolemesh.errors import RoleUnavailable
-from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient
 from rolemesh.rpc.channels import CLIENT_OPTIONS
@@ -24,38 +26,73 @@ from rolemesh.rpc.serving.server import RoleServer
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# A policy loss that tells when it is computed, and then computes gradients until the test lets it end.
+HELD = """
+import os
+import select
+
+import torch
+
+from rolemesh.algos.policy_loss import TokenLosses
+from rolemesh.plugins import policy_loss
+
+@policy_loss("held")
+def held(log_probs, old_log_probs, advantages, response_mask):
+    if len(log_probs) > 1:  # with one row it is tried before the model loads
+        os.write(os.open({told!r}, os.O_WRONLY), b".")
+        go_on = os.open({go_on!r}, os.O_RDONLY | os.O_NONBLOCK)
+        weight = torch.randn(256, 256, requires_grad=True)
+        while not select.select([go_on], [], [], 0)[0]:
+            (weight @ weight).sum().backward()
+    return TokenLosses(-advantages * log_probs)
+"""
 
 
-async def check(channel: grpc.aio.Channel, name: str, timeout_s: float = 5.0) -> int:
+async def check(channel: grpc.aio.Channel, name: str) -> int:
     request = health_pb2.HealthCheckRequest(service=name)
-    return int((await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)).status)
+    return int((await health_pb2_grpc.HealthStub(channel).Check(request, timeout=60)).status)
 
 
-async def test_probes_are_answered_while_a_model_is_trained(tmp_path: Path) -> None:
-    """Workers compute on threads, and torch releases the interpreter while it does. A role that computed on its
-    event loop would answer once, when the update has ended."""
-    model = make_tiny_model(tmp_path / "model", "qwen2", hidden_size=256, num_layers=2)
-    job = make_job(
-        {
-            "data": {"train_batch_size": 32, "max_prompt_length": 64, "max_response_length": 192},
+@pytest.fixture
+def held(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[JobConfig, Gate, Gate]]:
+    """A job with the loss `held`, where it tells that it is computed, and what lets it end."""
+    plugin = tmp_path / "held.py"
+    with gate(tmp_path / "told") as told, gate(tmp_path / "go_on") as go_on:
+        plugin.write_text(HELD.format(told=str(told.path), go_on=str(go_on.path)))
+        sections: dict[str, Any] = {
+            "plugins": [str(plugin)],
+            "data": {"train_batch_size": 8, "max_prompt_length": 6, "max_response_length": 10},
             "trainer": {"device": "cpu", "default_local_dir": str(tmp_path)},
-            "actor": {"model": {"path": str(model)}, "ppo_mini_batch_size": 32},
+            "actor": {
+                "model": {"path": str(tiny_model)},
+                "policy_loss": {"loss_mode": "held"},
+                "ppo_mini_batch_size": 8,
+                "ppo_micro_batch_size_per_gpu": 4,
+            },
         }
-    )
-    batch = sequence_batch(32, prompt=64, response=192)
+        yield make_job(sections), told, go_on
+    forget(str(plugin))
+
+
+async def test_probes_are_answered_while_a_model_is_trained(
+    held: tuple[JobConfig, Gate, Gate], tmp_path: Path
+) -> None:
+    """Workers compute on threads, and torch releases the interpreter while it does. The update ends after ten
+    answers, so a role that computed on its event loop would give none."""
+    job, told, go_on = held
     async with (
         serve_process("actor", job, tmp_path) as role,
         ActorClient([role.address], methods(job)) as actor,
         grpc.aio.insecure_channel(role.health) as channel,
     ):
         await actor.wait_until_ready(120)
-        training = asyncio.create_task(actor.update(batch))
-        answered = 0
-        while not training.done():
+        training = asyncio.create_task(actor.update(sequence_batch(8)))
+        await told.passed(training)
+        for _ in range(10):
             assert await check(channel, "live") == await check(channel, "actor") == SERVING
-            answered += not training.done()
+        assert not training.done()
+        go_on.open()
         await training
-        assert answered >= 10
 
 
 async def test_a_call_without_data_outlasts_its_pings() -> None:
@@ -75,7 +112,12 @@ async def test_a_call_without_data_outlasts_its_pings() -> None:
 
 async def test_whoever_hangs_is_not_live() -> None:
     """Another thread blocks the event loop that serves, as a deadlock would."""
-    loop, free = asyncio.new_event_loop(), threading.Event()
+    loop, hangs, free = asyncio.new_event_loop(), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        free.wait()
+
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     server = RoleServer({"reward": [REWARD]})
@@ -86,12 +128,13 @@ async def test_whoever_hangs_is_not_live() -> None:
         probe = health_pb2_grpc.HealthStub(channel).Check
         request = health_pb2.HealthCheckRequest(service="live")
         assert probe(request).status == SERVING
-        loop.call_soon_threadsafe(free.wait)
+        loop.call_soon_threadsafe(hang)
+        hangs.wait()
         with pytest.raises(grpc.RpcError) as error:
             probe(request, timeout=0.5)
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         free.set()
-        assert probe(request, timeout=5).status == SERVING
+        assert probe(request, timeout=60).status == SERVING
     await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.drain(0), loop))
     loop.call_soon_threadsafe(loop.stop)
     thread.join()

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from certificates import HOUR, Authority, swap
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server_addresses import reserved_port
 from serving import gate, reward_batch, reward_job, served
 
 from rolemesh.config import JobConfig
@@ -68,7 +69,7 @@ async def problem(client: RewardClient) -> str:
 async def test_two_processes_of_a_job_understand_each_other(job: JobConfig, keys: Path, tmp_path: Path) -> None:
     """Whatever the address, the certificate's first name counts."""
     async with reward_with(job, keys) as address, client(address, job, keys) as reward:
-        await reward.wait_until_ready(5)
+        await reward.wait_until_ready(60)
         assert (await reward.compute_scores(reward_batch(3)))["token_level_scores"].sum(1).tolist() == [0, 1, 2]
 
 
@@ -142,7 +143,7 @@ async def test_a_caller_of_another_job_is_refused_though_it_does_not_look_at_the
 async def answer(line: Line) -> int:
     """What the server says to a call that is made now."""
     stub = health_pb2_grpc.HealthStub(line.channel)
-    return int((await stub.Check(health_pb2.HealthCheckRequest(service="reward"), timeout=5)).status)
+    return int((await stub.Check(health_pb2.HealthCheckRequest(service="reward"), timeout=60)).status)
 
 
 async def test_no_call_fails_while_keys_change(
@@ -172,29 +173,47 @@ async def test_no_call_fails_while_keys_change(
             assert "its certificate has expired" in said
 
 
+async def connected_before_its_keys_expire(address: str, callers: Path, authority: Authority) -> Line:
+    """A line with keys that soon expire. If they expired before the handshake, the next ones last longer."""
+    lasts = timedelta(seconds=2)
+    while True:
+        tls.use_keys(swap(callers, authority.keys(JOB, *ROLES, lasts=lasts)))
+        line = Line(address, "reward")
+        try:
+            assert await answer(line) == NOT_SERVING
+        except grpc.aio.AioRpcError:
+            await line.close()
+            if lasts > timedelta(minutes=1):
+                raise
+            lasts *= 2
+        else:
+            return line
+
+
 async def test_a_line_whose_keys_have_expired_goes_on_with_new_ones(
     tmp_path: Path, authority: Authority
 ) -> None:
     """The server comes back under the same address, so the old connection has to be made anew."""
-    servers = swap(tmp_path / "server", authority.keys(JOB, *ROLES))
-    callers = swap(tmp_path / "caller", authority.keys(JOB, *ROLES, lasts=timedelta(seconds=5)))
-    tls.use_keys(servers)
+    servers, callers = swap(tmp_path / "server", authority.keys(JOB, *ROLES)), tmp_path / "caller"
     first, second = RoleServer({"reward": [REWARD]}), RoleServer({"reward": [REWARD]})
-    address = await first.start("127.0.0.1:0")
-    tls.use_keys(callers)
-    line = Line(address, "reward")
-    assert await answer(line) == NOT_SERVING
-    before = tls.current_keys()
-    assert before is not None
-    await asyncio.sleep((before.expires - datetime.now(UTC)).total_seconds())
-    swap(callers, authority.keys(JOB, *ROLES))
-    await first.drain(0)
-    tls.use_keys(servers)
-    await second.start(address)
-    tls.use_keys(callers)
-    assert await answer(line) == NOT_SERVING
-    await line.close()
-    await second.drain(0)
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        tls.use_keys(servers)
+        await first.start(address)
+        line = await connected_before_its_keys_expire(address, callers, authority)
+        connected, expiring = line.channel, tls.current_keys()
+        assert expiring is not None
+        await asyncio.sleep((expiring.expires - datetime.now(UTC)).total_seconds())
+        swap(callers, authority.keys(JOB, *ROLES))
+        await first.drain(0)
+        await connected.wait_for_state_change(grpc.ChannelConnectivity.READY)  # the server is gone
+        tls.use_keys(servers)
+        await second.start(address)
+        tls.use_keys(callers)
+        assert await answer(line) == NOT_SERVING
+        assert line.channel is not connected
+        await line.close()
+        await second.drain(0)
 
 
 async def test_under_a_new_authority_calls_go_on_until_the_other_end_has_its_keys_too(

@@ -92,7 +92,7 @@ class ApiServer:
         return Cluster(self.url, self.account)
 
     async def next(self) -> Request:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             return await self.requests.get()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -28,5 +28,5 @@ class Told:
 
 async def until(pool: ReplicaPool, holds: Callable[[], object]) -> None:
     """Wait until the condition holds; it is checked after each change of the pool."""
-    async with asyncio.timeout(30), pool._changed:
+    async with asyncio.timeout(120), pool._changed:
         await pool._changed.wait_for(holds)

@@ -1,6 +1,5 @@
 """A small job for engine openai, its responses, and the model's log-probabilities of them."""
 
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +14,6 @@ from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.services.rollout.worker import RolloutWorker
 
 P, T, MAX_LOGPROBS = 12, 96, 24
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def job_of(model: Path, urls: list[str], weights_dir: Path, **rollout: Any) -> JobConfig:

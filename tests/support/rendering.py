@@ -66,6 +66,19 @@ class Refused(Exception):
     """Helm refused the values; the message is Helm's."""
 
 
+def run_go(*command: str | Path, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program written in Go, and capture its output.
+
+    It collects no garbage, which would be a quarter of its CPU time. A render then takes 160 MiB.
+
+    Args:
+        command: the program and its arguments.
+        given: its standard input.
+    """
+    environment = {**os.environ, "GOGC": "off"}
+    return subprocess.run(command, input=given, capture_output=True, text=True, timeout=60, env=environment)
+
+
 def template(
     values: Mapping[str, Any], *, release: str = "demo", apis: Sequence[str] = APIS, chart: Path = CHART,
     files: Sequence[Path] = (),
@@ -85,7 +98,7 @@ def _template(values: str, release: str, apis: tuple[str, ...], chart: Path, fil
     command = [program, "template", release, str(chart), "--namespace", "jobs", "--kube-version", KUBERNETES]
     command += [word for api in apis for word in ("--api-versions", api)]
     command += [word for file in files for word in ("--values", str(file))] + ["--values", "-"]
-    ran = subprocess.run(command, input=values, capture_output=True, text=True, timeout=60)
+    ran = run_go(*command, given=values)
     if ran.returncode:
         raise Refused(ran.stderr)
     return ran.stdout

@@ -156,7 +156,7 @@ async def agent(
         served("environment", job) as addresses,
         EnvironmentClient(addresses, methods(job)) as client,
     ):
-        await client.wait_until_ready(30)
+        await client.wait_until_ready(120)
         yield client
 
 

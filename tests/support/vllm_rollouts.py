@@ -1,14 +1,18 @@
-"""A small job for engine vllm, and models for it."""
+"""A small job for engine vllm, its prompts, and models and weights for it."""
 
 import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.config.rollout import SamplingConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import make_tiny_model
 
 installed = pytest.mark.skipif(
@@ -31,6 +35,14 @@ def job_of(model: Path, **rollout: Any) -> JobConfig:
     )
 
 
+def prompts_of(rows: int) -> DataProto:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, P + 1, (rows,), generator=generator)
+    mask = torch.arange(P) >= P - lengths[:, None]
+    ids = torch.randint(0, 256, (rows, P), generator=generator).where(mask, PAD)
+    return DataProto({"prompts": ids, "prompt_mask": mask, "seeds": torch.arange(rows) * 7919 - 1})
+
+
 def model_with_ends(directory: Path, architecture: Any, seed: int = 0) -> Path:
     """Make a model with heads 32 wide, as vLLM requires, in which one token in 25 ends a response."""
     make_tiny_model(directory, architecture, num_heads=2, initializer_range=0.1, seed=seed)
@@ -38,3 +50,17 @@ def model_with_ends(directory: Path, architecture: Any, seed: int = 0) -> Path:
     model.generation_config.eos_token_id = [*range(0, 256, 25), EOS]
     model.generation_config.save_pretrained(directory)
     return directory
+
+
+def weights_of(model: Any, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: weight + 0.05 * torch.randn(weight.shape, generator=generator)
+        for name, weight in named_weights(model).items()
+    }
+
+
+def with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    return model

@@ -72,17 +72,19 @@ async def environment(job: JobConfig) -> AsyncIterator[EnvironmentClient]:
         served("environment", job) as addresses,
         EnvironmentClient(addresses, methods(job)) as client,
     ):
-        await client.wait_until_ready(30)
+        await client.wait_until_ready(120)
         yield client
 
 
-async def talked(job: JobConfig, rollout: Rollout, environment: Environment, n: int = 2) -> DataProto:
-    """Rows of the job's first prompts, once all conversations have ended, in order."""
+async def talked(
+    job: JobConfig, rollout: Rollout, environment: Environment, n: int = 2, prompts: range = range(6)
+) -> DataProto:
+    """Rows of these prompts of a step, once all conversations have ended, in order."""
     agent, tokenizer = job.rollout.agent.default_agent_loop, load_tokenizer(job.actor.model)
     described = await environment.describe(DescribeRequest(agents=[agent]))
     tools = {each.name: [json.loads(tool) for tool in each.tools] for each in described.agents}
     data = PromptDataset(job.data.train_files, job.data, tokenizer, agents=Agents(agent, tools))
-    rows = fan_out(data.batch(range(6)), n, job.rollout.seed, 1)
+    rows = fan_out(data.batch(prompts), n, job.rollout.seed, 1, first=prompts.start)
 
     async def same(finished: DataProto) -> DataProto:
         return finished

@@ -161,7 +161,7 @@ async def test_a_replica_that_starts_late_or_anew_catches_up_from_the_others(job
             await rollout.update_weights(await actor.publish_weights(1))
             replicas[1].worker = RolloutWorker(job)
             await replicas[1].start()
-            await rollout.wait_until_ready(20)
+            await rollout.wait_until_ready(120)
             assert replicas[1].worker.version == 1
             assert_equal_models(replicas[1].model, worker.model)
 

@@ -68,7 +68,7 @@ async def test_a_replica_that_cannot_take_a_version_leaves_the_pool_and_returns_
         assert "no room for version 1" in caplog.text
         alone = await generated(rollout)
         late.open = True
-        await rollout.wait_until_ready(20)
+        await rollout.wait_until_ready(120)
         assert late.version == 2
         assert_equal_models(replicas[1].model, replicas[0].model)
         both = await generated(rollout)
@@ -254,6 +254,6 @@ async def test_a_swap_that_broke_half_way_takes_the_replica_out_of_service_until
             await rollout.update_weights(sources[1])
         assert await health(node.address) == [False, True, True]
         worker.error = None
-        await rollout.wait_until_ready(20)
+        await rollout.wait_until_ready(120)
         assert await health(node.address) == [True, True, True]
         assert await versions(rollout, sources[1].name) == {2}

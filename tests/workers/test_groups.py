@@ -88,7 +88,7 @@ async def test_a_group_answers_on_one_port_as_each_of_its_roles(job: JobConfig, 
         grpc.aio.insecure_channel(process.address) as channel,
     ):
         await actor.wait_until_ready(120)
-        await reference.wait_until_ready(5)
+        await reference.wait_until_ready(120)
         stub = health_pb2_grpc.HealthStub(channel)
         services = [f"rolemesh.v1.{name}Service" for name in ("Actor", "Reference", "Weights")]
         for name in ("", "actor", "reference", *services):
@@ -96,7 +96,7 @@ async def test_a_group_answers_on_one_port_as_each_of_its_roles(job: JobConfig, 
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         async with CriticClient([process.address], methods(job)) as critic:
             with pytest.raises(InvalidConfig, match="another role serves there, not critic"):
-                await critic.wait_until_ready(5)
+                await critic.wait_until_ready(120)
 
         old = await actor.compute_log_probs(batch)
         assert torch.equal((await reference.compute_log_probs(batch))["ref_log_probs"], old["old_log_probs"])

@@ -1,0 +1,120 @@
+"""Distribute tests over the test processes of xdist so that two heavy tests never run at once.
+
+One test process gets every test with the mark `processes` (`heavy_tests.py`): file by file, the longest first.
+The others go through the light tests. Once the heavy tests are done, it helps with the light ones. Once the
+light tests are done, the others end, and heavy tests still run one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Seconds of the heavy files that take 25 and more, on two cores. A file that is not here comes after these.
+LONGEST = {
+    "tests/e2e/test_run.py": 236,
+    "tests/rollout/test_vllm_engine.py": 190,
+    "tests/e2e/test_vllm_run.py": 153,
+    "tests/e2e/test_generate_and_evaluate.py": 142,
+    "tests/ranks/test_spread_rollouts.py": 112,
+    "tests/agents/test_agents_over_grpc.py": 90,
+    "tests/ranks/test_trained_roles.py": 71,
+    "tests/rollout/test_openai_engine.py": 60,
+    "tests/charts/test_isolation.py": 59,
+    "tests/agents/test_external.py": 50,
+    "tests/processes/test_ranks.py": 47,
+    "tests/monitoring/test_real_run.py": 44,
+    "tests/processes/test_launched_ranks.py": 42,
+    "tests/processes/test_phases.py": 35,
+    "tests/charts/test_rendering.py": 31,
+    "tests/ranks/test_sharded_files.py": 31,
+    "tests/e2e/test_deaths.py": 30,
+    "tests/ranks/test_sharding.py": 30,
+    "tests/e2e/test_gsm8k.py": 27,
+    "tests/weights/test_weight_sync.py": 27,
+    "tests/processes/test_server.py": 26,
+}
+# Light files whose tests share a fixture that takes a minute to make, so they stay in one test process.
+TOGETHER = {"tests/e2e/test_learning.py"}
+
+FOLDER = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Name a folder in which each test process tells which tests are heavy: only it has collected them."""
+    if FOLDER not in node.config.stash:
+        node.config.stash[FOLDER] = tempfile.TemporaryDirectory()
+        node.config.add_cleanup(node.config.stash[FOLDER].cleanup)
+    node.workerinput["heavy_tests"] = node.config.stash[FOLDER].name
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist tells that this process has collected
+def pytest_collection_finish(session: pytest.Session) -> None:
+    told = getattr(session.config, "workerinput", None)
+    if told is not None:
+        heavy = [item.nodeid for item in session.items if item.get_closest_marker("processes")]
+        Path(told["heavy_tests"], told["workerid"]).write_text(json.dumps(heavy))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class HeavyApart(LoadScopeScheduling):  # type: ignore[misc]
+        """A unit of work is a heavy file, a file of TOGETHER, or a light test."""
+
+        def __init__(self) -> None:
+            super().__init__(config, log)
+            self._heavy: set[str] = set()  # node ids of tests
+            self._heavy_node: Any = None
+            if in_random_order(config):
+                config.option.loadscopereorder = False  # units with many tests would come first
+
+        def schedule(self) -> None:
+            for file in Path(config.stash[FOLDER].name).iterdir():
+                self._heavy |= set(json.loads(file.read_text()))
+            super().schedule()
+
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            if nodeid in self._heavy:
+                return f"heavy {file}"
+            return file if file in TOGETHER else nodeid
+
+        def _next_unit(self, node: Any) -> str | None:
+            """Choose the next unit of work for a test process; None: there is no more for it."""
+            if self._heavy_node not in self.assigned_work:  # at the start, or it has crashed
+                self._heavy_node = node
+            if node is self._heavy_node:
+                heavy = [unit for unit in self.workqueue if unit.startswith("heavy ")]
+                if heavy and not in_random_order(config):
+                    heavy.sort(key=lambda unit: -LONGEST.get(unit.removeprefix("heavy "), 0))
+                if heavy:
+                    return heavy[0]
+            return next((unit for unit in self.workqueue if not unit.startswith("heavy ")), None)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            unit = self._next_unit(node)
+            if unit is None:
+                node.shutdown()
+            else:
+                self.workqueue.move_to_end(unit, last=False)
+                super()._assign_work_unit(node)
+
+        def _reschedule(self, node: Any) -> None:
+            """Keep three tests at a process: it begins a test only when it knows the next one."""
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
+                self._assign_work_unit(node)
+
+    return HeavyApart()
+
+
+def in_random_order(config: pytest.Config) -> bool:
+    """Whether pytest-random-order was asked for an order."""
+    options = ("random_order_bucket", "random_order_seed")
+    return not all(str(config.getoption(name, "default:")).startswith("default:") for name in options)
