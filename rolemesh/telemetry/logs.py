@@ -92,7 +92,10 @@ def shown(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException | None) -> Iterator[str]:
-    """Yield the traceback's lines for an error and its causes; an error's own text, maybe untrusted, is one."""
+    """Yield the traceback's lines for an error and its causes.
+
+    An error's own text is one line, and each of its notes too: they may be untrusted.
+    """
     chain: list[tuple[BaseException, str]] = []
     then = ""
     while error is not None and all(error is not known for known, _ in chain):
@@ -103,7 +106,10 @@ def _traceback(error: BaseException | None) -> Iterator[str]:
         yield "Traceback (most recent call last):"
         for frame in traceback.format_tb(each.__traceback__):
             yield from frame.rstrip("\n").split("\n")
-        yield "".join(traceback.format_exception_only(each)).rstrip("\n")
+        notes = getattr(each, "__notes__", ())
+        text = "".join(traceback.format_exception_only(each)).rstrip("\n")
+        yield text.removesuffix("".join(f"\n{note}" for note in notes))
+        yield from notes
         members = each.exceptions if isinstance(each, BaseExceptionGroup) else ()
         for number, member in enumerate(members, start=1):
             yield f"{number} of {len(members)}:"

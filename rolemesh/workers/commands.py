@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -21,6 +20,7 @@ from rolemesh.models.micro_batches import IS_FILLER, MicroBatches
 from rolemesh.ranks.load import RankLoads
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.telemetry import timeline
+from rolemesh.telemetry.logs import shown
 from rolemesh.workers.seat import Seat
 
 SECONDS = "seconds"  # in an answer's meta_info: of the command, and of them in collectives
@@ -81,12 +81,13 @@ def command(method: Callable[[W, DataProto], DataProto]) -> Given[W]:
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Keep the traceback of an error as a note, and drop its frames.
+    """Keep the traceback of an error as notes, one a line, and drop its frames.
 
     The frames, and the closures among them, hold all activations of a failed pass for as long as somebody has
     the error. A future of asyncio has it in a reference cycle.
     """
-    error.add_note("".join(traceback.format_exception(error)))
+    for line in shown(error).split("\n"):
+        error.add_note(line)
     chain = [error]
     for each in chain:
         each.__traceback__ = None

@@ -32,8 +32,8 @@ def generate(
     rollout.val_kwargs is how responses are sampled, and rollout.val_kwargs.n how many for each prompt, as in a
     validation. If the command is interrupted, repeat it: it goes on where it was.
     """
+    fork_roles()
     job = job_of(config, overrides)
-    fork_roles(["rollout"])
     from rolemesh.services.processes.generate import generate_file
 
     generate_file(job, output, log_probs)
@@ -58,8 +58,8 @@ def evaluate(
     The numbers are those of a validation, with standard errors (docs/generate-and-evaluate.md). Rows have
     data.reward_fn_key and data.reward_model_key, and are scored as in a run, by the section reward.
     """
+    fork_roles()
     job = job_of(config, overrides)
-    fork_roles(["reward"])
     from rolemesh.services.processes.evaluate import evaluate_file
 
     evaluate_file(job, output, response_key)

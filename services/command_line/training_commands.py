@@ -17,14 +17,12 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
 
     placement.strategy defines the groups; by default every role is a group of its own.
     """
-    job = job_of(config, overrides)
-    fork_roles(job.roles)
-    rolemesh.run(job)
+    fork_roles()
+    rolemesh.run(job_of(config, overrides))
 
 
 @app.command(epilog="Example: rolemesh sft job.yaml data.messages_key=conversation trainer.total_epochs=2")
 def sft(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Train on given responses, with the actor alone (docs/sft.md): `run` with algorithm.page=sft."""
-    job = job_of(config, overrides, "algorithm.page=sft")
-    fork_roles(job.roles)
-    rolemesh.run(job)
+    fork_roles()
+    rolemesh.run(job_of(config, overrides, "algorithm.page=sft"))

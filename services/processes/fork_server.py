@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import gc
 import json
+import logging
 import os
 import runpy
 import select
@@ -31,7 +32,10 @@ from typing import Any, NoReturn
 
 from rolemesh.services.processes.environments import role_settings
 
+log = logging.getLogger(__name__)
+
 NUMBER = struct.Struct("!i")  # the length of a request, a process id, an exit code
+ASKING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)  # signals that ask a process to end
 STATUS, STDIN, STDOUT, STDERR = range(4)  # the descriptors of a request
 
 
@@ -71,7 +75,10 @@ class Forked:
     async def _end(self, status: asyncio.StreamReader) -> int:
         try:
             (self.returncode,) = NUMBER.unpack(await status.readexactly(NUMBER.size))
-        except (asyncio.IncompleteReadError, ConnectionError):  # the server was killed
+        except (asyncio.IncompleteReadError, ConnectionError):
+            log.error(
+                "the process that forks roles has ended; process %d is killed, as nobody watches it", self.pid
+            )
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.returncode = -signal.SIGKILL
@@ -128,7 +135,7 @@ class ForkServer:
         return Forked(pid, reader, writer, stdin)
 
     def close(self) -> None:
-        """End the server, and with it what it has forked."""
+        """End the server. Its forks end with this process, when their pipes close."""
         self._control.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)  # it may still import
@@ -147,8 +154,9 @@ def begin_forking(modules: Sequence[str]) -> None:
         modules: what the processes will import.
     """
     global server
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # of a process that was started with it closed
+            stream.flush()
     own, its = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -167,12 +175,17 @@ def serve_forks(control: socket.socket, modules: Sequence[str]) -> NoReturn:
         modules: imported first.
     """
     os.setsid()  # Ctrl-C must reach only the launcher
+    # It has the command line of the launcher: whoever sends a signal by that name means the launcher.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}
+    _name("rolemesh forks")
     os.environ.update(role_settings())  # before torch is imported: OpenMP reads them then
     for module in modules:
         with contextlib.suppress(Exception):  # the process that needs it says what is wrong
             import_module(module)
     gc.freeze()  # a garbage collection of a fork would write to all of the shared memory
     request = _requested(control)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     _become(**request)
     runpy.run_module("rolemesh", run_name="__main__")
     sys.exit()
@@ -196,10 +209,13 @@ def _requested(control: socket.socket) -> dict[str, Any]:
             if not mark:
                 os._exit(0)
             status = socket.socket(fileno=descriptors[STATUS])
-            request: dict[str, Any] = json.loads(_read(status, *NUMBER.unpack(_read(status, NUMBER.size))))
             try:
+                request: dict[str, Any] = json.loads(_read(status, *NUMBER.unpack(_read(status, NUMBER.size))))
                 pid = os.fork()
-            except OSError:  # its status closes without a process id
+            except (
+                EOFError,
+                OSError,
+            ):  # a request that was given up, or no fork: its status closes without a pid
                 pid = -1
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -222,16 +238,17 @@ def _tell_ended(children: dict[int, socket.socket]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        with contextlib.suppress(OSError), children.pop(pid) as told:
-            told.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+        if told := children.pop(pid, None):  # None: something that an import started
+            with contextlib.suppress(OSError), told:
+                told.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
 
 
 def _read(status: socket.socket, size: int) -> bytes:
     whole = b""
     while len(whole) < size:
         part = status.recv(size - len(whole))
-        if not part:  # the launcher was killed while it sent a request
-            os._exit(0)
+        if not part:
+            raise EOFError
         whole += part
     return whole
 
@@ -249,17 +266,20 @@ def _become(
     for descriptor in descriptors[STDIN:]:
         if descriptor > 2:
             os.close(descriptor)
-    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # as PYTHONUNBUFFERED has it
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]  # as PYTHONUNBUFFERED has it
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the command's folder, or the working directory: `python -P` has neither
     num_threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["rolemesh", *arguments]
-    _name(arguments)
+    _name(" ".join(arguments[:2]))
     if (own := os.environ.get("OMP_NUM_THREADS", "")) != num_threads and own.isdecimal():
         import_module("torch").set_num_threads(int(own))
 
 
-def _name(arguments: Sequence[str]) -> None:
-    """Give the process a name for `ps -e` and `top`, which shows 15 characters."""
+def _name(name: str) -> None:
+    """Give the process a name for `ps -e` and `top`, which show 15 characters."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
-        comm.write(" ".join(arguments[:2])[:15])
+        comm.write(name[:15])

@@ -24,6 +24,7 @@ from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.main import Brakes, drive, prepare, warn_of_idle_keys
 from rolemesh.services.controller.run.checkpoints import Checkpoints, write_durably
+from rolemesh.services.controller.run.decision import start_of
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import held
 from rolemesh.services.processes.role_processes import (
@@ -57,11 +58,11 @@ async def launch(job: JobConfig) -> Summary:
     scraped = serve_metrics(LOCAL, CONTROLLER)
     checkpoints = Checkpoints(job.run_dir)
     while True:
-        before = checkpoints.latest()
+        began = start_of(job, checkpoints).checkpoint
         try:
             return await _launch(job, scraped)
         except RoleUnavailable as lost:
-            if (latest := checkpoints.latest()) == before:
+            if (latest := checkpoints.latest()) == began or job.trainer.val_only:
                 raise
             log.warning("%s\nstarting all roles anew, and going on from %s", lost, latest)
 

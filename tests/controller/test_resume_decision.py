@@ -235,6 +235,17 @@ def test_disable_begins_a_new_run_where_only_the_checkpoints_were_deleted(run_di
     assert begin(job_in(run_dir, "auto")) is None
     made = add_checkpoint(run_dir, 1)
     assert begin(job) == made
+    shutil.rmtree(made)
+    assert begin(job) is None
+
+
+@pytest.mark.parametrize(("best", "begins_at", "kept"), [(2, 3, True), (3, 3, True), (4, 3, False)])
+def test_a_run_that_goes_back_keeps_only_a_best_checkpoint_from_before(
+    run_dir: Path, best: int, begins_at: int, kept: bool
+) -> None:
+    (run_dir / "best").write_text(f"global_step_{best}\n")
+    begin(job_in(run_dir, "resume_path", run_dir / f"global_step_{begins_at}"))
+    assert (run_dir / "best").exists() == kept
 
 
 def test_auto_names_the_foreign_checkpoint_from_which_a_run_without_its_own_began(

@@ -132,6 +132,21 @@ async def test_if_the_server_is_killed_its_forks_end_and_the_next_process_is_one
         assert process.returncode == 2
 
 
+async def test_who_asks_the_launcher_to_end_by_its_name_does_not_end_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with forking(monkeypatch) as server:
+        before, _ = await started(tmp_path / "before", ends="stdin")
+        for number in fork_server.ASKING:
+            os.kill(server.pid, number)
+        after, noted = await started(tmp_path / "after", ends="stdin")
+        assert all(noted["handlers"])  # its own are as in any process
+        for process in (before, after):
+            process.close_stdin()
+            await process.gone
+            assert process.returncode == 2
+
+
 def test_it_ends_with_the_launcher_however_that_ends() -> None:
     code = (
         "import sys\n"

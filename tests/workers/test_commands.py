@@ -10,9 +10,11 @@ import torch
 from prometheus_client import REGISTRY
 
 from rolemesh.dataproto import DataProto
+from rolemesh.errors import InvalidBatch
 from rolemesh.models.micro_batches import IS_FILLER, MicroBatches
 from rolemesh.ranks.orders import Command
 from rolemesh.ranks.ranks import Ranks
+from rolemesh.telemetry.logs import shown
 from rolemesh.workers.commands import Deal, command, command_of
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.seat import ComputingThread, Seat
@@ -93,6 +95,16 @@ def test_tokens_of_all_ranks_are_those_of_the_batch_and_no_filler_counts() -> No
     worker.count(Deal.evenly(DataProto({"attention_mask": mask[:1]}), Ranks(0, 2)).parts)
     assert [sample("tokens", rank) for rank in (0, 1)] == [60, 10]
     assert worker.loads.take()["perf/imbalance/counting"] == 2
+    worker.close()
+
+
+def test_the_log_of_a_command_that_failed_has_a_line_for_each_of_its_calls() -> None:
+    worker = Counting("failing", Seat(ComputingThread("failing"), ranks=Ranks(0, 2), orders=InTurn()))
+    with pytest.raises(InvalidBatch) as failure:
+        worker.count([DataProto()])
+    lines = shown(failure.value).split("\n")
+    assert any(line.endswith(", in count") for line in lines)
+    assert all(len(line) < 500 and "\\n" not in line for line in lines)
     worker.close()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from many_ranks import on_ranks
 from saving import saved
 from sequences import sequence_batch
 from torch import Tensor
@@ -20,9 +24,17 @@ from rolemesh.config import JobConfig
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
+from rolemesh.errors import RoleFailed, RolemeshError, UpdateFailed
+from rolemesh.ranks.following import follow
+from rolemesh.ranks.leading import Leader
+from rolemesh.ranks.orders import Command
+from rolemesh.ranks.ranks import Ranks
+from rolemesh.ranks.rendezvous import Rendezvous
 from rolemesh.ranks.sharding import local
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.workers.commands import command_of
+from rolemesh.workers.seat import ComputingThread, Seat
 
 WORKERS: dict[str, Callable[..., Any]] = {"actor": ActorWorker, "critic": CriticWorker}
 ROWS = 8
@@ -206,3 +218,130 @@ async def test_a_step_whose_moments_could_not_be_moved_is_undone(
     assert same(everything(worker), initial)
     assert await worker.update(batch_of(1)) == await untouched.update(batch_of(1))
     assert same(everything(worker), everything(untouched))
+
+
+# ----------------------------------------------------------------------------------- on two ranks
+
+# Tokens that no row of sequence_batch has: where each makes a rank fail, and in which of the two passes of its
+# mini-batch.
+POISONS = {
+    250: ("forward", 1),
+    251: ("forward", 2),
+    252: ("backward", 1),
+    253: ("backward", 2),
+    254: ("step", 2),
+}
+ON_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("actor", {"actor": {"use_kl_loss": True, "entropy_coeff": 0.01}}),
+    "moved": ("actor", {"actor": {"fsdp_config": {"param_offload": True} | OFFLOAD}}),
+    "adapter": CASES["adapter"],
+    "chosen tokens": CASES["chosen tokens"],
+    "critic": ("critic", {}),
+}
+
+
+class Poison:
+    """Makes a worker's real model fail where a token of its rows says, alike on every rank.
+
+    The error is one that a group of ranks survives. In the forward pass it fails in the first block. In the
+    backward pass it fails there too, when the gradients of later blocks have been added over the ranks, and
+    some of this block's are whole.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        model = worker.model.body if isinstance(worker, CriticWorker) else worker.model.get_decoder()
+        self._passes, self._place = Counter[int](), ""
+        model.get_input_embeddings().register_forward_pre_hook(self._look)
+        model.layers[0].self_attn.register_forward_hook(self._compute)
+        worker.optimizer._adamw.register_step_pre_hook(lambda *_: self._fail_at("step"))
+
+    def _look(self, module: Any, inputs: tuple[Tensor]) -> None:
+        self._place = ""
+        for token, (place, number) in POISONS.items():
+            if (inputs[0] == token).any() and (place == "forward" or torch.is_grad_enabled()):
+                self._passes[token] += 1
+                self._place = place if self._passes[token] == number else ""
+
+    def _compute(self, module: Any, inputs: Any, output: Any) -> None:
+        self._fail_at("forward")
+        attended = tree_leaves(output)[0]
+        if attended.requires_grad:
+            attended.register_hook(lambda _: self._fail_at("backward"))
+
+    def _fail_at(self, place: str) -> None:
+        if self._place == place:
+            self._passes.clear()
+            self._place = ""
+            raise RoleFailed(f"poisoned in {place}")
+
+
+def failing_batches() -> Iterator[tuple[type[Exception], DataProto]]:
+    """Yield batches of which the first mini-batch fails, or only the second one."""
+    for begin in (0, 6):
+        for token in POISONS:
+            batch = batch_of(2, 12)
+            batch["input_ids"][begin:, 6] = token
+            yield RoleFailed, batch
+        batch = batch_of(2, 12)
+        for column in ("advantages", "returns"):
+            batch[column][begin:] = torch.nan
+        yield UpdateFailed, batch
+
+
+async def survive(worker: Any, untouched: Any) -> None:
+    """Fail in every way, and train as the other one after each."""
+    expected = learnt(await untouched.update(batch_of(1, 12)))
+    for error, batch in failing_batches():
+        with pytest.raises(error):
+            await worker.update(batch)
+        await worker.load_checkpoint(None)
+        assert learnt(await worker.update(batch_of(1, 12))) == expected, error
+        await worker.load_checkpoint(None)
+    await worker.update(batch_of(1, 12))
+
+
+def survive_on_ranks(ranks: Ranks, directory: Path, model: Path) -> None:
+    """Two workers of every case; the first fails, and ends as the second does."""
+    rendezvous = Rendezvous.of(os.environ)
+    names = [f"{case}, {which}" for case in ON_RANKS for which in ("failing", "untouched")]
+    threads = {name: ComputingThread(name) for name in names}
+    seats = {name: Seat(threads[name], ranks=Ranks.of_process("cpu")) for name in names}
+    workers: dict[str, Any] = {}
+    for name in names:
+        role, sections = ON_RANKS[name.rpartition(",")[0]]
+        two_steps = {role: {"ppo_mini_batch_size": 6}, "data": {"train_batch_size": 12}}
+        job = job_of(model, directory / name / str(ranks.rank), merge(two_steps, sections))
+        workers[name] = threads[name].submit(WORKERS[role], job, seats[name]).result()
+        if "failing" in name:
+            Poison(workers[name])
+
+    def command(name: str, method: str) -> Command:
+        return command_of(workers[name], method)
+
+    async def lead() -> None:
+        leader = Leader(names, rendezvous)
+        await leader.start()
+        await leader.gather()
+        for name in names:
+            object.__setattr__(seats[name], "orders", leader.orders(name))
+        for case in ON_RANKS:
+            await survive(workers[f"{case}, failing"], workers[f"{case}, untouched"])
+        await leader.close()
+
+    if ranks.rank == 0:
+        asyncio.run(lead())
+    else:
+        try:
+            asyncio.run(follow(names, rendezvous, threads, command))
+        except RolemeshError as error:  # rank 0 says why
+            raise AssertionError from error
+    for case in ON_RANKS:
+        failing, untouched = (workers[f"{case}, {which}"] for which in ("failing", "untouched"))
+        assert all(parameter.grad is None for parameter in failing.model.parameters())
+        assert same(everything(failing), everything(untouched)), case
+
+
+def test_after_a_failure_of_all_ranks_loaded_ones_train_as_untouched_ones(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    on_ranks(2, survive_on_ranks, tmp_path, tiny_model)

@@ -96,15 +96,28 @@ class Start:
         )
 
     def write_down(self) -> None:
-        """Point `latest` to the checkpoint and write the decision, if this start follows one."""
+        """Point `latest` to the checkpoint and write the decision, if this start follows one.
+
+        `best` is forgotten unless it is on the way to the checkpoint.
+        """
         if self.decision is None or not self.is_new:
             return
         if self.decision.resume_from_path is None:
-            for pointer in ("latest", "best"):  # left by somebody who deleted the checkpoints alone
-                (self.run_dir / pointer).unlink(missing_ok=True)
+            (self.run_dir / "latest").unlink(
+                missing_ok=True
+            )  # left by somebody who deleted the checkpoints alone
         else:
             write_durably(self.run_dir / "latest", self.decision.resume_from_path + "\n")
+        best = Checkpoints(self.run_dir).best()
+        if best and not (
+            self.checkpoint and self.checkpoint.parent == best.parent and _step(best) <= _step(self.checkpoint)
+        ):
+            (self.run_dir / "best").unlink()
         write_durably(self.run_dir / FILE, json.dumps(asdict(self.decision), indent=1) + "\n")
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("_")[2])
 
 
 def named_checkpoint(job: JobConfig) -> Path | None:
@@ -126,6 +139,8 @@ def start_of(job: JobConfig, checkpoints: Checkpoints) -> Start:
     run_dir, val_only = checkpoints.run_dir, job.trainer.val_only
     decision = Decision.of(job)
     is_new = decision is not None and decision != Decision.read(run_dir)
+    if decision and decision.resume_mode == "disable" and not checkpoints.steps():
+        is_new = True  # there is nothing to go on from
     if decision and decision.resume_from_path and (is_new or val_only):
         checkpoint = run_dir / decision.resume_from_path
         if not (checkpoint / "controller.json").is_file():
