@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from rolemesh.errors import InvalidBatch, RolemeshError, RoleUnavailable
-from rolemesh.ranks.messages import KEEPALIVE, LEADER_KEY, REMIND_S, RPC, Answer, Failure, Order
+from rolemesh.ranks.messages import KEEPALIVE, LEADER_KEY, REMIND_S, RPC, Answer, Failure, Order, is_last
 from rolemesh.ranks.orders import Command
 from rolemesh.ranks.rendezvous import Rendezvous
 from rolemesh.rpc.channels import CLIENT_OPTIONS, open_channel
@@ -60,7 +60,10 @@ async def follow(
         log.info("following rank 0 of %d of %s", rendezvous.size, group)
         try:
             async for batch in receive_batches(call):
-                follower.take(Order.of(batch))
+                if is_last(batch):
+                    follower.end()
+                else:
+                    follower.take(Order.of(batch))
                 del batch
         except grpc.aio.AioRpcError as error:
             raise RoleUnavailable(str(from_status(error, f"rank 0 of {rendezvous.size} of {group}"))) from error
@@ -85,13 +88,13 @@ class _Follower:
     def __init__(self, threads: Mapping[str, Executor], command_of: Callable[[str, str], Command]) -> None:
         self._threads, self._command_of = threads, command_of
         self._numbers: Counter[str] = Counter()  # of each role's last order
-        self._outbox: asyncio.Queue[Encoded] = asyncio.Queue()
+        self._outbox: asyncio.Queue[Encoded | None] = asyncio.Queue()
         self._running: set[asyncio.Task[None]] = set()
 
     async def answers(self) -> AsyncIterator[bytes]:
-        """Yield the messages of the answers, as they come."""
-        while True:
-            for message in CARRIER.send(await self._outbox.get()):
+        """Yield the messages of the answers, as they come, until the end."""
+        while (answer := await self._outbox.get()) is not None:
+            for message in CARRIER.send(answer):
                 yield message
 
     def take(self, order: Order) -> None:
@@ -99,6 +102,10 @@ class _Follower:
         running = asyncio.create_task(self._run(order))  # tasks start in this order
         self._running.add(running)
         running.add_done_callback(self._running.discard)
+
+    def end(self) -> None:
+        """Send the answers that there are, and no more."""
+        self._outbox.put_nowait(None)
 
     async def _run(self, order: Order) -> None:
         origin.job.set(order.job)

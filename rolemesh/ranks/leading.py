@@ -16,7 +16,7 @@ import grpc
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import NotPermitted, RolemeshError, RoleUnavailable
-from rolemesh.ranks.messages import KEEPALIVE, LEADER_KEY, REMIND_S, RPC, Answer, Failure, Order
+from rolemesh.ranks.messages import KEEPALIVE, LEADER_KEY, REMIND_S, RPC, Answer, Failure, Order, last
 from rolemesh.ranks.orders import Command, Orders
 from rolemesh.ranks.rendezvous import Rendezvous
 from rolemesh.rpc import tls
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 # After a rank's error the other ranks may take this long to raise the same one. A rank that is silent by then
 # probably waits, in a collective, for the rank that failed.
 OTHERS_S = 10.0
-CLOSE_S = 2.0  # for followers to read that rank 0 drains
+CLOSE_S = 5.0  # for followers to end their streams when rank 0 drains
 
 
 @dataclass(eq=False)
@@ -222,6 +222,12 @@ class Leader:
                 for message in CARRIER.send(batch):
                     await context.write(message)
                 del batch, message
+            if not self._lost.done():
+                # The follower ends its requests first. If the call ended while it sends one, even one that has
+                # arrived here, gRPC would report INTERNAL to it.
+                for message in CARRIER.send(last()):
+                    await context.write(message)
+                await reading
         finally:
             reading.cancel()
             self._lose(f"{self._name([rank])} is gone: its stream of orders ended")

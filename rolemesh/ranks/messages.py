@@ -26,6 +26,7 @@ KEEPALIVE = {
     * 1000,  # of each ping; 60 s by default, also for keepalive
     "grpc.http2.max_pings_without_data": 0,
 }
+LAST_KEY = "last"  # in the meta of rank 0's last message
 REMIND_S = 5.0  # a rank that waits for another one logs which, this often
 
 
@@ -126,6 +127,15 @@ class Answer:
         if "error" in batch.meta_info:
             return cls(**keys, outcome=Failure(**_keys(batch, {"error": str, "text": str})))
         return cls(**keys, outcome=_part(batch))
+
+
+def last() -> Encoded:
+    """Return rank 0's last message, when it drains: no order follows, and the follower ends its requests."""
+    return encode(DataProto(meta_info={LAST_KEY: True}))
+
+
+def is_last(batch: DataProto) -> bool:
+    return batch.meta_info.get(LAST_KEY) is True
 
 
 def _batch(content: DataProto, keys: Mapping[str, Any]) -> DataProto:

@@ -64,9 +64,10 @@ class GroupServiceServicer:
         command raised an error, the answer has no rows, and the keys error, the class's name as in docs/errors.md
         (empty for an unexpected error), and text.
 
-        A follower computes a role's orders one after another. Orders of different roles may overlap. The stream
-        ends with OK when rank 0 drains, and with UNAVAILABLE when the group cannot continue; the message says why.
-        Whichever end the stream loses, the other ends its process.
+        A follower computes a role's orders one after another. Orders of different roles may overlap. When
+        rank 0 drains, it sends a last batch, whose meta is last: true; the follower ends its requests, and then the
+        stream ends with OK. It ends with UNAVAILABLE when the group cannot continue; the message says why.
+        An end that loses the stream ends its process.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

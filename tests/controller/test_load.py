@@ -135,7 +135,7 @@ async def test_a_role_that_a_run_waits_for_has_load(tiny_model: Path, tmp_path: 
         serving(RunStatus("run"), ["reward"], "127.0.0.1:0") as server,
     ):
         server.show({"reward": client})
-        waiting = asyncio.create_task(client.wait_until_ready(30))
+        waiting = asyncio.create_task(client.wait_until_ready(120))
         await until(client.pool, lambda: client.pool.pending_rows)
         assert load() > 0
         waiting.cancel()

@@ -199,7 +199,7 @@ async def test_finished_rows_are_judged_while_others_still_generate() -> None:
         judged.set()
         return rows
 
-    batch = await asyncio.wait_for(collect(generates(), THREE, judges), 30)
+    batch = await asyncio.wait_for(collect(generates(), THREE, judges), 120)
     assert batch["responses"][:, 0].tolist() == [0, 1, 2]
 
 

@@ -20,9 +20,10 @@ from ranked import Recorder, exit_codes, follower, forked
 from rolemesh import threads
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, NotPermitted, RolemeshError, RoleUnavailable, UpdateFailed
+from rolemesh.ranks import leading
 from rolemesh.ranks.following import follow
 from rolemesh.ranks.leading import Leader
-from rolemesh.ranks.messages import LEADER_KEY, RPC
+from rolemesh.ranks.messages import LEADER_KEY, RPC, Answer, is_last
 from rolemesh.ranks.orders import Alone, Orders
 from rolemesh.ranks.rendezvous import Rendezvous, local_store
 from rolemesh.rpc import tls
@@ -30,6 +31,7 @@ from rolemesh.rpc.channels import open_channel
 from rolemesh.rpc.errors import from_status
 from rolemesh.rpc.metadata import RANK_KEY, SECRET_KEY
 from rolemesh.telemetry import context
+from rolemesh.wire.streams import CARRIER, receive_batches
 
 SIZE = 3
 
@@ -222,6 +224,45 @@ async def test_a_follower_that_sends_no_answer_ends_the_group(tmp_path: Path) ->
         with pytest.raises(RoleUnavailable, match="rank 1 of 2 of a broke its stream of orders: InvalidBatch"):
             await leader.watch()
     await leader.close()
+
+
+async def test_a_call_ends_after_what_its_follower_still_sends() -> None:
+    """Ended earlier, it would break a message that is on its way, and the follower would call rank 0 lost."""
+    store = local_store(2)
+    leader = Leader(["a"], Rendezvous(0, 2, "127.0.0.1", store.port, "0"))
+    await leader.start()
+    port, secret = (await asyncio.to_thread(leader.rendezvous.store.get, LEADER_KEY)).decode().split()
+    async with open_channel(f"127.0.0.1:{port}", "a") as channel, asyncio.timeout(120):
+        start: Any = channel.stream_stream
+        call = start(RPC.path)(metadata=((RANK_KEY, "1"), (SECRET_KEY, secret)))
+        batches = receive_batches(call)
+        await leader.gather()
+        closing = asyncio.create_task(leader.close())
+        assert is_last(await anext(batches))
+        for number in range(200):  # rank 0 takes them, and they mean nothing to it any more
+            for message in CARRIER.send(Answer(number, "a", DataProto()).encoded()):
+                await call.write(message)
+        assert not call.done()
+        await call.done_writing()
+        with pytest.raises(StopAsyncIteration):
+            await anext(batches)
+        assert await call.code() is grpc.StatusCode.OK
+        await closing
+
+
+async def test_a_follower_that_does_not_end_its_stream_holds_no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "CLOSE_S", 0.1)
+    store = local_store(2)
+    leader = Leader(["a"], Rendezvous(0, 2, "127.0.0.1", store.port, "0"))
+    await leader.start()
+    port, secret = (await asyncio.to_thread(leader.rendezvous.store.get, LEADER_KEY)).decode().split()
+    async with open_channel(f"127.0.0.1:{port}", "a") as channel, asyncio.timeout(120):
+        start: Any = channel.stream_stream
+        call = start(RPC.path)(metadata=((RANK_KEY, "1"), (SECRET_KEY, secret)))
+        await leader.gather()
+        await leader.close()
+        with pytest.raises(grpc.aio.AioRpcError):
+            [_ async for _ in call]
 
 
 async def test_with_keys_a_follower_needs_every_role_of_the_group(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ async def test_no_order_of_concurrent_calls_stops_a_group(tiny_model: Path, tmp_
             "weights": weights,
         }
         expected = {kind: await call() for kind, call in kinds.items()}
-        order = [kind for kind in kinds for _ in range(60)]
+        order = [kind for kind in kinds for _ in range(40)]
         rng.shuffle(order)
         calls: list[tuple[str, asyncio.Task[Any]]] = []
         for kind in order:
@@ -200,7 +200,7 @@ async def test_no_order_of_concurrent_calls_stops_a_group(tiny_model: Path, tmp_
                 rng.choice(calls[-20:])[1].cancel()
         await asyncio.wait({call for _, call in calls})
         done = [(kind, call.result()) for kind, call in calls if not call.cancelled()]
-        assert len(done) > 200
+        assert len(done) > 130
         for kind, answer in done:
             if isinstance(answer, DataProto):
                 assert same(answer, expected[kind]), kind

@@ -154,8 +154,8 @@ def test_a_function_is_called_and_its_result_compared() -> None:
 def test_a_program_has_the_memory_that_the_job_gives_it() -> None:
     takes_400_mib = "x = bytearray(400 << 20)\nprint(5)"
     truth = {"inputs": [""], "outputs": ["5"]}
-    assert score(takes_400_mib, truth, timeout_s=20, memory_limit_mb=1024)["score"] == 1.0
-    assert score(takes_400_mib, truth, timeout_s=20, memory_limit_mb=256)["score"] == 0.0
+    assert score(takes_400_mib, truth, timeout_s=60, memory_limit_mb=1024)["score"] == 1.0
+    assert score(takes_400_mib, truth, timeout_s=60, memory_limit_mb=256)["score"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_test_that_sleeps_takes_the_time_that_its_row_may_sleep() -> None:
     truth = {"inputs": [f"{k}\n" for k in range(10)], "outputs": ["1"] * 10}
     sleeps = "import time\nif input() == '0': time.sleep(600)\nprint(1)"
     assert score(sleeps, truth, timeout_s=1) == {"score": 0.0, "acc": 0.0}
-    assert score(sleeps.replace("600", "0"), truth, timeout_s=10) == {"score": 1.0, "acc": 1.0}
+    assert score(sleeps.replace("600", "0"), truth, timeout_s=60) == {"score": 1.0, "acc": 1.0}
 
 
 def test_time_in_which_a_program_computes_or_waits_for_a_cpu_is_not_time_asleep() -> None:

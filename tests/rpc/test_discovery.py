@@ -36,7 +36,7 @@ class Seen:
         self._watch = Endpoints("reward", 50051, cluster).watch()
 
     async def next(self) -> list[str]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             return sorted(await anext(self._watch))
 
 
@@ -187,7 +187,7 @@ class Hosts:
 
         async def line() -> str:
             assert process.stdout
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 return (await process.stdout.readline()).decode().strip()
 
         try:

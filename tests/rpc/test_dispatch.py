@@ -75,7 +75,7 @@ async def test_a_quicker_replica_gets_more_rows_and_the_order_stays(tiny_model: 
         quick = reward_job(tiny_model, quick_dir, opens=str(slow_gate.path), after=48)
         async with (
             served("reward", slow, quick) as addresses,
-            RewardClient(addresses, methods(slow), timeout_s=30) as client,
+            RewardClient(addresses, methods(slow), timeout_s=120) as client,
         ):
             answer = await client.compute_scores(reward_batch(64))
     assert index_scores(answer) == list(range(64))
@@ -152,7 +152,7 @@ async def test_a_call_waits_for_a_replica_that_has_no_memory_and_leaves_it_in_th
         returned.append(replica)
 
     async with RewardClient([address], methods(job), timeout_s=120) as client:
-        await client.wait_until_ready(30)
+        await client.wait_until_ready(120)
         client.pool.on_return = on_return
         with room.stay() as other:
             other.resize(room.total_bytes)
@@ -284,7 +284,7 @@ async def test_a_role_that_never_becomes_ready_is_named(tiny_model: Path, tmp_pa
 async def test_the_address_of_another_role_is_told_at_once(tiny_model: Path, tmp_path: Path) -> None:
     job = reward_job(tiny_model, tmp_path)
     async with served("reward", job) as addresses, ActorClient(addresses, methods(job)) as client:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             with pytest.raises(InvalidConfig, match=r"actor at .*: another role serves there, not actor"):
                 await client.wait_until_ready(600.0)
 

@@ -35,7 +35,7 @@ async def test_a_replica_that_joins_in_the_midst_of_a_call_gets_what_is_not_begu
         second = reward_job(tiny_model, tmp_path / "2", opens=str(doors.path), after=32)
         async with served("reward", first, second) as addresses:
             told = Told(addresses[0])
-            async with RewardClient(told, methods(first), timeout_s=30, may_grow=True) as client:
+            async with RewardClient(told, methods(first), timeout_s=120, may_grow=True) as client:
                 call = asyncio.create_task(client.compute_scores(reward_batch(64)))
                 await started.passed(call)
                 told.tell(*addresses)
@@ -51,7 +51,7 @@ async def test_a_replica_that_leaves_ends_what_it_computes_and_gets_no_more(
         staying = reward_job(tiny_model, tmp_path / "2")
         async with served("reward", leaving, staying) as addresses:
             told = Told(addresses[0])
-            async with RewardClient(told, methods(staying), timeout_s=30, may_grow=True) as client:
+            async with RewardClient(told, methods(staying), timeout_s=120, may_grow=True) as client:
                 call = asyncio.create_task(client.compute_scores(reward_batch(64)))
                 await started.passed(call)
                 [replica] = client.pool.replicas
@@ -93,7 +93,7 @@ async def test_a_call_waits_for_a_replica_that_is_yet_to_come(tiny_model: Path, 
     async with served("reward", job) as addresses:
         told = Told()
         async with RewardClient(told, methods(job), patience_s=30, may_grow=True) as client:
-            ready = asyncio.create_task(client.wait_until_ready(30))
+            ready = asyncio.create_task(client.wait_until_ready(120))
             await until(client.pool, lambda: client.pool.pending_rows)  # so that a scaler starts one
             told.tell("127.0.0.1:1", *addresses)  # one is enough
             await ready
@@ -126,7 +126,7 @@ async def test_who_waits_for_a_replica_learns_why_none_will_come(tiny_model: Pat
     table = methods(reward_job(tiny_model, tmp_path))
     async with RewardClient(Lost(), table) as client:
         with pytest.raises(InvalidConfig, match="nobody tells"):
-            await client.wait_until_ready(30)
+            await client.wait_until_ready(120)
 
 
 async def test_calls_are_served_in_the_order_in_which_they_were_begun(tiny_model: Path, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ async def test_calls_are_served_in_the_order_in_which_they_were_begun(tiny_model
         job = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(doors.path))
         async with served("reward", job) as addresses:
             told = Told(*addresses)
-            async with RewardClient(told, methods(job), timeout_s=30, may_grow=True) as client:
+            async with RewardClient(told, methods(job), timeout_s=120, may_grow=True) as client:
                 batch = reward_batch(80)
                 calls = [asyncio.create_task(client.compute_scores(batch[:64]))]
                 await started.passed(calls[0])

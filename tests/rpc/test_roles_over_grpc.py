@@ -211,7 +211,7 @@ async def test_a_rollout_that_was_away_gets_the_version_when_it_returns(job: Job
         servers[1], returned = RoleServer({"rollout": [ROLLOUT]}), RolloutWorker(job)
         await servers[1].start(addresses[1])
         await servers[1].ready({ROLLOUT: RolloutServicer(returned)})
-        await rollout.wait_until_ready(30)
+        await rollout.wait_until_ready(120)
         assert returned.version == 1
         assert_equal(await in_row_order(rollout.generate(prompts), 8), alone)
     for server in servers:
@@ -285,7 +285,7 @@ async def test_a_wrong_shape_is_refused_by_the_role_and_named(job: JobConfig) ->
         with pytest.raises(
             InvalidBatch, match=rf"rollout.Generate at {addresses[0]}, step 0: .*max_prompt_length"
         ):
-            await asyncio.wait_for(anext(client.generate(wrong)), 30)
+            await asyncio.wait_for(anext(client.generate(wrong)), 120)
 
 
 async def test_an_update_that_there_is_no_memory_for_waits_and_is_made_once(job: JobConfig) -> None:
