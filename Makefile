@@ -22,7 +22,7 @@ run: setup ## train the demo: five roles and a controller on this machine's CPU,
 	$(BIN)/rolemesh run configs/tiny.yaml $(ARGS)
 
 # What starts Ray or vLLM's engine, mostly waiting for it.
-ENGINES := $(wildcard tests/e2e/test_ray_*.py tests/e2e/test_vllm_*.py tests/rollout/test_vllm_*.py)
+ENGINES := $(wildcard tests/e2e/test_ray_*.py tests/e2e/test_vllm_*.py tests/rollout/test_vllm_*.py tests/rollout/test_openai_engine.py)
 
 test: test-tools ## every test that needs no GPU, no cluster and no Ray or vLLM
 	@command -v prometheus >/dev/null || \
@@ -160,7 +160,7 @@ image: ## the container image: IMAGE=name:tag TARGET=cpu or gpu, by docker, podm
 	sh scripts/make-image $(IMAGE) --target $(TARGET) $(BUILD_ARGS)
 
 test-cluster: setup .venv/bin/helm ## image and chart on the cluster that KUBECONFIG points at, a quarter of an hour
-	IMAGE=$(IMAGE) $(BIN)/python scripts/test -n 0 -m cluster tests/cluster $(ARGS)
+	IMAGE=$(IMAGE) $(BIN)/python scripts/test -n 2 -m cluster tests/cluster $(ARGS)
 
 demo-cluster: .venv/bin/helm ## the demo on that cluster, step by step: install, scale, deaths, the end
 	IMAGE=$(IMAGE) scripts/demo-cluster

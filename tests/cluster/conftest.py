@@ -39,23 +39,8 @@ def workspace() -> Iterator[tuple[cluster.Namespace, str]]:
         yield made, "workspace"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def local_run(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Future[Outcome] | None]:
-    """The demo on this machine, if a test compares with it.
-
-    It begins with the first test: those of the API server come first, and mostly wait.
-    """
-    if not any("expected" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        yield None
-        return
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Outcome]]:
+    """What the jobs are to come to, step by step: the demo on this machine, beside the first job."""
     with ThreadPoolExecutor(1) as thread:
         yield thread.submit(train_here, tmp_path_factory.mktemp("here"))
-
-
-@pytest.fixture(scope="session")
-def expected(local_run: Future[Outcome] | None) -> Outcome:
-    """What the jobs are to come to, step by step."""
-    assert local_run
-    return local_run.result()

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def equal(outcome: Outcome, expected: Outcome, step: int) -> None:
 
 
 def test_replicas_come_and_go_and_pods_die_and_the_run_ends_with_the_bits_of_a_local_one(
-    workspace: tuple[Namespace, str], expected: Outcome, tmp_path: Path
+    workspace: tuple[Namespace, str], expected: Future[Outcome], tmp_path: Path
 ) -> None:
     namespace, claim = workspace
     job = Job(namespace, "standalone", claim, "rlhf-job")
@@ -50,12 +51,13 @@ def test_replicas_come_and_go_and_pods_die_and_the_run_ends_with_the_bits_of_a_l
     job.end()
     outcome = job.outcome()
     made = int(outcome["course"][-1]["training/global_step"])
-    equal(outcome, expected, min(made, HERE) // SAVE_FREQ * SAVE_FREQ)
+    equal(outcome, expected.result(), min(made, HERE) // SAVE_FREQ * SAVE_FREQ)
 
 
-def test_the_local_run_that_the_others_equal_learns(expected: Outcome) -> None:
-    validated = [value for record in expected["course"] for key, value in record.items() if "val-core/" in key]
-    assert expected["course"][-1]["training/global_step"] == HERE
+def test_the_local_run_that_the_others_equal_learns(expected: Future[Outcome]) -> None:
+    course = expected.result()["course"]
+    validated = [value for record in course for key, value in record.items() if "val-core/" in key]
+    assert course[-1]["training/global_step"] == HERE
     assert validated[0] < 0.4 < 0.6 < validated[-1]
 
 
@@ -122,14 +124,14 @@ def a_budget_keeps_the_actor(job: Job) -> None:
 
 
 def test_a_collocated_run_is_tested_then_begins_and_has_the_bits_of_a_local_one(
-    workspace: tuple[Namespace, str], expected: Outcome
+    workspace: tuple[Namespace, str], expected: Future[Outcome]
 ) -> None:
     job = begun_after_its_check(workspace, "collocate")
     has_the_bits(job, expected)
 
 
 def test_a_hybrid_run_has_the_bits_of_a_local_one_though_a_person_pauses_it(
-    workspace: tuple[Namespace, str], expected: Outcome
+    workspace: tuple[Namespace, str], expected: Future[Outcome]
 ) -> None:
     namespace, _ = workspace
     job = begun_after_its_check(workspace, "hybrid")
@@ -159,12 +161,12 @@ def begun_after_its_check(workspace: tuple[Namespace, str], strategy: str) -> Jo
     return job
 
 
-def has_the_bits(job: Job, expected: Outcome) -> None:
+def has_the_bits(job: Job, expected: Future[Outcome]) -> None:
     """Stops the job when it has written its first checkpoint, and compares that with the local run's."""
     job.reach(SAVE_FREQ + 1)
     job.stop()
     job.end()
-    equal(job.outcome(), expected, SAVE_FREQ)
+    equal(job.outcome(), expected.result(), SAVE_FREQ)
 
 
 def rolemesh(command: str, job: Job, *args: str) -> str:

@@ -4,6 +4,7 @@ says that it has none. Found in the sources, by the types that they declare, wit
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import importlib
 import pkgutil
@@ -62,6 +63,19 @@ def parsed(files: list[Path]) -> dict[Path, ast.Module]:
         return {path: ast.parse(path.read_text()) for path in files}
     finally:
         gc.enable()
+
+
+BINDING = (
+    *(ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.comprehension, ast.For),
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda),
+)
+
+
+@functools.cache
+def walked(statement: ast.stmt) -> tuple[list[Any], list[ast.Attribute]]:
+    """The nodes of a statement that bind a name, and its attributes. Sources looks at each three times."""
+    nodes = [*ast.walk(statement)]
+    return [n for n in nodes if isinstance(n, BINDING)], [n for n in nodes if isinstance(n, ast.Attribute)]
 
 
 class Sources:
@@ -136,7 +150,8 @@ class Sources:
 
     def statements(self, reader: str, body: list[ast.stmt], env: dict[str, str]) -> None:
         for statement in body:
-            for node in ast.walk(statement):
+            binding, attributes = walked(statement)
+            for node in binding:
                 if isinstance(node, ast.Assign) and len(node.targets) == 1:
                     self.bind(reader, node.targets[0], node.value, env)
                 elif isinstance(node, ast.NamedExpr):
@@ -149,9 +164,8 @@ class Sources:
                             env[argument.arg] = kind
                 elif isinstance(node, ast.comprehension | ast.For):
                     self.bind(reader, node.target, node.iter, env)
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Attribute):
-                    self.type_of(reader, node, env)
+            for node in attributes:
+                self.type_of(reader, node, env)
 
     def bind(self, reader: str, target: ast.expr, value: ast.expr, env: dict[str, str]) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):

@@ -240,7 +240,7 @@ async def test_the_live_display_shows_step_phase_reward_and_accuracy(tiny_model:
         summary = await Run(job, load_tokenizer(job.actor.model), display).train(roles)
     display.summary(summary)
     shown = out.getvalue()
-    for text in ("1/2", "reward 0.", "val accuracy 0.000", "tokens/s", "Validation answers", "curves.png"):
+    for text in ("1/2", "reward 0.", "val accuracy 0.000", "tokens/s", "Validation answers", "metrics.jsonl"):
         assert text in shown
 
 

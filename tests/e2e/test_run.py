@@ -82,6 +82,7 @@ async def test_a_run_in_processes_ends_with_the_bits_of_one_in_process(
         code, output = await launched.end()
     assert code == 0, output
     assert "4 of 4" in output
+    assert "curves.png" in output
     assert set(pids(job)) == {"actor-0", "rollout-0", "reference-0", "critic-0", "reward-0", "reward-1"}
     assert not living(job)
     assert (job.run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -43,8 +43,10 @@ print("to the output")
 
 @contextmanager
 def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
-    """Let this process's launcher have a server that has imported nothing."""
-    server = server_process([])
+    """Let this process's launcher have a server that has imported what NOTING's command needs."""
+    server = server_process(
+        ["rolemesh.services.command_line.app", "rolemesh.graph", "rolemesh.services.controller.main"]
+    )
     monkeypatch.setattr(fork_server, "server", server)
     with closing(server):
         yield server

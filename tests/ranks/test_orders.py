@@ -211,15 +211,20 @@ async def called(address: str, told: dict[str, str]) -> None:
             raise from_status(error, "here") from error
 
 
-async def test_a_follower_that_sends_no_answer_ends_the_group(tmp_path: Path) -> None:
+@asynccontextmanager
+async def called_by_a_follower() -> AsyncIterator[tuple[Leader, Any]]:
+    """Rank 0 of two, and the bare call of rank 1."""
     store = local_store(2)
     leader = Leader(["a"], Rendezvous(0, 2, "127.0.0.1", store.port, "0"))
     await leader.start()
-    told = await asyncio.to_thread(leader.rendezvous.store.get, LEADER_KEY)
-    port, secret = told.decode().split()
-    async with open_channel(f"127.0.0.1:{port}", "a") as channel:
+    port, secret = (await asyncio.to_thread(leader.rendezvous.store.get, LEADER_KEY)).decode().split()
+    async with open_channel(f"127.0.0.1:{port}", "a") as channel, asyncio.timeout(120):
         start: Any = channel.stream_stream
-        call = start(RPC.path)(metadata=((RANK_KEY, "1"), (SECRET_KEY, secret)))
+        yield leader, start(RPC.path)(metadata=((RANK_KEY, "1"), (SECRET_KEY, secret)))
+
+
+async def test_a_follower_that_sends_no_answer_ends_the_group() -> None:
+    async with called_by_a_follower() as (leader, call):
         await call.write(b"no frame")
         with pytest.raises(RoleUnavailable, match="rank 1 of 2 of a broke its stream of orders: InvalidBatch"):
             await leader.watch()
@@ -228,13 +233,7 @@ async def test_a_follower_that_sends_no_answer_ends_the_group(tmp_path: Path) ->
 
 async def test_a_call_ends_after_what_its_follower_still_sends() -> None:
     """Ended earlier, it would break a message that is on its way, and the follower would call rank 0 lost."""
-    store = local_store(2)
-    leader = Leader(["a"], Rendezvous(0, 2, "127.0.0.1", store.port, "0"))
-    await leader.start()
-    port, secret = (await asyncio.to_thread(leader.rendezvous.store.get, LEADER_KEY)).decode().split()
-    async with open_channel(f"127.0.0.1:{port}", "a") as channel, asyncio.timeout(120):
-        start: Any = channel.stream_stream
-        call = start(RPC.path)(metadata=((RANK_KEY, "1"), (SECRET_KEY, secret)))
+    async with called_by_a_follower() as (leader, call):
         batches = receive_batches(call)
         await leader.gather()
         closing = asyncio.create_task(leader.close())
@@ -252,13 +251,7 @@ async def test_a_call_ends_after_what_its_follower_still_sends() -> None:
 
 async def test_a_follower_that_does_not_end_its_stream_holds_no_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leading, "CLOSE_S", 0.1)
-    store = local_store(2)
-    leader = Leader(["a"], Rendezvous(0, 2, "127.0.0.1", store.port, "0"))
-    await leader.start()
-    port, secret = (await asyncio.to_thread(leader.rendezvous.store.get, LEADER_KEY)).decode().split()
-    async with open_channel(f"127.0.0.1:{port}", "a") as channel, asyncio.timeout(120):
-        start: Any = channel.stream_stream
-        call = start(RPC.path)(metadata=((RANK_KEY, "1"), (SECRET_KEY, secret)))
+    async with called_by_a_follower() as (leader, call):
         await leader.gather()
         await leader.close()
         with pytest.raises(grpc.aio.AioRpcError):

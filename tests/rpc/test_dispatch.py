@@ -226,12 +226,14 @@ async def test_an_error_in_a_role_is_the_same_class_at_the_client(tiny_model: Pa
 
 
 async def test_job_and_step_reach_the_roles_log(
-    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a job's name that is not ASCII, which gRPC's metadata are."""
-    caplog.handler.setFormatter(JsonFormatter())
+    monkeypatch.setattr(caplog.handler, "formatter", JsonFormatter())  # the handler is that of all tests
     caplog.set_level("INFO")
     job = reward_job(tiny_model, tmp_path)
+    trainer = job.trainer.model_copy(update={"experiment_name": "Größe 1"})
+    job = job.model_copy(update={"trainer": trainer})
     context.job.set("Größe 1")
     context.step.set(12)
     async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:

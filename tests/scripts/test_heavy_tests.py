@@ -61,8 +61,13 @@ def tiny(folder: Path, **files: str) -> Path:
 
 
 def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240)
+    plugins = ("-p", "no:cacheprovider", "-p", "xdist", "-p", "random_order")
+    command = [sys.executable, "-m", "pytest", *plugins, *arguments]
+    # Other plug-ins take seconds to import, in each of its processes.
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
 
 
 # ------------------------------------------------------------------------------- the mark

@@ -40,6 +40,13 @@ LONGEST = {
 }
 # Light files whose tests share a fixture that takes a minute to make, so they stay in one test process.
 TOGETHER = {"tests/e2e/test_learning.py"}
+# Files whose tests wait for pods of a cluster. They run beside those that ask its API server through Helm.
+OF_PODS = {
+    "tests/cluster/test_endpoints.py",
+    "tests/cluster/test_keda.py",
+    "tests/cluster/test_kuberay.py",
+    "tests/cluster/test_training.py",
+}
 
 FOLDER = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
@@ -66,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class HeavyApart(LoadScopeScheduling):  # type: ignore[misc]
-        """A unit of work is a heavy file, a file of TOGETHER, or a light test."""
+        """A unit of work is a heavy file, a file of TOGETHER or OF_PODS, or a light test."""
 
         def __init__(self) -> None:
             super().__init__(config, log)
@@ -82,9 +89,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            if nodeid in self._heavy:
-                return f"heavy {file}"
-            return file if file in TOGETHER else nodeid
+            if file in TOGETHER | OF_PODS:
+                return file
+            return f"heavy {file}" if nodeid in self._heavy else nodeid
 
         def _next_unit(self, node: Any) -> str | None:
             """Choose the next unit of work for a test process; None: there is no more for it."""

@@ -21,7 +21,6 @@ from rolemesh.errors import RolemeshError
 from rolemesh.graph import observer
 from rolemesh.roles import Environment, Metrics, Roles
 from rolemesh.services.controller.conversations.conversing import Conversing
-from rolemesh.services.controller.display.curves import draw_curves
 from rolemesh.services.controller.display.loggers import Loggers, require_libraries
 from rolemesh.services.controller.display.progress import Display
 from rolemesh.services.controller.display.summary import Summary
@@ -154,7 +153,6 @@ class Run:
                         await self._make_steps(start)
                 finally:
                     metrics_file.close()
-                    draw_curves(self.status.records, self.job.run_dir / "curves.png", self.status.job)
             self.status.set(state=State.FINISHED, phase="")
         except BaseException:
             self.status.set(state=State.FAILED)
