@@ -1,5 +1,11 @@
 """Error classes by cause. rolemesh/rpc/errors.py maps each to a gRPC status and back."""
 
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+
 
 class RolemeshError(Exception):
     """Any error that Rolemesh raises on purpose."""
@@ -36,6 +42,44 @@ class HubUnavailable(RolemeshError, ConnectionError):
 WRONG_INPUT = (InvalidConfig, InvalidData, ModelNotFound)
 """Errors in the user's input, which a retry cannot fix. The command line exits with status 2."""
 
+# Errors of the system that are about the input: a name, a kind of file, a permission, an empty file. Others may
+# pass, such as EIO and ESTALE of NFS, or EMFILE.
+_OF_INPUT = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.EINVAL),
+}
+_OF_RUST = re.compile(r"\(os error (\d+)\)")  # in the text of errors of safetensors and tokenizers
+
+
+def unreadable(wrong: type[RolemeshError], error: BaseException, message: str) -> Exception:
+    """Return the error to raise for input that could not be read: wrong input, or an I/O error.
+
+    Args:
+        wrong: the class for wrong input.
+        error: of the library that reads it. It may have an I/O error as its cause or context.
+        message: of the error.
+
+    Returns:
+        An OSError if an I/O error is behind it, and else one of class `wrong`.
+    """
+    numbers = {_number(each) for each in _chain(error)} - {None}
+    return OSError(message) if numbers - _OF_INPUT else wrong(message)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _number(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    found = _OF_RUST.search(str(error))
+    return int(found[1]) if found else None
+
 
 class RewardFailed(RolemeshError, RuntimeError):
     """A reward function raised, died or took too long. The message names the row's uid and the function."""
@@ -69,6 +113,10 @@ class Unsupported(RolemeshError, RuntimeError):
 
 class NotPermitted(RolemeshError, PermissionError):
     """The caller's certificate names no role that may call this. The message says who called, and who may."""
+
+
+class RoleTaken(RolemeshError, RuntimeError):
+    """Another controller has the trained role. The message names it, its run directory, and the caller."""
 
 
 class RoleUnavailable(RolemeshError, ConnectionError):

@@ -16,6 +16,7 @@ write (fs.protected_hardlinks). Give a pod that runs foreign code only read acce
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -28,9 +29,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 from rolemesh.config import JobConfig
+from rolemesh.errors import RolemeshError
 
 DESCRIPTORS = Path("/proc/self/fd")
 # Flags for intermediate directories, which need only search permission.
@@ -46,6 +48,8 @@ SHOWN = 200  # characters of a path in a message
 NEW = ".new-"
 LEFT = re.compile(re.escape(NEW) + "[0-9a-f]{16}")
 ABANDONED_SECONDS = 3600  # time since the last change in a temporary directory after which it may be removed
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of flock
 
 
 class OutsideHome(PermissionError):
@@ -157,6 +161,25 @@ class Home:
             _check_file(descriptor, path.name)
             with open(descriptor, "r+b", closefd=False) as file:
                 yield file
+
+
+def lock(file: IO[Any] | int, directory: Path) -> None:
+    """Take the exclusive lock of an open file in a directory. It is released when the file is closed.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        RolemeshError: the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise RolemeshError(
+            f"{directory} is on a file system without locks (flock: {error.strerror}), which keep two "
+            "processes from writing there. Mount it with locks: Lustre with the option flock; NFS with vers=4, "
+            "or with nolock if one machine alone uses it. Or choose another directory"
+        ) from error
 
 
 def _place(path: Path, roots: Mapping[Path, Path]) -> tuple[Path, tuple[str, ...]]:

@@ -20,6 +20,7 @@ from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.main import new_client, until_ready
 from rolemesh.services.controller.pages.choice import record_step
 from rolemesh.services.controller.record import Record
+from rolemesh.services.controller.run.run_dir import new_term
 from rolemesh.services.controller.run.run_dir import read_metrics as _read
 from rolemesh.services.processes.launch import launch
 from rolemesh.services.processes.serve import load_group
@@ -69,6 +70,9 @@ async def open_roles(job: JobConfig) -> AsyncIterator[Roles]:
 async def connect_roles(job: JobConfig, addresses: Mapping[str, Sequence[str]]) -> AsyncIterator[Roles]:
     """Connect to roles that are served somewhere (`rolemesh serve`), once all replicas are ready.
 
+    Actor and critic answer whoever loaded a checkpoint last (docs/wire.md#terms-of-controllers), so
+    `load_checkpoint` takes them from a controller that has them. Nothing else does.
+
     Args:
         job: the job that the roles were started with.
         addresses: "host:port" of each replica, by role.
@@ -80,7 +84,8 @@ async def connect_roles(job: JobConfig, addresses: Mapping[str, Sequence[str]]) 
     if missing := [role for role in job.roles if not addresses.get(role)]:
         raise InvalidConfig(f"the job has roles {list(job.roles)}; no address was given for {missing}")
     async with AsyncExitStack() as stack:
-        clients = {role: new_client(role, addresses[role], job) for role in job.roles}
+        term = new_term(job.run_dir)
+        clients = {role: new_client(role, addresses[role], job, term) for role in job.roles}
         for client in clients.values():
             await stack.enter_async_context(client)
         await until_ready(clients.values(), job.trainer.ready_timeout_s)

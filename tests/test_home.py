@@ -3,6 +3,7 @@ what was written."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from rolemesh.config.job import make_job
+from rolemesh.errors import RolemeshError
 from rolemesh.home import ABANDONED_SECONDS, MAX_ENTRIES, NEW, Home, OutsideHome
 from rolemesh.services.controller.run.checkpoints import write_durably
 from rolemesh.services.controller.run.profile import profiled
-from rolemesh.services.controller.run.run_dir import dump
+from rolemesh.services.controller.run.run_dir import dump, held
 from rolemesh.services.rollout.engines.openai.folder import WeightsFolder
 
 
@@ -401,3 +403,16 @@ def test_a_name_that_no_run_gives_is_refused(
             way(Home(root), path)
         assert str(error.value).isprintable()
     assert list(root.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+@pytest.mark.parametrize("enter", [lambda path: held(path).__enter__(), WeightsFolder])
+def test_a_file_system_without_locks_is_named_with_the_mount_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, enter: Callable[[Path], object]
+) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(RolemeshError, match=f"{tmp_path} is on a file system without locks .*option flock"):
+        enter(tmp_path)

@@ -24,7 +24,7 @@ from rolemesh.catalog.pages import PAGES
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
 from rolemesh.catalog.reward_managers import REWARD_MANAGERS
 from rolemesh.catalog.tools import TOOLS
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import InvalidConfig, unreadable
 
 GROUP = "rolemesh.plugins"
 # The catalogs to which plug-ins add, by the key of the job file whose values are their names.
@@ -136,7 +136,7 @@ class _Importing:
             raise InvalidConfig(f"{self._said}: {error}") from error
         if isinstance(error, Exception | SystemExit):
             said = f"{type(error).__name__}: {error}{self._where(error, trace)}"
-            raise InvalidConfig(f"{self._said} could not be imported: {said}") from error
+            raise unreadable(InvalidConfig, error, f"{self._said} could not be imported: {said}") from error
 
     def _where(self, error: BaseException, trace: Any) -> str:
         """The plug-in's line that raised, or what to do where it has not begun."""

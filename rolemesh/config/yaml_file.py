@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode
 
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import InvalidConfig, unreadable
 
 MAX_BYTES = 1 << 20  # of a file; a resolved job is about 10 kB
 MAX_DEPTH = 32  # of nested lists and sections; a job has 5
@@ -179,7 +179,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise InvalidConfig(f"no such job file: {path}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise InvalidConfig(f"{path} cannot be read: {error}") from error
+        raise unreadable(InvalidConfig, error, f"{path} cannot be read: {error}") from error
     if len(data) > MAX_BYTES:
         raise InvalidConfig(f"{path} is larger than {MAX_BYTES >> 20} MiB, the limit for a job file")
     try:

@@ -8,6 +8,7 @@ is.
 
 from __future__ import annotations
 
+import errno
 import resource
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 ROWS_AT_ONCE = 64
 SPARE_BYTES = 64 << 20  # memory beyond the limit, for decompressing a page and for writing
 MERGED_BYTES = 64 << 20  # merge batches into parts of about this size: a table of very many parts is slow
-TOO_LARGE = 3  # exit code of the reader
+TOO_LARGE, IO_ERROR = 3, 4  # exit codes of the reader
 AS = resource.RLIMIT_AS
 
 
@@ -35,6 +36,7 @@ def read_bounded(file: Path, column: str, max_bytes: int) -> pa.Table:
     Raises:
         TooLarge: it unpacks to more than max_bytes.
         pa.ArrowInvalid: it cannot be read.
+        OSError: an I/O error.
     """
     command = [sys.executable, "-P", __file__, str(file), column, str(max_bytes)]
     pipe = subprocess.PIPE
@@ -50,6 +52,8 @@ def read_bounded(file: Path, column: str, max_bytes: int) -> pa.Table:
             words = reader.stderr.read().decode(errors="replace").strip()
     if reader.returncode == TOO_LARGE:
         raise TooLarge
+    if reader.returncode == IO_ERROR:
+        raise OSError(errno.EIO, f"column {column!r} cannot be read: {words}", str(file))
     if reader.returncode or table is None:
         raise pa.ArrowInvalid(f"column {column!r}: {words or f'its reader exited with {reader.returncode}'}")
     return table
@@ -92,4 +96,5 @@ if __name__ == "__main__":
     except MemoryError:
         sys.exit(TOO_LARGE)
     except (pa.ArrowException, OSError) as error:
-        sys.exit(f"{error!s:.1000}")
+        print(f"{error!s:.1000}", file=sys.stderr)
+        sys.exit(IO_ERROR if getattr(error, "errno", None) else 1)

@@ -1,4 +1,7 @@
-"""Load models and tokenizers from Hugging Face directories; anything missing is an error."""
+"""Load models and tokenizers from Hugging Face directories; anything missing is an error.
+
+What is wrong in a directory is ModelNotFound. An I/O error of its file system stays an OSError: it may pass.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.utils import logging as transformers_logging
 
 from rolemesh.config.model import ModelConfig
-from rolemesh.errors import InvalidConfig, ModelNotFound
+from rolemesh.errors import InvalidConfig, ModelNotFound, unreadable
 from rolemesh.models.directory import described_directory, existing_directory
 from rolemesh.ranks.files import reading
 
@@ -51,10 +54,14 @@ def model_directory(config: ModelConfig, role: str) -> Path:
         ModelNotFound: the directory or a file in it is missing; the message says which.
     """
     directory = described_directory(config, role, weights=True)
-    if not any(directory.glob("*.safetensors")):
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
         others = [path.name for path in directory.glob("*.bin")]
         pickles = f" ({others[0]} is a pickle and never read: convert it to safetensors)" if others else ""
         raise ModelNotFound(f"{role}: {directory} has no weights: no *.safetensors file{pickles}")
+    for file in files:
+        with reading(file):
+            file.open("rb").close()
     return directory
 
 
@@ -147,7 +154,9 @@ def load_tokenizer(config: ModelConfig, role: str = "actor") -> Any:
             directory, local_files_only=True, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # the library's parsers raise many kinds of errors
-        raise ModelNotFound(f"{role}: the tokenizer in {directory} cannot be read: {error}") from error
+        raise unreadable(
+            ModelNotFound, error, f"{role}: the tokenizer in {directory} cannot be read: {error}"
+        ) from error
 
 
 def load_state(file: Path) -> dict[str, Tensor]:
@@ -182,8 +191,10 @@ def _load(
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
             )
-    except Exception as error:  # OSError, ValueError, SafetensorError, JSON's: all mean the same here
-        raise ModelNotFound(f"{role}: the model in {directory} cannot be read: {error}") from error
+    except Exception as error:  # OSError, ValueError, SafetensorError, JSON's
+        raise unreadable(
+            ModelNotFound, error, f"{role}: the model in {directory} cannot be read: {error}"
+        ) from error
     if missing := sorted(found["missing_keys"]):
         raise ModelNotFound(
             f"{role}: {directory} lacks {len(missing)} of the model's weights, e.g. {missing[0]!r}; "
@@ -209,7 +220,9 @@ def _outline(auto_class: Any, config: ModelConfig, role: str) -> Any:
         if model.can_generate() and (directory / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # as in _load
-        raise ModelNotFound(f"{role}: the model in {directory} cannot be read: {error}") from error
+        raise unreadable(
+            ModelNotFound, error, f"{role}: the model in {directory} cannot be read: {error}"
+        ) from error
     return model.eval()
 
 
@@ -237,7 +250,9 @@ def vocabulary_in(config: ModelConfig, role: str) -> int:
         )
         return int(settings.get_text_config().vocab_size)
     except Exception as error:  # as in _load
-        raise ModelNotFound(f"{role}: cannot read the vocabulary size of {directory}: {error}") from error
+        raise unreadable(
+            ModelNotFound, error, f"{role}: cannot read the vocabulary size of {directory}: {error}"
+        ) from error
 
 
 def vocabulary_of(model: Any) -> int:

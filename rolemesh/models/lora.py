@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from rolemesh.config.model import PolicyModelConfig, is_target
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import InvalidConfig, unreadable
 from rolemesh.hub import is_name
 from rolemesh.models.loading import load_state, named_weights
 from rolemesh.ranks.agreement import on_first
@@ -258,7 +258,9 @@ def _read_config(config: PolicyModelConfig) -> LoraConfig:
     try:
         found = PeftConfig.from_pretrained(str(directory))
     except Exception as error:  # JSON errors, and any error of peft's classes
-        raise InvalidConfig(f"{key}: {directory / CONFIG_FILE} cannot be read: {error}") from error
+        raise unreadable(
+            InvalidConfig, error, f"{key}: {directory / CONFIG_FILE} cannot be read: {error}"
+        ) from error
     if not isinstance(found, LoraConfig):
         raise InvalidConfig(f"{key}: {directory} holds a {found.peft_type} adapter; expected LoRA")
     own = (found.r, found.lora_alpha)

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from rolemesh.config.model import ModelConfig, PolicyModelConfig
-from rolemesh.errors import CheckpointFailed, InvalidConfig, ModelNotFound
+from rolemesh.errors import CheckpointFailed, InvalidConfig, ModelNotFound, unreadable
 from rolemesh.models.directory import described_directory
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, load_whole, vocabulary_of
 from rolemesh.models.lora import BASE_FILE, CONFIG_FILE, Adapter
@@ -157,7 +157,7 @@ def _merged(source: Path, base: ModelConfig) -> tuple[Any, Tensor]:
             lora_adapter_path=str(source),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelNotFound(f"{source / CONFIG_FILE} cannot be read: {error!r}") from error
+        raise unreadable(ModelNotFound, error, f"{source / CONFIG_FILE} cannot be read: {error!r}") from error
     model = load_causal_lm(config, f"the base model of {source}")
     adapter = Adapter(model, config, seed=0)
     try:
@@ -176,7 +176,9 @@ def _loaded(directory: Path, trust_remote_code: bool, dtype: torch.dtype) -> Any
     try:
         [name] = json.loads((described / "config.json").read_text(encoding="utf-8"))["architectures"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelNotFound(f"{described / 'config.json'} names no architecture: {error!r}") from error
+        raise unreadable(
+            ModelNotFound, error, f"{described / 'config.json'} names no architecture: {error!r}"
+        ) from error
     for ending, auto_class in CLASSES.items():
         if name.endswith(ending):
             return load_whole(auto_class, config, "export", dtype)

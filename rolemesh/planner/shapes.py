@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rolemesh.config.model import ModelConfig, PolicyModelConfig, is_target
-from rolemesh.errors import InvalidConfig, ModelNotFound
+from rolemesh.errors import InvalidConfig, ModelNotFound, unreadable
 from rolemesh.models.directory import described_directory
 
 # Prefixes of heads of causal LMs and of reward models. A role does not load a head that it does not use.
@@ -143,7 +143,9 @@ def _settings(directory: Path, role: str) -> dict[str, Any]:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         return {**settings, **settings.get("text_config", {})}
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ModelNotFound(f"{role}: config.json of {directory} cannot be read: {error}") from error
+        raise unreadable(
+            ModelNotFound, error, f"{role}: config.json of {directory} cannot be read: {error}"
+        ) from error
 
 
 def _number(settings: Mapping[str, Any], key: str, directory: Path, role: str) -> int:
@@ -163,7 +165,9 @@ def _stored(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[int
                 header = json.loads(opened.read(length))
             ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         except (OSError, ValueError, MemoryError, OverflowError, LookupError, TypeError) as error:
-            raise ModelNotFound(f"{file} is incomplete: its header cannot be read: {error}") from error
+            raise unreadable(
+                ModelNotFound, error, f"{file} is incomplete: its header cannot be read: {error}"
+            ) from error
         if (there := file.stat().st_size) != (wanted := 8 + length + max(ends, default=0)):
             raise ModelNotFound(f"{file} is incomplete: expected {wanted} bytes by its header; got {there}")
         tensors |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
@@ -183,7 +187,7 @@ def _built(directory: Path, config: ModelConfig, role: str) -> dict[str, tuple[i
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # the library's parsers raise many kinds of errors
-        raise ModelNotFound(
-            f"{role}: no causal LM can be made of {directory / 'config.json'}: {error}"
+        raise unreadable(
+            ModelNotFound, error, f"{role}: no causal LM can be made of {directory / 'config.json'}: {error}"
         ) from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rolemesh.errors import ModelNotFound
+from rolemesh.errors import ModelNotFound, unreadable
 from rolemesh.home import Home
 from rolemesh.ranks.agreement import agreed, told
 from rolemesh.ranks.ranks import Ranks
@@ -219,8 +219,18 @@ class TensorFiles:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """Turn errors from reading a weights file into ModelNotFound."""
+    """Turn errors from reading a weights file into ModelNotFound, except I/O errors, which stay OSError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise ModelNotFound(f"{file} cannot be read: {error}") from error
+        failure = _opening(file) or error
+        raise unreadable(ModelNotFound, failure, f"{file} cannot be read: {failure}") from error
+
+
+def _opening(file: Path) -> OSError | None:
+    """Return why a file cannot be opened: safetensors always says that there is none."""
+    try:
+        file.open("rb").close()
+    except OSError as error:
+        return error
+    return None

@@ -16,15 +16,16 @@ from rolemesh.wire.limits import MAX_MESSAGE_BYTES
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
-CLIENT_OPTIONS = [
-    *CHANNEL_OPTIONS,
-    ("grpc.enable_http_proxy", 0),  # reach roles directly, even if the shell sets http_proxy
-    # A machine that vanishes sends no reset. Pings detect it, also during a computation without data.
+    # A machine that vanishes sends no reset. Pings detect it within 40 s, also during a computation without
+    # data: a client asks another replica, and a server ends the calls of a controller that is gone.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 20_000),  # without this, gRPC waits 60 s for the answer to a ping
     ("grpc.http2.max_pings_without_data", 0),
+)
+CLIENT_OPTIONS = [
+    *CHANNEL_OPTIONS,
+    ("grpc.enable_http_proxy", 0),  # reach roles directly, even if the shell sets http_proxy
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),

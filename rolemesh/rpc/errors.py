@@ -32,6 +32,7 @@ STATUS: dict[type[RolemeshError], grpc.StatusCode] = {
     errors.Unsupported: grpc.StatusCode.FAILED_PRECONDITION,
     errors.WeightsUnavailable: grpc.StatusCode.NOT_FOUND,
     errors.NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
+    errors.RoleTaken: grpc.StatusCode.ABORTED,
     errors.RoleBusy: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.RoleTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.RoleUnavailable: grpc.StatusCode.UNAVAILABLE,

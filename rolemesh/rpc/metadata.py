@@ -3,9 +3,12 @@
 # Of a request: its job and step, the call's id, and the version of the weights that the call requires.
 JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
 VERSION_KEY = "rolemesh-weights-version"
+# Of a request to a trained role: the term of the controller that calls (term.py).
+TERM_KEY = "rolemesh-term"
 # Of a request: asks for the server's timeline, which comes back in trailing metadata under the same key.
 TIMELINE_KEY = "rolemesh-timeline"
-# Of an answer: a random id of the running server. A change reveals a restart, which loses an actor's training.
+# Of an answer, also to a health check: a random id of the running server. A change reveals a restart, which
+# loses an actor's training. Two addresses with the same id are one server.
 LIFE_KEY = "rolemesh-life"
 # Of the answer to a health check, in trailing metadata: why the role is not ready.
 WHY_KEY = "rolemesh-why"

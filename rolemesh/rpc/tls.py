@@ -24,7 +24,7 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import InvalidConfig, unreadable
 from rolemesh.rpc.contract import CALLERS
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,9 @@ class KeyFolder:
                 self._keys = self._read()
             except InvalidConfig as error:
                 log.warning("the new keys are invalid; the previous ones stay in use: %s", error)
+            except OSError as error:  # it may pass, so the next call tries again
+                self._stamp = []
+                log.warning("the new keys cannot be read; the previous ones stay in use: %s", error)
             else:
                 log.info("loaded new keys from %s; they expire at %s", self.directory, self._keys.expires)
         return self._keys
@@ -117,6 +120,7 @@ def read_keys(directory: Path) -> Keys:
 
     Raises:
         InvalidConfig: a file is missing, is malformed, or does not match the others. The message names it.
+        OSError: an I/O error.
     """
     # Kubernetes swaps the link ..data, which points to the files of one generation.
     data = directory / "..data"
@@ -124,8 +128,10 @@ def read_keys(directory: Path) -> Keys:
     try:
         certificate, key, authority = ((generation / name).read_bytes() for name in FILES)
     except OSError as error:
-        raise InvalidConfig(
-            f"TLS needs {', '.join(FILES)} in {directory}: {error.strerror}: {error.filename}"
+        raise unreadable(
+            InvalidConfig,
+            error,
+            f"TLS needs {', '.join(FILES)} in {directory}: {error.strerror}: {error.filename}",
         ) from error
     try:
         own = x509.load_pem_x509_certificate(certificate)

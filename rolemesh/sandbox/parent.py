@@ -1,6 +1,7 @@
 """Ensures that no process of a role outlives the process that started it.
 
-`python parent.py PARENT COMMAND...` runs a command, and kills its process group when PARENT ends.
+`python parent.py PARENT COMMAND...` runs a command, and ends everything that it has started when the command or
+PARENT ends.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 NOT_STARTED = 127  # the status of a command that is not there, as shells have it
 
 _libc = ctypes.CDLL(None)
@@ -37,16 +39,20 @@ def group_that_dies_with_me(command: Sequence[str]) -> tuple[str, ...]:
     Only Linux tells of a process's end to others: elsewhere it is the command itself, which outlives a killed
     parent.
     """
-    if not hasattr(os, "pidfd_open"):
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # another system, or a sandbox that lacks the call
         return tuple(command)
     return (sys.executable, "-S", "-E", __file__, str(os.getpid()), *command)
 
 
 def run_as_group(parent: int, command: Sequence[str]) -> int:
-    """Run a command, and kill this process's group, which it has to lead, when the parent ends.
+    """Run a command, and end everything that it has started when it ends, when the parent ends, or on SIGTERM.
 
     The kernel tells a child alone of its parent's end, and not what the child has started. So this process
-    stays, and waits for the command and for the parent. What has left the group lives on.
+    stays, and waits for the command and for the parent. It adopts what loses its own parent (a subreaper, see
+    prctl(2)), also in another session. SIGKILL to this process's group, which it has to lead, ends it with the
+    group, and spares what has left the group.
 
     Args:
         parent: process id of the parent.
@@ -63,17 +69,51 @@ def run_as_group(parent: int, command: Sequence[str]) -> int:
         return 1
     if os.getppid() != parent:  # it has ended, and another process has its number
         return 1
+    children = f"/proc/self/task/{leader}/children"
+    adopts = os.path.exists(children) and _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     child = os.fork()
     if child == 0:
         die_with_parent(leader)
         _become(command)
-    os.closerange(0, 3)  # the command's pipes end with the command
-    ended = os.pidfd_open(child)
-    ready, _, _ = select.select([watched, ended], [], [])
-    if watched in ready:
+    os.closerange(0, watched)  # the command's pipes end with the command
+    os.closerange(watched + 1, os.sysconf("SC_OPEN_MAX"))
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    status: int | None = None
+    while (status := _reaped(child)) is None:
+        ready, _, _ = select.select([watched, woken], [], [])
+        if watched in ready or signal.SIGTERM in os.read(woken, 1 << 16):
+            break
+    if adopts:
+        _end_all(children)
+    elif status is None:
         os.killpg(leader, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status is None:
+        return 128 + signal.SIGKILL
     return status if status >= 0 else 128 - status
+
+
+def _reaped(child: int) -> int | None:
+    """Wait for what has ended, and return the child's status if it is among them."""
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == child:
+                return os.waitstatus_to_exitcode(found[1])
+    return None
+
+
+def _end_all(children: str) -> None:
+    """Kill the children that the kernel lists in a file, and those of the dead, which it lists there then."""
+    with suppress(ChildProcessError):
+        while True:
+            with open(children) as listed:
+                for pid in listed.read().split():
+                    with suppress(PermissionError):  # another user's, which ends with its own parent
+                        os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(-1, 0)
 
 
 def _become(command: Sequence[str]) -> None:

@@ -21,11 +21,13 @@ from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.calling.clients import RoleClient
 from rolemesh.rpc.calling.discovery import Members
+from rolemesh.rpc.term import Term
+from rolemesh.services.controller.display.curves import draw_curves
 from rolemesh.services.controller.display.progress import Display
 from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.pages.choice import check_step
 from rolemesh.services.controller.run.loop import Run
-from rolemesh.services.controller.run.run_dir import address_shown, held
+from rolemesh.services.controller.run.run_dir import address_shown, held, new_term
 from rolemesh.services.controller.scale_down import Workload, refuse_scaled_down, scale_down, unpause
 from rolemesh.services.controller.service.server import ControllerServer, serving
 from rolemesh.services.controller.service.status import RunStatus, State
@@ -136,7 +138,8 @@ async def train(run: Run, addresses: Addresses, server: ControllerServer, scrape
     if missing := [role for role in job.roles if not addresses.get(role)]:
         raise InvalidConfig(f"the job has roles {list(job.roles)}, but no address was given for {missing}")
     async with AsyncExitStack() as stack:
-        clients = {role: new_client(role, addresses[role], job) for role in job.roles}
+        term = new_term(job.run_dir)
+        clients = {role: new_client(role, addresses[role], job, term) for role in job.roles}
         server.show(clients)
         stack.enter_context(address_shown(job.run_dir, server.address))
         run.display.console.print(
@@ -146,11 +149,23 @@ async def train(run: Run, addresses: Addresses, server: ControllerServer, scrape
         for client in clients.values():
             await stack.enter_async_context(client)
         await until_ready(clients.values(), job.trainer.ready_timeout_s)
-        return await run.train(Roles.of(job, clients))
+        try:
+            return await run.train(Roles.of(job, clients))
+        finally:
+            draw_curves(run.status.records, job.run_dir / "curves.png", run.status.job)
 
 
-def new_client(role: str, addresses: Sequence[str] | Members, job: JobConfig) -> RoleClient:
-    """Make a role's client with the job's settings, not yet entered."""
+def new_client(
+    role: str, addresses: Sequence[str] | Members, job: JobConfig, term: Term | None = None
+) -> RoleClient:
+    """Make a role's client with the job's settings, not yet entered.
+
+    Args:
+        role: its name.
+        addresses: of its replicas.
+        job: the job.
+        term: of a controller; trained roles then answer nobody else.
+    """
     options: dict[str, Any] = {"timeout_s": job.trainer.rpc_timeout_s}
     [group] = (members for members in job.groups.values() if role in members)
     stateless = not any(ROLES[member].trained for member in group)
@@ -164,6 +179,8 @@ def new_client(role: str, addresses: Sequence[str] | Members, job: JobConfig) ->
             "rows_at_once": job.rows_at_once,
         }
         options["vocabulary"] = vocabulary_in(job.actor.model, "actor")  # only rollouts answer with token ids
+    if ROLES[role].trained:
+        options["term"] = term
     if role == "environment":
         options["call_timeout_s"] = job.rollout.multi_turn.call_timeout_s
     client: RoleClient = load(ROLES[role].client)(addresses, methods(job), **options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from rolemesh.cpus import usable_cpus
+
 # Of whoever starts the launcher; and what lets a process start others by Ray.
 NOT_INHERITED = ("RANK", "WORLD_SIZE", "RAY_AUTH_TOKEN")
 
@@ -31,7 +33,7 @@ def role_settings(num_ranks: int = 1) -> dict[str, str]:
         num_ranks: of its group on one machine, which compute at the same time and share the cores.
     """
     settings = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
+        "OMP_NUM_THREADS": str(max(1, usable_cpus() // num_ranks)),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",

@@ -58,8 +58,12 @@ LOAD = "load"  # the first order for a role on the group's devices
 Servicers = Mapping[ServiceDescriptor, Any]
 
 
-def group_server(roles: Sequence[str]) -> RoleServer:
+def group_server(roles: Sequence[str], job: str = "") -> RoleServer:
     """Make the server of a group, not yet bound.
+
+    Args:
+        roles: keys of ROLES.
+        job: name of the job whose calls are answered; empty: of any.
 
     Raises:
         InvalidConfig: there is no role, a role is unknown, or it is named twice.
@@ -68,7 +72,7 @@ def group_server(roles: Sequence[str]) -> RoleServer:
     if unknown or not roles or len(set(roles)) < len(roles):
         raise InvalidConfig(f"expected different roles of {', '.join(ROLES)}; got {', '.join(roles)}")
     max_streams = max(ROLES[role].max_streams for role in roles)
-    return RoleServer({role: services_of(role) for role in roles}, max_streams=max_streams)
+    return RoleServer({role: services_of(role) for role in roles}, max_streams=max_streams, job=job)
 
 
 def services_of(role: str) -> tuple[ServiceDescriptor, ...]:
@@ -206,7 +210,8 @@ async def serve(
     tune()
     torch.manual_seed(0)  # nothing should draw from it; if something does, every process draws the same
     setup_logging(log_format)
-    server, rendezvous = group_server(roles), Rendezvous.of(os.environ)
+    server = group_server(roles, job.trainer.experiment_name)
+    rendezvous = Rendezvous.of(os.environ)
     tls.use_keys(tls_dir, *roles)
     context.role.set(",".join(roles))
     context.rank.set(rendezvous.rank if rendezvous.size > 1 else None)

@@ -11,23 +11,32 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.loading import installed_plugins
 from rolemesh.config.reward import RewardConfig
+from rolemesh.cpus import usable_cpus
 from rolemesh.errors import InvalidConfig, RewardFailed
+from rolemesh.sandbox.parent import group_that_dies_with_me
 from rolemesh.services.reward.scoring_call import Verdict
 
 STARTING_S = 300.0  # at least, to import the function's file; reward.timeout_s begins afterwards
-MOST_BY_THEMSELVES = 8  # limit of the default number, because a container sees all CPUs of its node
+MOST_BY_THEMSELVES = 8  # limit of the default number: a container without a quota may use all CPUs of its node
+
+ENDS_S = 10.0  # for a process that is asked to end
+SHORT, LONG = struct.Struct("!i"), struct.Struct("!Q")  # a message's length; -1 announces a long one
+MOST_SHORT_BYTES = 0x7FFFFFFF
+BLOCK_BYTES = 1 << 16
 
 
 class Call(NamedTuple):
@@ -124,7 +133,7 @@ class Judges:
 
     def __init__(self, config: RewardConfig, plugins: Sequence[str] = ()) -> None:
         self._config, self._plugins = config, plugins
-        self._number = config.num_workers or min(len(os.sched_getaffinity(0)), MOST_BY_THEMSELVES)
+        self._number = config.num_workers or min(usable_cpus(), MOST_BY_THEMSELVES)
         self._threads = ThreadPoolExecutor(self._number, thread_name_prefix="judge")
         self._of_thread = threading.local()
         self._lock = threading.Lock()
@@ -151,6 +160,8 @@ class Judges:
             for judge in self._running:
                 judge.kill()
         self._threads.shutdown(wait=True)  # a thread that takes a call from now on fails it
+        for judge in self._running:
+            judge.close()
 
     def _judge(self) -> _Judge:
         """Return this thread's process; start it if there is none."""
@@ -169,9 +180,9 @@ class Judges:
             except RewardFailed:
                 self._end(judge)
                 raise
-            if "invalid" in said:
+            if said:
                 self._end(judge)
-                raise InvalidConfig(said["invalid"])
+                raise InvalidConfig(said["invalid"]) if "invalid" in said else RewardFailed(said["failed"])
         return judge
 
     def _ask(self, arguments: Sequence[Mapping[str, Any]]) -> list[Verdict]:
@@ -192,6 +203,7 @@ class Judges:
 
     def _end(self, judge: _Judge) -> None:
         judge.kill()
+        judge.close()
         with self._lock:
             self._running.discard(judge)
         self._of_thread.judge = None
@@ -212,25 +224,19 @@ def first_message(config: RewardConfig, plugins: Sequence[str]) -> bytes:
 
 
 class _Judge:
-    """One scoring process, and the connection to it."""
+    """One scoring process, and the connection to it. What its function starts ends with it."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+        self._line, theirs = socket.socketpair()
+        module = "rolemesh.services.reward.scoring_process"
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "rolemesh.services.reward.scoring_process",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
+                group_that_dies_with_me((sys.executable, "-P", "-m", module, str(theirs.fileno()))),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},  # judges already use all CPUs
                 pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
-        self._connection = Connection(ours.detach())
         self._asked = 0
 
     def ask(self, message: bytes, timeout_s: float, late: str) -> dict[str, Any]:
@@ -238,7 +244,7 @@ class _Judge:
 
         Args:
             message: JSON.
-            timeout_s: how long to wait.
+            timeout_s: how long to wait, whatever the process does: it may not read, or answer in part.
             late: the error's text if there is no answer in time.
 
         Raises:
@@ -247,24 +253,71 @@ class _Judge:
         """
         self._asked += 1
         number = b"%d" % self._asked
+        deadline = time.monotonic() + timeout_s
         try:
-            self._connection.send_bytes(number + b" " + message)
-            if not self._connection.poll(timeout_s):
-                raise RewardFailed(f"{late}; its process was killed")
-            answered, _, answer = self._connection.recv_bytes().partition(b" ")
+            self._send(number + b" " + message, deadline)
+            answered, _, answer = self._received(deadline).partition(b" ")
+        except TimeoutError as error:
+            raise RewardFailed(f"{late}; its process was killed") from error
         except (EOFError, OSError) as error:
-            raise RewardFailed(f"the process that scored it {self._fate()}") from error
+            raise RewardFailed(f"the process that scored it {self._fate(deadline)}") from error
         if answered != number:  # otherwise each later row would get the score of another
             raise RewardFailed("the process that scored it sent an answer to another message")
         said: dict[str, Any] = json.loads(answer)
         return said
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+    # The framing is that of multiprocessing.connection, whose calls have no time limit.
 
-    def _fate(self) -> str:
-        code = self._process.wait()
-        if code >= 0:
+    def _send(self, message: bytes, deadline: float) -> None:
+        short = len(message) <= MOST_SHORT_BYTES
+        head = SHORT.pack(len(message)) if short else SHORT.pack(-1) + LONG.pack(len(message))
+        for part in (head, message):
+            self._line.settimeout(_left(deadline))
+            self._line.sendall(part)
+
+    def _received(self, deadline: float) -> bytes:
+        [num_bytes] = SHORT.unpack(self._read(SHORT.size, deadline))
+        if num_bytes == -1:
+            [num_bytes] = LONG.unpack(self._read(LONG.size, deadline))
+        return self._read(num_bytes, deadline)
+
+    def _read(self, num_bytes: int, deadline: float) -> bytes:
+        found = bytearray()
+        while len(found) < num_bytes:
+            self._line.settimeout(_left(deadline))
+            part = self._line.recv(min(num_bytes - len(found), BLOCK_BYTES))
+            if not part:
+                raise EOFError
+            found += part
+        return bytes(found)
+
+    def kill(self) -> None:
+        """End the process and what it has started. Calls that wait for it fail."""
+        self._process.terminate()
+        try:
+            self._process.wait(ENDS_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(ENDS_S)
+
+    def close(self) -> None:
+        self._line.close()
+
+    def _fate(self, deadline: float) -> str:
+        try:
+            code = self._process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return "closed its connection; it was killed"
+        number = -code if code < 0 else code - 128  # the latter as group_that_dies_with_me tells it
+        if number not in signal.valid_signals():
             return f"exited with code {code}"
-        return f"was killed by {signal.Signals(-code).name}" + " (out of memory?)" * (code == -signal.SIGKILL)
+        return f"was killed by {signal.Signals(number).name}" + " (out of memory?)" * (number == signal.SIGKILL)
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until a deadline. Raises TimeoutError after it."""
+    if (left := deadline - time.monotonic()) > 0:
+        return left
+    raise TimeoutError

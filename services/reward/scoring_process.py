@@ -1,6 +1,6 @@
 """A scoring process, started by scoring_pool.py.
 
-`python -m rolemesh.services.reward.scoring_process CONNECTION PARENT` runs a user's function, or rules that are
+`python -m rolemesh.services.reward.scoring_process CONNECTION` runs a user's function, or rules that are
 slow or start programs. These may hang, crash or end the process; only the rows of that call fail.
 """
 
@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from rolemesh.errors import InvalidConfig, RewardFailed
-from rolemesh.sandbox.parent import die_with_parent
 from rolemesh.services.reward.functions import ScoreFunction, default_compute_score
 from rolemesh.services.reward.functions.custom import load_function
 from rolemesh.services.reward.scoring_call import Scorer
@@ -33,13 +32,15 @@ if TYPE_CHECKING:
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
-    die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the service ends its judges
     number, message = received(connection)
     try:
         scorer = scorer_in(message)
     except InvalidConfig as error:
         connection.send_bytes(number + json.dumps({"invalid": str(error)}).encode())
+        return
+    except OSError as error:
+        connection.send_bytes(number + json.dumps({"failed": str(error)}).encode())
         return
     connection.send_bytes(number + b"{}")
     pid = os.getpid()

@@ -11,7 +11,7 @@ import pytest
 from in_process import small_job
 from serving import served
 
-from rolemesh.errors import ModelNotFound
+from rolemesh.errors import ModelNotFound, NotPermitted, RoleTaken
 from rolemesh.services.controller.main import control, prepare
 from rolemesh.services.controller.run.run_dir import read_metrics
 from rolemesh.services.controller.service.server import serving
@@ -40,6 +40,20 @@ async def test_a_controller_has_the_policys_tokenizer_and_configuration_and_no_w
         server = await stack.enter_async_context(serving(RunStatus("run"), own.roles, LOCAL))
         await control(own, addresses, server)
     assert [record["training/global_step"] for record in read_metrics(own.run_dir / "metrics.jsonl")][-1] == 1
+
+
+async def test_a_second_controller_ends_with_its_first_call(tiny_model: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
+    elsewhere = f"trainer.default_local_dir={tmp_path / 'elsewhere'}"
+    async with AsyncExitStack() as stack:
+        addresses = {role: await stack.enter_async_context(served(role, job)) for role in job.roles}
+        server = await stack.enter_async_context(serving(RunStatus("run"), job.roles, LOCAL))
+        await control(job, addresses, server)
+        for name, error in (("run", RoleTaken), ("other", NotPermitted)):
+            second = small_job(tmp_path, tiny_model, name, *OVERRIDES, elsewhere)
+            with pytest.raises(error, match=r"actor\.LoadCheckpoint"):
+                await control(second, addresses, server)
+            assert not list(second.run_dir.glob("global_step_*"))
 
 
 async def test_a_policy_whose_vocabulary_is_unknown_is_told_before_a_role_is_asked(

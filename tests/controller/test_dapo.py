@@ -249,6 +249,15 @@ async def test_the_last_batch_that_a_step_may_answer_is_an_error_with_the_way_ou
     assert not given.learnt
 
 
+async def test_a_resumed_search_beyond_a_lowered_limit_ends_with_its_next_batch(world: World) -> None:
+    sampling = world.sampling(gen_batch=3, size=2, max_batches=3)
+    sampling.restore(4, DataProto(), 2, {"num_rounds": 4, "num_answered": 12})
+    given, roles = world.roles(lambda uid: False)
+    with pytest.raises(InvalidData, match=r"0 of 2 groups .* after 5 batches .* to 15 of 15 prompts"):
+        await world.step(1, sampling, roles, 2)
+    assert len(given.asked) == 1
+
+
 async def test_just_as_many_batches_as_a_step_may_answer_are_no_error(world: World) -> None:
     sampling = world.sampling(gen_batch=3, size=2, max_batches=3)
     _, roles = world.roles(lambda uid: uid.endswith("@3"))

@@ -22,7 +22,7 @@ from rolemesh.errors import CheckpointFailed
 from rolemesh.roles import methods
 from rolemesh.rpc import tls
 from rolemesh.rpc.calling.clients import RewardClient
-from rolemesh.rpc.calling.pool import PendingRows
+from rolemesh.rpc.calling.pending import PendingRows
 from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.main import control
 from rolemesh.services.controller.service.load import Load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import resource
@@ -24,7 +25,7 @@ from rolemesh.errors import CheckpointFailed, InvalidConfig
 from rolemesh.forwarding import Forwarding
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Actor, Metrics
-from rolemesh.services.controller.run.checkpoints import Checkpoints
+from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
 from rolemesh.services.controller.run.loop import Run
 
 
@@ -245,6 +246,38 @@ async def test_old_checkpoints_go_only_when_a_new_one_is_whole(tiny_model: Path,
     await train(job)
     assert Checkpoints(job.run_dir).steps() == [3, 4]
     assert (job.run_dir / "latest").read_text() == "global_step_4\n"
+
+
+async def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_step_and_goes_later(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run")
+    checkpoints = Checkpoints(job.run_dir, keep=1)
+    rmdir = os.rmdir
+
+    def busy(path: Any, *args: Any, **kwargs: Any) -> None:  # as of NFS while a process has a file of it open
+        if "global_step_1" in str(path):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        rmdir(path, *args, **kwargs)
+
+    async def save(step: int) -> list[str]:
+        async with checkpoints.writing(roles, ControllerState(step, {}, {})):
+            pass
+        assert checkpoints.latest() == job.run_dir / f"global_step_{step}"
+        return sorted(path.name for path in job.run_dir.glob("global_step_*"))
+
+    with workers(job) as roles:
+        assert await save(1) == ["global_step_1"]
+        with monkeypatch.context() as nfs:
+            nfs.setattr(os, "rmdir", busy)
+            assert await save(2) == ["global_step_1.old.partial", "global_step_2"]
+            [record] = caplog.records
+            assert "global_step_1.old.partial cannot be deleted: [Errno 39]" in record.getMessage()
+            # the run goes back, makes step 1 again, and puts aside a second checkpoint of that name
+            assert len(await save(1)) == 3
+            assert len(await save(2)) == 3
+            checkpoints.clear_partial()  # as a start does
+        assert await save(3) == ["global_step_3"]
 
 
 async def test_a_run_stopped_between_saves_writes_a_checkpoint(tiny_model: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -163,25 +162,30 @@ print(json.dumps({"reward": 0.5}))
 """
 
 
-async def test_a_child_that_holds_the_output_delays_no_reward(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_another_session", [False, True])
+async def test_a_child_that_holds_the_output_delays_no_reward(
+    tiny_model: Path, tmp_path: Path, in_another_session: bool
+) -> None:
     log = tmp_path / "log"
-    async with program(tmp_path, tiny_model, LEAVES_A_CHILD % False) as client:
+    async with program(tmp_path, tiny_model, LEAVES_A_CHILD % in_another_session) as client:
         await client.open_episode(opening("a", "external", log=str(log)))
         assert (await client.act(said("a", 1))).done
         assert (await client.close_episode(closing("a"))).reward == 0.5
         await until(is_gone(int(log.read_text())))
 
 
-async def test_a_child_in_another_group_that_holds_the_output_is_an_error(
+async def test_a_strange_process_that_holds_the_output_is_an_error(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(external, "PIPES_S", 0.5)
     log = tmp_path / "log"
-    async with program(tmp_path, tiny_model, LEAVES_A_CHILD % True) as client:
+    code = 'open(json.load(sys.stdin)["extra_info"]["log"], "w").write(str(os.getpid()))\nask(user)'
+    async with program(tmp_path, tiny_model, code) as client:
         await client.open_episode(opening("a", "external", log=str(log)))
-        with pytest.raises(EnvironmentFailed, match="in another process group holds its output open"):
+        output = os.open(f"/proc/{log.read_text()}/fd/1", os.O_WRONLY)
+        with pytest.raises(EnvironmentFailed, match="another process holds its output open"):
             await client.act(said("a", 1))
-    os.kill(int(log.read_text()), signal.SIGKILL)
+        os.close(output)
 
 
 EXITS = """

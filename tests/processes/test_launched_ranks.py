@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -11,17 +12,22 @@ import pytest
 from serving import serve_process
 
 from rolemesh.config.job import make_job
-from rolemesh.errors import RoleUnavailable
+from rolemesh.cpus import usable_cpus
+from rolemesh.errors import RoleTaken, RoleUnavailable
+from rolemesh.roles import methods
+from rolemesh.rpc.calling.clients import ActorClient
 from rolemesh.services.controller.main import new_client
+from rolemesh.services.controller.run.run_dir import new_term
 from rolemesh.services.processes.environments import role_environment
 from rolemesh.services.processes.role_processes import role_processes
 
 
 def test_the_ranks_of_a_group_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setenv("WORLD_SIZE", "16")  # of whoever starts the launcher
-    assert [role_environment(ranks)["OMP_NUM_THREADS"] for ranks in (1, 2, 16)] == ["8", "4", "1"]
+    cpus = usable_cpus()
+    shares = [str(cpus), str(max(1, cpus // 2)), "1"]
+    assert [role_environment(ranks)["OMP_NUM_THREADS"] for ranks in (1, 2, 1000)] == shares
     assert "WORLD_SIZE" not in role_environment()
 
 
@@ -85,8 +91,16 @@ async def test_serve_starts_every_rank_of_its_group_and_ends_with_any_of_them(
         }
     )
     async with serve_process("actor", job, tmp_path) as served:
-        async with new_client("actor", [served.address], job) as client:
-            await client.wait_until_ready(200)
+        term = new_term(job.run_dir)
+        async with (
+            ActorClient([served.address], methods(job), term=term) as actor,
+            ActorClient([served.address], methods(job)) as stranger,
+        ):
+            await actor.wait_until_ready(200)
+            await actor.load_checkpoint(None)
+            with pytest.raises(RoleTaken, match=re.escape(str(term))):  # rank 0 decides
+                await stranger.load_checkpoint(None)
+            await actor.load_checkpoint(None)
         children = children_of(served.process.pid)
         assert len(children) == 2
         os.kill(int(children[1]), signal.SIGKILL)

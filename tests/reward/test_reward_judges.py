@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from reward_rows import batch, custom, job
+from reward_rows import batch, custom, job, scores, working
 
-from rolemesh.catalog.loading import forget
-from rolemesh.config.job import make_job
 from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import InvalidConfig, RewardFailed
-from rolemesh.services.reward.scoring_pool import Judges
+from rolemesh.services.reward.scoring_pool import Judges, _Judge, first_message
 from rolemesh.services.reward.worker import RewardWorker
 
 ADDS = "```python\nprint(sum(map(int, input().split())))\n```"
-
-
-@asynccontextmanager
-async def working(model: Path, **reward: Any) -> AsyncIterator[RewardWorker]:
-    worker = RewardWorker(job(model, **reward))
-    try:
-        yield worker
-    finally:
-        worker.close()
 
 
 OTHERS: set[int] = set()  # what other tests have started and not ended
@@ -55,11 +42,6 @@ def children() -> set[int]:
             continue  # a thread has ended meanwhile, and its children are another's
 
 
-async def scores(worker: RewardWorker, *responses: str) -> list[float]:
-    answered = await worker.compute_scores(batch(*[("mine", response, None) for response in responses]))
-    return answered["token_level_scores"].sum(1).tolist()  # type: ignore[no-any-return]
-
-
 async def test_scores_are_in_the_order_of_the_rows_and_equal_those_of_one_process(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -71,7 +53,7 @@ async def test_scores_are_in_the_order_of_the_rows_and_equal_those_of_one_proces
         source = (
             f"import os, pathlib, time\nSEEN = pathlib.Path({str(seen)!r})\n"
             "def compute_score(solution_str, **row):\n"
-            "    (SEEN / str(os.getpid())).touch()\n"
+            "    (SEEN / str(os.getppid())).touch()\n"
             f"    while len(list(SEEN.iterdir())) < {num_workers}: time.sleep(0.01)\n"
             "    return len(solution_str)\n"
         )
@@ -153,31 +135,6 @@ async def test_a_scoring_process_imports_little_besides_the_functions_file(
         assert list(answered["reward_extra_info"]) == [{"pred": "[]"}]
 
 
-async def test_a_plug_ins_manager_scores_in_other_processes_with_its_options(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """They import the plug-in and check its options again, so a path is a path and not JSON's text."""
-    plugin = tmp_path / "scaled.py"
-    plugin.write_text(
-        "from pathlib import Path\nfrom rolemesh.plugins import Options, reward_manager\n"
-        "class Scale(Options):\n    scale: float = 1.0\n    file: Path = Path('x')\n"
-        "@reward_manager('scaled', options=Scale)\n"
-        "def scaled(compute_score, rows, *, scale, file):\n"
-        "    assert file.name == 'y'\n"
-        "    return [scale * compute_score(**row)['score'] for row in rows]\n"
-    )
-    reward = {"reward_manager": "scaled", "options": {"scale": 1.5, "file": "x/y"}}
-    sections = {**job(tiny_model).model_dump(), "plugins": [str(plugin)], "reward": reward}
-    worker = RewardWorker(make_job(sections))
-    try:
-        rows = batch(("openai/gsm8k", "#### 7", "7"), ("openai/gsm8k", "8", "7"))
-        answered = await worker.compute_scores(rows)
-    finally:
-        worker.close()
-        forget(str(plugin))
-    assert answered["token_level_scores"].sum(1).tolist() == [1.5, 0.0]
-
-
 async def test_a_function_that_forks_answers_once(tiny_model: Path, tmp_path: Path) -> None:
     """The parent's score is the row's; it waits for the child, so that an answer of the child's came first."""
     source = (
@@ -188,6 +145,88 @@ async def test_a_function_that_forks_answers_once(tiny_model: Path, tmp_path: Pa
     )
     async with working(tiny_model, num_workers=1, timeout_s=60.0, **custom(tmp_path, source)) as worker:
         assert await scores(worker, "a", "forks", "abc", "ab") == [1.0, 5.0, 3.0, 2.0]
+
+
+LINE = """
+import os, signal, sys
+from multiprocessing.connection import Connection
+
+def compute_score(solution_str, **row):
+    if solution_str == "closes":
+        os.close(int(sys.argv[1]))
+        signal.pause()
+    if solution_str == "answers in part":
+        os.write(int(sys.argv[1]), b"\\0\\0\\0")
+        signal.pause()
+    Connection.recv_bytes = lambda line: signal.pause()  # it does not read the next row
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("response", "said"),
+    [
+        ("closes", "the process that scored it closed its connection; it was killed"),
+        ("answers in part", "late; its process was killed"),
+        ("does not read", "late; its process was killed"),
+    ],
+)
+def test_a_process_that_breaks_its_line_costs_no_more_than_a_rows_time(
+    tmp_path: Path, response: str, said: str
+) -> None:
+    judge = _Judge()
+    try:
+        assert judge.ask(first_message(RewardConfig(**custom(tmp_path, LINE)), []), 200.0, "") == {}
+        if response == "does not read":
+            judge.ask(json.dumps([{"solution_str": response}]).encode(), 60.0, "")
+        longer_than_the_line_holds = json.dumps([{"solution_str": response, "text": "x" * (4 << 20)}]).encode()
+        with pytest.raises(RewardFailed, match=f"^{said}"):
+            judge.ask(longer_than_the_line_holds, 0.5, "late")
+    finally:
+        judge.kill()
+        judge.close()
+
+
+STARTS = """
+import os, signal
+
+def compute_score(solution_str, **row):
+    if solution_str == "dies":
+        os._exit(3)
+    if os.fork() == 0:  # a daemon: in a session of its own, and its parent ends
+        os.setsid()
+        if os.fork() == 0:
+            with open({begun!r}, "w") as begun:
+                begun.write(str(os.getpid()))
+            signal.pause()
+        os._exit(0)
+    os.wait()
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_what_a_function_starts_ends_with_its_process(
+    tiny_model: Path, tmp_path: Path, dies: bool
+) -> None:
+    os.mkfifo(tmp_path / "begun")
+    begun = os.open(tmp_path / "begun", os.O_RDWR)
+    function = custom(tmp_path, STARTS.format(begun=str(tmp_path / "begun")))
+    async with working(tiny_model, num_workers=1, timeout_s=60.0, **function) as worker:
+        assert await scores(worker, "starts") == [1.0]
+        daemon = os.pidfd_open(int(await asyncio.to_thread(os.read, begun, 32)))
+        if dies:
+            with pytest.raises(RewardFailed, match="exited with code 3"):
+                await scores(worker, "dies")
+            assert await asyncio.to_thread(has_ended, daemon)
+    assert has_ended(daemon)
+
+
+def has_ended(process: int) -> bool:
+    """Wait for the end of the process with this pidfd, for a minute at most."""
+    waiting = select.poll()
+    waiting.register(process, select.POLLIN)
+    return bool(waiting.poll(60_000))
 
 
 async def test_an_answer_to_another_row_costs_one_row_and_the_process(tiny_model: Path, tmp_path: Path) -> None:
@@ -285,7 +324,9 @@ def test_judges_end_with_the_service_however_that_ends(tmp_path: Path, number: s
     function.write_text(
         "import os, signal, time\n"
         "def compute_score(**row):\n"
-        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    print(os.getpid(), flush=True)\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    if os.fork() == 0: os.setsid()\n"
+        "    os.write(1, b'%d\\n' % os.getpid())\n"
         "    while True: time.sleep(60)\n"
     )
     source = (
@@ -297,118 +338,10 @@ def test_judges_end_with_the_service_however_that_ends(tmp_path: Path, number: s
     )
     service = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     assert service.stdout is not None
-    ended = os.pidfd_open(int(service.stdout.readline()))
+    scoring = [os.pidfd_open(int(service.stdout.readline())) for _ in range(2)]
     service.send_signal(number)
     service.wait()
-    waiting = select.poll()
-    waiting.register(ended, select.POLLIN)
-    assert waiting.poll(60_000), "a process that scores outlived its service"
-
-
-# --------------------------------------------------------------------------------------- managers
-
-
-async def test_the_batch_manager_calls_the_function_once_with_all_rows(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    source = (
-        "calls = 0\n"
-        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos, bonus):\n"
-        "    global calls\n    calls += 1\n"
-        "    assert data_sources == ['mine'] * 3 and ground_truths == [None] * 3\n"
-        "    assert extra_infos[2] == {'index': 2}\n"
-        "    return [{'score': len(text) + bonus, 'acc': calls} for text in solution_strs]\n"
-    )
-    config = custom(tmp_path, source)
-    config["custom_reward_function"]["reward_kwargs"] = {"bonus": 0.5}
-    async with working(tiny_model, reward_manager="batch", **config) as worker:
-        answered = await worker.compute_scores(batch(*[("mine", "x" * n, None) for n in (3, 1, 2)]))
-        assert answered["token_level_scores"].sum(1).tolist() == [3.5, 1.5, 2.5]
-        assert answered["acc"].tolist() == [1.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize("dtype", ["numpy.float64", "bool", "object"])
-async def test_a_batch_function_may_answer_with_an_array(tiny_model: Path, tmp_path: Path, dtype: str) -> None:
-    source = (
-        "import numpy\n"
-        "def compute_score(solution_strs, **rows):\n"
-        f"    return numpy.array([text == 'yes' for text in solution_strs], dtype={dtype})\n"
-    )
-    async with working(tiny_model, reward_manager="batch", **custom(tmp_path, source)) as worker:
-        assert await scores(worker, "yes", "no", "yes") == [1.0, 0.0, 1.0]
-
-
-async def test_a_batch_function_that_answers_for_fewer_rows_fails(tiny_model: Path, tmp_path: Path) -> None:
-    function = custom(tmp_path, "def compute_score(**rows):\n    return [1.0]\n")
-    async with working(tiny_model, reward_manager="batch", **function) as worker:
-        with pytest.raises(RewardFailed, match=r"2 rows, train-000000 to train-000001: .*a list of 2 scores"):
-            await scores(worker, "a", "b")
-
-
-async def test_the_dapo_manager_takes_the_punishment_from_the_score_and_not_from_acc(tiny_model: Path) -> None:
-    """data.max_response_length is 24 and a token a character (and one for the end): 11 tokens are below the
-    buffer of 12, 18 are in its middle, 24 at its end."""
-    texts = [answer + " " * (length - 1 - len(answer)) for answer, length in
-             (("Answer: 7", 11), ("Answer: 7", 18), ("Answer: 8", 24))]  # fmt: skip
-    overlong = {"enable": True, "len": 12, "penalty_factor": 1.0, "log": True}
-    async with working(tiny_model, reward_manager="dapo", overlong_buffer=overlong) as worker:
-        answered = await worker.compute_scores(batch(*[("math_dapo", text, "7") for text in texts]))
-    assert answered["token_level_scores"].sum(1).tolist() == [1.0, 0.5, -2.0]
-    assert answered["acc"].tolist() == [1.0, 1.0, 0.0]
-    assert list(answered["reward_extra_info"]) == [
-        {"overlong_reward": 0.0, "overlong": 0.0, "pred": "7"},
-        {"overlong_reward": -0.5, "overlong": 1.0, "pred": "7"},
-        {"overlong_reward": -1.0, "overlong": 1.0, "pred": "8"},
-    ]
-
-
-@pytest.mark.parametrize(
-    ("reward", "said"),
-    [
-        ({"reward_manager": "batch"}, "custom_reward_function.path is not set"),
-        ({"overlong_buffer": {"enable": True, "len": 4}}, "reward_manager naive.*reward_manager to dapo"),
-        ({"reward_manager": "dapo", "overlong_buffer": {"enable": True}}, "overlong_buffer.len is 0"),
-        (
-            {"reward_manager": "dapo", "overlong_buffer": {"enable": True, "len": 600}},
-            "reward.overlong_buffer.len is 600, but data.max_response_length is 512",
-        ),
-    ],
-)
-def test_keys_that_contradict_each_other_are_refused(reward: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidConfig, match=said):
-        make_job({"reward": reward})
-
-
-# -------------------------------------------------------------------------------- components, code
-
-
-def with_components(model: Path, function: dict[str, Any]) -> RewardWorker:
-    config = job(model, **function)
-    algorithm = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["format", "right"]}
-    return RewardWorker(make_job({**config.model_dump(), "algorithm": algorithm, "rollout": {"n": 2}}))
-
-
-async def test_components_are_columns_in_the_order_of_the_keys(tiny_model: Path, tmp_path: Path) -> None:
-    source = (
-        "def compute_score(extra_info, **row):\n"
-        "    return {'score': 1, 'right': extra_info['index'], 'format': -2}\n"
-    )
-    worker = with_components(tiny_model, custom(tmp_path, source))
-    answered = await worker.compute_scores(batch(("mine", "x", None), ("mine", "y", None)))
-    worker.close()
-    assert answered["reward_components"].tolist() == [[-2.0, 0.0], [-2.0, 1.0]]
-    assert answered["reward_extra_info"][1] == {"right": 1.0, "format": -2.0}
-
-
-async def test_a_component_that_is_not_there_names_the_row(tiny_model: Path, tmp_path: Path) -> None:
-    source = (
-        "def compute_score(extra_info, **row):\n"
-        "    return {'score': 1, 'format': 1, **({'right': 1} if extra_info['index'] == 0 else {})}\n"
-    )
-    worker = with_components(tiny_model, custom(tmp_path, source))
-    with pytest.raises(RewardFailed, match=r"row train-000001: .*gdpo_reward_keys names 'right'"):
-        await worker.compute_scores(batch(("mine", "x", None), ("mine", "y", None)))
-    worker.close()
+    assert all(map(has_ended, scoring)), "a process that scores outlived its service"
 
 
 async def test_programs_and_mathematics_are_scored_beside_quick_rules(

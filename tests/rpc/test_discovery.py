@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 from api_server import ApiServer, api_server, endpoint, slice_of
+from membership import until
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.kubernetes import Cluster
-from rolemesh.rpc.calling import discovery
+from rolemesh.rpc.calling import discovery, pool
 from rolemesh.rpc.calling.discovery import Endpoints, parse
 
 
@@ -138,6 +139,19 @@ async def test_a_pod_in_two_slices_or_of_two_families_is_one(api: ApiServer) -> 
     assert await told == [*at(A), "[fd00::9]:50051"]
 
 
+async def test_after_an_object_that_makes_no_sense_all_are_listed_anew(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool, "FOLLOW_S", 0.01)
+    followed = pool.ReplicaPool("reward", [], patience_s=60)
+    followed.follow(Endpoints("reward", 50051, api.cluster))
+    await (await api.next()).items("7", slice_of(endpoint(A) | {"addresses": []}))
+    await (await api.next()).items("8", slice_of(endpoint(A)))
+    await until(followed, lambda: [replica.address for replica in followed.replicas] == at(A))
+    await followed.close()
+    assert "IndexError" in caplog.text
+
+
 # ------------------------------------------------------------------------------------------------- by name
 
 # Tells what it sees, line by line.
@@ -145,7 +159,7 @@ WATCHER = """
 import asyncio, json, logging, sys
 from pathlib import Path
 from rolemesh.kubernetes import Cluster
-from rolemesh.rpc.calling import discovery
+from rolemesh.rpc.calling import discovery, pool
 
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 discovery.DNS_EVERY_S = 0.05

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rolemesh.errors import WeightsUnavailable
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RolloutClient
 from rolemesh.rpc.contract import ROLLOUT, WEIGHTS
+from rolemesh.rpc.serving import server as serving_options
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.rollout.servicer import RolloutServicer
 from rolemesh.services.rollout.worker import RolloutWorker
@@ -42,6 +43,21 @@ class Held(RolloutWorker):
             yield batch
             self.begun.set()
             await self.open.wait()
+
+
+class Noting(Held):
+    """It notes when a caller's stream is over, however it ends."""
+
+    def __init__(self, job: Any) -> None:
+        super().__init__(job)
+        self.over = asyncio.Event()
+
+    async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
+        try:
+            async for batch in super().generate(prompts):
+                yield batch
+        finally:
+            self.over.set()
 
 
 async def rows_of(stream: AsyncIterator[DataProto]) -> DataProto:
@@ -105,3 +121,54 @@ async def test_a_relay_that_drains_ends_what_it_sends_and_refuses_the_next(
         await draining
     for tensors in (first, second):
         assert all(torch.equal(tensors[name], tensor) for name, tensor in (await held.fetch()).items())
+
+
+@asynccontextmanager
+async def network(address: str, vanished: asyncio.Event) -> AsyncIterator[str]:
+    """A way to an address. Once `vanished` is set it passes nothing on, and closes no connection."""
+    host, _, port = address.rpartition(":")
+    pumps: list[asyncio.Task[None]] = []
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (data := await reader.read(1 << 16)) and not vanished.is_set():
+            writer.write(data)
+            await writer.drain()
+        if vanished.is_set():
+            await asyncio.Event().wait()
+        writer.close()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_connection(host, int(port))
+        pumps.extend(asyncio.create_task(pump(*ends)) for ends in ((reader, ours), (theirs, writer)))
+
+    async with await asyncio.start_server(connect, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for task in pumps:
+            task.cancel()
+        await asyncio.wait(pumps)
+
+
+async def test_a_call_of_a_controller_that_vanishes_ends(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No packet says that it is gone. The times of the server's pings, if it has any, are a twentieth here."""
+    quick = [
+        (name, value // 20 if value == 20_000 else value) for name, value in serving_options.SERVER_OPTIONS
+    ]
+    monkeypatch.setattr(serving_options, "SERVER_OPTIONS", quick)
+    job, vanished = job_of(tiny_model), asyncio.Event()
+    worker, server = Noting(job), RoleServer({"rollout": [ROLLOUT]})
+    address = await server.start("127.0.0.1:0")
+    await server.ready({ROLLOUT: RolloutServicer(worker)})
+    async with (
+        network(address, vanished) as way,
+        RolloutClient([way], methods(job), timeout_s=600) as controller,
+    ):
+        call = asyncio.create_task(rows_of(controller.generate(prompts_of(16))))
+        await worker.begun.wait()
+        vanished.set()
+        async with asyncio.timeout(60):
+            await worker.over.wait()
+        call.cancel()
+        await asyncio.wait({call})
+    await server.drain(0)

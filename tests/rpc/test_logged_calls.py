@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from serving import reward_batch, reward_job, serve_process
 
-from rolemesh.errors import RewardFailed
+from rolemesh.errors import NotPermitted, RewardFailed
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.telemetry import context
 
+# What a log shows of its last four characters: of an error's text, and of a name that a message quotes.
+ESCAPED, QUOTED = r"\u001b[31m\u009b\u202e\u2028", r"\x1b[31m\x9b\u202e\u2028"
 FORGED = "x\n12:00:00 ERROR actor: forged\r\x1b[31m\x9b\u202e\u2028"
 FUNCTION = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -31,9 +33,11 @@ async def test_a_strangers_text_never_begins_a_line_of_the_log(tiny_model: Path,
         RewardClient([served.address], methods(job)) as client,
     ):
         await client.wait_until_ready(120)
+        with pytest.raises(RewardFailed, match="forged"):
+            await client.compute_scores(batch)
         token = context.job.set(FORGED)
         try:
-            with pytest.raises(RewardFailed, match="forged"):
+            with pytest.raises(NotPermitted, match="forged"):
                 await client.compute_scores(batch)
         finally:
             context.job.reset(token)
@@ -45,6 +49,6 @@ async def test_a_strangers_text_never_begins_a_line_of_the_log(tiny_model: Path,
     assert lines == log.splitlines()
     assert any(line.startswith("  ValueError: x") for line in lines)  # of the judge, which has no logger
     told = [line for line in lines if "forged" in line and line[0] != " "]
-    assert len(told) == 2  # how it failed, and how it ended; both name the job
-    assert all(r"x\n12:00:00 ERROR actor: forged\r\u001b[31m\u009b\u202e\u2028" in line for line in told)
-    assert told[0].count("forged") == 2
+    text, job_name = (r"x\n12:00:00 ERROR actor: forged\r" + rest for rest in (ESCAPED, QUOTED))
+    assert [text in told[0], job_name in told[1]] == [True, True]
+    assert len(told) == 2

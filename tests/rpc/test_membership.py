@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -11,12 +13,18 @@ import torch
 from membership import Told, until
 from prometheus_client import REGISTRY
 from rollouts import generated, job_of, prompts_of
+from sequences import sequence_batch
 from serving import gate, reward_batch, reward_job, scored, serve_process, served
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable
 from rolemesh.roles import methods
+from rolemesh.rpc.calling import pool
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
+from rolemesh.rpc.calling.dispatch import Dispatcher
+from rolemesh.rpc.calling.replica import Replica
+from rolemesh.rpc.contract import ACTOR
+from rolemesh.services.processes.serve import group_server
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.telemetry import metrics
 
@@ -127,6 +135,152 @@ async def test_who_waits_for_a_replica_learns_why_none_will_come(tiny_model: Pat
     async with RewardClient(Lost(), table) as client:
         with pytest.raises(InvalidConfig, match="nobody tells"):
             await client.wait_until_ready(120)
+
+
+class Failing(Told):
+    """Fails as often as there are errors, and only then tells; None: it ends without an error."""
+
+    def __init__(self, errors: list[Exception | None], *addresses: str) -> None:
+        super().__init__(*addresses)
+        self._errors = errors
+
+    async def watch(self) -> AsyncIterator[frozenset[str]]:
+        if self._errors:
+            if error := self._errors.pop(0):
+                raise error
+            return
+        async for told in super().watch():
+            yield told
+
+
+async def test_whatever_ends_the_watch_of_addresses_is_logged_and_it_begins_again(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pool, "FOLLOW_S", 0.0)
+    members = Failing([OSError(errno.EMFILE, "Too many open files"), None, KeyError("addresses")], "10.0.0.1:1")
+    async with RewardClient(members, methods(reward_job(tiny_model, tmp_path))) as client:
+        await until(client.pool, lambda: [r.address for r in client.pool.replicas] == ["10.0.0.1:1"])
+    assert "reward: the watch of its addresses failed" in caplog.text
+    assert "Too many open files" in caplog.text
+    assert "reward: the watch of its addresses ended" in caplog.text
+    assert "KeyError: 'addresses'" in caplog.text
+
+
+async def test_an_address_that_means_nothing_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    async with RewardClient(Told("fe80::1:50051"), methods(reward_job(tiny_model, tmp_path))) as client:
+        with pytest.raises(RoleUnavailable, match=r"at fe80::1:50051: .*is not an address; write host:port"):
+            await client.wait_until_ready(1.0)
+
+
+# ------------------------------------------------------------------------------ several addresses of one server
+
+
+def by_name(address: str) -> str:
+    """Return a second address of a server at 127.0.0.1."""
+    return address.replace("127.0.0.1", "localhost")
+
+
+async def test_several_addresses_of_a_trained_role_are_one_replica(tiny_model: Path) -> None:
+    """All calls go to it, whole, also while an address is dead, and when the one in use has left."""
+    job = job_of(tiny_model)
+    batch = sequence_batch(16)
+    async with served("actor", job) as [address]:
+        told = Told(address, by_name(address), "127.0.0.1:1")
+        async with ActorClient(told, methods(job)) as actor:
+            await actor.wait_until_ready(120)
+            first = await actor.update(batch)
+            source = await actor.publish_weights(1)
+            [used] = source.sources
+            assert used != "127.0.0.1:1"
+            [other] = {address, by_name(address)} - {used}
+            told.tell(other, "127.0.0.1:1")
+            await until(actor.pool, lambda: [r.address for r in actor.pool.live] == [other])
+            await actor.load_checkpoint(None)
+            assert await actor.update(batch) == first
+
+
+async def test_several_addresses_of_a_server_without_state_are_one_replica(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = reward_job(tiny_model, tmp_path)
+    async with (
+        served("reward", job) as [address],
+        RewardClient(Told(address, by_name(address)), methods(job)) as client,
+    ):
+        await client.wait_until_ready(120)
+        [used] = client.pool.live
+        [other] = {*client.pool.replicas} - {used}
+        assert await client.pool._try_return(other) == f"work goes to the same server at {used.address}"
+        assert client.pool.live == [used]
+        assert not client.pool.has_choice
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+async def test_a_second_server_of_a_trained_role_ends_the_run_even_while_it_loads(
+    tiny_model: Path, when: str
+) -> None:
+    job = job_of(tiny_model)
+    loading = group_server(["actor"])
+    second = await loading.start("127.0.0.1:0")
+    try:
+        async with served("actor", job) as [first]:
+            told = Told(first, second) if when == "at the start" else Told(first)
+            async with ActorClient(told, methods(job)) as actor:
+                if when == "later":
+                    await actor.publish_weights(1)
+                    told.tell(first, second)
+                await until(actor.pool, lambda: actor.pool._lost)
+                both = f"({first} and at {second}|{second} and at {first})"
+                for call in (
+                    actor.wait_until_ready(60),
+                    actor.update(sequence_batch(8)),
+                    actor.compute_log_probs(sequence_batch(8)),
+                    actor.load_checkpoint(None),
+                    actor.begin_checkpoint(Path("unused")),
+                    actor.publish_weights(2),
+                ):
+                    with pytest.raises(
+                        InvalidConfig, match=f"actor has exactly one replica; two answer, at {both}; scale"
+                    ):
+                        await call
+    finally:
+        await loading.drain(0)
+
+
+async def test_two_servers_are_told_from_one_that_was_restarted_and_from_one_that_is_gone() -> None:
+    one, two = group_server(["actor"]), group_server(["actor"])
+    address = await one.start("127.0.0.1:0")
+    here, by_its_name = Replica(address, "actor"), Replica(by_name(address), "actor")
+    there = Replica(await two.start("127.0.0.1:0"), "actor")
+    try:
+        for replica in (here, by_its_name, there):
+            await replica.health()
+        assert here.life == by_its_name.life != there.life
+        assert await here.is_another_server(there)
+        assert not await here.is_another_server(by_its_name)
+        by_its_name.life = "before a restart"
+        assert not await here.is_another_server(by_its_name)
+        assert not await by_its_name.is_another_server(here)
+        await two.drain(0)
+        assert not await here.is_another_server(there)
+    finally:
+        for replica in (here, by_its_name, there):
+            await replica.close()
+        await one.drain(0)
+        await two.drain(0)
+
+
+async def test_rows_of_a_method_that_is_not_pure_are_never_cut(tiny_model: Path) -> None:
+    """Whatever there is to choose from: a piece of an update would be an update of its own."""
+    job = job_of(tiny_model)
+    update = methods(job)["actor.update"]
+    async with served("actor", job) as [address]:
+        choice = pool.ReplicaPool("actor", [address], patience_s=60, may_grow=True)
+        answer = await Dispatcher(choice, ACTOR, 120).call(update.rpc, update.prune(sequence_batch(16)))
+        await choice.close()
+        async with ActorClient([address], methods(job)) as actor:
+            await actor.load_checkpoint(None)
+            assert dict(answer.metrics) == await actor.update(sequence_batch(16))
 
 
 async def test_calls_are_served_in_the_order_in_which_they_were_begun(tiny_model: Path, tmp_path: Path) -> None:

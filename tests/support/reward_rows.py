@@ -1,7 +1,9 @@
-"""Rows for a reward worker, and the job that scores them."""
+"""Rows for a reward worker, the job that scores them, and their scores."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.models.tiny import byte_tokenizer
+from rolemesh.services.reward.worker import RewardWorker
 
 TOKENIZER = byte_tokenizer()
 P, T = 16, 24
@@ -58,3 +61,17 @@ def custom(tmp_path: Path, source: str) -> dict[str, Any]:
     file = tmp_path / "mine.py"
     file.write_text(source)
     return {"custom_reward_function": {"path": str(file)}}
+
+
+@asynccontextmanager
+async def working(model: Path, **reward: Any) -> AsyncIterator[RewardWorker]:
+    worker = RewardWorker(job(model, **reward))
+    try:
+        yield worker
+    finally:
+        worker.close()
+
+
+async def scores(worker: RewardWorker, *responses: str) -> list[float]:
+    answered = await worker.compute_scores(batch(*[("mine", response, None) for response in responses]))
+    return answered["token_level_scores"].sum(1).tolist()  # type: ignore[no-any-return]

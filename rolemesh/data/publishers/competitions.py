@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from rolemesh.data.json_lines import is_json_lines, records
 from rolemesh.data.parquet import read_table, write_rows
-from rolemesh.errors import InvalidData
+from rolemesh.errors import InvalidData, unreadable
 from rolemesh.rules.boxed import last_boxed
 
 MATH = "DigitalLearningGmbH/MATH-lighteval"  # verl's name
@@ -108,7 +108,7 @@ def _records(src: Path) -> Iterator[dict[str, Any]]:
     try:
         names = pq.read_schema(src).names
     except (pa.ArrowException, OSError) as error:
-        raise InvalidData(f"{src} cannot be read as Parquet: {error}") from error
+        raise unreadable(InvalidData, error, f"{src} cannot be read as Parquet: {error}") from error
     yield from read_table(src, [name for name in names if name.lower() in ("problem", "answer")]).to_pylist()
 
 

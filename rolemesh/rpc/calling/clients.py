@@ -25,7 +25,8 @@ from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher
 from rolemesh.rpc.calling.pool import ReplicaPool
 from rolemesh.rpc.calling.replica import Replica
 from rolemesh.rpc.channels import check_address
-from rolemesh.rpc.metadata import VERSION_KEY
+from rolemesh.rpc.metadata import TERM_KEY, VERSION_KEY
+from rolemesh.rpc.term import Term
 from rolemesh.tasks import gather
 from rolemesh.v1.actor_pb2 import PublishWeightsRequest
 from rolemesh.v1.checkpoint_pb2 import BeginCheckpointRequest, FinishCheckpointRequest, LoadCheckpointRequest
@@ -39,7 +40,8 @@ class RoleClient:
 
     Args:
         addresses: host:port of each replica, exactly one for a trained role. Or a Members, which reports
-            addresses from `async with` on, as replicas join and leave.
+            addresses from `async with` on, as replicas join and leave. Several addresses of one server are one
+            replica. If two servers of a trained role answer, every later call raises InvalidConfig.
         methods: rolemesh.roles.methods(job).
         timeout_s: seconds; the deadline of every call.
         patience_s: seconds that a call waits while no replica is alive, before it fails.
@@ -75,7 +77,12 @@ class RoleClient:
             raise InvalidConfig(f"{self.role} has exactly one replica; got {len(fixed)} addresses: {fixed}")
         self._methods, self._timeout_s = methods, timeout_s
         self.pool = ReplicaPool(
-            self.role, fixed, patience_s=patience_s, may_grow=may_grow, full_rows=2 * rows_at_once
+            self.role,
+            fixed,
+            patience_s=patience_s,
+            may_grow=may_grow,
+            full_rows=2 * rows_at_once,
+            trained=spec.trained,
         )
         self._dispatcher = Dispatcher(
             self.pool,
@@ -91,7 +98,7 @@ class RoleClient:
 
         Raises:
             RoleUnavailable: it took longer than timeout_s seconds; the message names each replica's problem.
-            InvalidConfig: another role serves at an address.
+            InvalidConfig: another role serves at an address, or two servers of a trained role answer.
         """
         await self.pool.wait_until_ready(timeout_s)
 
@@ -120,6 +127,24 @@ class RoleClient:
 
 class _Trained(RoleClient):
     """Base of clients of a role that trains weights and saves them."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str] | Members,
+        methods: Mapping[str, Method],
+        *,
+        term: Term | None = None,
+        **like_every_client: Any,
+    ) -> None:
+        """Make the client.
+
+        Args:
+            addresses, methods, like_every_client: as RoleClient.
+            term: the controller's, sent with every call. None: the role answers until a controller has it.
+        """
+        super().__init__(addresses, methods, **like_every_client)
+        if term:
+            self._dispatcher.metadata[TERM_KEY] = term.to_metadata()
 
     async def update(self, batch: DataProto) -> Metrics:
         return await self._update(batch)

@@ -46,6 +46,7 @@ class Dns:
 
     def __init__(self, name: str, port: int) -> None:
         self._name, self._port = name, port
+        self._problem = ""
 
     async def watch(self) -> AsyncIterator[frozenset[str]]:
         before: frozenset[str] | None = None
@@ -62,8 +63,11 @@ class Dns:
         try:
             found = await loop.getaddrinfo(self._name, self._port, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
-            log.debug("%s: %s", self._name, error)
+            if str(error) != self._problem:  # once for each outage
+                log.warning("%s: %s; asking again every %.0f s", self._name, error, DNS_EVERY_S)
+            self._problem = str(error)
             return frozenset() if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA) else None
+        self._problem = ""
         return frozenset(_joined(where[0], self._port) for *_, where in found)
 
 

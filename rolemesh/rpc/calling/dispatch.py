@@ -1,9 +1,8 @@
 """Spreads one call of a role's method over its replicas, as the .proto declares.
 
 SHARD_ROWS: the batch is split by rows into pieces as replicas have room. Each piece goes to the replica with
-    the
-fewest outstanding rows, and the answers are joined in row order. BROADCAST: every replica gets the same
-request.
+the fewest outstanding rows, and the answers are joined in row order. A method that is not pure gets all rows in
+one call. BROADCAST: every replica gets the same request.
 
 A pure call (idempotency_level) is retried at another replica if its replica goes away; other calls are not. A
 replica that has no memory for a batch has not begun with it, so that call is retried, pure or not. A call
@@ -136,7 +135,7 @@ class Dispatcher:
         return await self._broadcast(rpc, request, deadline)
 
     async def _shard_rows(self, rpc: Rpc, batch: DataProto, deadline: float) -> Any:
-        """Split a batch into pieces, and join the answers in row order.
+        """Split a batch of a pure method into pieces, and join the answers in row order.
 
         A piece is cut when the piece before it has found a replica with room. So a replica that joins during
         the call takes from the remaining rows, and the piece size follows the current number of replicas.
@@ -145,7 +144,7 @@ class Dispatcher:
         answers: dict[int, Any] = {}
 
         async def ask(first: int) -> None:
-            piece = batch[first : first + self._piece_rows(len(batch))]
+            piece = batch[first : first + self._piece_rows(rpc, len(batch))]
             after = first + len(piece)
 
             def begun() -> None:
@@ -165,8 +164,10 @@ class Dispatcher:
         in_order = [answers[first] for first in sorted(answers)]
         return in_order[0] if len(in_order) == 1 else DataProto.concat(in_order)
 
-    def _piece_rows(self, num_rows: int) -> int:
-        return piece_rows(num_rows, len(self.pool.live) or 1) if self.pool.has_choice else num_rows
+    def _piece_rows(self, rpc: Rpc, num_rows: int) -> int:
+        if rpc.pure and self.pool.has_choice:
+            return piece_rows(num_rows, len(self.pool.live) or 1)
+        return num_rows  # a piece of an Update would be an update of its own
 
     async def _piece(
         self, rpc: Rpc, batch: DataProto, turn: int, deadline: float, begun: Callable[[], None]

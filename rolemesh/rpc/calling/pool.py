@@ -12,6 +12,7 @@ from typing import Any
 
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleUnavailable
 from rolemesh.rpc.calling.discovery import Members
+from rolemesh.rpc.calling.pending import PendingRows
 from rolemesh.rpc.calling.replica import Replica, wrong_role
 from rolemesh.telemetry import metrics
 
@@ -21,29 +22,8 @@ log = logging.getLogger(__name__)
 # replica there is no limit: a role that shares a device should see all calls that wait for its turn.
 MAX_IN_FLIGHT = 2
 MAX_BACKOFF_S = 2.0
-
-
-class PendingRows:
-    """Counts pending rows, and integrates the count over time.
-
-    Args:
-        clock: seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.rows = 0
-        self._clock = clock
-        self._counted_at, self._row_seconds = clock(), 0.0
-
-    def row_seconds(self, until: float) -> float:
-        """Return the integral of `rows` over time: ten rows that are pending for six seconds make 60."""
-        return self._row_seconds + self.rows * (until - self._counted_at)
-
-    def add(self, rows: int) -> None:
-        """Add to the number of pending rows; negative to subtract."""
-        now = self._clock()
-        self._row_seconds, self._counted_at = self.row_seconds(now), now
-        self.rows += rows
+# Backoff before members are followed again after an error: doubled each time, up to the maximum.
+FOLLOW_S, MAX_FOLLOW_S = 0.5, 15.0
 
 
 class ReplicaPool:
@@ -53,12 +33,16 @@ class ReplicaPool:
     (`follow`). A replica that joins gets work once it is healthy and `on_return` has brought it up to date. A
     replica that leaves gets no more work, but may finish what it has.
 
+    Of several addresses of one server (a pod's IPv4 and IPv6) one gets work. Another takes its place if that
+    fails. A trained role has one server: if two answer, every later call raises InvalidConfig.
+
     Args:
         role: the role whose health is checked.
         addresses: host:port of each initial replica.
         patience_s: seconds that a call waits while no replica is alive, before it fails.
         may_grow: replicas may join, so work is held back for them while the others are busy.
         full_rows: outstanding rows at which a replica is full; 0: it is full with MAX_IN_FLIGHT calls.
+        trained: the role has state, so it has one server.
     """
 
     def __init__(
@@ -69,14 +53,15 @@ class ReplicaPool:
         patience_s: float,
         may_grow: bool = False,
         full_rows: int = 0,
+        trained: bool = False,
     ) -> None:
         self.role = role
         self.replicas = [Replica(address, role) for address in addresses]
         self.on_return: Callable[[Replica], Awaitable[None]] | None = None
         self.waiting = PendingRows()
         self._patience_s, self._may_grow, self._full_rows = patience_s, may_grow, full_rows
-        self._is_followed = False
-        self._lost: Exception | None = None
+        self._is_followed, self._trained = False, trained
+        self._lost: InvalidConfig | None = None
         self._leaving: set[Replica] = set()
         self._changed = asyncio.Condition()
         self._line: list[int] = []
@@ -87,8 +72,8 @@ class ReplicaPool:
 
     @property
     def live(self) -> list[Replica]:
-        """The replicas that may get work."""
-        return [replica for replica in self.replicas if replica.live]
+        """The replicas that may get work; none after a final error."""
+        return [replica for replica in self.replicas if replica.live and not self._lost]
 
     @property
     def addresses(self) -> str:
@@ -96,8 +81,9 @@ class ReplicaPool:
 
     @property
     def has_choice(self) -> bool:
-        """Whether there are several replicas to choose from, now or after one has joined."""
-        return self._may_grow or len(self.replicas) > 1
+        """Whether there are several servers to choose from, now or after one has joined."""
+        num_servers = len({replica.life or replica.address for replica in self.replicas})
+        return not self._trained and (self._may_grow or num_servers > 1)
 
     # ------------------------------------------------------------------------ membership
 
@@ -107,13 +93,28 @@ class ReplicaPool:
         self._begin(self._follow(members))
 
     async def _follow(self, members: Members) -> None:
-        try:
-            async for addresses in members.watch():
-                self._set_members(addresses)
-                await self._notify()
-        except Exception as error:  # raised to calls that wait for a replica
-            self._lost = error
-            await self._notify()
+        backoff_s = FOLLOW_S
+        while True:
+            try:
+                async for addresses in members.watch():
+                    self._set_members(addresses)
+                    await self._notify()
+                    backoff_s = FOLLOW_S
+                log.warning("%s: the watch of its addresses ended; watching again", self.role)
+            except InvalidConfig as error:
+                await self._lose(error)
+                return
+            except Exception:  # e.g. no file descriptor is left; replicas that join later must still be seen
+                log.exception("%s: the watch of its addresses failed; watching again", self.role)
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_FOLLOW_S)
+
+    async def _lose(self, error: InvalidConfig) -> None:
+        """Raise the error to every later call, and to those that wait for a replica."""
+        log.error("%s", error)
+        self._lost = error
+        self._show_live()
+        await self._notify()
 
     def _set_members(self, addresses: Collection[str]) -> None:
         for replica in [r for r in self.replicas if r.address not in addresses]:
@@ -333,7 +334,13 @@ class ReplicaPool:
 
     async def _revive(self, replica: Replica) -> None:
         backoff_s = 0.05
-        while not replica.live and replica in self.replicas and (problem := await self._try_return(replica)):
+        while not (replica.live or self._lost) and replica in self.replicas:
+            try:
+                problem = await self._try_return(replica)
+            except Exception as error:  # it is a problem of this replica, however strange
+                problem = f"{type(error).__name__}: {error}"
+            if not problem:
+                return
             if problem != replica.problem:
                 log.info("%s at %s is not used yet: %s", self.role, replica.address, problem)
             replica.problem = problem
@@ -342,21 +349,44 @@ class ReplicaPool:
 
     async def _try_return(self, replica: Replica) -> str:
         """Make a healthy replica live and return ""; else return its problem."""
-        if problem := await replica.health():
+        problem = await replica.health()
+        if self._trained:
+            await self._refuse_two(replica)
+        if problem or replica.live or self._lost:
             return problem
-        if not replica.live:
-            done: Callable[[Replica], Awaitable[None]] | None = None
-            while (bring := self.on_return) is not None and bring is not done:  # it may be replaced meanwhile
-                try:
-                    await bring(replica)
-                    done = bring
-                except RolemeshError as error:
-                    return str(error)
-            log.warning("%s at %s is ready", self.role, replica.address)
-            replica.live, replica.problem = True, ""
-            self._show_live()
-            await self._notify()
+        if problem := self._used_at(replica):
+            return problem
+        done: Callable[[Replica], Awaitable[None]] | None = None
+        while (bring := self.on_return) is not None and bring is not done:  # it may be replaced meanwhile
+            try:
+                await bring(replica)
+                done = bring
+            except RolemeshError as error:
+                return str(error)
+        if problem := self._used_at(replica):  # now that time has passed
+            return problem
+        log.warning("%s at %s is ready", self.role, replica.address)
+        replica.live, replica.problem = True, ""
+        self._show_live()
+        await self._notify()
         return ""
+
+    def _used_at(self, replica: Replica) -> str:
+        """Return the problem of a further address of a server that is live at another one; else ""."""
+        for other in self.live:
+            if self._trained or (replica.life and other.life == replica.life):
+                return f"work goes to the same server at {other.address}"
+        return ""
+
+    async def _refuse_two(self, replica: Replica) -> None:
+        """Raise InvalidConfig to later calls if another replica of a trained role is another server."""
+        for other in list(self.replicas):
+            if await replica.is_another_server(other) and {replica, other} <= {*self.replicas}:
+                where = f"at {other.address} and at {replica.address}"
+                what = "scale its workload to 1, then run the same command again"
+                await self._lose(
+                    InvalidConfig(f"{self.role} has exactly one replica; two answer, {where}; {what}")
+                )
 
     def _show_live(self) -> None:
         metrics.REPLICAS_LIVE.labels(self.role).set(len(self.live))

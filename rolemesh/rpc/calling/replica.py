@@ -12,7 +12,7 @@ from rolemesh.rpc import tls
 from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.channels import Line
 from rolemesh.rpc.contract import rpcs, serializer
-from rolemesh.rpc.metadata import WHY_KEY
+from rolemesh.rpc.metadata import LIFE_KEY, WHY_KEY
 
 CHECK_TIMEOUT_S = 2.0
 MAX_WHY = 500  # characters of the reason that a server gives for not being ready
@@ -35,6 +35,7 @@ class Replica:
         self.last_turn = 0
         self.live = live
         self.problem = ""
+        self.life = ""  # of its server, by its last answer to a health check; "": it has not answered yet
         self._line = Line(address, role)
 
     @property
@@ -44,21 +45,39 @@ class Replica:
 
     async def health(self) -> str:
         """Check health: return "" if it serves its role, else the problem."""
+        problem, life = await self._check()
+        self.life = life or self.life
+        return problem
+
+    async def is_another_server(self, other: Replica) -> bool:
+        """Find out whether the two addresses are two servers; False if one does not answer.
+
+        The lives of one server differ before and after a restart. So they prove nothing unless the life here is
+        the same before and after the answer there.
+        """
+        if not (self.life and other.life) or self.life == other.life:
+            return False
+        (_, before), (_, there), (_, after) = [await each._check() for each in (self, other, self)]
+        return before == after != there and bool(before and there)
+
+    async def _check(self) -> tuple[str, str]:
+        """Check health: return the problem, and the server's life if it answered."""
         check: Any = self.channel.unary_unary(HEALTH.path, serializer(HEALTH.request), None)
         try:
             call = check(health_pb2.HealthCheckRequest(service=self._role), timeout=CHECK_TIMEOUT_S)
             answer: Any = await read_answer(HEALTH, await call)
             trailing = dict(await call.trailing_metadata())
         except InvalidBatch as error:
-            return f"its answer to a health check is invalid: {error}"
+            return f"its answer to a health check is invalid: {error}", ""
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
-                return wrong_role(self._role)
-            return tls.explain(error.details() or error.code().name)
+                return wrong_role(self._role), ""
+            return tls.explain(error.details() or error.code().name), ""
         serving: bool = answer.status == health_pb2.HealthCheckResponse.SERVING
         why = str(trailing.get(WHY_KEY, ""))[:MAX_WHY]
         why = why if why.isprintable() and why else "still loading, or draining"
-        return "" if serving else f"it answers, but is not ready ({why})"
+        problem = "" if serving else f"it answers, but is not ready ({why})"
+        return problem, str(trailing.get(LIFE_KEY, ""))
 
     async def close(self) -> None:
         await self._line.close()

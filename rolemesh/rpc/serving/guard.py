@@ -41,14 +41,15 @@ class Guard:
 
     Args:
         room: the process's memory budget for batches.
+        job: name of the job whose calls are answered; empty: of any.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, room: Room, job: str = "") -> None:
+        self._room, self._job = room, job
         self.idle = asyncio.Event()
         self.idle.set()
         self._running = 0
-        self._life = uuid.uuid4().hex
+        self.life = uuid.uuid4().hex
 
     def wrap(self, role: str, rpc: Rpc, behaviour: Behaviour, door: Door | None) -> Behaviour:
         """Return the role's method with the guard around it: bytes in, bytes or a message out.
@@ -98,7 +99,7 @@ class Guard:
         self, role: str, rpc: Rpc, context: Context
     ) -> AsyncIterator[tuple[Callable[[str, Any], Any], Stay]]:
         call = "-"
-        context.set_trailing_metadata(((LIFE_KEY, self._life),))
+        context.set_trailing_metadata(((LIFE_KEY, self.life),))
         labels = (role, rpc.name)
         received = {way: metrics.SERVER_BYTES.labels(*labels, way) for way in ("in", "out")}
         size = {"in": 0, "out": 0}
@@ -114,13 +115,13 @@ class Guard:
         self.idle.clear()
         metrics.SERVER_IN_FLIGHT.labels(*labels).inc()
         try:
-            call = enter_context(role, rpc, context.invocation_metadata())
+            call = enter_context(role, rpc, context.invocation_metadata(), self._job)
             with self._room.stay() as stay:  # until the call ends: its batch is in use until then
                 threads.watch.set(stay.watch)
                 yield count, stay
             if (written := timeline.calls.get()) is not None:
                 told = (TIMELINE_KEY, timeline.told(written, started))
-                context.set_trailing_metadata(((LIFE_KEY, self._life), told))
+                context.set_trailing_metadata(((LIFE_KEY, self.life), told))
         except grpc.aio.AbortError:  # the method itself chose a status
             code = _as_code(context.code())
             raise

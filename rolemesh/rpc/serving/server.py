@@ -20,7 +20,7 @@ from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.rpc import tls
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
 from rolemesh.rpc.contract import FRAME, Rpc, rpcs, serializer
-from rolemesh.rpc.metadata import WHY_KEY
+from rolemesh.rpc.metadata import LIFE_KEY, WHY_KEY
 from rolemesh.rpc.serving.access import Permissions
 from rolemesh.rpc.serving.bounded import Bounded
 from rolemesh.rpc.serving.guard import Behaviour, Guard
@@ -63,20 +63,23 @@ HANDLERS = {
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # absent from the stubs
-    """Health that says why it is not SERVING, in the trailing metadata.
+    """Health that names the server's life and says why it is not SERVING, in the trailing metadata.
 
     Args:
+        life: of the server, as its other answers name it.
         why: returns the reason; empty: none is known.
     """
 
-    def __init__(self, why: Callable[[], str]) -> None:
+    def __init__(self, life: str, why: Callable[[], str]) -> None:
         super().__init__()
-        self._why = why
+        self._life, self._why = life, why
 
     async def Check(self, request: Any, context: Any) -> Any:
         answer = await super().Check(request, context)
+        trailing = [(LIFE_KEY, self._life)]
         if answer.status != health_pb2.HealthCheckResponse.SERVING and (why := self._why()):
-            context.set_trailing_metadata(((WHY_KEY, why),))
+            trailing.append((WHY_KEY, why))
+        context.set_trailing_metadata(tuple(trailing))
         return answer
 
 
@@ -90,6 +93,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         roles: role to its services. A service shared by two roles counts as the first role's.
         room: memory budget for the batches that callers send; None: a share of this machine's memory.
         max_streams: calls at once on each connection; gRPC queues further ones at the caller.
+        job: name of the job that the roles are of; calls of another job are refused. Empty: of any.
 
     Raises:
         RoleFailed: an rpc's request is neither one message nor one batch.
@@ -100,6 +104,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         roles: Mapping[str, Sequence[ServiceDescriptor]],
         room: Room | None = None,
         max_streams: int = MAX_STREAMS,
+        job: str = "",
     ) -> None:
         self._role_of: dict[str, str] = {}  # full name of a service to its role
         for role, its_services in roles.items():
@@ -120,8 +125,8 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._behaviours: dict[str, Behaviour] = {}  # path to the guarded method
         self._refusal = "is still loading"
         self.why: Callable[[], str] = lambda: ""  # says what it waits for until it is ready
-        self._guard = Guard(room or Room())
-        self._health: Any = _Health(lambda: self.why() if self._refusal else "")
+        self._guard = Guard(room or Room(), job)
+        self._health: Any = _Health(self._guard.life, lambda: self.why() if self._refusal else "")
         self._servers: list[grpc.aio.Server] = []
 
     async def start(self, listen: str) -> str:
@@ -197,7 +202,10 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
             raise RoleFailed(
                 f"{rpc.path} takes a batch that no Method of rolemesh/roles.py declares; declare it there"
             )
-        return self._guard.wrap(self._role_of[rpc.service], rpc, getattr(servicer, rpc.name), door)
+        behaviour, terms = getattr(servicer, rpc.name), getattr(servicer, "terms", None)
+        if terms is not None:  # of a trained role
+            behaviour = terms.wrap(rpc, behaviour)
+        return self._guard.wrap(self._role_of[rpc.service], rpc, behaviour, door)
 
     async def _set_serving(self, service: ServiceDescriptor, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse

@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics
+from rolemesh.rpc.serving.terms import Terms
 from rolemesh.v1 import checkpoint_pb2
 
 
 class Trained(Protocol):
-    """What rolemesh.roles.Actor and Critic have in common."""
+    """What the workers of trained roles have in common."""
+
+    role: str
+    job: JobConfig
 
     async def update(self, batch: DataProto) -> Metrics: ...
 
@@ -27,10 +32,14 @@ class TrainedServicer:
 
     Args:
         trained: does the work.
+
+    Attributes:
+        terms: says whose calls are served; rolemesh/rpc/serving/server.py asks it.
     """
 
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
+        self.terms = Terms(trained.role, trained.job.run_dir)
 
     async def Update(self, batch: DataProto, context: Any) -> checkpoint_pb2.UpdateResponse:
         return checkpoint_pb2.UpdateResponse(metrics=await self._trained.update(batch))

@@ -58,7 +58,9 @@ class Parts:
             return False
         try:
             metadata = pq.read_schema(self.output).metadata or {}
-        except (pa.ArrowException, OSError):
+        except (pa.ArrowException, OSError) as error:
+            if getattr(error, "errno", None):  # an I/O error, which may pass; the file may be ours
+                raise
             metadata = {}
         if metadata.get(DIGEST) == self._digest:
             return True

@@ -9,18 +9,21 @@
     <run directory>/best                         the name of the best one, with trainer.save_best
 
 Roles copy their state to host memory, and write the copy into `global_step_<n>.partial` while steps go on. A
-rename commits it. An interruption at any point leaves the last good checkpoint intact.
+rename commits it. An interruption at any point leaves the last good checkpoint intact. An old checkpoint is
+renamed, too, before its files are deleted. What cannot be deleted is logged and tried again with the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
+import secrets
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,8 @@ from rolemesh.models.fetching import models_of
 from rolemesh.roles import Actor, Critic, Roles
 from rolemesh.tasks import gather
 from rolemesh.wire.codec import dump, load_batch
+
+log = logging.getLogger(__name__)
 
 NAME = re.compile(r"global_step_(\d+)")
 PARTIAL = ".partial"
@@ -151,9 +156,10 @@ class Checkpoints:
         return self.run_dir / name if name else None
 
     def clear_partial(self) -> None:
-        """Delete the remains of interrupted writes and deletions."""
+        """Delete the remains of interrupted writes and deletions. What cannot be deleted is logged."""
         for path in self.run_dir.glob(f"global_step_*{PARTIAL}"):
-            shutil.rmtree(path)
+            with _logged(path):
+                shutil.rmtree(path)
 
     async def load(self, path: Path, roles: Roles, course: dict[str, Any]) -> ControllerState:
         """Restore the roles, and return the controller's state. Raises as `read` and the roles do."""
@@ -196,8 +202,9 @@ class Checkpoints:
         """Write a checkpoint: the roles have copied their state when the context begins. Commit it at the end.
 
         When the context ends, wait until the roles have written their copies, and commit, unless there was an
-        error. To commit is to rename it, to point `latest` to it (and `best`, if it is), and to delete old
-        checkpoints beyond `keep`, except the best and the one that the job names.
+        error. To commit is to rename it, and to point `latest` to it (and `best`, if it is). Then old
+        checkpoints beyond `keep` are deleted, except the best and the one that the job names; a deletion that
+        fails is logged.
 
         Raises:
             CheckpointFailed: a role or this process could not write, e.g. because the disk is full.
@@ -206,6 +213,7 @@ class Checkpoints:
         path = self.run_dir / f"global_step_{state.step}"
         partial = path.with_name(path.name + PARTIAL)
         try:
+            _make_way(partial)
             partial.mkdir(parents=True)
             trained: list[tuple[Actor | Critic, Path]] = [
                 (roles.actor, partial / "actor"),
@@ -222,16 +230,13 @@ class Checkpoints:
                     await _all([role.finish_checkpoint(directory) for role, directory in trained])
                 raise
             await _all([role.finish_checkpoint(directory) for role, directory in trained])
-            left = (
-                _put_aside(path) if path.exists() else None
-            )  # abandoned by resuming from an earlier checkpoint
+            if path.exists():  # abandoned by resuming from an earlier checkpoint
+                _put_aside(path)
             partial.rename(path)
             _sync(self.run_dir)
             if best:  # first: a run that ends between the two makes the step again
                 write_durably(self.run_dir / "best", path.name + "\n")
             write_durably(self.run_dir / "latest", path.name + "\n")
-            for old in [*([left] if left else []), *self._beyond_keep(state.step)]:
-                shutil.rmtree(old)
         except (
             RoleUnavailable
         ):  # it is an OSError too, but not of a disk; the launcher reports how the role ended
@@ -244,17 +249,22 @@ class Checkpoints:
             raise CheckpointFailed(f"{error}. {self._last_good()}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)  # frees the disk; exists only after a failure
+        self._delete_old(state.step)
 
     def _last_good(self) -> str:
         latest = self.latest()
         return f"The last good one is {latest}" if latest else "There is no earlier one"
 
-    def _beyond_keep(self, newest: int) -> list[Path]:
-        steps = [step for step in self.steps() if step <= newest]
-        old = steps[: -self.keep] if self.keep else []
-        names = [name for step in old if (name := f"global_step_{step}") != self._best()]
-        paths = [self.run_dir / name for name in names]
-        return [_put_aside(path) for path in paths if path.resolve() != self._spared]
+    def _delete_old(self, newest: int) -> None:
+        """Delete checkpoints beyond `keep`, and what earlier deletions left."""
+        with _logged(f"old checkpoints in {self.run_dir}"):
+            steps, best = [step for step in self.steps() if step <= newest], self._best()
+            for step in steps[: -self.keep] if self.keep else []:
+                path = self.run_dir / f"global_step_{step}"
+                with _logged(path):
+                    if path.name != best and path.resolve() != self._spared:
+                        _put_aside(path)
+            self.clear_partial()
 
     def _best(self) -> str | None:
         pointer = self.run_dir / "best"
@@ -267,13 +277,29 @@ async def _all(calls: Sequence[Awaitable[None]]) -> None:
         raise error
 
 
-def _put_aside(path: Path) -> Path:
+def _put_aside(path: Path) -> None:
     """Rename a checkpoint before its deletion, so that an interruption leaves none that looks complete."""
-    return path.rename(_aside(path))
+    _make_way(_aside(path))
+    path.rename(_aside(path))
 
 
 def _aside(path: Path) -> Path:
     return path.with_name(path.name + ".old" + PARTIAL)
+
+
+def _make_way(path: Path) -> None:
+    """Give a name of its own to a directory that could not be deleted."""
+    with suppress(FileNotFoundError):
+        path.rename(path.with_name(f"{path.name.removesuffix(PARTIAL)}.{secrets.token_hex(4)}{PARTIAL}"))
+
+
+@contextmanager
+def _logged(what: Path | str) -> Iterator[None]:
+    """Log an error of the file system: what is deleted is not needed, and a step must not fail for it."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s cannot be deleted: %s. The next checkpoint tries again", what, error)
 
 
 def write_durably(path: Path, content: str | bytes) -> None:

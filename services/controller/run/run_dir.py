@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from rolemesh.agents.turns import written
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RolemeshError
-from rolemesh.home import Home
+from rolemesh.home import Home, lock
+from rolemesh.rpc.term import Term
 from rolemesh.services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
 from rolemesh.services.controller.run.checkpoints import write_durably
 
@@ -76,15 +77,29 @@ def held(run_dir: Path, otherwise: str = OTHER_RUN) -> Iterator[None]:
         otherwise: what the error says of it.
 
     Raises:
-        RolemeshError: another run holds the lock.
+        RolemeshError: another run holds the lock, or the file system has none.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / ".lock").open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file, run_dir)
         except BlockingIOError:
             raise RolemeshError(f"{run_dir} {otherwise}") from None
         yield
+
+
+def new_term(run_dir: Path) -> Term:
+    """Begin a controller's term with the run: the trained roles that it loads answer nobody else from then on.
+
+    The last number is in <run directory>/term. The new one is larger, and at least the time in microseconds, so
+    it is larger even if the directory was deleted while the roles went on.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = run_dir / "term"
+    last = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+    number = max(int(last) + 1 if last.isdecimal() else 0, time.time_ns() // 1000)
+    write_durably(file, f"{number}\n")
+    return Term(str(run_dir), number, f"pid {os.getpid()} on {socket.gethostname()}")
 
 
 def write_config(job: JobConfig) -> None:
@@ -102,7 +117,8 @@ def address_shown(run_dir: Path, address: str) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the run's end must not depend on it; `rolemesh status` asks the address
+            path.unlink()
 
 
 def answers(batch: DataProto, step: int, tokenizer: Any) -> list[dict[str, Any]]:

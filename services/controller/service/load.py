@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from rolemesh.rpc.calling.pool import PendingRows
+from rolemesh.rpc.calling.pending import PendingRows
 from rolemesh.telemetry.metrics import ROLE_LOAD_ROWS
 
 RECENT_STEPS = 3

@@ -140,7 +140,7 @@ class DynamicSampling:
         self._tell(found)
         if not self.missing:
             return
-        if search.num_rounds == self._max_batches:
+        if 0 < self._max_batches <= search.num_rounds:  # a resumed search may be beyond a lowered limit
             raise InvalidData(
                 f"found {found} whose answers differ after {search.num_rounds} batches of prompts, the limit "
                 "of algorithm.filter_groups.max_num_gen_batches: the answers to "

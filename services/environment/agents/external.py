@@ -28,7 +28,8 @@ MAX_SEED = 2**53  # every language's numbers are exact below this
 async def run_command(episode: Episode, endpoint: Endpoint, job: JobConfig) -> Any:
     """Run the job's command for an episode, and return what the last line of its output says.
 
-    Its process group ends with the episode, and with this process, however that ends.
+    Its process group ends with the episode, and with this process, however that ends. On Linux what has left
+    the group ends with the program, unless that is killed at a time limit.
 
     It gets the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and on standard input a JSON
     object with uid, seed, messages (the row's prompt), data_source, reward_model and extra_info.
@@ -68,8 +69,7 @@ async def run_command(episode: Episode, endpoint: Endpoint, job: JobConfig) -> A
         status = await process.wait()
     except TimeoutError as error:
         raise EnvironmentFailed(
-            f"the program has ended, but a process that it started in another process group holds its output "
-            f"open after {PIPES_S:g} s"
+            f"the program has ended, but another process holds its output open after {PIPES_S:g} s"
         ) from error
     finally:
         pipes.cancel()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import InvalidConfig, unreadable
 from rolemesh.services.reward.functions import ScoreFunction
 
 if TYPE_CHECKING:
@@ -32,8 +32,10 @@ def load_function(config: CustomRewardConfig) -> ScoreFunction:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InvalidConfig(
-            f"reward.custom_reward_function.path: importing {path} raised {type(error).__name__}: {error}"
+        raise unreadable(
+            InvalidConfig,
+            error,
+            f"reward.custom_reward_function.path: importing {path} raised {type(error).__name__}: {error}",
         ) from error
     function = getattr(module, config.name, None)
     if not callable(function):

@@ -16,12 +16,12 @@ EosIds = int | list[int] | None  # as transformers' configurations declare them
 
 def declared_eos(job: JobConfig, model: Any) -> EosIds:
     """Return the end tokens of a model directory, for an engine that has only an outline of the model."""
-    try:
-        declared: EosIds = GenerationConfig.from_pretrained(
-            existing_directory(job.actor.model, "rollout"), local_files_only=True
-        ).eos_token_id
-    except OSError:  # no generation_config.json
-        declared = model.config.get_text_config().eos_token_id
+    directory = existing_directory(job.actor.model, "rollout")
+    if (directory / "generation_config.json").is_file():
+        settings: Any = GenerationConfig.from_pretrained(directory, local_files_only=True)
+    else:
+        settings = model.config.get_text_config()
+    declared: EosIds = settings.eos_token_id
     return declared
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -13,7 +12,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rolemesh.errors import InvalidConfig, WeightsUnavailable
+from rolemesh.errors import InvalidConfig, WeightsUnavailable, unreadable
+from rolemesh.home import lock
 
 PREFIX = "rolemesh-"
 
@@ -32,10 +32,12 @@ class WeightsFolder:
             self._path = _directory(PREFIX, parent.resolve())
             self._removal = weakref.finalize(self, shutil.rmtree, self._path, ignore_errors=True)
             self._lock = (self._path / "lock").open("wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._lock, parent)
         except OSError as error:
-            raise InvalidConfig(
-                f"rollout.openai.weights_dir is {str(parent)!r}, and weights cannot be written there: {error}"
+            raise unreadable(
+                InvalidConfig,
+                error,
+                f"rollout.openai.weights_dir is {str(parent)!r}, and weights cannot be written there: {error}",
             ) from error
 
     def write(self, version: int, tensors: Mapping[str, Tensor]) -> Path:
@@ -71,13 +73,13 @@ def _directory(prefix: str, parent: Path) -> Path:
 def _remove_abandoned(parent: Path) -> None:
     for file in parent.glob(f"{PREFIX}*/lock"):
         try:
-            lock = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            opened = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # removed meanwhile, another user's, or a link
             continue
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(opened, parent)
             shutil.rmtree(file.parent, ignore_errors=True)
         except BlockingIOError:
             continue
         finally:
-            os.close(lock)
+            os.close(opened)

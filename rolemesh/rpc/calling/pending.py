@@ -1,0 +1,29 @@
+"""Rows that wait for an answer, for scalers and the controller's load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class PendingRows:
+    """Counts pending rows, and integrates the count over time.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rows = 0
+        self._clock = clock
+        self._counted_at, self._row_seconds = clock(), 0.0
+
+    def row_seconds(self, until: float) -> float:
+        """Return the integral of `rows` over time: ten rows that are pending for six seconds make 60."""
+        return self._row_seconds + self.rows * (until - self._counted_at)
+
+    def add(self, rows: int) -> None:
+        """Add to the number of pending rows; negative to subtract."""
+        now = self._clock()
+        self._row_seconds, self._counted_at = self.row_seconds(now), now
+        self.rows += rows
