@@ -192,6 +192,14 @@ def control(
             metavar="WORKLOADS",
         ),
     ] = None,
+    roles_of: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run directory of the job with which the roles were started, if this run writes to another: a "
+            "trial before the run. Refused while the roles have a controller.",
+            metavar="DIRECTORY",
+        ),
+    ] = None,
     log_format: LogFormatOption = LogFormat.TEXT,
     overrides: Overrides = None,
 ) -> None:
@@ -227,6 +235,7 @@ def control(
                 scraped=scraped,
                 scaled_down=scaled_down,
                 needed=needed,
+                roles_of=roles_of.absolute() if roles_of else None,
             )
 
     asyncio.run(control_run())

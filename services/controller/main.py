@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ async def control(
     scraped: str | None = None,
     scaled_down: Sequence[Workload] = (),
     needed: Sequence[Workload] = (),
+    roles_of: Path | None = None,
 ) -> None:
     """Train with roles that are already served.
 
@@ -57,6 +58,8 @@ async def control(
         scraped: address of /metrics; None: it is not served.
         scaled_down: workloads to scale to zero once the run has ended or was stopped.
         needed: the roles' workloads; the run is refused if one of them is scaled to zero.
+        roles_of: absolute run directory of the job with which the roles were started; None: the job's own. The
+            run takes the lock and its term there, so that it is refused while the roles have a controller.
 
     Raises:
         InvalidConfig: the job or an address cannot be used; or scaled_down or needed is given outside of a pod.
@@ -74,9 +77,11 @@ async def control(
         run = await asyncio.to_thread(new_run, job, server.status)
         if cluster:
             await unpause(scaled_down, cluster)
-        with Brakes(run) as brakes, held(job.run_dir):
+        with Brakes(run) as brakes, ExitStack() as locks:
+            for directory in sorted({job.run_dir, roles_of or job.run_dir}):
+                locks.enter_context(held(directory))
             # If the controller was killed between the end of the run and the scale-down, there may be no roles.
-            summary = run.finished() or await train(run, addresses, server, scraped)
+            summary = run.finished() or await train(run, addresses, server, scraped, roles_of)
             brakes.end(summary)
     except WRONG_INPUT:  # a retry would not help, so the controller is not restarted
         if cluster:
@@ -123,7 +128,13 @@ async def drive(run: Run, addresses: Addresses, listen: str, scraped: str | None
         return await train(run, addresses, server, scraped)
 
 
-async def train(run: Run, addresses: Addresses, server: ControllerServer, scraped: str | None) -> Summary:
+async def train(
+    run: Run,
+    addresses: Addresses,
+    server: ControllerServer,
+    scraped: str | None,
+    roles_of: Path | None = None,
+) -> Summary:
     """Train with clients of these addresses.
 
     It waits until every replica is ready; for a role with discovered replicas, until one is.
@@ -133,12 +144,13 @@ async def train(run: Run, addresses: Addresses, server: ControllerServer, scrape
         addresses: of the replicas of each role.
         server: the controller's server.
         scraped: address of /metrics, to display.
+        roles_of: absolute run directory of the roles' job; None: the run's own.
     """
     job = run.job
     if missing := [role for role in job.roles if not addresses.get(role)]:
         raise InvalidConfig(f"the job has roles {list(job.roles)}, but no address was given for {missing}")
     async with AsyncExitStack() as stack:
-        term = new_term(job.run_dir)
+        term = new_term(roles_of or job.run_dir)
         clients = {role: new_client(role, addresses[role], job, term) for role in job.roles}
         server.show(clients)
         stack.enter_context(address_shown(job.run_dir, server.address))

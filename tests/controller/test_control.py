@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from in_process import small_job
+from in_process import course, small_job, train
 from serving import served
 
-from rolemesh.errors import ModelNotFound, NotPermitted, RoleTaken
+from rolemesh.errors import ModelNotFound, NotPermitted, RolemeshError, RoleTaken
 from rolemesh.services.controller.main import control, prepare
-from rolemesh.services.controller.run.run_dir import read_metrics
+from rolemesh.services.controller.run.run_dir import held, read_metrics
 from rolemesh.services.controller.service.server import serving
 from rolemesh.services.controller.service.status import RunStatus
 
@@ -54,6 +54,28 @@ async def test_a_second_controller_ends_with_its_first_call(tiny_model: Path, tm
             with pytest.raises(error, match=r"actor\.LoadCheckpoint"):
                 await control(second, addresses, server)
             assert not list(second.run_dir.glob("global_step_*"))
+
+
+async def test_a_trial_leaves_its_files_elsewhere_and_changes_no_bit_of_the_run_after_it(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """As `helm test` does. Its run directory is another, and it begins a term in the roles' own."""
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
+    alone = small_job(tmp_path, tiny_model, "alone", *OVERRIDES)
+    trial = small_job(
+        tmp_path, tiny_model, "run", *OVERRIDES, f"trainer.default_local_dir={tmp_path / 'trial'}"
+    )
+    await train(alone)
+    async with AsyncExitStack() as stack:
+        addresses = {role: await stack.enter_async_context(served(role, job)) for role in job.roles}
+        server = await stack.enter_async_context(serving(RunStatus("run"), job.roles, LOCAL))
+        with held(job.run_dir), pytest.raises(RolemeshError, match="run is the directory of a running run"):
+            await control(trial, addresses, server, roles_of=job.run_dir)
+        await control(trial, addresses, server, roles_of=job.run_dir)
+        assert not (job.run_dir / "metrics.jsonl").exists()
+        await control(job, addresses, server)
+    assert course(job) == course(alone)
+    assert course(trial) == course(alone)
 
 
 async def test_a_policy_whose_vocabulary_is_unknown_is_told_before_a_role_is_asked(
