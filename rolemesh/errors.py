@@ -128,7 +128,7 @@ class RoleBusy(RoleUnavailable):
 
 
 class RoleTimeout(RoleUnavailable, TimeoutError):
-    """A role did not answer within its deadline."""
+    """A role did not answer within its deadline, or a request was silent for too long."""
 
 
 class RoleFailed(RolemeshError, RuntimeError):

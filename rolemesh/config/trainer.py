@@ -78,7 +78,12 @@ class TrainerConfig(Config):
     )
     nnodes: int = Field(1, gt=0, description="verl's name: machines with n_gpus_per_node GPUs each")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
-    rpc_timeout_s: float = Field(1800.0, gt=0, description="deadline of every call to a role, in seconds")
+    rpc_timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="deadline of every call to a role, in seconds; time behind the run's earlier calls to the "
+        "role does not count as long as they are answered",
+    )
     weight_sync_timeout_s: float = Field(
         300.0,
         gt=0,

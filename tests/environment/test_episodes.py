@@ -14,6 +14,7 @@ import grpc
 import pytest
 from environments import closing, environment_job, opening, turn
 from serving import served
+from skipping import skip
 
 from rolemesh.config.job import JobConfig
 from rolemesh.errors import (
@@ -233,13 +234,24 @@ async def test_a_replica_has_so_many_episodes_and_then_is_busy(
         await client.open_episode(opening("c", log=str(log)))
 
 
-async def test_one_that_waits_for_room_gets_it(tiny_model: Path, tmp_path: Path, log: Path) -> None:
-    async with environment(environment_job(tmp_path, tiny_model, max_episodes=1)) as client:
+async def test_one_that_waits_for_room_gets_it_however_long_the_others_are_answered(
+    tiny_model: Path, tmp_path: Path, log: Path
+) -> None:
+    job = environment_job(tmp_path, tiny_model, max_episodes=1, episode_timeout_s=1e6)
+    busy = metrics.CLIENT_REQUESTS.labels("environment", "OpenEpisode", "RESOURCE_EXHAUSTED")._value
+    async with environment(job, timeout_s=600.0) as client:
+
+        async def refused() -> None:
+            before = busy.get()
+            await until(lambda: busy.get() > before)
+
         await client.open_episode(opening("a", log=str(log)))
         waiting = asyncio.create_task(client.open_episode(opening("b", log=str(log))))
-        busy = metrics.CLIENT_REQUESTS.labels("environment", "OpenEpisode", "RESOURCE_EXHAUSTED")._value
-        before = busy.get()
-        await until(lambda: busy.get() > before)
+        for number in (1, 2):
+            await refused()
+            skip(400)
+            await client.act(turn("a", number, "hello"))
+        await refused()
         await client.close_episode(closing("a"))
         async with asyncio.timeout(120):
             await waiting

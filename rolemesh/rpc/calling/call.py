@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -14,8 +13,9 @@ import grpc
 from google.protobuf.message import Message
 
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch, RoleFailed, RolemeshError, RoleTimeout, RoleUnavailable
+from rolemesh.errors import InvalidBatch, RoleFailed, RoleTimeout
 from rolemesh.rpc.answers import read_answer
+from rolemesh.rpc.calling.deadlines import Deadline
 from rolemesh.rpc.calling.replica import Replica
 from rolemesh.rpc.contract import Rpc, serializer
 from rolemesh.rpc.errors import from_status
@@ -30,13 +30,12 @@ class Caller:
 
     Args:
         role: the role's name.
-        timeout_s: seconds of every deadline, for messages.
         trained: the role has state that a restart of its server loses, so an answer after a restart is an
             error.
     """
 
-    def __init__(self, role: str, timeout_s: float, *, trained: bool) -> None:
-        self._role, self._timeout_s = role, timeout_s
+    def __init__(self, role: str, *, trained: bool) -> None:
+        self._role = role
         self._trained, self._life = trained, ""
         self.metadata: dict[str, str] = {}  # sent with every call, in addition to job, step and id
 
@@ -55,9 +54,21 @@ class Caller:
 
     @asynccontextmanager
     async def call(
-        self, rpc: Rpc, replica: Replica, request: DataProto | Message, deadline: float
+        self,
+        rpc: Rpc,
+        replica: Replica,
+        request: DataProto | Message,
+        deadline: Deadline,
+        *,
+        told: bool = False,
     ) -> AsyncIterator[Any]:
-        """Make a call; every error names role, method, address and step."""
+        """Make a call, and cancel it at the deadline; every error names role, method, address and step.
+
+        Args:
+            rpc, replica, request: what is called, where, with what.
+            deadline: of the call; it may move.
+            told: the server learns the deadline as it is now (gRPC's own, which cannot move).
+        """
         make: Any = getattr(replica.channel, _arity(rpc))
         start = make(
             rpc.path, serializer(rpc.request)
@@ -67,20 +78,25 @@ class Caller:
         with timeline.recorded(f"{self._role} {replica.address}", self.method(rpc), request) as seen:
             call = start(
                 _frames(request, broken) if isinstance(request, DataProto) else request,
-                timeout=max(0.0, deadline - time.monotonic()),
+                timeout=deadline.left_s if told else None,
                 metadata=self._metadata(),
             )
             try:
-                yield call
-                code = grpc.StatusCode.OK
-                if self._trained or timeline.calls.get() is not None:
-                    trailing = dict(await call.trailing_metadata() or ())
-                    self._check_life(trailing, where)
-                    if TIMELINE_KEY in trailing:
-                        seen.heard(trailing[TIMELINE_KEY])
+                async with deadline.limit():
+                    yield call
+                    code = grpc.StatusCode.OK
+                    if self._trained or timeline.calls.get() is not None:
+                        trailing = dict(await call.trailing_metadata() or ())
+                        self._check_life(trailing, where)
+                        if TIMELINE_KEY in trailing:
+                            seen.heard(trailing[TIMELINE_KEY])
             except grpc.aio.AioRpcError as error:
                 code = error.code()
-                raise self._explained(error, where, deadline) from error
+                raise from_status(error, where) from error
+            except TimeoutError as error:
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
+                late = f"{where}: no answer within the deadline of {deadline.timeout_s:g} s"
+                raise RoleTimeout(late) from error
             except asyncio.CancelledError:
                 if broken:  # gRPC cancels a call whose request stream fails; raise the cause
                     raise broken[0] from None
@@ -97,14 +113,6 @@ class Caller:
                 f"{where}: the role was restarted, and its updates since the last checkpoint are lost; "
                 "run the same command again to resume from that checkpoint"
             )
-
-    def _explained(self, error: grpc.aio.AioRpcError, where: str, deadline: float) -> RolemeshError:
-        explained = from_status(error, where)
-        if isinstance(explained, RoleTimeout) or (
-            isinstance(explained, RoleUnavailable) and time.monotonic() >= deadline
-        ):
-            return RoleTimeout(f"{where}: no answer within the deadline of {self._timeout_s:g} s")
-        return explained
 
     def method(self, rpc: Rpc) -> str:
         """Return the method's name in timelines, the same that its worker uses."""

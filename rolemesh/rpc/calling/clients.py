@@ -43,7 +43,8 @@ class RoleClient:
             addresses from `async with` on, as replicas join and leave. Several addresses of one server are one
             replica. If two servers of a trained role answer, every later call raises InvalidConfig.
         methods: rolemesh.roles.methods(job).
-        timeout_s: seconds; the deadline of every call.
+        timeout_s: seconds; the deadline of every call. Time behind the client's earlier calls does not count
+            (deadlines.py).
         patience_s: seconds that a call waits while no replica is alive, before it fails.
         may_grow: replicas may join during a call, so work is held back for them.
         rows_at_once: rows that an engine of the role decodes at once; 0: unknown.

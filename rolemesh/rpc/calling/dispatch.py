@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +29,7 @@ from rolemesh.door import Door
 from rolemesh.errors import RoleBusy, RoleFailed, RoleTimeout, RoleUnavailable
 from rolemesh.rpc.batches import check_answer
 from rolemesh.rpc.calling.call import Caller
+from rolemesh.rpc.calling.deadlines import Deadline, Deadlines
 from rolemesh.rpc.calling.holders import Holders
 from rolemesh.rpc.calling.pool import ReplicaPool
 from rolemesh.rpc.calling.replica import Replica
@@ -85,7 +85,8 @@ class Dispatcher:
     Args:
         pool: the replicas.
         service: the service's descriptor.
-        timeout_s: seconds; deadline of every call, including the wait for a replica.
+        timeout_s: seconds; deadline of every call, including the wait for a replica, but not the time behind
+            earlier calls (deadlines.py).
         rows_at_once: rows that an engine decodes at once, for streamed answers; 0: unknown.
         trained: the role has state that a restart of its process loses, so an answer after a restart is an
             error.
@@ -105,10 +106,10 @@ class Dispatcher:
         self.pool = pool
         self._rows_at_once = rows_at_once
         self._holders = Holders()
-        self._caller = Caller(pool.role, timeout_s, trained=trained)
+        self._caller = Caller(pool.role, trained=trained)
         self._door = door or Door({})
         self._rpcs = {rpc.name: rpc for rpc in rpcs(service)}
-        self._timeout_s = timeout_s
+        self._deadlines = Deadlines(timeout_s)
         for rpc in self._rpcs.values():
             if rpc.pure or rpc.takes_batch:  # starts at 0, so that the first retry is an increase
                 metrics.CLIENT_RETRIES.labels(pool.role, rpc.name)
@@ -128,13 +129,13 @@ class Dispatcher:
             RoleUnavailable: no replica was left.
             RolemeshError: raised by the role.
         """
-        rpc, deadline = self._rpcs[name], self._deadline()
-        if isinstance(request, DataProto):
-            return await self._shard_rows(rpc, request, deadline)
-        assert rpc.dispatch == DISPATCH_BROADCAST, f"{name}: the .proto declares no dispatch for its request"
-        return await self._broadcast(rpc, request, deadline)
+        rpc = self._rpcs[name]
+        with self._deadlines.opened() as deadline:
+            if isinstance(request, DataProto):
+                return await self._shard_rows(rpc, request, deadline)
+            return await self._broadcast(rpc, request, deadline)
 
-    async def _shard_rows(self, rpc: Rpc, batch: DataProto, deadline: float) -> Any:
+    async def _shard_rows(self, rpc: Rpc, batch: DataProto, deadline: Deadline) -> Any:
         """Split a batch of a pure method into pieces, and join the answers in row order.
 
         A piece is cut when the piece before it has found a replica with room. So a replica that joins during
@@ -154,6 +155,7 @@ class Dispatcher:
                     self.pool.leave_line(turn)
 
             answers[first] = await self._piece(rpc, piece, turn, deadline, begun)
+            self._deadlines.answered(deadline)
             answered(len(piece))
 
         try:
@@ -170,7 +172,7 @@ class Dispatcher:
         return num_rows  # a piece of an Update would be an update of its own
 
     async def _piece(
-        self, rpc: Rpc, batch: DataProto, turn: int, deadline: float, begun: Callable[[], None]
+        self, rpc: Rpc, batch: DataProto, turn: int, deadline: Deadline, begun: Callable[[], None]
     ) -> Any:
         tries = _Tries(begun)
         while True:
@@ -185,21 +187,22 @@ class Dispatcher:
                             answer = await receive(call)
                             await check_answer(rpc, answer, self._door, batch)
                         return answer
-                except RoleTimeout:
-                    raise
                 except RoleUnavailable as error:
                     self._try_again(rpc, reserved.replica, error, tries, deadline)
 
     def _try_again(
-        self, rpc: Rpc, replica: Replica, error: RoleUnavailable, tries: _Tries, deadline: float
+        self, rpc: Rpc, replica: Replica, error: RoleUnavailable, tries: _Tries, deadline: Deadline
     ) -> None:
         """Set the wait before the retry in `tries`, or raise the error.
 
-        A busy replica is healthy and stays in the pool; its method has not seen the request.
+        A busy replica is healthy and stays in the pool; its method has not seen the request. A RoleTimeout
+        before the deadline is the replica's own: the request was silent.
         """
+        if deadline.has_passed:
+            raise error
         if isinstance(error, RoleBusy):
             tries.wait_s = min(2 * tries.wait_s or BUSY_S, MAX_BUSY_S) * random.uniform(0.75, 1.0)
-            if time.monotonic() + tries.wait_s >= deadline:
+            if tries.wait_s >= deadline.left_s:
                 raise error
         else:
             tries.wait_s = 0.0
@@ -222,7 +225,7 @@ class Dispatcher:
         batch, all of it is started at once. A replica that joins then helps only from the next call on, because
         started rows do not move.
         """
-        rpc, deadline = self._rpcs[name], self._deadline()
+        rpc = self._rpcs[name]
         # Unbounded, so that a slow consumer delays neither a replica nor the deadline.
         arrived: asyncio.Queue[DataProto | Exception | None] = asyncio.Queue()
         tasks: list[asyncio.Task[None]] = []
@@ -243,21 +246,21 @@ class Dispatcher:
             else:
                 arrived.put_nowait(None)
 
-        try:
-            async with self.pool.pending(len(batch)) as (turn, answered):
-                begin(0)
-                ended = 0
-                while ended < len(tasks):
-                    item = await arrived.get()
-                    if isinstance(item, Exception):
-                        raise item
-                    if item is None:
-                        ended += 1
-                    else:
-                        answered(len(item))
-                        yield item
-        finally:
-            await cancel_all(tasks)
+        async with AsyncExitStack() as stack:
+            deadline = stack.enter_context(self._deadlines.opened())
+            turn, answered = await stack.enter_async_context(self.pool.pending(len(batch)))
+            stack.push_async_callback(cancel_all, tasks)
+            begin(0)
+            ended = 0
+            while ended < len(tasks):
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    ended += 1
+                else:
+                    answered(len(item))
+                    yield item
 
     def _part_rows(self, num_rows: int) -> int:
         """Return the size of a part, at most an equal share: many rows decode at nearly the cost of one."""
@@ -273,7 +276,7 @@ class Dispatcher:
         rows: Tensor,
         arrived: asyncio.Queue[Any],
         turn: int,
-        deadline: float,
+        deadline: Deadline,
         begun: Callable[[], None],
     ) -> None:
         tries = _Tries(begun)
@@ -293,12 +296,11 @@ class Dispatcher:
                                 self._holders.note(asked, part["row"].tolist(), reserved.replica)
                                 part["row"] = rows[part["row"]]
                                 arrived.put_nowait(part)
+                                self._deadlines.answered(deadline)
                                 reserved.rows -= len(part)
                                 await self.pool.progress(reserved.replica, len(part))
                             if missing.any():
                                 raise RoleFailed(f"the stream ended without rows {rows[missing].tolist()}")
-                except RoleTimeout:
-                    raise
                 except RoleUnavailable as error:
                     self._try_again(rpc, reserved.replica, error, tries, deadline)
             rows = rows[missing]
@@ -312,7 +314,7 @@ class Dispatcher:
 
     # -------------------------------------------------------------------- messages
 
-    async def _broadcast(self, rpc: Rpc, request: Message, deadline: float) -> Any:
+    async def _broadcast(self, rpc: Rpc, request: Message, deadline: Deadline) -> Any:
         """Send the same message to every replica, and return the answer of the first available one.
 
         Unavailable replicas are skipped as long as another one answers. Any other failure is raised.
@@ -321,6 +323,9 @@ class Dispatcher:
             RoleUnavailable: every replica is unavailable.
             RolemeshError: raised by a replica; the message names it.
         """
+        assert rpc.dispatch == DISPATCH_BROADCAST, (
+            f"{rpc.name}: the .proto declares no dispatch for its request"
+        )
         answers: list[Any] = []
         for _ in range(ATTEMPTS_PER_REPLICA if rpc.pure else 1):
             await self.pool.wait_for_live()
@@ -330,7 +335,7 @@ class Dispatcher:
                     return answer
         raise answers[0]
 
-    async def _told(self, rpc: Rpc, replica: Replica, request: Message, deadline: float) -> Any:
+    async def _told(self, rpc: Rpc, replica: Replica, request: Message, deadline: Deadline) -> Any:
         """Return the answer, or the error of an unavailable replica."""
         try:
             with self.pool.holding(replica):
@@ -343,36 +348,35 @@ class Dispatcher:
             return error
 
     async def tell(self, name: str, replica: Replica, request: Message, timeout_s: float) -> Any:
-        """Send one message to one replica, and return its answer."""
-        rpc = self._rpcs[name]
+        """Send one message to one replica, and return its answer. The replica learns the deadline."""
+        rpc, deadline = self._rpcs[name], Deadline(timeout_s)
         try:
             with self.pool.holding(replica):
-                async with self._caller.call(rpc, replica, request, time.monotonic() + timeout_s) as call:
+                async with self._caller.call(rpc, replica, request, deadline, told=True) as call:
                     return await self._caller.message(rpc, replica, call)
-        except RoleTimeout as error:
-            raise RoleTimeout(
-                f"{self._caller.where(rpc, replica)}: no answer within {timeout_s:g} s"
-            ) from error
+        except RoleUnavailable as error:
+            # A server that ends a call at its deadline may also say CANCELLED.
+            if not isinstance(error, RoleTimeout) and deadline.left_s > 0:
+                raise
+            where = self._caller.where(rpc, replica)
+            raise RoleTimeout(f"{where}: no answer within {timeout_s:g} s") from error
 
     @asynccontextmanager
     async def _reserved(
-        self, rpc: Rpc, rows: int, turn: int, deadline: float, hint: str = ""
+        self, rpc: Rpc, rows: int, turn: int, deadline: Deadline, hint: str = ""
     ) -> AsyncIterator[_Reservation]:
         try:
             with timeline.recorded(f"{self.pool.role}: waits for a replica", self._caller.method(rpc)):
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                async with deadline.limit():
                     reserved = _Reservation(await self.pool.acquire(rows, turn, hint), rows)
         except TimeoutError as error:
             where = f"{self.pool.role}.{rpc.name} at {self.pool.addresses}, step {origin.step.get()}"
-            busy = f"{where}: no replica had room within the deadline of {self._timeout_s:g} s"
+            busy = f"{where}: no replica had room within the deadline of {deadline.timeout_s:g} s"
             raise RoleTimeout(busy) from error
         try:
             yield reserved
         finally:
             await self.pool.release(reserved.replica, reserved.rows)
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout_s
 
 
 def piece_rows(num_rows: int, num_replicas: int) -> int:

@@ -89,7 +89,7 @@ class EnvironmentClient(RoleClient):
 
         Args:
             addresses, methods, like_every_client: as RoleClient. timeout_s bounds the wait for a replica that
-                has room for another episode.
+                has room for another episode, as long as no other episode gets an answer.
             call_timeout_s: seconds in which a replica answers a turn.
         """
         super().__init__(addresses, methods, **like_every_client)
@@ -97,6 +97,7 @@ class EnvironmentClient(RoleClient):
         self._life = uuid.uuid4().hex[:12]
         self._homes: dict[str, _Home] = {}
         self._checks: dict[Replica, asyncio.Task[str]] = {}
+        self._answered_at = 0.0  # the loop's time at which an episode last got an answer
 
     async def describe(self, request: DescribeRequest) -> DescribeResponse:
         """Return what agents offer. Raises UnknownAgent with the known ones."""
@@ -113,7 +114,7 @@ class EnvironmentClient(RoleClient):
         """Begin an episode at the live replica with the fewest open ones that has room.
 
         Raises:
-            RoleBusy: no replica had room within the deadline.
+            RoleBusy: no replica had room, and no episode got an answer, for timeout_s.
             RoleUnavailable: none was left.
             UnknownAgent, InvalidBatch, InvalidData, EnvironmentFailed: raised by the environment.
         """
@@ -122,7 +123,8 @@ class EnvironmentClient(RoleClient):
         asked.episode = self._name(request)
         self._leave(asked.episode)
         where = f"row {request.uid} (agent {request.agent})"
-        deadline, wait_s, num_failures = time.monotonic() + self._timeout_s, 0.0, 0
+        now, wait_s, num_failures = asyncio.get_running_loop().time, 0.0, 0
+        since = now()
         full: set[Replica] = set()
         with ExitStack() as pending:
             pending.enter_context(self.pool.counted(1))
@@ -142,7 +144,7 @@ class EnvironmentClient(RoleClient):
                             check_opening(answer, "what it says first")
                     except RoleBusy as error:
                         full.add(replica)
-                        if time.monotonic() >= deadline:
+                        if now() >= max(since, self._answered_at) + self._timeout_s:
                             raise RoleBusy(f"{where}: no replica had room: {error}") from error
                     except RoleUnavailable as error:
                         num_failures += 1
@@ -212,7 +214,9 @@ class EnvironmentClient(RoleClient):
         deadline, wait_s = time.monotonic() + self._call_timeout_s, 0.0
         while True:
             try:
-                return await self._tell(rpc, home.replica, asked)
+                answer = await self._tell(rpc, home.replica, asked)
+                self._answered_at = asyncio.get_running_loop().time()
+                return answer
             except EpisodeLost as error:
                 raise self._lost(name, home, str(error)) from error
             except RoleTimeout as error:
