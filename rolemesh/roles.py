@@ -5,9 +5,9 @@ for it over gRPC. A page (services/controller/pages/ppo.py) takes `Roles` and ca
 
 `methods` declares the columns that each method reads and writes, and rolemesh/columns.py the content of each
 column. Clients send only the columns that a method reads. A server checks every batch against the declaration
-before a method sees it, and a client checks every answer before its caller sees it (rolemesh/door.py). Before
-any model loads, the page runs once with roles that only record (rolemesh/graph/) and is checked against the
-same tables.
+before a method sees it, and a client checks every answer before its caller sees it (rolemesh/validation.py).
+Before any model loads, the page runs once with roles that only record (rolemesh/graph/) and is checked against
+the same tables.
 """
 
 from __future__ import annotations

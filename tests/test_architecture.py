@@ -123,10 +123,10 @@ def test_workers_do_no_grpc_and_servicers_do_no_torch() -> None:
             assert not [name for name in imports(path) if name.split(".")[0] == "torch"], name_of(path)
 
 
-def test_a_batch_reaches_a_model_by_one_door() -> None:
+def test_a_batch_reaches_a_model_by_one_check() -> None:
     """A worker computes what it is given. Under every placement processes/serve.py alone makes workers, each
-    for its servicer, from the catalog of roles; and the guard looks at its batches once (tests/test_door.py
-    tries every method)."""
+    for its servicer, from the catalog of roles; and the guard looks at its batches once
+    (tests/test_validation.py tries every method)."""
     made = re.compile("(Actor|Critic|Reference|Reward|Rollout)Worker|load_role")
     makers, askers = set(), set()
     for path in OURS:
@@ -137,7 +137,7 @@ def test_a_batch_reaches_a_model_by_one_door() -> None:
                 if isinstance(part, ast.Name | ast.Attribute)
             ):
                 makers.add(name_of(path))
-            if isinstance(node, ast.Attribute) and dotted(node).endswith("door.admit"):
+            if isinstance(node, ast.Attribute) and dotted(node).endswith("validator.check_request"):
                 askers.add(name_of(path))
     assert makers == {"services/processes/serve.py"}
     assert askers == {"rolemesh/rpc/batches.py"}

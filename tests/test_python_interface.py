@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from in_process import course, small_job, train
+from in_process import recorded, small_job, train
 
 import rolemesh
 from rolemesh.algos.kl import KLController
@@ -83,7 +83,7 @@ async def test_the_metrics_and_curves_of_a_run_are_read_from_its_directory(
         rolemesh.read_metrics(job.run_dir)
     await train(job)
     assert [record["training/global_step"] for record in rolemesh.read_metrics(str(job.run_dir))] == [
-        record["training/global_step"] for record in course(job)
+        record["training/global_step"] for record in recorded(job)
     ]
     rolemesh.draw_curves(job.run_dir, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -57,7 +57,7 @@ def told(ranks: Ranks, text: str, speaker: int = 0) -> str:
     return bytes(ranks.total(cells).tolist()).decode(errors="ignore") if len(cells) else ""
 
 
-def told_by_all(ranks: Ranks, text: str) -> list[str]:
+def gather_texts(ranks: Ranks, text: str) -> list[str]:
     """Return every rank's text, in the order of the ranks. At most MAX_TEXT_BYTES of each are kept."""
     data = text.encode()[:MAX_TEXT_BYTES]
     sizes = ranks.all_numbers(len(data))

@@ -12,9 +12,9 @@ from typing import TypeVar
 
 from rolemesh import threads
 from rolemesh.dataproto import DataProto
-from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc.contract import Rpc
+from rolemesh.validation import BatchValidator
 from rolemesh.wire.carrier import Terms
 from rolemesh.wire.header import Header
 from rolemesh.wire.room import Stay
@@ -25,13 +25,13 @@ R = TypeVar("R")
 LARGE_ROWS = 10_000  # batches of this many rows, or of LARGE_BYTES, are checked in a thread
 
 
-async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], door: Door, stay: Stay) -> DataProto:
+async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], validator: BatchValidator, stay: Stay) -> DataProto:
     """Receive the one batch of a request, and reduce it to the columns that its method declares.
 
     Args:
         rpc: the method's description.
         frames: the request.
-        door: checks batches against the role's declarations.
+        validator: checks batches against the role's declarations.
         stay: accounts for the call's memory.
 
     Raises:
@@ -47,19 +47,19 @@ async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], door: Door, stay: Sta
                 f"room for {most}. Send fewer rows at once, or give the role more memory"
             )
         tensors = {column.name: (column.dtype, column.shape) for column in header.tensors}
-        door.check_claim(rpc.name, header.message.num_rows, tensors)
+        validator.check_header(rpc.name, header.message.num_rows, tensors)
 
     try:
         batch = await receive(frames, Terms(check=check, stay=stay))
     except InvalidBatch as error:
-        method = door.methods[rpc.name]
+        method = validator.methods[rpc.name]
         raise InvalidBatch(f"{method.role}.{method.name}: {error}") from error
-    return await _run_check(batch, partial(door.admit, rpc.name, batch))
+    return await _run_check(batch, partial(validator.check_request, rpc.name, batch))
 
 
-async def check_answer(rpc: Rpc, answer: DataProto, door: Door, request: DataProto) -> None:
-    """Raise RoleFailed unless the batch is a valid answer of the method to the request (Door.check_answer)."""
-    await _run_check(answer, partial(door.check_answer, rpc.name, answer, request))
+async def check_answer(rpc: Rpc, answer: DataProto, validator: BatchValidator, request: DataProto) -> None:
+    """Raise RoleFailed unless the batch is a valid answer to the request (BatchValidator.check_answer)."""
+    await _run_check(answer, partial(validator.check_answer, rpc.name, answer, request))
 
 
 async def _run_check(batch: DataProto, check: Callable[[], R]) -> R:

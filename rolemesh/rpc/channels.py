@@ -81,8 +81,8 @@ def open_channel(
     return grpc.aio.secure_channel(target, keys.channel_credentials(), options=named)
 
 
-class Line:
-    """A connection to a role at one address that survives key rotation.
+class RoleChannel:
+    """A channel to a role at one address that survives key rotation.
 
     A gRPC channel always uses the keys it was created with. When there are new keys, a second channel is opened
     beside the first, because the other side may get its new keys later. New calls use the second channel once

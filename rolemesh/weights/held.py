@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from rolemesh.errors import WeightsUnavailable
-from rolemesh.ranks.agreement import agreed, told_by_all
+from rolemesh.ranks.agreement import agreed, gather_texts
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest
 from rolemesh.weights.manifest import checksum, digest_of, lay_out, unpack
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.source import Fits
-from rolemesh.weights.stripes import STRIPE_PIECES, StripedHolding, Stripes
+from rolemesh.weights.stripes import STRIPE_PIECES, HeldStripes, Stripes
 from rolemesh.weights.writing import Machines, Wanted, write_rows
 
 
-class Bell:
+class Notifier:
     """Wakes all coroutines that wait for the next change."""
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class Bell:
     async def wait(self) -> None:
         await self._event.wait()
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         self._event.set()
         self._event = asyncio.Event()
 
 
-class Holding:
+class HeldVersion:
     """A version held by this process, complete or still arriving.
 
     Its first `num_verified` bytes may be read and relayed; the engine may use it once all are verified. A
@@ -58,7 +58,7 @@ class Holding:
         region: WeightRegion,
         role: str,
         num_verified: int = 0,
-        striped: StripedHolding | None = None,
+        striped: HeldStripes | None = None,
         copies: Sequence[SharedRegion] = (),
     ) -> None:
         self.striped, self.copies = striped, copies
@@ -67,7 +67,7 @@ class Holding:
         self.num_bytes = manifest.region_bytes
         self.num_verified = num_verified
         self._region: WeightRegion | None = region
-        self._changed = Bell()
+        self._changed = Notifier()
         self._why_gone = ""
 
     @property
@@ -114,7 +114,7 @@ class Holding:
         if num_verified == self.num_bytes:
             self.region.seal()
         self.num_verified, self._why_gone = num_verified, ""
-        self._changed.ring()
+        self._changed.notify()
 
     def own(self) -> None:
         """Replace a region mapped from another process by one of our own, which this process can complete.
@@ -131,7 +131,7 @@ class Holding:
     def stop(self, why: str) -> None:
         """Record that the transfer has stopped, and wake waiting readers with the reason."""
         self._why_gone = why
-        self._changed.ring()
+        self._changed.notify()
 
     def close(self, why: str) -> None:
         """Release the memory and wake waiting readers with the reason."""
@@ -190,13 +190,13 @@ class HeldWeights:
             self._region.seal()
         self.has_part = ranks.rank in receivers
         self._copies = [machines.shared[rank] for rank in receivers[1:]] if stripes is None else []
-        self._striped: StripedHolding | None = None
+        self._striped: HeldStripes | None = None
         if stripes is not None:
             with agreed(ranks):
                 address = serve() if serve and ranks.rank in receivers[1:] else ""
-            told = told_by_all(ranks, address)
+            told = gather_texts(ranks, address)
             number = receivers.index(machines.first[ranks.rank])
-            self._striped = StripedHolding(stripes, number, [told[rank] for rank in receivers[1:]])
+            self._striped = HeldStripes(stripes, number, [told[rank] for rank in receivers[1:]])
             self._sum_own_pieces(stripes, number if machines.is_holder else None, ranks)
 
     @property
@@ -229,7 +229,7 @@ class HeldWeights:
         self._manifest.piece_checksums[:] = [found % (1 << 64) for found in ranks.total(sums).tolist()]
 
     @cached_property
-    def holding(self) -> Holding:
+    def holding(self) -> HeldVersion:
         """This version as a WeightStore takes it, on a rank that `has_part` of it.
 
         Unless the version is striped, the first access reads every byte to compute checksums.
@@ -239,6 +239,6 @@ class HeldWeights:
             pieces = (self._region.read(at, at + size) for at in range(0, manifest.region_bytes, size))
             manifest.piece_checksums[:] = [checksum(piece) for piece in pieces]
         serialized = manifest.SerializeToString(deterministic=True)
-        return Holding(
+        return HeldVersion(
             serialized, manifest, self._region, "actor", manifest.region_bytes, self._striped, self._copies
         )

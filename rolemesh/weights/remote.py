@@ -24,7 +24,7 @@ from rolemesh.v1.weights_pb2 import (
     WatchRegionRequest,
     WeightManifest,
 )
-from rolemesh.weights.held import Holding
+from rolemesh.weights.held import HeldVersion
 from rolemesh.weights.manifest import check_digest, check_version, name_of, outline, read_manifest
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.source import Fits
@@ -103,7 +103,7 @@ class RemoteWeights:
         return name_of(self._version, self.digest)
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> HeldVersion:
         """The version as this process holds it after `fetch`. Raises WeightsUnavailable once it is released."""
         if (held := self._held()) is None:
             raise WeightsUnavailable(f"weights version {self._version} is no longer held here")
@@ -140,13 +140,13 @@ class RemoteWeights:
 
         return await asyncio.to_thread(read)
 
-    def _held(self) -> Holding | None:
+    def _held(self) -> HeldVersion | None:
         return self._store.find(self._version, self.digest)
 
-    async def _pull(self) -> Holding:
+    async def _pull(self) -> HeldVersion:
         return await self._map_the_actors() or await self._pull_from_all()
 
-    async def _map_the_actors(self) -> Holding | None:
+    async def _map_the_actors(self) -> HeldVersion | None:
         """Map the version in the actor's memory, if the actor is on this machine; else return None.
 
         Nothing is sent, and there is no need to wait for a relay.
@@ -161,14 +161,14 @@ class RemoteWeights:
                 region = WeightRegion.open(shared, manifest.region_bytes) if shared else None
                 if region is None or not region.is_sealed:
                     return None
-                holding = Holding(serialized, manifest, region, "rollout")
+                holding = HeldVersion(serialized, manifest, region, "rollout")
                 await source.map(holding)
                 self._store.put(holding)
                 return holding
             except (grpc.aio.AioRpcError, TimeoutError, WeightsUnavailable, InvalidBatch):
                 return None  # not reported here: _pull_from_all can ask the actor again, and reports its error
 
-    async def _pull_from_all(self) -> Holding:
+    async def _pull_from_all(self) -> HeldVersion:
         """Try each source in turn, resuming at the last verified byte, until all is here or none is left."""
         candidates, now = list(self.sources), asyncio.get_running_loop().time
         last_progress, before = now(), self._num_verified()
@@ -199,7 +199,7 @@ class RemoteWeights:
             f"weights version {self._version} did not arrive beyond {have}{when}; " + "; ".join(told)
         )
 
-    async def _pull_from(self, address: str) -> Holding:
+    async def _pull_from(self, address: str) -> HeldVersion:
         kind = "actor" if address == self.sources[-1] else "rollout"
         async with open_channel(address, kind) as channel:
             source = _Source(channel, self._version, self.digest)
@@ -223,7 +223,7 @@ class RemoteWeights:
                 raise _failure(error) from error
 
     async def _pull_stripes(
-        self, holding: Holding, source: _Source, address: str, told: StripedHolders
+        self, holding: HeldVersion, source: _Source, address: str, told: StripedHolders
     ) -> None:
         """Pull from all holders of a striped version: the source, the first, and those that it names."""
         stripes = stripes_of(told, holding.manifest.piece_bytes)
@@ -246,7 +246,7 @@ class RemoteWeights:
                 where = addresses[stripes.holder_of(holding.num_verified)]
                 raise _SourceFailed("damaged", f"{error}, from {where}", final=True) from error
 
-    async def _open(self, source: _Source, wait_s: float) -> tuple[Holding, StripedHolders | None]:
+    async def _open(self, source: _Source, wait_s: float) -> tuple[HeldVersion, StripedHolders | None]:
         """Return the holding to fill: the one begun earlier, or a new one in shared or own memory.
 
         Also return who holds it, if the source holds only stripes.
@@ -258,7 +258,7 @@ class RemoteWeights:
             return held, striped
         manifest = await self._read(serialized)
         region = WeightRegion.open(shared, manifest.region_bytes) if shared else None
-        holding = Holding(serialized, manifest, region or WeightRegion(manifest.region_bytes), "rollout")
+        holding = HeldVersion(serialized, manifest, region or WeightRegion(manifest.region_bytes), "rollout")
         self._store.put(holding)
         return holding, striped
 
@@ -291,7 +291,7 @@ def _failure(error: Exception, where: str = "") -> _SourceFailed:
 class _Pace:
     """Context that raises TimeoutError unless the holding gains LEAST_BYTES in every STALL_S."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: HeldVersion) -> None:
         self._holding, self._reached = holding, holding.num_verified
         self._timeout = asyncio.timeout(STALL_S)
 
@@ -326,7 +326,7 @@ class _Source:
         shared, striped = (getattr(answer, f) if answer.HasField(f) else None for f in ("shared", "striped"))
         return answer.manifest, shared, striped
 
-    async def receive(self, holding: Holding, kind: str) -> bool:
+    async def receive(self, holding: HeldVersion, kind: str) -> bool:
         """Fetch all bytes that are not verified yet. False if a piece arrived damaged."""
         at, end = holding.num_verified, holding.num_bytes
         received = metrics.WEIGHTS_RECEIVED_BYTES.labels(kind)
@@ -356,7 +356,7 @@ class _Source:
         if at < end:
             raise WeightsUnavailable(f"the stream ended at byte {at} of {end}")
 
-    async def map(self, holding: Holding) -> None:
+    async def map(self, holding: HeldVersion) -> None:
         """Follow the progress of a region mapped from another process, until it is whole.
 
         Bytes count as verified as far as that process reports. It seals the region once all of it is verified,

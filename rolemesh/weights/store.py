@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rolemesh.errors import WeightsUnavailable
-from rolemesh.weights.held import Bell, Holding
+from rolemesh.weights.held import HeldVersion, Notifier
 
 
 class WeightStore:
@@ -16,14 +16,14 @@ class WeightStore:
     """
 
     def __init__(self) -> None:
-        self._held: Holding | None = None
-        self._changed = Bell()
+        self._held: HeldVersion | None = None
+        self._changed = Notifier()
 
-    def put(self, holding: Holding) -> None:
+    def put(self, holding: HeldVersion) -> None:
         """Hold this version, and release the one before."""
         self.clear(f"version {holding.version} is held")
         self._held = holding
-        self._changed.ring()
+        self._changed.notify()
 
     def clear(self, why: str) -> None:
         """Release the version held; its waiting readers get the reason."""
@@ -31,12 +31,12 @@ class WeightStore:
             self._held.close(why)
         self._held = None
 
-    def find(self, version: int, digest: str) -> Holding | None:
+    def find(self, version: int, digest: str) -> HeldVersion | None:
         """Return the version if it is held, even in part; else None."""
         held = self._held
         return held if held is not None and (held.version, held.digest) == (version, digest) else None
 
-    async def get(self, version: int, digest: str, wait_s: float = 0.0) -> Holding:
+    async def get(self, version: int, digest: str, wait_s: float = 0.0) -> HeldVersion:
         """Return the version, waiting up to `wait_s` seconds for it to arrive.
 
         Raises:

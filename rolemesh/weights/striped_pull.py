@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from rolemesh.weights.held import Holding
+from rolemesh.weights.held import HeldVersion
 from rolemesh.weights.stripes import Stripes
 
 # Streams the bytes [start, end) of a version from one holder. It yields all of them or raises.
@@ -41,7 +41,7 @@ class StripedPull:
         stripes: how it is dealt.
     """
 
-    def __init__(self, holding: Holding, stripes: Stripes) -> None:
+    def __init__(self, holding: HeldVersion, stripes: Stripes) -> None:
         self.holding, self.stripes = holding, stripes
         first = holding.num_verified
         self._next = [stripes.next_of(number, first) for number in range(stripes.num_holders)]

@@ -51,7 +51,7 @@ class Stripes:
 
 
 @dataclass(frozen=True)
-class StripedHolding:
+class HeldStripes:
     """The stripes of a version that this process holds.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rolemesh.ranks.agreement import agreed, told_by_all
+from rolemesh.ranks.agreement import agreed, gather_texts
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import is_in_rows, local, memory_of, own_rows, rows_of, whole
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest, WeightSpec
@@ -62,7 +62,7 @@ class Machines:
         with agreed(ranks):
             region = WeightRegion(num_bytes, is_filled=False)
         own = region.shared or SharedRegion()
-        told = (text.partition("\n") for text in told_by_all(ranks, f"{own.path}\n{own.name}"))
+        told = (text.partition("\n") for text in gather_texts(ranks, f"{own.path}\n{own.name}"))
         shared = [SharedRegion(path=path, name=name) for path, _, name in told]
         found = ((other, WeightRegion.open_to_fill(shared[other], num_bytes)) for other in range(ranks.rank))
         with agreed(ranks):

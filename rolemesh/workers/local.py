@@ -19,10 +19,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from rolemesh import threads
 from rolemesh.dataproto import DataProto
-from rolemesh.door import Door
 from rolemesh.ranks.load import RankLoads
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import timeline
+from rolemesh.validation import BatchValidator
 from rolemesh.workers.commands import command
 from rolemesh.workers.parking import Parking
 from rolemesh.workers.seat import ComputingThread, Seat
@@ -45,10 +45,10 @@ class LocalWorker:
     Attributes:
         parking: moves its device tensors away; None if it holds no device tensors or parks them itself.
         loads: what each of the role's ranks did.
-        door: checks the batches of an rpc; rolemesh/rpc/serving/guard.py calls it, the worker does not.
+        validator: checks the batches of an rpc; rolemesh/rpc/serving/guard.py calls it, the worker does not.
     """
 
-    door: Door
+    validator: BatchValidator
 
     def __init__(self, role: str, seat: Seat | None = None) -> None:
         self.role = role

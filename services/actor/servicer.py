@@ -12,7 +12,7 @@ from rolemesh.rpc.serving.trained import TrainedServicer
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.telemetry import metrics
 from rolemesh.v1 import actor_pb2, checkpoint_pb2
-from rolemesh.weights.held import HeldWeights, Holding
+from rolemesh.weights.held import HeldVersion, HeldWeights
 from rolemesh.weights.manifest import check_version
 from rolemesh.weights.store import WeightStore
 
@@ -23,9 +23,9 @@ class ActorServicer(TrainedServicer):
     def __init__(self, worker: ActorWorker, store: WeightStore | None = None) -> None:
         super().__init__(worker)
         self._worker: Actor = worker
-        self.door = worker.door
+        self.validator = worker.validator
         self._store = store or WeightStore()
-        self._published: Holding | None = None
+        self._published: HeldVersion | None = None
 
     async def ComputeLogProbs(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
         yield await self._worker.compute_log_probs(batch)
@@ -66,7 +66,7 @@ class ReferenceServicer:
 
     def __init__(self, worker: ReferenceWorker) -> None:
         self._worker: Reference = worker
-        self.door = worker.door
+        self.validator = worker.validator
 
     async def ComputeLogProbs(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
         yield await self._worker.compute_log_probs(batch)

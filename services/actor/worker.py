@@ -17,7 +17,6 @@ from rolemesh.config import JobConfig
 from rolemesh.config.actor import ActorConfig
 from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.door import Door
 from rolemesh.errors import Unsupported
 from rolemesh.home import Home
 from rolemesh.models.loading import load_tokenizer, named_weights, resolve_device, vocabulary_of
@@ -34,6 +33,7 @@ from rolemesh.services.actor.objective import check_policy_loss, choose_tokens, 
 from rolemesh.training.checkpoint import CheckpointWriter, WriteModel, load_checkpoint
 from rolemesh.training.loop import Schedule, checkpoint_activations, learn, refuse_float16, update
 from rolemesh.training.optimizer import Optimizer
+from rolemesh.validation import BatchValidator
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.commands import Deal, command
@@ -75,7 +75,7 @@ class PolicyWorker(LocalWorker):
         ranks = self.seat.ranks
         self.root, self.adapter = load_policy(config, role, ranks, fsdp, self.device, adapt)
         self.methods = methods(job)
-        self.door = Door.of(self.methods, role, vocabulary_of(self.model))
+        self.validator = BatchValidator.of(self.methods, role, vocabulary_of(self.model))
         if config.use_remove_padding:
             self.root(lambda model: remove_padding(model.get_decoder(), role))
         if ranks.ulysses:

@@ -17,7 +17,7 @@ class CriticServicer(TrainedServicer):
     def __init__(self, worker: CriticWorker) -> None:
         super().__init__(worker)
         self._worker: Critic = worker
-        self.door = worker.door
+        self.validator = worker.validator
 
     async def ComputeValues(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
         yield await self._worker.compute_values(batch)

@@ -14,7 +14,6 @@ from rolemesh.algos.value_loss import clipped_value_loss
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import CriticConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.door import Door
 from rolemesh.home import Home
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import named_weights, resolve_device, vocabulary_of
@@ -27,6 +26,7 @@ from rolemesh.roles import Metrics, methods
 from rolemesh.training.checkpoint import CheckpointWriter, load_checkpoint
 from rolemesh.training.loop import Schedule, checkpoint_activations, learn, refuse_float16, update
 from rolemesh.training.optimizer import Optimizer
+from rolemesh.validation import BatchValidator
 from rolemesh.workers.commands import Deal, command
 from rolemesh.workers.local import LocalWorker, by_rows, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
@@ -62,7 +62,7 @@ class CriticWorker(LocalWorker):
         ranks, fsdp = self.seat.ranks, self.config.fsdp_config
         self.root = load_score_model(self.config, "critic", ranks, fsdp, self.device, critic.seed)
         self.methods = methods(job)
-        self.door = Door.of(self.methods, "critic", vocabulary_of(self.model.body))
+        self.validator = BatchValidator.of(self.methods, "critic", vocabulary_of(self.model.body))
         if self.config.use_remove_padding:
             self.root(lambda model: remove_padding(model.body, "critic"))
         if ranks.ulysses:

@@ -15,7 +15,6 @@ from rolemesh.agents.tools import ToolSchema
 from rolemesh.catalog.agents import AGENTS
 from rolemesh.config import JobConfig
 from rolemesh.config.yaml_file import one_line
-from rolemesh.door import Door
 from rolemesh.errors import EpisodeLost, InvalidBatch, InvalidConfig, RoleBusy, UnknownAgent
 from rolemesh.services.environment.episode import Limits, OpenedEpisode, name_of
 from rolemesh.services.environment.external.endpoint import Server
@@ -32,6 +31,7 @@ from rolemesh.v1.environment_pb2 import (
     OpenEpisodeRequest,
     OpenEpisodeResponse,
 )
+from rolemesh.validation import BatchValidator
 from rolemesh.wire.limits import MAX_ANSWER_BYTES, MAX_EPISODE_NAME, MAX_TOOLS
 from rolemesh.wire.streams import LARGE_BYTES
 from rolemesh.workers.local import LocalWorker
@@ -55,7 +55,7 @@ class EnvironmentWorker(LocalWorker):
 
     def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
         super().__init__("environment", seat)
-        self.door = Door({})
+        self.validator = BatchValidator({})
         self._job = job
         settings = job.rollout.multi_turn
         self._limits = Limits(settings.call_timeout_s, settings.episode_timeout_s)

@@ -1,4 +1,4 @@
-"""Judges: a pool of processes that score rows in parallel.
+"""A pool of processes that score rows in parallel.
 
 Each thread of the pool has its own process, started with the thread's first row. The thread sends the process
 one call at a time and waits for its verdicts. If a process dies or does not answer in time, its call fails, and
@@ -51,8 +51,8 @@ class Call(NamedTuple):
     arguments: Sequence[Mapping[str, Any]]
 
 
-class Line:
-    """A queue of calls. Free judges take them in order.
+class CallQueue:
+    """A queue of calls. Free processes take them in order.
 
     Args:
         calls: of the reward manager.
@@ -123,7 +123,7 @@ class Line:
             self.verdicts.set_result(self._found)
 
 
-class Judges:
+class ScoringPool:
     """The pool of scoring processes of one reward worker.
 
     Args:
@@ -134,10 +134,10 @@ class Judges:
     def __init__(self, config: RewardConfig, plugins: Sequence[str] = ()) -> None:
         self._config, self._plugins = config, plugins
         self._number = config.num_workers or min(usable_cpus(), MOST_BY_THEMSELVES)
-        self._threads = ThreadPoolExecutor(self._number, thread_name_prefix="judge")
+        self._threads = ThreadPoolExecutor(self._number, thread_name_prefix="scoring")
         self._of_thread = threading.local()
         self._lock = threading.Lock()
-        self._running: set[_Judge] = set()
+        self._running: set[_ScoringProcess] = set()
         self._closed = False
 
     def start(self) -> None:
@@ -146,67 +146,67 @@ class Judges:
         Raises:
             InvalidConfig: the custom function cannot be loaded.
         """
-        self._threads.submit(self._judge).result()
+        self._threads.submit(self._process_of_thread).result()
 
-    def submit(self, line: Line) -> None:
-        """Have the judges make all calls of a line."""
-        for _ in range(min(self._number, len(line))):
-            self._threads.submit(line.work, self._ask)
+    def submit(self, queue: CallQueue) -> None:
+        """Make all calls of a queue."""
+        for _ in range(min(self._number, len(queue))):
+            self._threads.submit(queue.work, self._ask)
 
     def close(self) -> None:
         """End all processes; rows that are being scored fail."""
         with self._lock:
             self._closed = True
-            for judge in self._running:
-                judge.kill()
+            for process in self._running:
+                process.kill()
         self._threads.shutdown(wait=True)  # a thread that takes a call from now on fails it
-        for judge in self._running:
-            judge.close()
+        for process in self._running:
+            process.close()
 
-    def _judge(self) -> _Judge:
+    def _process_of_thread(self) -> _ScoringProcess:
         """Return this thread's process; start it if there is none."""
-        judge: _Judge | None = getattr(self._of_thread, "judge", None)
-        if judge is None:
+        process: _ScoringProcess | None = getattr(self._of_thread, "process", None)
+        if process is None:
             with self._lock:
                 if self._closed:
                     raise RewardFailed("the reward role is closing")
-                judge = _Judge()
-                self._running.add(judge)
-            self._of_thread.judge = judge
+                process = _ScoringProcess()
+                self._running.add(process)
+            self._of_thread.process = process
             starting_s = max(STARTING_S, self._config.timeout_s)
             late = f"the process that should score it did not load the function within {starting_s:g} s"
             try:
-                said = judge.ask(first_message(self._config, self._plugins), starting_s, late)
+                said = process.ask(first_message(self._config, self._plugins), starting_s, late)
             except RewardFailed:
-                self._end(judge)
+                self._end(process)
                 raise
             if said:
-                self._end(judge)
+                self._end(process)
                 raise InvalidConfig(said["invalid"]) if "invalid" in said else RewardFailed(said["failed"])
-        return judge
+        return process
 
     def _ask(self, arguments: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         try:
             message = json.dumps(list(arguments)).encode()
         except (TypeError, ValueError) as error:
             raise RewardFailed(f"the row is not JSON-like: {error}") from error
-        judge = self._judge()
+        process = self._process_of_thread()
         try:
             limit_s = self._config.timeout_s
-            said = judge.ask(message, limit_s, f"it was not scored within reward.timeout_s, {limit_s:g} s")
+            said = process.ask(message, limit_s, f"it was not scored within reward.timeout_s, {limit_s:g} s")
         except RewardFailed:
-            self._end(judge)
+            self._end(process)
             raise
         if "failed" in said:
             raise RewardFailed(said["failed"])
         return [Verdict(**verdict) for verdict in said["verdicts"]]
 
-    def _end(self, judge: _Judge) -> None:
-        judge.kill()
-        judge.close()
+    def _end(self, process: _ScoringProcess) -> None:
+        process.kill()
+        process.close()
         with self._lock:
-            self._running.discard(judge)
-        self._of_thread.judge = None
+            self._running.discard(process)
+        self._of_thread.process = None
 
 
 def first_message(config: RewardConfig, plugins: Sequence[str]) -> bytes:
@@ -223,17 +223,17 @@ def first_message(config: RewardConfig, plugins: Sequence[str]) -> bytes:
     return json.dumps(said).encode()
 
 
-class _Judge:
+class _ScoringProcess:
     """One scoring process, and the connection to it. What its function starts ends with it."""
 
     def __init__(self) -> None:
-        self._line, theirs = socket.socketpair()
+        self._connection, theirs = socket.socketpair()
         module = "rolemesh.services.reward.scoring_process"
         with theirs:
             self._process = subprocess.Popen(
                 group_that_dies_with_me((sys.executable, "-P", "-m", module, str(theirs.fileno()))),
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},  # judges already use all CPUs
+                env={**os.environ, "OMP_NUM_THREADS": "1"},  # the pool already uses all CPUs
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -272,8 +272,8 @@ class _Judge:
         short = len(message) <= MOST_SHORT_BYTES
         head = SHORT.pack(len(message)) if short else SHORT.pack(-1) + LONG.pack(len(message))
         for part in (head, message):
-            self._line.settimeout(_left(deadline))
-            self._line.sendall(part)
+            self._connection.settimeout(_left(deadline))
+            self._connection.sendall(part)
 
     def _received(self, deadline: float) -> bytes:
         [num_bytes] = SHORT.unpack(self._read(SHORT.size, deadline))
@@ -284,8 +284,8 @@ class _Judge:
     def _read(self, num_bytes: int, deadline: float) -> bytes:
         found = bytearray()
         while len(found) < num_bytes:
-            self._line.settimeout(_left(deadline))
-            part = self._line.recv(min(num_bytes - len(found), BLOCK_BYTES))
+            self._connection.settimeout(_left(deadline))
+            part = self._connection.recv(min(num_bytes - len(found), BLOCK_BYTES))
             if not part:
                 raise EOFError
             found += part
@@ -303,7 +303,7 @@ class _Judge:
                 self._process.wait(ENDS_S)
 
     def close(self) -> None:
-        self._line.close()
+        self._connection.close()
 
     def _fate(self, deadline: float) -> str:
         try:

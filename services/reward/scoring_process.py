@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the service ends its judges
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the service ends this process
     number, message = received(connection)
     try:
         scorer = scorer_in(message)

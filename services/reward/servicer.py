@@ -15,7 +15,7 @@ class RewardServicer:
 
     def __init__(self, worker: RewardWorker) -> None:
         self._worker: Reward = worker
-        self.door = worker.door
+        self.validator = worker.validator
 
     async def ComputeScores(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
         yield await self._worker.compute_scores(batch)

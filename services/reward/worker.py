@@ -13,16 +13,16 @@ from torch import Tensor
 from rolemesh.agents.turns import last_contexts, written
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch, RewardFailed
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import methods
 from rolemesh.services.reward.functions import QUICK, UnknownDataSource, rule_of
 from rolemesh.services.reward.overlong import overlong_penalty
 from rolemesh.services.reward.scoring_call import Scorer, Verdict
-from rolemesh.services.reward.scoring_pool import Call, Judges, Line
+from rolemesh.services.reward.scoring_pool import Call, CallQueue, ScoringPool
 from rolemesh.services.reward.scoring_process import scorer_of
 from rolemesh.services.reward.thoughts import thought_tokens
+from rolemesh.validation import BatchValidator
 from rolemesh.workers.commands import Deal, command
 from rolemesh.workers.local import LocalWorker, as_call
 from rolemesh.workers.parking import Parking, model_tensors
@@ -52,13 +52,13 @@ class RewardWorker(LocalWorker):
         self._max_tokens = job.data.max_response_length
         self._tokenizer = load_tokenizer(job.actor.model)
         vocabulary = vocabulary_in(job.actor.model, "actor")
-        self.door = Door.of(methods(job), "reward", vocabulary)
-        self._judges = Judges(job.reward, job.plugins)
+        self.validator = BatchValidator.of(methods(job), "reward", vocabulary)
+        self._pool = ScoringPool(job.reward, job.plugins)
         self._scorer: Scorer | None = None  # of quick rules, which need no process of their own
         if job.reward.manager.quick and job.reward.custom_reward_function.path is None:
             self._scorer = scorer_of(job.reward)
         elif self.seat.ranks.rank == 0:  # other ranks have the model alone
-            self._judges.start()
+            self._pool.start()
         self._model: ModelScorer | None = None
         if job.reward.reward_model.enable:
             from rolemesh.services.reward.model_scorer import ModelScorer
@@ -85,23 +85,23 @@ class RewardWorker(LocalWorker):
         by_model = [row for row in range(len(batch)) if batch["reward_model"][row].get("style") == "model"]
         by_function = sorted(set(range(len(batch))) - set(by_model))
         async with self.traced("compute_scores"):
-            verdicts, line = await self.run(self._begin, batch, by_function)
+            verdicts, queue = await self.run(self._begin, batch, by_function)
         try:
             if by_model:
                 async with self.turn(), self.traced("compute_scores"):
                     verdicts |= await self.run(self._by_model, batch, by_model)
-            judged: dict[int, Verdict] = await asyncio.wrap_future(line.verdicts)
-            verdicts |= judged
+            scored: dict[int, Verdict] = await asyncio.wrap_future(queue.verdicts)
+            verdicts |= scored
         finally:
-            line.leave()
+            queue.leave()
         return await self.run(self._columns, batch, [verdicts[row] for row in range(len(batch))])
 
     def close(self) -> None:
-        self._judges.close()
+        self._pool.close()
         super().close()
 
-    def _begin(self, batch: DataProto, rows: list[int]) -> tuple[dict[int, Verdict], Line]:
-        """Score rows with quick rules, and submit the others to the judges."""
+    def _begin(self, batch: DataProto, rows: list[int]) -> tuple[dict[int, Verdict], CallQueue]:
+        """Score rows with quick rules, and submit the others to the pool."""
         named = partial(_named, batch)
         each = dict(zip(rows, self._arguments(batch, rows), strict=True))
         verdicts: dict[int, Verdict] = {}
@@ -117,9 +117,9 @@ class RewardWorker(LocalWorker):
                         calls.append(Call([row], [arguments]))
                 except (RewardFailed, UnknownDataSource) as error:
                     raise RewardFailed(f"{named([row])}: {error}") from error
-        line = Line(calls, named)
-        self._judges.submit(line)
-        return verdicts, line
+        queue = CallQueue(calls, named)
+        self._pool.submit(queue)
+        return verdicts, queue
 
     def _arguments(self, batch: DataProto, rows: list[int]) -> list[dict[str, Any]]:
         """Return the reward function's arguments for each of the rows."""

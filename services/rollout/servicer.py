@@ -32,7 +32,7 @@ class RolloutServicer:
 
     def __init__(self, worker: RolloutWorker, store: WeightStore | None = None) -> None:
         self._worker: Rollout = worker
-        self.door = worker.door
+        self.validator = worker.validator
         self._longest_s = worker.sync_timeout_s  # limits a caller's deadline, because other updates wait
         self._store = store or WeightStore()
         # Names of the version in use ("" before the first update, and while it is uncertain), and of the

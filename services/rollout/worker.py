@@ -10,7 +10,6 @@ import torch
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch, InvalidConfig, RolemeshError
 from rolemesh.roles import methods
 from rolemesh.services.rollout.engines import Engine, load_engine
@@ -19,6 +18,7 @@ from rolemesh.services.rollout.engines.rows import check_turns
 from rolemesh.services.rollout.spread import CALL, ERROR, RankEngine, SpreadEngine
 from rolemesh.telemetry import metrics
 from rolemesh.telemetry.timeline import TRANSFER
+from rolemesh.validation import BatchValidator
 from rolemesh.weights.offered import OfferedWeights
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.commands import command
@@ -44,7 +44,7 @@ class RolloutWorker(LocalWorker):
             self._own = RankEngine(load, self.seat, self._part)
             self._spread = SpreadEngine(self._own, self, size)
         self._engine: Engine = self._spread or load(self)
-        self.door = Door.of(methods(job), "rollout", self._engine.vocabulary)
+        self.validator = BatchValidator.of(methods(job), "rollout", self._engine.vocabulary)
 
     def _load(self, job: JobConfig, worker: LocalWorker) -> Engine:
         with self._part.errors_named():
@@ -71,7 +71,7 @@ class RolloutWorker(LocalWorker):
         """
         if not len(prompts):
             return
-        prompts = self.door.methods["Generate"].prune(prompts)
+        prompts = self.validator.methods["Generate"].prune(prompts)
         mask = prompts["prompt_mask"].to(torch.int8)
         if not (mask[:, -1:].all() and (mask.diff(dim=1) >= 0).all()):
             raise InvalidBatch(
@@ -84,7 +84,7 @@ class RolloutWorker(LocalWorker):
                 with call.computing(), self._part.errors_named():
                     async with aclosing(self._engine.generate(prompts, sampling)) as finished:
                         async for rows in finished:
-                            self.door.check_answer("Generate", rows, prompts)  # checks the engine's contract
+                            self.validator.check_answer("Generate", rows, prompts)  # the engine's contract
                             yield rows
 
     async def update_weights(self, source: WeightSource) -> None:

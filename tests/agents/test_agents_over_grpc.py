@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from echoing import TALKS
 from fatal import FatalEcho
-from in_process import course, small_job, train
+from in_process import recorded, small_job, train
 from launched import rolemesh, written
 from outcomes import outcome
 from serving import serve_process, served, train_over_grpc
@@ -36,7 +36,7 @@ async def unbroken(talkative_model: Path, tmp_path_factory: pytest.TempPathFacto
     """The run in one process."""
     job = small_job(tmp_path_factory.mktemp("unbroken"), talkative_model, "run", *OVERRIDES)
     await train(job)
-    assert course(job)[-1]["conversation/turns/mean"] > 1  # type: ignore[operator]
+    assert recorded(job)[-1]["conversation/turns/mean"] > 1  # type: ignore[operator]
     return job
 
 
@@ -112,7 +112,7 @@ async def test_a_controller_that_is_killed_in_a_conversation_goes_on_to_the_bits
     async with rolemesh("run", written(job, tmp_path)) as launched:
         code, output = await launched.end()
     assert code == -9, output
-    assert 1 <= len(course(job)) < len(course(whole))
+    assert 1 <= len(recorded(job)) < len(recorded(whole))
     async with rolemesh("run", written(job, tmp_path)) as again:
         code, output = await again.end()
     assert code == 0, output

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from echoing import TALKS
-from in_process import course, small_job, train, workers
+from in_process import recorded, small_job, train, workers
 
 from rolemesh.agents.turns import written
 from rolemesh.data.dataset import Agents, PromptDataset
@@ -36,7 +36,7 @@ PAGES = {
 async def test_a_page_trains_on_conversations_and_twice_with_the_same_bits(
     page: str, tmp_path: Path, talkative_model: Path
 ) -> None:
-    courses = []
+    runs = []
     for run in ("first", "second"):
         dumps = tmp_path / run / "dumps"
         job = small_job(
@@ -44,8 +44,8 @@ async def test_a_page_trains_on_conversations_and_twice_with_the_same_bits(
             "trainer.total_training_steps=2", f"trainer.rollout_data_dir={dumps}",
         )  # fmt: skip
         summary = await train(job)
-        courses.append(course(job))
-    assert courses[0] == courses[1]
+        runs.append(recorded(job))
+    assert runs[0] == runs[1]
     for row in map(json.loads, (dumps / "2.jsonl").read_text().splitlines()):
         told = row["conversation"]
         speakers = [said["who"] for said in told["said"]]
@@ -83,9 +83,9 @@ async def test_a_run_killed_in_the_middle_of_a_conversation_ends_where_an_unbrok
         ending = replace(roles, environment=Ending(roles.environment, 25))
         with pytest.raises(RoleFailed, match="killed"):
             await Run(jobs[1], load_tokenizer(jobs[1].actor.model)).train(ending)
-    assert 1 <= len(course(jobs[1])) < 4
+    assert 1 <= len(recorded(jobs[1])) < 4
     await train(jobs[1])
-    assert course(jobs[0]) == course(jobs[1])
+    assert recorded(jobs[0]) == recorded(jobs[1])
     ends = [(job.run_dir / "global_step_4" / "actor" / "model.safetensors").read_bytes() for job in jobs]
     assert ends[0] == ends[1]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import course, train
+from in_process import recorded, train
 from seen import Seen
 from serving import Process, serve_process
 from weighed import FOLDER, environment, forget_plugin, running, talked, weighing_job, weighing_model
@@ -212,7 +212,7 @@ async def test_a_prompt_that_is_too_long_is_named(folder: Path, model: Path, rol
 async def test_a_page_trains_on_programs_and_twice_with_the_same_bits(
     folder: Path, model: Path, tmp_path: Path
 ) -> None:
-    courses = []
+    runs = []
     for run in ("first", "second"):
         dumps = tmp_path / run / "dumps"
         (tmp_path / run).mkdir()
@@ -222,8 +222,8 @@ async def test_a_page_trains_on_programs_and_twice_with_the_same_bits(
             "data.max_response_length=80",
         )  # fmt: skip
         summary = await train(job)
-        courses.append(course(job))
-    assert courses[0] == courses[1]
+        runs.append(recorded(job))
+    assert runs[0] == runs[1]
     assert summary.records[-1]["conversation/turns/mean"] > 1
     for row in map(json.loads, (dumps / "2.jsonl").read_text().splitlines()):
         assert "Be brief." in row["input"]  # the prompt is the program's

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import course, small_job, train
+from in_process import recorded, small_job, train
 
 from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.loading import NAMED, load_plugins, used_plugins
@@ -20,7 +20,7 @@ from rolemesh.config import load_job
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.errors import InvalidConfig
 from rolemesh.plugins import estimator
-from rolemesh.services.controller.run.checkpoints import course_of
+from rolemesh.services.controller.run.checkpoints import settings_to_keep
 
 # The scores of a group less their median.
 SOURCE = """
@@ -146,11 +146,11 @@ def test_two_files_cannot_declare_one_name(file: Path, tmp_path: Path) -> None:
         job_of(file, other)
 
 
-def test_the_digest_of_a_plug_in_belongs_to_the_course_of_a_run(file: Path) -> None:
-    first = course_of(job_of(file), 8)["digest of plug-in my_parts.py"]
-    assert course_of(job_of(file), 8)["digest of plug-in my_parts.py"] == first
+def test_the_digest_of_a_plug_in_is_a_setting_that_a_resume_keeps(file: Path) -> None:
+    first = settings_to_keep(job_of(file), 8)["digest of plug-in my_parts.py"]
+    assert settings_to_keep(job_of(file), 8)["digest of plug-in my_parts.py"] == first
     file.write_text(SOURCE + "# changed\n")
-    assert course_of(job_of(file), 8)["digest of plug-in my_parts.py"] != first
+    assert settings_to_keep(job_of(file), 8)["digest of plug-in my_parts.py"] != first
 
 
 def test_a_part_that_other_processes_would_not_import_is_refused_before_they_start() -> None:
@@ -170,9 +170,9 @@ async def test_a_run_whose_plug_in_has_changed_is_another_run(
     await train(small_job(tmp_path, tiny_model, "run", *overrides[:-1], "trainer.total_training_steps=1"))
     again = small_job(tmp_path, tiny_model, "run", *overrides)
     await train(again)
-    assert [record["training/global_step"] for record in course(again)] == [0, 1, 2]
-    recorded = await asyncio.to_thread((again.run_dir / "config.yaml").read_text)
-    assert "adv_estimator: centred" in recorded
+    assert [record["training/global_step"] for record in recorded(again)] == [0, 1, 2]
+    written = await asyncio.to_thread((again.run_dir / "config.yaml").read_text)
+    assert "adv_estimator: centred" in written
     await asyncio.to_thread(file.write_text, SOURCE + "# changed\n")
     longer = small_job(tmp_path, tiny_model, "run", *overrides[:-1], "trainer.total_training_steps=3")
     with pytest.raises(
@@ -225,7 +225,7 @@ def test_an_installed_package_brings_its_parts_by_itself(tmp_path: Path) -> None
     found = asked(tmp_path, {"algorithm": {"adv_estimator": "centred"}})
     assert found["origin"] == "shop-of-parts 1.2"
     assert found["used"].keys() == {"shop-of-parts 1.2"}
-    # one of which nothing is used is no part of a run's course
+    # one of which nothing is used is no setting that a resume keeps
     assert asked(tmp_path, {"algorithm": {"adv_estimator": "gae"}})["used"] == {}
 
 
@@ -233,24 +233,24 @@ def test_no_plug_in_no_cost() -> None:
     assert [plugin for plugin in load_plugins(()) if plugin.name != "shop-of-parts"] == []
 
 
-def test_a_file_that_changes_while_a_run_goes_on_changes_neither_its_parts_nor_its_course(file: Path) -> None:
-    """The course is written with every checkpoint."""
+def test_a_file_that_changes_while_a_run_goes_on_changes_neither_its_parts_nor_its_settings(file: Path) -> None:
+    """The settings to keep are written with every checkpoint."""
     job = job_of(file)
-    before, code = course_of(job, 8), ESTIMATORS["centred"].code
+    before, code = settings_to_keep(job, 8), ESTIMATORS["centred"].code
     file.write_text(SOURCE.replace("scale * (", "2 * scale * ("))
-    assert course_of(job, 8) == before
+    assert settings_to_keep(job, 8) == before
     assert ESTIMATORS["centred"].code is code
     file.unlink()
-    assert course_of(job, 8) == before
+    assert settings_to_keep(job, 8) == before
 
 
 def test_two_files_of_one_name_count_both(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / file.name
     other.parent.mkdir()
     other.write_text("x = 1\n")
-    first = course_of(job_of(file, other), 8)
+    first = settings_to_keep(job_of(file, other), 8)
     other.write_text("x = 2\n")
-    assert course_of(job_of(file, other), 8) != first
+    assert settings_to_keep(job_of(file, other), 8) != first
     file.write_text(SOURCE + "# changed\n")
     other.write_text("x = 1\n")
-    assert course_of(job_of(file, other), 8) != first
+    assert settings_to_keep(job_of(file, other), 8) != first

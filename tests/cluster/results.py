@@ -17,5 +17,5 @@ for step in sorted(run_dir.glob("global_step_*")):
     digests = {str(path.relative_to(step)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     checkpoints[step.name] = digests
 records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-course = [{key: value for key, value in r.items() if not key.startswith(CLOCKS)} for r in records]
-print(json.dumps({"checkpoints": checkpoints, "course": course}))
+records = [{key: value for key, value in r.items() if not key.startswith(CLOCKS)} for r in records]
+print(json.dumps({"checkpoints": checkpoints, "records": records}))

@@ -20,11 +20,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
 
 def equal(outcome: Outcome, expected: Outcome, step: int) -> None:
     """Every metric of every step up to this one, and its checkpoint, byte for byte."""
-    course, local = (
-        [record for record in o["course"] if record["training/global_step"] <= step]
+    records, local = (
+        [record for record in o["records"] if record["training/global_step"] <= step]
         for o in (outcome, expected)
     )
-    assert course == local
+    assert records == local
     written, wanted = (o["checkpoints"][f"global_step_{step}"] for o in (outcome, expected))
     assert {"actor/model.safetensors", "critic/model.safetensors"} <= wanted.keys()
     assert written == wanted
@@ -50,14 +50,14 @@ def test_replicas_come_and_go_and_pods_die_and_the_run_ends_with_the_bits_of_a_l
     job.stop()
     job.end()
     outcome = job.outcome()
-    made = int(outcome["course"][-1]["training/global_step"])
+    made = int(outcome["records"][-1]["training/global_step"])
     equal(outcome, expected.result(), min(made, HERE) // SAVE_FREQ * SAVE_FREQ)
 
 
 def test_the_local_run_that_the_others_equal_learns(expected: Future[Outcome]) -> None:
-    course = expected.result()["course"]
-    validated = [value for record in course for key, value in record.items() if "val-core/" in key]
-    assert course[-1]["training/global_step"] == HERE
+    records = expected.result()["records"]
+    validated = [value for record in records for key, value in record.items() if "val-core/" in key]
+    assert records[-1]["training/global_step"] == HERE
     assert validated[0] < 0.4 < 0.6 < validated[-1]
 
 

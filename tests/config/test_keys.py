@@ -254,7 +254,7 @@ def has_no_effect(section: type[Config], name: str) -> bool:
 
 def effective(readers: set[str]) -> set[str]:
     idle = ("rolemesh/planner/", "rolemesh/config/agreement.py", "services/command_line/plan.py")
-    return {reader for reader in readers if not reader.startswith(idle) and "course_of" not in reader}
+    return {reader for reader in readers if not reader.startswith(idle) and "settings_to_keep" not in reader}
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def sources() -> Sources:
 
 def test_every_key_is_read_or_is_said_to_have_no_effect(sources: Sources) -> None:
     """A new key needs code that reads it, or a reason in the schema why it changes nothing. Readers that change
-    nothing do not count: plans, and the course that a checkpoint is held against."""
+    nothing do not count: plans, and the settings that a checkpoint is compared with."""
     ignored = []
     for key, section, name in keys(JobConfig):
         in_a_table = name in TABLES.get(section, ())

@@ -11,7 +11,7 @@ from typing import Any, cast
 import grpc
 import pytest
 import torch
-from in_process import course, small_job
+from in_process import recorded, small_job
 from observed import ASYNC, NO_CRITIC, Observed, in_process, over_grpc, run
 from serving import serve_process, served
 from torch.testing import assert_close
@@ -68,14 +68,14 @@ async def test_each_step_learns_from_its_own_rows_made_by_weights_at_most_so_old
     ]
     assert len(observed.batches) == 5
     assert_rows_are_those_of_the_steps(job, observed.batches, max_staleness)
-    for step, (batch, record) in enumerate(zip(observed.batches, course(job)[1:], strict=True), 1):
+    for step, (batch, record) in enumerate(zip(observed.batches, recorded(job)[1:], strict=True), 1):
         behind = (step - 1 - batch["weight_versions"])[batch["response_mask"]]
         assert record["rollout/stale_tokens"] == (behind > 0).sum()
         assert record["rollout/staleness/max"] == behind.max() <= max_staleness
         assert record["rollout/staleness/mean"] == pytest.approx(behind.float().mean().item())
     # step 2 was begun with the weights of step 1, and step 3 too where it may be two behind
-    assert course(job)[2]["rollout/staleness/max"] == 1
-    assert max(record["rollout/staleness/max"] or 0 for record in course(job)[1:]) >= 1
+    assert recorded(job)[2]["rollout/staleness/max"] == 1
+    assert max(record["rollout/staleness/max"] or 0 for record in recorded(job)[1:]) >= 1
 
 
 async def test_the_next_rows_are_generated_while_the_actor_trains(tiny_model: Path, tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ async def test_rows_in_the_making_go_on_with_new_weights(tiny_model: Path, tmp_p
     assert (versions[:4] == 0).all()
     assert set(versions[4:, -1].tolist()) == {1}
     mixed = int((versions[:, 0] != versions[:, -1]).sum())
-    assert course(job)[2]["rollout/mixed_rows"] == mixed == 4
-    assert course(job)[2]["rollout/stale_tokens"] == (versions == 0).sum()
+    assert recorded(job)[2]["rollout/mixed_rows"] == mixed == 4
+    assert recorded(job)[2]["rollout/stale_tokens"] == (versions == 0).sum()
 
 
 async def test_stale_tokens_are_weighed_by_how_the_policy_has_changed(tiny_model: Path, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ async def test_stale_tokens_are_weighed_by_how_the_policy_has_changed(tiny_model
         await run(job, observed.watched())
     fresh, *stale = observed.batches
     assert (fresh["rollout_is_weights"][fresh["response_mask"]] - 1).abs().max() < 1e-4
-    for batch, record in zip(stale, course(job)[2:], strict=True):
+    for batch, record in zip(stale, recorded(job)[2:], strict=True):
         mask = batch["response_mask"]
         ratio = (batch["old_log_probs"] - batch["rollout_log_probs"]).exp()
         assert_close(batch["rollout_is_weights"], ratio.clamp(max=1.01) * mask)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from in_process import course, small_job
+from in_process import recorded, small_job
 from observed import ASYNC, NO_CRITIC, Observed, in_process, run
 
 from rolemesh.config import JobConfig
@@ -69,7 +69,7 @@ async def test_a_stopped_run_begins_nothing_more_and_resumes(tiny_model: Path, t
         await run(job, again.watched())
     assert again.begun == [f"step {step} begins" for step in (3, 4, 5)]  # what was made ahead is made anew
     assert (again.batches[0]["weight_versions"][again.batches[0]["response_mask"]] == 2).all()
-    assert [record["training/global_step"] for record in course(job)] == [0, 1, 2, 3, 4, 5]
+    assert [record["training/global_step"] for record in recorded(job)] == [0, 1, 2, 3, 4, 5]
 
 
 async def test_an_error_in_a_step_ends_what_runs_ahead(tiny_model: Path, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ async def test_an_error_ahead_is_raised_in_the_step_that_needs_the_rows(
         with pytest.raises(RoleFailed, match="the third"):
             await run(job, observed.watched())
     assert len(observed.batches) == 2
-    assert course(job)[-1]["training/global_step"] == 2
+    assert recorded(job)[-1]["training/global_step"] == 2
 
 
 async def test_a_run_that_is_cancelled_leaves_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from math import inf, nan
 from pathlib import Path
 
 import pytest
-from in_process import course, small_job, train
+from in_process import recorded, small_job, train
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
@@ -53,7 +53,7 @@ def test_the_best_is_better_than_all_before(
 def bests(job: JobConfig) -> list[int]:
     """The steps whose validation was better than that of every earlier step, from the run's records."""
     found, best = [], -inf
-    for record in course(job):
+    for record in recorded(job):
         step, value = record["training/global_step"], record[METRIC]
         assert step is not None
         assert value is not None
@@ -99,7 +99,7 @@ async def test_a_resumed_run_knows_the_best_before_it(
         shutil.copy(kept_all.run_dir / name, job.run_dir / name)
     (job.run_dir / "latest").write_text(first + "\n")
     assert await best_of(job) == bests(kept_all)[-1]
-    assert course(job) == course(kept_all)
+    assert recorded(job) == recorded(kept_all)
     assert Checkpoints(job.run_dir).steps() == bests(kept_all)
 
 

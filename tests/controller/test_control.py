@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from in_process import course, small_job, train
+from in_process import recorded, small_job, train
 from serving import served
 
 from rolemesh.errors import ModelNotFound, NotPermitted, RolemeshError, RoleTaken
@@ -74,8 +74,8 @@ async def test_a_trial_leaves_its_files_elsewhere_and_changes_no_bit_of_the_run_
         await control(trial, addresses, server, roles_of=job.run_dir)
         assert not (job.run_dir / "metrics.jsonl").exists()
         await control(job, addresses, server)
-    assert course(job) == course(alone)
-    assert course(trial) == course(alone)
+    assert recorded(job) == recorded(alone)
+    assert recorded(trial) == recorded(alone)
 
 
 async def test_a_policy_whose_vocabulary_is_unknown_is_told_before_a_role_is_asked(

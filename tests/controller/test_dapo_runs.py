@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from in_process import course, small_job, train, workers
+from in_process import recorded, small_job, train, workers
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
@@ -46,9 +46,11 @@ async def test_where_every_group_has_a_spread_dapo_is_grpo_bit_for_bit(
         )  # fmt: skip
         (tmp_path / "reward.py").write_text(NEVER_EQUAL)
         await train(job)
-        told = [{k: v for k, v in r.items() if not k.startswith(("sampling/", "train/"))} for r in course(job)]
+        kept = [
+            {k: v for k, v in r.items() if not k.startswith(("sampling/", "train/"))} for r in recorded(job)
+        ]
         actor = job.run_dir / "global_step_2" / "actor"
-        ends.append((told, (actor / "model.safetensors").read_bytes()))
+        ends.append((kept, (actor / "model.safetensors").read_bytes()))
     assert ends[0] == ends[1]
 
 
@@ -76,7 +78,7 @@ def end_of(job: JobConfig) -> dict[str, bytes]:
 
 
 def test_the_runs_below_take_several_rounds_and_leave_groups_to_later_steps(unbroken: JobConfig) -> None:
-    records = course(unbroken)
+    records = recorded(unbroken)
     assert [r["training/global_step"] for r in records] == [1, 2, 3, 4]
     assert max(r["train/num_gen_batches"] or 0 for r in records) > 1
     assert max(r["sampling/groups_from_before"] or 0 for r in records) > 0
@@ -121,7 +123,7 @@ async def test_a_run_killed_between_two_phases_ends_where_an_unbroken_one_ends(
             await Run(job, load_tokenizer(job.actor.model)).train(dying)
     assert 1 <= read_metrics(job.run_dir / "metrics.jsonl")[-1]["training/global_step"] < 4  # type: ignore[operator]
     await train(job)
-    assert course(job) == course(unbroken)
+    assert recorded(job) == recorded(unbroken)
     written, expected = end_of(job), end_of(unbroken)
     assert written.keys() == expected.keys()
     assert [name for name in expected if written[name] != expected[name]] == []
@@ -156,10 +158,10 @@ async def test_a_run_stopped_in_its_every_round_ends_where_an_unbroken_one_ends(
             rollout = Stopping(roles.rollout, run.request_stop)
             steps.append((await run.train(replace(roles, rollout=rollout))).step)
         assert rollout.rounds <= 1
-    rounds = [int(record["train/num_gen_batches"] or 0) for record in course(unbroken)]
+    rounds = [int(record["train/num_gen_batches"] or 0) for record in recorded(unbroken)]
     assert rounds[0] > 1
     assert steps[: rounds[0]] == [0] * (rounds[0] - 1) + [1]  # the first step, too, was stopped in its search
-    assert course(job) == course(unbroken)
+    assert recorded(job) == recorded(unbroken)
     written, expected = end_of(job), end_of(unbroken)
     assert written.keys() == expected.keys()
     assert [name for name in expected if written[name] != expected[name]] == []
@@ -199,7 +201,7 @@ async def test_a_resumed_run_may_take_more_batches_and_not_another_metric(
 
 def test_dumps_name_the_batch_in_which_a_prompt_was_answered(unbroken: JobConfig) -> None:
     last = 0
-    for record in course(unbroken):
+    for record in recorded(unbroken):
         step, rounds = int(record["training/global_step"] or 0), int(record["train/num_gen_batches"] or 0)
         lines = (unbroken.run_dir / "dumps" / f"{step}.jsonl").read_text().splitlines()
         uids = [json.loads(line)["uid"] for line in lines][::2]

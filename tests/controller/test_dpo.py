@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from float64 import in_float64
-from in_process import course, train
+from in_process import recorded, train
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
@@ -148,8 +148,8 @@ async def test_a_run_learns_the_preference_and_a_resumed_one_ends_bit_for_bit_al
     short = cut.model_copy(update={"trainer": cut.trainer.model_copy(update={"total_training_steps": 2})})
     await train(short)
     await train(cut)
-    records = course(job)
-    assert records[-1] == course(cut)[-1]
+    records = recorded(job)
+    assert records[-1] == recorded(cut)[-1]
     assert records[0]["val/loss"] == pytest.approx(torch.log(torch.tensor(2.0)).item())
     assert records[-1]["val/loss"] < records[0]["val/loss"]
     assert records[-1]["val/rewards/margins"] > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process import course, small_job, workers
+from in_process import recorded, small_job, workers
 from observed import over_grpc, run
 from torch.testing import assert_close
 
@@ -165,7 +165,7 @@ async def test_greedy_answers_are_made_ahead_like_the_samples(tiny_model: Path, 
 
 
 async def test_remax_is_the_same_over_grpc_and_no_step_ahead(tiny_model: Path, tmp_path: Path) -> None:
-    courses = []
+    runs = []
     for where, overrides in (("a", ()), ("b", ("rollout.mode=async", "trainer.max_staleness=0"))):
         (tmp_path / where).mkdir()
         job = job_of("remax", tiny_model, tmp_path / where, "trainer.total_training_steps=2", *overrides)
@@ -175,6 +175,6 @@ async def test_remax_is_the_same_over_grpc_and_no_step_ahead(tiny_model: Path, t
         else:
             with workers(job) as roles:
                 await run(job, roles)
-        courses.append(course(job))
-    assert len(courses[0]) == 2
-    assert courses[0] == courses[1]
+        runs.append(recorded(job))
+    assert len(runs[0]) == 2
+    assert runs[0] == runs[1]

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from certificates import Authority, swap
 from in_process import small_job
-from membership import Told, until
+from membership import Listed, until
 from serving import gate, reward_batch, reward_job, served
 
 from rolemesh.errors import CheckpointFailed
@@ -114,7 +114,7 @@ async def test_a_role_has_load_while_rows_wait_and_after_it(tiny_model: Path, tm
         job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(doors.path))
         async with (
             served("reward", job) as addresses,
-            RewardClient(Told(*addresses), methods(job), may_grow=True) as client,
+            RewardClient(Listed(*addresses), methods(job), may_grow=True) as client,
             serving(RunStatus("run"), ["reward"], "127.0.0.1:0") as server,
         ):
             server.show({"reward": client})
@@ -131,7 +131,7 @@ async def test_a_role_that_a_run_waits_for_has_load(tiny_model: Path, tmp_path: 
     """Though it has no row yet: it may have been scaled to zero."""
     job = reward_job(tiny_model, tmp_path)
     async with (
-        RewardClient(Told(), methods(job), may_grow=True) as client,
+        RewardClient(Listed(), methods(job), may_grow=True) as client,
         serving(RunStatus("run"), ["reward"], "127.0.0.1:0") as server,
     ):
         server.show({"reward": client})

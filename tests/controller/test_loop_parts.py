@@ -19,7 +19,7 @@ from rolemesh.roles import Roles, methods
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.services.controller.display.curves import draw_curves
 from rolemesh.services.controller.display.summary import accuracy_by_step
-from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState, course_of
+from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState, settings_to_keep
 from rolemesh.services.controller.run.stopwatch import Stopwatch
 from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.services.controller.stages.advantages import apply_kl_penalty, compute_advantages
@@ -270,11 +270,13 @@ def test_groups_that_wait_have_the_components_that_they_were_judged_by(
     key: str, first: Any, then: Any, tmp_path: Path
 ) -> None:
     before, now = ({"algorithm": {"gdpo_reward_keys": ["a", "b"]} | {key: value}} for value in (first, then))
-    course = course_of(make_job(before), 10)
-    (tmp_path / "controller.json").write_text(ControllerState(1, {}, course).to_json())
-    assert Checkpoints.read(tmp_path, course).step == 1
+    settings = settings_to_keep(make_job(before), 10)
+    file, state = tmp_path / "controller.json", ControllerState(1, {}, settings)
+    for name in ("same_course", "kept_settings"):  # the earlier name, and today's
+        file.write_text(state.to_json().replace("kept_settings", name))
+        assert Checkpoints.read(tmp_path, settings) == state
     with pytest.raises(InvalidConfig, match=rf"algorithm\.{key} is .* now and was"):
-        Checkpoints.read(tmp_path, course_of(make_job(now), 10))
+        Checkpoints.read(tmp_path, settings_to_keep(make_job(now), 10))
 
 
 async def test_a_role_that_is_gone_while_a_checkpoint_is_written_is_told_as_that(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import course, small_job
+from in_process import recorded, small_job
 from observed import in_process, over_grpc, run
 from serving import served_group
 
@@ -99,7 +99,7 @@ async def test_a_profiled_step_has_a_timeline_and_a_trace_of_each_role(
     job = profiled_job(tmp_path, tiny_model)
     async with WHERE[where](job) as roles:
         await run(job, roles)
-    assert course(job) == course(plain)
+    assert recorded(job) == recorded(plain)
     directory = job.profile_dir(2)
     assert [path.name for path in directory.parent.iterdir()] == ["step_2"]
 

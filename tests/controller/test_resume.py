@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import course, small_job, train, workers
+from in_process import recorded, small_job, train, workers
 from interrupted import NOISY, assert_same_end, contents, steps, train_and_stop_in
 
 from rolemesh.config import JobConfig
@@ -133,9 +133,9 @@ async def test_resume_path_leaves_the_later_course_and_makes_it_again(
 
 
 async def test_a_finished_run_started_again_makes_no_step(unbroken: JobConfig) -> None:
-    before, summary = course(unbroken), await train(unbroken)
+    before, summary = recorded(unbroken), await train(unbroken)
     assert (summary.step, summary.total_steps) == (4, 4)
-    assert course(unbroken) == before
+    assert recorded(unbroken) == before
 
 
 async def test_a_finished_run_needs_no_role(unbroken: JobConfig, tiny_model: Path) -> None:
@@ -294,5 +294,5 @@ async def test_the_kl_coefficient_is_part_of_the_checkpoint(unbroken: JobConfig)
         for step in (1, 2)
     )
     assert first["kl_controller"] != second["kl_controller"]
-    record = next(r for r in course(unbroken) if r["training/global_step"] == 3)
+    record = next(r for r in recorded(unbroken) if r["training/global_step"] == 3)
     assert record["actor/reward_kl_penalty_coeff"] == second["kl_controller"]["value"]

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from in_process import course, small_job, train, workers
+from in_process import recorded, small_job, train, workers
 from interrupted import (
     NOISY,
     assert_same_checkpoint,
@@ -95,7 +95,7 @@ async def test_a_second_start_does_not_need_a_checkpoint_of_another_run_any_more
     shutil.rmtree(named)
     path, step, _ = await train_and_read(job)
     assert (path, step) == (str(job.run_dir / "global_step_3"), 3)
-    assert course(job) == [record for record in course(unbroken) if (record["training/global_step"] or 0) > 1]
+    assert recorded(job) == [each for each in recorded(unbroken) if (each["training/global_step"] or 0) > 1]
     assert_same_checkpoint(job, unbroken)
 
 
@@ -141,10 +141,10 @@ async def test_a_run_that_only_validates_takes_what_the_job_names_and_changes_ne
     shutil.copytree(unbroken.run_dir, tmp_path / "run")
     named = tmp_path / "run" / "global_step_2"
     job = small_job(tmp_path, tiny_model, "run", *NOISY, "trainer.val_only=true", *resuming(named))
-    before = course(job)
+    before = recorded(job)
     await train(job)
-    assert course(job)[:-1] == before
-    validated, [trained] = course(job)[-1], [r for r in before if r["training/global_step"] == 2]
+    assert recorded(job)[:-1] == before
+    validated, [trained] = recorded(job)[-1], [r for r in before if r["training/global_step"] == 2]
     scores = {key for key in validated if key.startswith("val-")}
     assert scores
     assert {key: validated[key] for key in scores} == {key: trained[key] for key in scores}

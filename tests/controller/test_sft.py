@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from float64 import in_float64
-from in_process import course, train
+from in_process import recorded, train
 from transformers import AutoModelForCausalLM
 
 from rolemesh.config import JobConfig
@@ -130,7 +130,7 @@ async def test_validation_is_the_mean_over_tokens_of_all_batches(tiny_model: Pat
         trainer={"val_only": True},
     )
     await train(job)
-    [record] = course(job)
+    [record] = recorded(job)
     data = SupervisedDataset(job.data.val_files, job.data, load_tokenizer(job.actor.model), split="val")
     batch = join(data.batch(range(5)))
     worker = ActorWorker(job)
@@ -154,11 +154,11 @@ async def test_a_resumed_run_ends_bit_for_bit_where_an_unbroken_one_ends(
     short = cut.model_copy(update={"trainer": cut.trainer.model_copy(update={"total_training_steps": 3})})
     await train(short)
     await train(cut)
-    records = course(job)
+    records = recorded(job)
     assert [record["training/global_step"] for record in records] == [0, 1, 2, 3, 4, 5]
     losses = [record["val/loss"] for record in records if "val/loss" in record]
     assert losses[-1] < losses[0]
-    assert records[-1] == course(cut)[-1]
+    assert records[-1] == recorded(cut)[-1]
     weights = "adapter_model.safetensors" if lora_rank else "model.safetensors"
     ends = [(each.run_dir / "global_step_5/actor" / weights).read_bytes() for each in (job, cut)]
     assert ends[0] == ends[1]

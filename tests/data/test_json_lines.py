@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from in_process import course, small_job, train
+from in_process import recorded, small_job, train
 from test_publishers_files import written
 
 from rolemesh.config import JobConfig
@@ -63,7 +63,7 @@ async def test_a_run_that_is_resumed_has_the_bits_of_one_from_parquet(tiny_model
             jobs.append(as_json_lines(job, tmp_path) if name == "lines" else job)
             await train(jobs[-1])
     whole, _, resumed = jobs
-    assert course(resumed) == course(whole)
+    assert recorded(resumed) == recorded(whole)
     files = [job.run_dir / "global_step_4" / "actor" / "model.safetensors" for job in (whole, resumed)]
     assert files[0].read_bytes() == files[1].read_bytes()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from in_process import course, small_job, train
+from in_process import recorded, small_job, train
 from serving import num_switches, train_over_grpc
 
 from rolemesh.config import JobConfig
@@ -69,8 +69,8 @@ async def test_steps_over_grpc_equal_steps_in_process_bit_for_bit(
 
 
 def assert_same_bits(job: JobConfig, expected: JobConfig) -> None:
-    assert course(job) == course(expected)
-    assert len(course(job)) == 3  # the validation before training, and two steps
+    assert recorded(job) == recorded(expected)
+    assert len(recorded(job)) == 3  # the validation before training, and two steps
     written, wanted = checkpoint(job), checkpoint(expected)
     assert written.keys() == wanted.keys()
     assert {"actor/model.safetensors", "actor/optimizer.safetensors"} <= wanted.keys()
@@ -86,8 +86,8 @@ async def test_dynamic_sampling_over_grpc_equals_that_in_process_bit_for_bit(
     )  # fmt: skip
     expected = small_job(tmp_path, tiny_model, "in-process", *overrides)
     await train(expected)
-    assert max(record.get("train/num_gen_batches") or 0 for record in course(expected)) > 1
-    assert max(record.get("sampling/groups_from_before") or 0 for record in course(expected)) > 0
+    assert max(record.get("train/num_gen_batches") or 0 for record in recorded(expected)) > 1
+    assert max(record.get("sampling/groups_from_before") or 0 for record in recorded(expected)) > 0
     job = small_job(tmp_path, tiny_model, "grpc", *overrides, *TWO_REPLICAS)
     await train_over_grpc(job)
     assert_same_bits(job, expected)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from in_process import course, small_job, train, write_data
+from in_process import recorded, small_job, train, write_data
 from launched import rolemesh, written
 
 # Any text has a score, which differs from text to text; and a first character, as a vote.
@@ -39,7 +39,7 @@ async def test_generate_then_evaluate_is_the_validation_of_a_run(
     job = small_job(tmp_path, tiny_model, "run", *overrides)
     (tmp_path / "reward.py").write_text(REWARD)
     await train(job)
-    record = course(job)[-1]
+    record = recorded(job)[-1]
     expected = {name: value for name, value in record.items() if name.startswith("val-")}
     assert all(
         0 < expected[f"val-aux/{source}/reward/mean@{job.rollout.val_kwargs.n}"] < 1 for source in SOURCES

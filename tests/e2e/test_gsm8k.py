@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from in_process import course, train
+from in_process import recorded, train
 from in_process_commands import rolemesh as command
 from launched import rolemesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -108,8 +108,8 @@ async def test_real_rows_are_conversations_that_train_checkpoint_and_resume(
     await train(job("whole", 2))
     await train(job("resumed", 1))
     await train(job("resumed", 2))
-    last = course(job("whole", 2))[-1]
-    assert course(job("resumed", 2))[-1] == last
+    last = recorded(job("whole", 2))[-1]
+    assert recorded(job("resumed", 2))[-1] == last
     ends = [
         job(run, 2).run_dir / "global_step_2" / "actor" / "model.safetensors" for run in ("whole", "resumed")
     ]

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from in_process import course, small_job, train
+from in_process import recorded, small_job, train
 from serving import served_group
 
 from rolemesh.config import JobConfig
@@ -42,7 +42,7 @@ async def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def test_the_reference_is_the_actor_without_its_adapter(expected: JobConfig) -> None:
     assert expected.roles == ("actor", "rollout", "reward")
-    first, second = course(expected)
+    first, second = recorded(expected)
     assert first["actor/reward_kl_penalty"] == 0  # the first adapter changes nothing
     assert second["actor/reward_kl_penalty"] != 0
     files = checkpoint(expected)
@@ -65,7 +65,7 @@ async def test_an_adapter_over_grpc_equals_one_in_process_bit_for_bit(
             address = await stack.enter_async_context(served_group(roles, job))
             addresses |= {role: [address] for role in roles}
         await drive(Run(job, load_tokenizer(job.actor.model)), addresses, "127.0.0.1:0", None)
-    assert course(job) == course(expected)
+    assert recorded(job) == recorded(expected)
     assert checkpoint(job) == checkpoint(expected)
 
 
@@ -88,5 +88,5 @@ async def test_a_run_that_was_killed_after_a_checkpoint_ends_as_an_unbroken_one(
     first, *_ = (expected.run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (job.run_dir / "metrics.jsonl").write_text(first)
     await train(job)
-    assert course(job) == course(expected)
+    assert recorded(job) == recorded(expected)
     assert checkpoint(job) == checkpoint(expected)

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from in_process import course, small_job
+from in_process import recorded, small_job
 from launched import DEADLINE_S, gated, rolemesh, written
 from left import listening, marked, none_is_left
 from serving import gate, served
@@ -55,7 +55,7 @@ def outcome(job: JobConfig) -> object:
     """Every metric of every step, and the last checkpoint, byte for byte."""
     files = sorted(path for path in (job.run_dir / "global_step_4" / "actor").rglob("*") if path.is_file())
     assert {"model.safetensors", "optimizer.safetensors"} <= {path.name for path in files}
-    return course(job), [path.read_bytes() for path in files]
+    return recorded(job), [path.read_bytes() for path in files]
 
 
 @pytest.mark.timeout(900)  # four times five processes import torch

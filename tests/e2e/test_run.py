@@ -16,7 +16,7 @@ import grpc
 import pytest
 from forks import own_server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from in_process import course, small_job, train
+from in_process import recorded, small_job, train
 from in_process_commands import rolemesh as command
 from launched import DEADLINE_S, gated, rolemesh, written
 from serving import gate
@@ -90,7 +90,7 @@ async def test_a_run_in_processes_ends_with_the_bits_of_one_in_process(
     (tmp_path / "other").mkdir()
     same = small_job(tmp_path / "other", tiny_model, "run", *overrides)
     await train(same)
-    assert course(job) == course(same)
+    assert recorded(job) == recorded(same)
     weights = [j.run_dir / "global_step_4" / "actor" / "model.safetensors" for j in (job, same)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
@@ -111,7 +111,7 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_a
             code, output = await launched.end()
         assert code == 130, output
         assert "stopped after step 1" in output
-        assert [record["training/global_step"] for record in course(job)] == [0, 1]
+        assert [record["training/global_step"] for record in recorded(job)] == [0, 1]
         assert (job.run_dir / "latest").read_text().strip() == "global_step_1"
         assert not living(job)
 
@@ -124,7 +124,7 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_a
     (tmp_path / "other").mkdir()
     unbroken = small_job(tmp_path / "other", tiny_model, "run", "trainer.save_freq=100")
     await train(unbroken)
-    assert course(job) == course(unbroken)
+    assert recorded(job) == recorded(unbroken)
 
 
 async def test_kill_9_of_the_launcher_leaves_no_process(tiny_model: Path, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bi
     async with rolemesh("run", written(unbroken, tmp_path / "other")) as launched:
         code, output = await launched.end()
     assert code == 0, output
-    assert course(job) == course(unbroken)
+    assert recorded(job) == recorded(unbroken)
     for role in ("actor", "critic"):
         files = [j.run_dir / "global_step_6" / role / "model.safetensors" for j in (job, unbroken)]
         assert files[0].read_bytes() == files[1].read_bytes()

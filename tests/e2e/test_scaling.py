@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from in_process import small_job, train
-from membership import Told
+from membership import Listed
 from outcomes import outcome
 from serving import Process, gate, serve_process, served
 from stopping import stopping
@@ -44,7 +44,7 @@ async def test_rewards_that_come_and_go_in_the_middle_of_a_step_change_no_bit(
             return await stack.enter_async_context(serve_process("reward", own, tmp_path / name))
 
         first, second = await asyncio.gather(reward("1", "5"), reward("2", "3 70"))
-        members = Told(first.address)
+        members = Listed(first.address)
         addresses: dict[str, Any] = {"reward": members}
         for role in ("actor", "rollout", "reference", "critic"):
             addresses[role] = await stack.enter_async_context(served(role, job))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from in_process import course, train
+from in_process import recorded, train
 from launched import rolemesh, written
 
 from rolemesh.config import JobConfig
@@ -63,8 +63,8 @@ async def test_real_solutions_are_learned_with_the_bits_of_a_run_in_process(
     assert "3 of 3" in output
 
     await train(same)
-    assert course(job) == course(same)
-    losses = [record["val/loss"] for record in course(job) if "val/loss" in record]
+    assert recorded(job) == recorded(same)
+    losses = [record["val/loss"] for record in recorded(job) if "val/loss" in record]
     assert losses == sorted(losses, reverse=True)
     weights = [each.run_dir / "global_step_3" / "actor" / "model.safetensors" for each in (job, same)]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from certificates import Authority, swap
-from in_process import course, small_job, train
+from in_process import recorded, small_job, train
 from launched import gated, rolemesh, written
 from serving import gate, serve_process, served_group
 
@@ -50,7 +50,7 @@ async def test_steps_over_mutual_tls_with_changing_keys_equal_steps_in_process_b
     (tmp_path / "plain").mkdir()
     plain = small_job(tmp_path / "plain", tiny_model, "plain", *overrides)
     await train(plain)
-    assert course(job) == course(plain)
+    assert recorded(job) == recorded(plain)
     weights = [j.run_dir / "global_step_4" / "actor" / "model.safetensors" for j in (job, plain)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from in_process import course, small_job
+from in_process import recorded, small_job
 from launched import rolemesh, written
 from serving import gate
 
@@ -95,7 +95,7 @@ async def test_the_trainer_learns_from_what_vllm_drew_and_a_role_whose_vllm_has_
 
 def assert_drawn_from_the_policy(job: JobConfig) -> None:
     """Before the first update of the weights and after each, asleep in between, cut by top-k and top-p."""
-    steps = course(job)[1:]
+    steps = recorded(job)[1:]
     assert len(steps) == 3
     for step in steps:
         assert abs(step["rollout_corr/rollout_is_raw_min"] - 1) < 1e-4

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hub_server import CHUNK, Hub, stop_asking
 from huggingface_hub import constants
-from in_process import course, small_job, train
+from in_process import recorded, small_job, train
 from in_process_commands import rolemesh as command
 from launched import rolemesh, written
 
@@ -79,7 +79,7 @@ async def test_a_run_by_name_has_the_bits_of_a_run_from_the_directory(
     (tmp_path / "other").mkdir()
     same = small_job(tmp_path / "other", tiny_model, "run", *overrides)
     await train(same)
-    assert course(job) == course(same)
+    assert recorded(job) == recorded(same)
     for role in ("actor", "critic"):
         files = [j.run_dir / "global_step_2" / role / "model.safetensors" for j in (job, same)]
         assert files[0].read_bytes() == files[1].read_bytes()

@@ -26,7 +26,7 @@ from rolemesh.models.loading import load_tokenizer, named_weights
 from rolemesh.models.lora import Adapter
 from rolemesh.models.sharded import load_policy
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.ranks.agreement import told_by_all
+from rolemesh.ranks.agreement import gather_texts
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import local, own_rows
 from rolemesh.services.controller.main import drive
@@ -214,7 +214,7 @@ def fails_together(ranks: Ranks, directory: Path) -> None:
     held = HeldWeights(1, tensors, ranks=ranks, serve=lambda: "127.0.0.1:1")
     with pytest.raises(WeightsUnavailable, match="is dealt to 2 machines"):
         asyncio.run(held.fetch())
-    assert told_by_all(ranks, "ä" * ranks.rank) == ["", "ä"]
+    assert gather_texts(ranks, "ä" * ranks.rank) == ["", "ä"]
 
 
 def test_an_error_of_one_machine_is_that_of_all(tmp_path: Path) -> None:

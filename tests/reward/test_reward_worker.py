@@ -255,11 +255,11 @@ async def test_a_reward_model_that_knows_fewer_ids_than_the_policy_never_gets_on
     worker = RewardWorker(job(tmp_path, **with_model(reward_model)))
     rows = batch(*texts(2), style="model")
     rows["responses"][1, 0] = 299
-    assert len(worker.door.admit("ComputeScores", rows)) == 2
+    assert len(worker.validator.check_request("ComputeScores", rows)) == 2
     assert (await worker.compute_scores(rows))["acc"].isfinite().all()
     rows["responses"][1, 0] = 300
     with pytest.raises(InvalidBatch, match=r"'responses', row 1, position 0, is 300; .* the vocabulary of 300"):
-        worker.door.admit("ComputeScores", rows)
+        worker.validator.check_request("ComputeScores", rows)
 
 
 async def test_a_row_of_style_model_without_a_model_fails(tiny_model: Path) -> None:

@@ -31,7 +31,7 @@ from openai_rollouts import (
     weights,
     worker_of,
 )
-from server_addresses import line_to, reserved_port
+from server_addresses import proxied, reserved_port
 from turns import conversation, lengths_of, with_answer
 from vllm_rollouts import installed
 
@@ -176,7 +176,7 @@ async def test_turns_go_on_where_the_row_ends(url: str, model: Path, tmp_path: P
 
 async def test_rows_come_while_others_wait_and_leaving_ends_those(url: str, model: Path, tmp_path: Path):
     """The server gets the first four rows alone: these come, and the next ones are given up."""
-    async with line_to(url) as line:
+    async with proxied(url) as line:
         job = job_of(model, [line.url], tmp_path, ignore_eos=True, max_num_seqs=4)
         with closing(await asyncio.to_thread(RolloutWorker, job)) as worker:
             begun, line.num_allowed = tokens_made(url), 4
@@ -291,7 +291,7 @@ def folders(directory: Path, pattern: str) -> list[Path]:
 
 async def test_rows_of_a_server_that_dies_are_made_by_another(url: str, model: Path, tmp_path: Path):
     prompts = prompts_of(16)
-    async with line_to(url) as line:
+    async with proxied(url) as line:
         job = job_of(model, [line.url, url], tmp_path, ignore_eos=True)
         with closing(await asyncio.to_thread(RolloutWorker, job)) as worker:
             line.num_allowed = 2
@@ -307,7 +307,7 @@ async def test_rows_of_a_server_that_dies_are_made_by_another(url: str, model: P
 
 
 async def test_the_last_server_that_dies_ends_the_call_in_time(url: str, model: Path, tmp_path: Path):
-    async with line_to(url) as line:
+    async with proxied(url) as line:
         job = job_of(model, [line.url], tmp_path, ignore_eos=True)
         with closing(await asyncio.to_thread(RolloutWorker, job)) as worker:
             line.num_allowed = 2

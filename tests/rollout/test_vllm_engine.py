@@ -201,7 +201,7 @@ async def test_a_consumer_that_leaves_frees_the_engine(engine: Any):
 @installed
 @on_the_modules_loop
 async def test_no_rows_give_no_rows_and_the_vocabulary_is_the_models(engine: Any):
-    """The worker's door refuses ids beyond it."""
+    """The worker's validator refuses ids beyond it."""
     assert [rows async for rows in engine.generate(prompts_of(3)[:0], PLAIN)] == []
     assert engine.vocabulary == 259
 

@@ -85,7 +85,7 @@ def authority() -> Authority:
 
 @asynccontextmanager
 async def server_of(*services: ServiceDescriptor) -> AsyncIterator[str]:
-    """A server that is still loading: whoever passes the door is told so."""
+    """A server that is still loading: every admitted caller is told so."""
     server = RoleServer({"actor": services})
     address = await server.start("127.0.0.1:0")
     try:

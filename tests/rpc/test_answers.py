@@ -18,7 +18,6 @@ from rolemesh.columns import COLUMNS
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.dataproto.equality import same_tensor
-from rolemesh.door import Door
 from rolemesh.errors import InvalidBatch, RoleFailed
 from rolemesh.roles import Metrics, methods
 from rolemesh.rpc import answers
@@ -44,6 +43,7 @@ from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.servicer import RolloutServicer
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.v1.actor_pb2 import PublishWeightsResponse
+from rolemesh.validation import BatchValidator
 from rolemesh.wire.limits import MAX_ANSWER_BYTES, MAX_ANSWER_FIELDS, MAX_MANIFEST_BYTES
 from rolemesh.wire.room import Room
 from rolemesh.wire.streams import LARGE_BYTES, send
@@ -260,14 +260,14 @@ async def test_bytes_that_are_no_batch_are_the_roles_failure(tiny_model: Path, t
 # -------------------------------------------------------------------- where batches are looked through
 
 
-class Watched(Door):
+class Watched(BatchValidator):
     """Says on which threads it was asked."""
 
     threads: ClassVar[list[int]] = []
 
-    def admit(self, rpc: str, batch: DataProto) -> DataProto:
+    def check_request(self, rpc: str, batch: DataProto) -> DataProto:
         self.threads.append(threading.get_ident())
-        return super().admit(rpc, batch)
+        return super().check_request(rpc, batch)
 
     def check_answer(self, rpc: str, answer: DataProto, request: DataProto) -> None:
         self.threads.append(threading.get_ident())
@@ -293,7 +293,7 @@ async def test_a_batch_of_many_rows_or_bytes_is_looked_through_while_the_event_l
             "actor": {"model": {"path": str(tiny_model)}},
         }
     )
-    door = Watched.of(methods(job), "reward", VOCABULARY)
+    validator = Watched.of(methods(job), "reward", VOCABULARY)
     [rpc] = [rpc for rpc in rpcs(REWARD) if rpc.name == "ComputeScores"]
     request = DataProto.from_dict(
         {
@@ -307,8 +307,8 @@ async def test_a_batch_of_many_rows_or_bytes_is_looked_through_while_the_event_l
     answer = DataProto({"token_level_scores": torch.zeros(rows, width), "acc": torch.zeros(rows)})
     Watched.threads.clear()
     with Room().stay() as stay:
-        admitted = await batch_of(rpc, send(request), door, stay)
-    await check_answer(rpc, answer, door, admitted)
+        admitted = await batch_of(rpc, send(request), validator, stay)
+    await check_answer(rpc, answer, validator, admitted)
     assert [thread != threading.get_ident() for thread in Watched.threads] == [in_a_thread] * 2
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from membership import Told, until
+from membership import Listed, until
 from prometheus_client import REGISTRY
 from rollouts import generated, job_of, prompts_of
 from sequences import sequence_batch
@@ -42,7 +42,7 @@ async def test_a_replica_that_joins_in_the_midst_of_a_call_gets_what_is_not_begu
         first = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(doors.path))
         second = reward_job(tiny_model, tmp_path / "2", opens=str(doors.path), after=32)
         async with served("reward", first, second) as addresses:
-            told = Told(addresses[0])
+            told = Listed(addresses[0])
             async with RewardClient(told, methods(first), timeout_s=120, may_grow=True) as client:
                 call = asyncio.create_task(client.compute_scores(reward_batch(64)))
                 await started.passed(call)
@@ -58,7 +58,7 @@ async def test_a_replica_that_leaves_ends_what_it_computes_and_gets_no_more(
         leaving = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(doors.path))
         staying = reward_job(tiny_model, tmp_path / "2")
         async with served("reward", leaving, staying) as addresses:
-            told = Told(addresses[0])
+            told = Listed(addresses[0])
             async with RewardClient(told, methods(staying), timeout_s=120, may_grow=True) as client:
                 call = asyncio.create_task(client.compute_scores(reward_batch(64)))
                 await started.passed(call)
@@ -85,7 +85,7 @@ async def test_a_replica_that_leaves_and_dies_has_its_rows_asked_again(
             serve_process("reward", victim_job, tmp_path / "1") as victim,
             served("reward", other_job) as [other],
         ):
-            told = Told(victim.address)
+            told = Listed(victim.address)
             async with RewardClient(told, methods(other_job), timeout_s=60, may_grow=True) as client:
                 await client.wait_until_ready(60)
                 call = asyncio.create_task(client.compute_scores(reward_batch(40)))
@@ -99,7 +99,7 @@ async def test_a_replica_that_leaves_and_dies_has_its_rows_asked_again(
 async def test_a_call_waits_for_a_replica_that_is_yet_to_come(tiny_model: Path, tmp_path: Path) -> None:
     job = reward_job(tiny_model, tmp_path)
     async with served("reward", job) as addresses:
-        told = Told()
+        told = Listed()
         async with RewardClient(told, methods(job), patience_s=30, may_grow=True) as client:
             ready = asyncio.create_task(client.wait_until_ready(120))
             await until(client.pool, lambda: client.pool.pending_rows)  # so that a scaler starts one
@@ -116,15 +116,15 @@ async def test_a_call_waits_for_a_replica_that_is_yet_to_come(tiny_model: Path, 
 
 async def test_when_nobody_comes_the_error_says_what_was_last_known(tiny_model: Path, tmp_path: Path) -> None:
     table = methods(reward_job(tiny_model, tmp_path))
-    async with RewardClient(Told(), table) as client:
+    async with RewardClient(Listed(), table) as client:
         with pytest.raises(RoleUnavailable, match=r"reward: no replica answers, for 0.1 s \(at no address\)"):
             await client.wait_until_ready(0.1)
-    async with RewardClient(Told("127.0.0.1:1"), table) as client:
+    async with RewardClient(Listed("127.0.0.1:1"), table) as client:
         with pytest.raises(RoleUnavailable, match=r"reward: no replica answers.*127.0.0.1:1"):
             await client.wait_until_ready(1.0)
 
 
-class Lost(Told):
+class Lost(Listed):
     async def watch(self):  # type: ignore[no-untyped-def]
         raise InvalidConfig("nobody tells who is there")
         yield
@@ -137,7 +137,7 @@ async def test_who_waits_for_a_replica_learns_why_none_will_come(tiny_model: Pat
             await client.wait_until_ready(120)
 
 
-class Failing(Told):
+class Failing(Listed):
     """Fails as often as there are errors, and only then tells; None: it ends without an error."""
 
     def __init__(self, errors: list[Exception | None], *addresses: str) -> None:
@@ -167,7 +167,7 @@ async def test_whatever_ends_the_watch_of_addresses_is_logged_and_it_begins_agai
 
 
 async def test_an_address_that_means_nothing_is_named(tiny_model: Path, tmp_path: Path) -> None:
-    async with RewardClient(Told("fe80::1:50051"), methods(reward_job(tiny_model, tmp_path))) as client:
+    async with RewardClient(Listed("fe80::1:50051"), methods(reward_job(tiny_model, tmp_path))) as client:
         with pytest.raises(RoleUnavailable, match=r"at fe80::1:50051: .*is not an address; write host:port"):
             await client.wait_until_ready(1.0)
 
@@ -185,7 +185,7 @@ async def test_several_addresses_of_a_trained_role_are_one_replica(tiny_model: P
     job = job_of(tiny_model)
     batch = sequence_batch(16)
     async with served("actor", job) as [address]:
-        told = Told(address, by_name(address), "127.0.0.1:1")
+        told = Listed(address, by_name(address), "127.0.0.1:1")
         async with ActorClient(told, methods(job)) as actor:
             await actor.wait_until_ready(120)
             first = await actor.update(batch)
@@ -205,7 +205,7 @@ async def test_several_addresses_of_a_server_without_state_are_one_replica(
     job = reward_job(tiny_model, tmp_path)
     async with (
         served("reward", job) as [address],
-        RewardClient(Told(address, by_name(address)), methods(job)) as client,
+        RewardClient(Listed(address, by_name(address)), methods(job)) as client,
     ):
         await client.wait_until_ready(120)
         [used] = client.pool.live
@@ -224,7 +224,7 @@ async def test_a_second_server_of_a_trained_role_ends_the_run_even_while_it_load
     second = await loading.start("127.0.0.1:0")
     try:
         async with served("actor", job) as [first]:
-            told = Told(first, second) if when == "at the start" else Told(first)
+            told = Listed(first, second) if when == "at the start" else Listed(first)
             async with ActorClient(told, methods(job)) as actor:
                 if when == "later":
                     await actor.publish_weights(1)
@@ -288,7 +288,7 @@ async def test_calls_are_served_in_the_order_in_which_they_were_begun(tiny_model
     with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
         job = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(doors.path))
         async with served("reward", job) as addresses:
-            told = Told(*addresses)
+            told = Listed(*addresses)
             async with RewardClient(told, methods(job), timeout_s=120, may_grow=True) as client:
                 batch = reward_batch(80)
                 calls = [asyncio.create_task(client.compute_scores(batch[:64]))]
@@ -303,7 +303,7 @@ async def test_calls_are_served_in_the_order_in_which_they_were_begun(tiny_model
 async def test_an_actor_in_another_place_is_another_life(tiny_model: Path) -> None:
     job = job_of(tiny_model)
     async with served("actor", job) as before, served("actor", job) as after:
-        told = Told(*before)
+        told = Listed(*before)
         async with ActorClient(told, methods(job)) as actor:
             source = await actor.publish_weights(1)
             assert source.sources == before
@@ -325,7 +325,7 @@ async def test_a_rollout_that_joins_takes_the_weights_and_then_rows_of_the_runni
         rollouts = await stack.enter_async_context(served("rollout", job, job))
         actor = ActorClient(await stack.enter_async_context(served("actor", job)), methods(job))
         await stack.enter_async_context(actor)
-        told = Told(rollouts[0])
+        told = Listed(rollouts[0])
         client = RolloutClient(told, methods(job), timeout_s=60, may_grow=True, rows_at_once=4)
         await stack.enter_async_context(client)
         await client.update_weights(await actor.publish_weights(1))

@@ -166,8 +166,8 @@ async def test_a_batch_that_nobody_declared_is_an_error_before_anybody_calls(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     class Servicer:
-        def __init__(self, door: Any = None) -> None:
-            self.door = door
+        def __init__(self, validator: Any = None) -> None:
+            self.validator = validator
 
         async def ComputeLogProbs(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
             yield batch
@@ -178,9 +178,9 @@ async def test_a_batch_that_nobody_declared_is_an_error_before_anybody_calls(
     [worker], _ = await load_group(["reference"], job)
     service = new_service("undeclared", ("ComputeLogProbs", True), ("ComputeNew", True))
     server = RoleServer({"reference": [service]})
-    for door in (None, worker.door):
+    for validator in (None, worker.validator):
         with pytest.raises(RoleFailed, match=r"undeclared.New/Compute\w+ takes a batch.*rolemesh/roles.py"):
-            await server.ready({service: Servicer(door)})
+            await server.ready({service: Servicer(validator)})
     with pytest.raises(
         RoleFailed, match=r"/unary.New/ComputeLogProbs takes a single Frame; a request must be one message"
     ):
@@ -194,8 +194,8 @@ async def test_a_declared_rpc_of_a_new_service_goes_through_the_door_without_mor
     seen = []
 
     class Servicer:
-        def __init__(self, door: Any) -> None:
-            self.door = door
+        def __init__(self, validator: Any) -> None:
+            self.validator = validator
 
         async def ComputeLogProbs(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
             seen.append(sorted(batch.columns))
@@ -207,7 +207,7 @@ async def test_a_declared_rpc_of_a_new_service_goes_through_the_door_without_mor
     method = methods(job)["reference.compute_log_probs"]
     server = RoleServer({"reference": [service]})
     address = await server.start("127.0.0.1:0")
-    await server.ready({service: Servicer(worker.door)})
+    await server.ready({service: Servicer(worker.validator)})
     [rpc] = rpcs(service)
     batch = correct(method, 2, prompt=48, response=8)
     more = DataProto({**batch.tensors, "another": batch["input_ids"]}, {}, {"key": [1]})
@@ -227,7 +227,7 @@ async def test_a_group_has_the_doors_of_its_roles(tiny_model: Path, tmp_path: Pa
     server = group_server(["critic", "reward"])
     workers, servicers = await load_group(["critic", "reward"], job)
     await server.ready(servicers)
-    assert [sorted(worker.door.methods) for worker in workers] == [
+    assert [sorted(worker.validator.methods) for worker in workers] == [
         ["ComputeValues", "Update"],
         ["ComputeScores"],
     ]

@@ -21,7 +21,7 @@ from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.roles import methods
 from rolemesh.rpc import tls
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient
-from rolemesh.rpc.channels import Line, open_channel
+from rolemesh.rpc.channels import RoleChannel, open_channel
 from rolemesh.rpc.contract import REWARD
 from rolemesh.rpc.serving.server import RoleServer
 
@@ -140,9 +140,9 @@ async def test_a_caller_of_another_job_is_refused_though_it_does_not_look_at_the
 # -------------------------------------------------------------------------------------- new keys
 
 
-async def answer(line: Line) -> int:
+async def answer(channel: RoleChannel) -> int:
     """What the server says to a call that is made now."""
-    stub = health_pb2_grpc.HealthStub(line.channel)
+    stub = health_pb2_grpc.HealthStub(channel.channel)
     return int((await stub.Check(health_pb2.HealthCheckRequest(service="reward"), timeout=60)).status)
 
 
@@ -173,21 +173,21 @@ async def test_no_call_fails_while_keys_change(
             assert "its certificate has expired" in said
 
 
-async def connected_before_its_keys_expire(address: str, callers: Path, authority: Authority) -> Line:
-    """A line with keys that soon expire. If they expired before the handshake, the next ones last longer."""
+async def connected_before_its_keys_expire(address: str, callers: Path, authority: Authority) -> RoleChannel:
+    """A channel with keys that soon expire. If they expired before the handshake, the next ones last longer."""
     lasts = timedelta(seconds=2)
     while True:
         tls.use_keys(swap(callers, authority.keys(JOB, *ROLES, lasts=lasts)))
-        line = Line(address, "reward")
+        channel = RoleChannel(address, "reward")
         try:
-            assert await answer(line) == NOT_SERVING
+            assert await answer(channel) == NOT_SERVING
         except grpc.aio.AioRpcError:
-            await line.close()
+            await channel.close()
             if lasts > timedelta(minutes=1):
                 raise
             lasts *= 2
         else:
-            return line
+            return channel
 
 
 async def test_a_line_whose_keys_have_expired_goes_on_with_new_ones(
@@ -200,8 +200,8 @@ async def test_a_line_whose_keys_have_expired_goes_on_with_new_ones(
         address = f"127.0.0.1:{port}"
         tls.use_keys(servers)
         await first.start(address)
-        line = await connected_before_its_keys_expire(address, callers, authority)
-        connected, expiring = line.channel, tls.current_keys()
+        channel = await connected_before_its_keys_expire(address, callers, authority)
+        connected, expiring = channel.channel, tls.current_keys()
         assert expiring is not None
         await asyncio.sleep((expiring.expires - datetime.now(UTC)).total_seconds())
         swap(callers, authority.keys(JOB, *ROLES))
@@ -210,9 +210,9 @@ async def test_a_line_whose_keys_have_expired_goes_on_with_new_ones(
         tls.use_keys(servers)
         await second.start(address)
         tls.use_keys(callers)
-        assert await answer(line) == NOT_SERVING
-        assert line.channel is not connected
-        await line.close()
+        assert await answer(channel) == NOT_SERVING
+        assert channel.channel is not connected
+        await channel.close()
         await second.drain(0)
 
 
@@ -225,20 +225,20 @@ async def test_under_a_new_authority_calls_go_on_until_the_other_end_has_its_key
     new = Authority("new")
     tls.use_keys(servers)
     server = RoleServer({"reward": [REWARD]})
-    line = Line(await server.start("127.0.0.1:0"), "reward")
+    channel = RoleChannel(await server.start("127.0.0.1:0"), "reward")
     tls.use_keys(callers)
-    await answer(line)
-    old = line.channel
+    await answer(channel)
+    old = channel.channel
     swap(callers, new.keys(JOB, *ROLES))
     for _ in range(20):
-        assert await answer(line) == NOT_SERVING
-    assert line.channel is old  # the next one is refused
+        assert await answer(channel) == NOT_SERVING
+    assert channel.channel is old  # the next one is refused
     swap(servers, new.keys(JOB, *ROLES))
     async with asyncio.timeout(100):
-        while line.channel is old:
-            assert await answer(line) == NOT_SERVING
-    assert await answer(line) == NOT_SERVING
-    await line.close()
+        while channel.channel is old:
+            assert await answer(channel) == NOT_SERVING
+    assert await answer(channel) == NOT_SERVING
+    await channel.close()
     await server.drain(0)
 
 

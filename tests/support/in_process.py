@@ -117,7 +117,7 @@ async def train(job: JobConfig) -> Summary:
 CLOCKS = ("timing_s/", "perf/throughput", "ended_at")
 
 
-def course(job: JobConfig) -> list[dict[str, float | None]]:
+def recorded(job: JobConfig) -> list[dict[str, float | None]]:
     """Read metrics.jsonl without clock times: every loss, score and norm of every step."""
     records = read_metrics(job.run_dir / "metrics.jsonl")
     return [{key: value for key, value in r.items() if not key.startswith(CLOCKS)} for r in records]

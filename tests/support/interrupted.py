@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from in_process import course, workers
+from in_process import recorded, workers
 
 from rolemesh.config import JobConfig
 from rolemesh.models.loading import load_tokenizer
@@ -15,7 +15,7 @@ NOISY = ("trainer.save_freq=1", "trainer.test_freq=2")
 
 
 def steps(job: JobConfig) -> list[float | None]:
-    return [record["training/global_step"] for record in course(job)]
+    return [record["training/global_step"] for record in recorded(job)]
 
 
 def contents(checkpoint: Path) -> dict[str, bytes]:
@@ -56,5 +56,5 @@ def assert_same_checkpoint(job: JobConfig, unbroken: JobConfig) -> None:
 
 
 def assert_same_end(job: JobConfig, unbroken: JobConfig) -> None:
-    assert course(job) == course(unbroken)
+    assert recorded(job) == recorded(unbroken)
     assert_same_checkpoint(job, unbroken)

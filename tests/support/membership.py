@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from rolemesh.rpc.calling.pool import ReplicaPool
 
 
-class Told:
+class Listed:
     """Implements rolemesh.rpc.calling.discovery.Members."""
 
     def __init__(self, *addresses: str) -> None:

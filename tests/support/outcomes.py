@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from in_process import course
+from in_process import recorded
 
 from rolemesh.config import JobConfig
 
@@ -14,7 +14,7 @@ def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, by
     last = job.run_dir / "global_step_3"
     files = {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*") if path.is_file()}
     assert {"actor/model.safetensors", "critic/model.safetensors"} <= files.keys()
-    return course(job), files
+    return recorded(job), files
 
 
 def with_reward(job: JobConfig, **kwargs: Any) -> JobConfig:

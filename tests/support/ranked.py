@@ -24,7 +24,6 @@ from rolemesh import errors
 from rolemesh.catalog.roles import ROLES, RoleSpec
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.door import Door
 from rolemesh.ranks import messages
 from rolemesh.ranks.following import follow
 from rolemesh.ranks.rendezvous import Rendezvous, local_store
@@ -33,6 +32,7 @@ from rolemesh.rpc.calling.clients import RoleClient
 from rolemesh.services.processes.serve import serve
 from rolemesh.services.reward.servicer import RewardServicer
 from rolemesh.telemetry import context
+from rolemesh.validation import BatchValidator
 from rolemesh.weights import manifest
 from rolemesh.workers.commands import command
 from rolemesh.workers.local import LocalWorker, on_worker_thread
@@ -44,7 +44,7 @@ class DrillWorker(LocalWorker):
 
     def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
         super().__init__("drill", seat)
-        self.door = Door.of(methods(job), "drill", None)
+        self.validator = BatchValidator.of(methods(job), "drill", None)
         self._directory, self._rank = job.run_dir, self.seat.ranks.rank
         self.do(json.loads(os.environ.get("DRILL_LOAD", "{}")))
 

@@ -1,4 +1,4 @@
-"""Addresses of servers: one reserved before its server listens, and one that leads to a server over a line."""
+"""Addresses of servers: one reserved before its server listens, and a proxy of one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def reserved_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-class Line:
+class HttpProxy:
     """Forwards HTTP/1.1 to a server. It can hold requests for completions, and it can be cut.
 
     Attributes:
@@ -101,11 +101,11 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 @asynccontextmanager
-async def line_to(server: str) -> AsyncIterator[Line]:
-    """Make a line to the server at an address like http://127.0.0.1:8000; it is cut on exit."""
-    line = Line(server)
-    await line.begin()
+async def proxied(server: str) -> AsyncIterator[HttpProxy]:
+    """Start a proxy of the server at an address like http://127.0.0.1:8000; it is cut on exit."""
+    proxy = HttpProxy(server)
+    await proxy.begin()
     try:
-        yield line
+        yield proxy
     finally:
-        line.cut()
+        proxy.cut()

@@ -23,12 +23,12 @@ from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import FetchRangeRequest, StripedHolders, WatchRegionRequest
 from rolemesh.v1.weights_pb2_grpc import WeightsServiceStub
 from rolemesh.weights import remote
-from rolemesh.weights.held import HeldWeights, Holding
+from rolemesh.weights.held import HeldVersion, HeldWeights
 from rolemesh.weights.holder import Holder
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
-from rolemesh.weights.stripes import StripedHolding, Stripes, stripes_of
+from rolemesh.weights.stripes import HeldStripes, Stripes, stripes_of
 
 STRIPE, PIECE = 8 * MIB, 4 * MIB  # 24 MiB and 5 bytes: four stripes
 
@@ -65,8 +65,9 @@ def deal(held: HeldWeights, machines: Sequence[Machine], addresses: Sequence[str
         for start, end in stripes.parts(number, 0, whole.num_bytes):
             region.write(start, whole.region.read(start, end))
         region.seal()
-        part = StripedHolding(stripes, number, addresses)
-        machine._store.put(Holding(whole.serialized, whole.manifest, region, "actor", whole.num_bytes, part))
+        part = HeldStripes(stripes, number, addresses)
+        arriving = HeldVersion(whole.serialized, whole.manifest, region, "actor", whole.num_bytes, part)
+        machine._store.put(arriving)
 
 
 @asynccontextmanager

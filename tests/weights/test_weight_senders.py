@@ -27,7 +27,7 @@ from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import GetManifestResponse, WatchRegionResponse
 from rolemesh.weights import manifest, region, remote
-from rolemesh.weights.held import HeldWeights, Holding
+from rolemesh.weights.held import HeldVersion, HeldWeights
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
@@ -69,7 +69,7 @@ async def test_shared_memory_that_could_still_be_changed_is_not_used_though_it_i
     lying = WeightRegion(honest.num_bytes)
     lying.write(0, honest.region.read(0, honest.num_bytes))
     store, pulled = WeightStore(), WeightStore()
-    store.put(Holding(honest.serialized, honest.manifest, lying, "rollout", honest.num_bytes))
+    store.put(HeldVersion(honest.serialized, honest.manifest, lying, "rollout", honest.num_bytes))
     good = Faulty(far)
     async with serving(WeightsServicer(store), good) as addresses:
         await assert_same(await pull(addresses, held, pulled).fetch(), held)
@@ -175,9 +175,8 @@ async def test_a_region_that_is_verified_too_slowly_by_its_holder_is_left_for_th
         elsewhere.setattr(region, "CAN_SHARE", False)
         far = large()
         assert far.holding.digest == held.holding.digest
-    store.put(
-        Holding(held.holding.serialized, held.holding.manifest, WeightRegion(held.holding.num_bytes), "rollout")
-    )
+    whole = held.holding
+    store.put(HeldVersion(whole.serialized, whole.manifest, WeightRegion(whole.num_bytes), "rollout"))
     stalled = counted(metrics.WEIGHTS_SOURCE_FAILURES, "stalled")
     async with serving(Slow(store), Faulty(far)) as addresses:
         await assert_same(await pull(addresses, held, timeout_s=100).fetch(), held)

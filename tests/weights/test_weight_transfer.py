@@ -24,7 +24,7 @@ from rolemesh.errors import WeightsUnavailable
 from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import WatchRegionRequest
 from rolemesh.weights import region, remote, service
-from rolemesh.weights.held import HeldWeights, Holding
+from rolemesh.weights.held import HeldVersion, HeldWeights
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
@@ -89,7 +89,7 @@ async def test_a_version_that_is_not_held_is_named_with_the_one_that_is():
 
 async def test_weights_of_another_digest_are_refused_also_from_a_holder_that_gives_them():
     class Careless(WeightStore):
-        async def get(self, version: int, digest: str, wait_s: float = 0.0) -> Holding:
+        async def get(self, version: int, digest: str, wait_s: float = 0.0) -> HeldVersion:
             held = self._held
             assert held is not None
             return held
@@ -170,7 +170,7 @@ async def test_a_relay_that_is_not_told_yet_is_waited_for(no_shared_memory: None
     asked = asyncio.Event()
 
     class Asked(WeightStore):
-        async def get(self, version: int, digest: str, wait_s: float = 0.0) -> Holding:
+        async def get(self, version: int, digest: str, wait_s: float = 0.0) -> HeldVersion:
             asked.set()
             return await super().get(version, digest, wait_s)
 
@@ -218,10 +218,10 @@ async def test_replicas_of_one_machine_share_one_region_which_the_first_receives
     assert all(holding and holding.region.is_sealed for holding in taken)
 
 
-def unverified(held: HeldWeights) -> Holding:
+def unverified(held: HeldWeights) -> HeldVersion:
     """All bytes are there, and none counts yet."""
     whole = held.holding
-    arriving = Holding(whole.serialized, whole.manifest, WeightRegion(whole.num_bytes), "rollout")
+    arriving = HeldVersion(whole.serialized, whole.manifest, WeightRegion(whole.num_bytes), "rollout")
     arriving.region.write(0, whole.region.read(0, whole.num_bytes))
     return arriving
 

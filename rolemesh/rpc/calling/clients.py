@@ -1,7 +1,7 @@
 """Clients of the roles over gRPC. Each class implements its Protocol of rolemesh/roles.py, like a worker.
 
-Every answer is checked against its method's declaration (rolemesh/door.py), because servers are not trusted: a
-reward pod runs user code. An answer that does not fit raises RoleFailed.
+Every answer is checked against its method's declaration (rolemesh/validation.py), because servers are not
+trusted: a reward pod runs user code. An answer that does not fit raises RoleFailed.
 
 Create a client with e.g. `RewardClient(addresses, methods(job), timeout_s=job.trainer.rpc_timeout_s)`. Use it
 with `async with`, or call `close`.
@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Self, cast
 from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
 from rolemesh.dataproto import DataProto
-from rolemesh.door import Door
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Method, Metrics
 from rolemesh.rpc.calling.discovery import Members
@@ -31,6 +30,7 @@ from rolemesh.tasks import gather
 from rolemesh.v1.actor_pb2 import PublishWeightsRequest
 from rolemesh.v1.checkpoint_pb2 import BeginCheckpointRequest, FinishCheckpointRequest, LoadCheckpointRequest
 from rolemesh.v1.rollout_pb2 import UpdateWeightsRequest
+from rolemesh.validation import BatchValidator
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.source import WeightSource
 
@@ -91,7 +91,7 @@ class RoleClient:
             timeout_s,
             rows_at_once=rows_at_once,
             trained=spec.trained,
-            door=Door.of(methods, self.role, vocabulary),
+            validator=BatchValidator.of(methods, self.role, vocabulary),
         )
 
     async def wait_until_ready(self, timeout_s: float) -> None:

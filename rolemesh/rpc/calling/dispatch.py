@@ -25,7 +25,6 @@ from google.protobuf.message import Message
 from torch import Tensor
 
 from rolemesh.dataproto import DataProto
-from rolemesh.door import Door
 from rolemesh.errors import RoleBusy, RoleFailed, RoleTimeout, RoleUnavailable
 from rolemesh.rpc.batches import check_answer
 from rolemesh.rpc.calling.call import Caller
@@ -38,6 +37,7 @@ from rolemesh.tasks import cancel_all, gather
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import metrics, timeline
 from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS
+from rolemesh.validation import BatchValidator
 from rolemesh.wire.streams import receive, receive_batches
 
 # Pieces per replica. With four, a replica that is twice as fast gets twice as many, and the others wait for the
@@ -90,7 +90,7 @@ class Dispatcher:
         rows_at_once: rows that an engine decodes at once, for streamed answers; 0: unknown.
         trained: the role has state that a restart of its process loses, so an answer after a restart is an
             error.
-        door: checks batches in answers; None: the service's answers have none.
+        validator: checks batches in answers; None: the service's answers have none.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class Dispatcher:
         *,
         rows_at_once: int = 0,
         trained: bool = False,
-        door: Door | None = None,
+        validator: BatchValidator | None = None,
     ) -> None:
         self.pool = pool
         self._rows_at_once = rows_at_once
         self._holders = Holders()
         self._caller = Caller(pool.role, trained=trained)
-        self._door = door or Door({})
+        self._validator = validator or BatchValidator({})
         self._rpcs = {rpc.name: rpc for rpc in rpcs(service)}
         self._deadlines = Deadlines(timeout_s)
         for rpc in self._rpcs.values():
@@ -185,7 +185,7 @@ class Dispatcher:
                             return await self._caller.message(rpc, reserved.replica, call)
                         with self._caller.blamed(rpc, reserved.replica):
                             answer = await receive(call)
-                            await check_answer(rpc, answer, self._door, batch)
+                            await check_answer(rpc, answer, self._validator, batch)
                         return answer
                 except RoleUnavailable as error:
                     self._try_again(rpc, reserved.replica, error, tries, deadline)
@@ -291,7 +291,7 @@ class Dispatcher:
                     async with self._caller.call(rpc, reserved.replica, asked, deadline) as call:
                         with self._caller.blamed(rpc, reserved.replica):
                             async for part in receive_batches(call):
-                                await check_answer(rpc, part, self._door, asked)
+                                await check_answer(rpc, part, self._validator, asked)
                                 self._tick_off(missing, part["row"])
                                 self._holders.note(asked, part["row"].tolist(), reserved.replica)
                                 part["row"] = rows[part["row"]]

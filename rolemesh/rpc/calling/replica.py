@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2
 from rolemesh.errors import InvalidBatch
 from rolemesh.rpc import tls
 from rolemesh.rpc.answers import read_answer
-from rolemesh.rpc.channels import Line
+from rolemesh.rpc.channels import RoleChannel
 from rolemesh.rpc.contract import rpcs, serializer
 from rolemesh.rpc.metadata import LIFE_KEY, WHY_KEY
 
@@ -36,12 +36,12 @@ class Replica:
         self.live = live
         self.problem = ""
         self.life = ""  # of its server, by its last answer to a health check; "": it has not answered yet
-        self._line = Line(address, role)
+        self._channel = RoleChannel(address, role)
 
     @property
     def channel(self) -> grpc.aio.Channel:
         """The channel for one call. Do not keep it: it is replaced when the process's TLS keys change."""
-        return self._line.channel
+        return self._channel.channel
 
     async def health(self) -> str:
         """Check health: return "" if it serves its role, else the problem."""
@@ -80,7 +80,7 @@ class Replica:
         return problem, str(trailing.get(LIFE_KEY, ""))
 
     async def close(self) -> None:
-        await self._line.close()
+        await self._channel.close()
 
 
 def wrong_role(role: str) -> str:

@@ -29,7 +29,7 @@ from rolemesh.telemetry import metrics, timeline
 from rolemesh.wire.room import Room, Stay
 
 if TYPE_CHECKING:
-    from rolemesh.door import Door
+    from rolemesh.validation import BatchValidator
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Guard:
         self._running = 0
         self.life = uuid.uuid4().hex
 
-    def wrap(self, role: str, rpc: Rpc, behaviour: Behaviour, door: Door | None) -> Behaviour:
+    def wrap(self, role: str, rpc: Rpc, behaviour: Behaviour, validator: BatchValidator | None) -> Behaviour:
         """Return the role's method with the guard around it: bytes in, bytes or a message out.
 
         Args:
@@ -59,16 +59,16 @@ class Guard:
             rpc: the method's description.
             behaviour: takes the rpc's message, or the batch if the request is `stream Frame`. It returns a
                 message, or yields messages or batches if the response is a stream.
-            door: of the role; None: the rpc takes no batch.
+            validator: of the role; None: the rpc takes no batch.
         """
 
         async def read(request: Any, context: Context, count: Callable[[str, Any], Any], stay: Stay) -> Any:
-            if door is None:
+            if validator is None:
                 return message_of(role, rpc, count("in", request))
             from rolemesh.rpc.batches import batch_of
 
             try:
-                return await batch_of(rpc, _counted(stay.frames(request), count), door, stay)
+                return await batch_of(rpc, _counted(stay.frames(request), count), validator, stay)
             except (InvalidBatch, RoleBusy) as error:
                 traceback.clear_frames(error.__traceback__)  # they hold the part of the batch that has arrived
                 await stay.drop_rest(context.read)

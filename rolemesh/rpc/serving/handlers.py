@@ -34,14 +34,14 @@ class Around(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic i
         if handler is None:
             return None
         around = partial(self.around, str(handler_call_details.method), handler)
-        return _surrounded(handler, around, reads=self.reads)
+        return _wrapped(handler, around, reads=self.reads)
 
     def around(self, path: str, handler: grpc.RpcMethodHandler[Any, Any], method: Method) -> Method:
         """Another method, which awaits this one, whether its answer is a stream or not."""
         raise NotImplementedError
 
 
-def _surrounded(
+def _wrapped(
     handler: grpc.RpcMethodHandler[Any, Any], around: Callable[[Method], Method], *, reads: bool
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """A handler of the same kind with something around its method."""

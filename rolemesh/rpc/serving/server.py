@@ -30,7 +30,7 @@ from rolemesh.wire.limits import MAX_STREAMS
 from rolemesh.wire.room import Room
 
 if TYPE_CHECKING:
-    from rolemesh.door import Door
+    from rolemesh.validation import BatchValidator
 
 log = logging.getLogger(__name__)
 
@@ -181,8 +181,8 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         """Start to answer calls.
 
         Args:
-            servicers: service to its servicer. A servicer whose rpcs take batches needs a `door`
-                (rolemesh/door.py).
+            servicers: service to its servicer. A servicer whose rpcs take batches needs a `validator`
+                (rolemesh/validation.py).
 
         Raises:
             RoleFailed: an rpc takes a batch that no Method declares.
@@ -197,15 +197,15 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
                 await servicer.watch_serving(partial(self._set_serving, service))
 
     def _guarded(self, rpc: Rpc, servicer: Any) -> Behaviour:
-        door: Door | None = getattr(servicer, "door", None) if rpc.takes_batch else None
-        if rpc.takes_batch and (door is None or rpc.name not in door.methods):
+        validator: BatchValidator | None = getattr(servicer, "validator", None) if rpc.takes_batch else None
+        if rpc.takes_batch and (validator is None or rpc.name not in validator.methods):
             raise RoleFailed(
                 f"{rpc.path} takes a batch that no Method of rolemesh/roles.py declares; declare it there"
             )
         behaviour, terms = getattr(servicer, rpc.name), getattr(servicer, "terms", None)
         if terms is not None:  # of a trained role
             behaviour = terms.wrap(rpc, behaviour)
-        return self._guard.wrap(self._role_of[rpc.service], rpc, behaviour, door)
+        return self._guard.wrap(self._role_of[rpc.service], rpc, behaviour, validator)
 
     async def _set_serving(self, service: ServiceDescriptor, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse

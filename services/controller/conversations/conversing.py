@@ -24,7 +24,7 @@ from rolemesh.telemetry import metrics
 
 log = logging.getLogger(__name__)
 
-Told = dict[str, str | float]
+Facts = dict[str, str | float]
 CALLS = itertools.count(1)  # part of an episode's name: validations ask for the same rows of the same step
 
 
@@ -56,7 +56,7 @@ class Conversing(Forwarding[Rollout]):
             EnvironmentFailed: a conversation could not be held to its end; the message names the row's uid.
         """
         rows = Rows(prompts, self._job.data.max_response_length, self._pad)
-        ended: dict[int, Told] = {}  # rows that were not yielded yet
+        ended: dict[int, Facts] = {}  # rows that were not yielded yet
         changed = asyncio.Event()
         turns = Turns(self._role, rows)
         name = f"step-{prompts.meta_info['step']}-{next(CALLS)}"
@@ -76,7 +76,7 @@ class Conversing(Forwarding[Rollout]):
             await asyncio.wait({talking})
 
     async def _all(
-        self, rows: Rows, turns: Turns, name: str, ended: dict[int, Told], changed: asyncio.Event
+        self, rows: Rows, turns: Turns, name: str, ended: dict[int, Facts], changed: asyncio.Event
     ) -> None:
         try:
             async with asyncio.TaskGroup() as group:
@@ -91,7 +91,7 @@ class Conversing(Forwarding[Rollout]):
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
 
-    async def _row(self, rows: Rows, turns: Turns, row: int, name: str) -> Told:
+    async def _row(self, rows: Rows, turns: Turns, row: int, name: str) -> Facts:
         """Hold the conversation of a row; anew, if its environment is lost."""
         agent, config = rows.prompts["agent_name"][row], self._job.rollout.multi_turn
         if not AGENTS[agent].converses:
@@ -121,7 +121,7 @@ class RecordedConversing(Forwarding[Rollout]):
     async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
         async for rows in self._role.generate(prompts):
             sampled = rows["response_mask"]
-            told: list[Told] = [{"turns": 1.0, "why": ""}] * len(rows)
+            told: list[Facts] = [{"turns": 1.0, "why": ""}] * len(rows)
             turns, rewards = sampled.to(torch.int64), torch.zeros(sampled.shape)
             talks = {"turns": turns, "contexts": 0 * turns, "environment_rewards": rewards}
             yield with_conversations(rows, talks, told)

@@ -53,7 +53,7 @@ class ControllerState:
     Args:
         step: steps made.
         kl_controller: state of the KL coefficient.
-        same_course: the settings that determine the rest of the run bit for bit; see `course_of`.
+        kept_settings: the settings that determine the rest of the run bit for bit; see `settings_to_keep`.
         num_batches: batches of prompts answered, with dynamic sampling; else 0.
         search: progress of the next step in filling its batch, if a stop interrupted it.
         waiting: surplus groups of answers that no step has trained on; in a file of its own.
@@ -61,7 +61,7 @@ class ControllerState:
 
     step: int
     kl_controller: dict[str, float]
-    same_course: dict[str, Any]
+    kept_settings: dict[str, Any]
     num_batches: int = 0
     search: dict[str, Any] = field(default_factory=dict)
     waiting: DataProto = field(default_factory=DataProto, repr=False)
@@ -71,7 +71,7 @@ class ControllerState:
         return json.dumps({name: value for name, value in vars(self).items() if name != "waiting"}, indent=1)
 
 
-def course_of(job: JobConfig, num_prompts: int) -> dict[str, Any]:
+def settings_to_keep(job: JobConfig, num_prompts: int) -> dict[str, Any]:
     """Return the settings that determine a step's prompts, its sampled tokens, and the waiting groups.
 
     A resumed run must have the same ones, or it would be neither the old run nor a new one.
@@ -161,9 +161,9 @@ class Checkpoints:
             with _logged(path):
                 shutil.rmtree(path)
 
-    async def load(self, path: Path, roles: Roles, course: dict[str, Any]) -> ControllerState:
+    async def load(self, path: Path, roles: Roles, settings: dict[str, Any]) -> ControllerState:
         """Restore the roles, and return the controller's state. Raises as `read` and the roles do."""
-        state = self.read(path, course)
+        state = self.read(path, settings)
         waiting = path / "waiting_groups"
         try:
             state = replace(state, waiting=load_batch(waiting)) if waiting.exists() else state
@@ -173,21 +173,24 @@ class Checkpoints:
         return state
 
     @staticmethod
-    def read(path: Path, course: dict[str, Any]) -> ControllerState:
+    def read(path: Path, settings: dict[str, Any]) -> ControllerState:
         """Read the controller's state from a checkpoint, without the waiting groups.
 
         Raises:
             CheckpointFailed: it is not readable.
-            InvalidConfig: the job differs from the checkpoint's job in a setting of `course_of`.
+            InvalidConfig: the job differs from the checkpoint's job in a setting of `settings_to_keep`.
         """
         try:
-            state = ControllerState(**json.loads((path / "controller.json").read_text(encoding="utf-8")))
+            fields = json.loads((path / "controller.json").read_text(encoding="utf-8"))
+            if "same_course" in fields:  # its earlier name
+                fields["kept_settings"] = fields.pop("same_course")
+            state = ControllerState(**fields)
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointFailed(f"{path / 'controller.json'} cannot be read: {error}") from error
         differing = [
-            f"{key} is {course.get(key)!r} now and was {state.same_course.get(key)!r}"
-            for key in state.same_course | course
-            if state.same_course.get(key) != course.get(key)
+            f"{key} is {settings.get(key)!r} now and was {state.kept_settings.get(key)!r}"
+            for key in state.kept_settings | settings
+            if state.kept_settings.get(key) != settings.get(key)
         ]
         if differing:
             key = "lora_adapter_path" if (path / "actor" / "adapter_config.json").is_file() else "path"

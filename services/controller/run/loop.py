@@ -28,7 +28,7 @@ from rolemesh.services.controller.pages.choice import check_step, page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.run.ahead import Ahead
 from rolemesh.services.controller.run.best import is_best
-from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState, course_of
+from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState, settings_to_keep
 from rolemesh.services.controller.run.data_sets import training_data, validation_data
 from rolemesh.services.controller.run.decision import named_checkpoint, start_of
 from rolemesh.services.controller.run.profile import check_profile_steps, profiled
@@ -113,7 +113,7 @@ class Run:
         chosen = start_of(self.job, self._checkpoints).checkpoint
         if chosen is None or self.job.trainer.val_only:
             return None
-        step = self._checkpoints.read(chosen, self._course()).step
+        step = self._checkpoints.read(chosen, self._settings_to_keep()).step
         if step < self.status.total_steps:
             return None
         self.status.add(*read_metrics(self.job.run_dir / "metrics.jsonl"))
@@ -179,7 +179,7 @@ class Run:
             self._val = await asyncio.to_thread(validation_data, *given)
             self.job = with_total_steps(self.job, self.status.total_steps)
 
-    # ----------------------------------------------------------------------------------- the course
+    # ----------------------------------------------------------------------------------- resuming
 
     async def _begin(self) -> int:
         """Restore roles and run directory to the start of the run; return the number of steps already made."""
@@ -187,7 +187,7 @@ class Run:
         write_config(self.job)
         step = 0
         if start.checkpoint:
-            state = await self._checkpoints.load(start.checkpoint, self._roles, self._course())
+            state = await self._checkpoints.load(start.checkpoint, self._roles, self._settings_to_keep())
             said = start.describe(state.step)
             self.display.console.print(said, style="dim", highlight=False, soft_wrap=True)
             self._kl.load_state_dict(state.kl_controller)
@@ -357,15 +357,15 @@ class Run:
     def _max_staleness(self) -> int:
         return self.job.trainer.max_staleness if self.job.rollout.mode == "async" else 0
 
-    def _course(self) -> dict[str, Any]:
-        return course_of(self.job, len(self._train))
+    def _settings_to_keep(self) -> dict[str, Any]:
+        return settings_to_keep(self.job, len(self._train))
 
     def _state(self, step: int) -> ControllerState:
         sampling = self._sampling
         return ControllerState(
             step,
             self._kl.state_dict(),
-            self._course(),
+            self._settings_to_keep(),
             sampling.num_batches,
             asdict(sampling.search),
             sampling.waiting,

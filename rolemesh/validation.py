@@ -40,7 +40,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
-class Door:
+class BatchValidator:
     """Checks the batches that enter a role, and its answers.
 
     Args:
@@ -52,8 +52,8 @@ class Door:
     vocabulary: int | None = None
 
     @classmethod
-    def of(cls, methods: Mapping[str, Method], role: str, vocabulary: int | None) -> Door:
-        """Make the door of a role.
+    def of(cls, methods: Mapping[str, Method], role: str, vocabulary: int | None) -> BatchValidator:
+        """Make the validator of a role.
 
         Args:
             methods: rolemesh.roles.methods(job).
@@ -62,7 +62,7 @@ class Door:
         """
         return cls({method.rpc: method for method in methods.values() if method.role == role}, vocabulary)
 
-    def check_claim(
+    def check_header(
         self, rpc: str, num_rows: int, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     ) -> None:
         """Check the header of an arriving batch: its rows, and the tensors that the method reads.
@@ -73,8 +73,8 @@ class Door:
             tensors: dtype and shape, by name.
 
         Raises:
-            InvalidBatch: `admit` would refuse any batch with this header. The message lacks role and method;
-                the caller adds them.
+            InvalidBatch: `check_request` would refuse any batch with this header. The message lacks role and
+                method; the caller adds them.
         """
         method = self.methods[rpc]
         read = [name for name in method.reads if COLUMNS[name].dtype or name in tensors]
@@ -87,7 +87,7 @@ class Door:
         for name in read:
             _check_tensor(f"column {name!r}", COLUMNS[name], *tensors[name], sizes)
 
-    def admit(self, rpc: str, batch: DataProto) -> DataProto:
+    def check_request(self, rpc: str, batch: DataProto) -> DataProto:
         """Check a request, and return it with only the columns and the meta_info that the method reads.
 
         Raises:
@@ -114,7 +114,8 @@ class Door:
 
         Raises:
             RoleFailed: the answer does not match the declaration: a column is missing, undeclared or invalid,
-                the number of rows is wrong, or there is meta_info. The message is as detailed as `admit`'s.
+                the number of rows is wrong, or there is meta_info. The message is as detailed as that of
+                `check_request`.
         """
         method = self.methods[rpc]
         where, expected = f"the answer of {method.role}.{method.name}", method.answers(request.meta_info)

@@ -16,7 +16,7 @@ from reward_rows import batch, custom, job, scores, working
 
 from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import InvalidConfig, RewardFailed
-from rolemesh.services.reward.scoring_pool import Judges, _Judge, first_message
+from rolemesh.services.reward.scoring_pool import ScoringPool, _ScoringProcess, first_message
 from rolemesh.services.reward.worker import RewardWorker
 
 ADDS = "```python\nprint(sum(map(int, input().split())))\n```"
@@ -115,11 +115,11 @@ async def test_a_function_that_ends_its_process_or_hangs_costs_its_row_alone(
 def test_a_rows_time_begins_when_its_process_has_loaded_the_function(tmp_path: Path) -> None:
     """The process starts, though a new interpreter takes longer than a millisecond."""
     function = custom(tmp_path, "def compute_score(**row): return 1.0\n")
-    judges = Judges(RewardConfig(timeout_s=0.001, num_workers=1, **function))
+    pool = ScoringPool(RewardConfig(timeout_s=0.001, num_workers=1, **function))
     try:
-        judges.start()
+        pool.start()
     finally:
-        judges.close()
+        pool.close()
 
 
 async def test_a_scoring_process_imports_little_besides_the_functions_file(
@@ -174,17 +174,17 @@ def compute_score(solution_str, **row):
 def test_a_process_that_breaks_its_line_costs_no_more_than_a_rows_time(
     tmp_path: Path, response: str, said: str
 ) -> None:
-    judge = _Judge()
+    process = _ScoringProcess()
     try:
-        assert judge.ask(first_message(RewardConfig(**custom(tmp_path, LINE)), []), 200.0, "") == {}
+        assert process.ask(first_message(RewardConfig(**custom(tmp_path, LINE)), []), 200.0, "") == {}
         if response == "does not read":
-            judge.ask(json.dumps([{"solution_str": response}]).encode(), 60.0, "")
+            process.ask(json.dumps([{"solution_str": response}]).encode(), 60.0, "")
         longer_than_the_line_holds = json.dumps([{"solution_str": response, "text": "x" * (4 << 20)}]).encode()
         with pytest.raises(RewardFailed, match=f"^{said}"):
-            judge.ask(longer_than_the_line_holds, 0.5, "late")
+            process.ask(longer_than_the_line_holds, 0.5, "late")
     finally:
-        judge.kill()
-        judge.close()
+        process.kill()
+        process.close()
 
 
 STARTS = """
@@ -318,7 +318,7 @@ def test_a_function_that_cannot_be_loaded_is_an_error_at_start(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_judges_end_with_the_service_however_that_ends(tmp_path: Path, number: signal.Signals) -> None:
+def test_processes_end_with_the_service_however_that_ends(tmp_path: Path, number: signal.Signals) -> None:
     """The function hangs, and is deaf to signals that can be ignored."""
     function = tmp_path / "mine.py"
     function.write_text(
@@ -331,10 +331,10 @@ def test_judges_end_with_the_service_however_that_ends(tmp_path: Path, number: s
     )
     source = (
         "from rolemesh.config.reward import RewardConfig\n"
-        "from rolemesh.services.reward.scoring_pool import Call, Judges, Line\n"
+        "from rolemesh.services.reward.scoring_pool import Call, CallQueue, ScoringPool\n"
         f"config = RewardConfig(custom_reward_function={{'path': {str(function)!r}}})\n"
-        "line = Line([Call([0], [{'solution_str': 'x'}])], str)\nJudges(config).submit(line)\n"
-        "line.verdicts.result()\n"
+        "queue = CallQueue([Call([0], [{'solution_str': 'x'}])], str)\nScoringPool(config).submit(queue)\n"
+        "queue.verdicts.result()\n"
     )
     service = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     assert service.stdout is not None
