@@ -3,24 +3,23 @@
 #   docker build --target cpu -t rolemesh:cpu .
 #
 # Targets:    cpu (all but vLLM: the demo, and rewards by rules) and gpu (vLLM, and the compiler that Triton calls).
-# Arguments:  BASE, a Debian with Python 3.11 or newer.
+# Arguments:  BASE, a Debian with Python 3.11 or 3.12.
 #             TORCH, what `uv pip install` is to be asked for to have another build of the lock's torch, e.g.
-#             "torch==2.13.0 --index-url …". Empty: the lock's own, with the CUDA libraries.
+#             "torch==2.13.0 --index-url …". Empty: the lock's own, with the CUDA libraries. Not for gpu: vLLM's wheel
+#             is built for these.
 ARG BASE=python:3.11-slim-bookworm
 
 # What an image needs of pyproject.toml and the lock: what else changes in them leaves the layer with the libraries.
 FROM ${BASE} AS asked
+COPY scripts/image-requirements /
+RUN python3 /image-requirements python
 RUN python3 -m venv /opt/uv && /opt/uv/bin/pip install --quiet --no-cache-dir uv==0.13.9
 COPY pyproject.toml requirements.lock /
 RUN --mount=type=cache,target=/root/.cache/uv \
-    python3 -c 'import tomllib; project = tomllib.load(open("/pyproject.toml", "rb"))["project"]; \
-        extras = project["optional-dependencies"]; \
-        needs = [*project["dependencies"], *extras["tensorboard"], *extras["wandb"], *extras["mlflow"], *extras["ray"]]; \
-        open("/cpu.txt", "w").write("\n".join(needs)); \
-        open("/gpu.txt", "w").write("\n".join(extras["vllm"]))' && \
+    python3 /image-requirements cpu /pyproject.toml > /cpu.txt && \
     /opt/uv/bin/uv pip compile --quiet /cpu.txt --constraint /requirements.lock --generate-hashes --no-header \
         --no-annotate --no-emit-index-url --output-file /cpu.lock && \
-    touch --date=@0 /cpu.txt /cpu.lock /gpu.txt
+    touch --date=@0 /cpu.txt /cpu.lock
 
 # What changes seldom: all libraries, compiled. Roles run as a user who may not write beside them, and would else
 # compile torch at each start. uv stays, for images that add to this one.
@@ -49,12 +48,15 @@ COPY --from=code /code $VIRTUAL_ENV
 USER 1000:1000
 
 FROM libraries AS gpu
+ARG TORCH=
+RUN test -z "$TORCH" || { echo "TORCH is for the target cpu: vLLM's wheel needs the lock's own torch" >&2; exit 1; }
 # Triton compiles the launchers of its kernels when they are first used.
 RUN apt-get update -q && apt-get install -y -q --no-install-recommends gcc libc6-dev python3-dev && \
     rm -rf /var/lib/apt/lists/*
-COPY --from=asked /gpu.txt /src/
+# The layers below have their versions from requirements.lock, and this lock has the same.
+COPY requirements-gpu.lock /src/
 RUN --mount=type=cache,target=/root/.cache/uv \
-    uv pip install --constraint /src/cpu.lock --requirement /src/gpu.txt
+    uv pip install --require-hashes --requirement /src/requirements-gpu.lock
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=code /code $VIRTUAL_ENV
 USER 1000:1000

@@ -12,7 +12,7 @@ TARGET ?= cpu
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-engines test-tools examples stress mutation setup vllm lint format chart proto test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
-	curves docs lock image test-cluster demo-cluster clean
+	curves docs lock check-locks image test-cluster demo-cluster clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1\t/' | expand -t 15
@@ -150,11 +150,26 @@ docs: .venv-docs/.installed ## the documentation site into site/, with its links
 	rm -rf site && mv build/docs/site site
 	@echo "open site/index.html; its search needs a server: python3 -m http.server --directory site --bind 127.0.0.1"
 
+# The GPU's lock keeps its versions, but prefers those of the CPU's vLLM, which the tests run.
+LOCKS := .
 lock: setup ## resolve all locks anew; what is in several has one version
-	$(COMPILE) requirements-vllm.in --override requirements-vllm.override -o requirements-vllm.lock
-	$(COMPILE) --constraint requirements-vllm.lock -o requirements.lock
-	$(RESOLVE) --group docs --constraint requirements.lock -o requirements-docs.lock
-	echo "buf-bin==1.75.0" | $(RESOLVE) - -o requirements-buf.lock
+	$(COMPILE) requirements-vllm.in --override requirements-vllm.override -o $(LOCKS)/requirements-vllm.lock
+	$(COMPILE) --constraint $(LOCKS)/requirements-vllm.lock -o $(LOCKS)/requirements.lock
+	cat $(LOCKS)/requirements-vllm.lock $(LOCKS)/requirements-gpu.lock > .venv/gpu.lock
+	$(BIN)/python scripts/image-requirements gpu pyproject.toml | \
+		$(RESOLVE) - --constraint $(LOCKS)/requirements.lock -o .venv/gpu.lock
+	mv .venv/gpu.lock $(LOCKS)/requirements-gpu.lock
+	$(RESOLVE) --group docs --constraint $(LOCKS)/requirements.lock -o $(LOCKS)/requirements-docs.lock
+	echo "buf-bin==1.75.0" | $(RESOLVE) - -o $(LOCKS)/requirements-buf.lock
+
+check-locks: setup ## do the requirements resolve to the locks? the image's for a CPU within requirements.lock; 20 seconds
+	@rm -rf build/locks && mkdir -p build/locks && cp requirements*.lock build/locks
+	@$(MAKE) --no-print-directory lock LOCKS=build/locks
+	@for lock in requirements*.lock; do cmp $$lock build/locks/$$lock || exit 1; done
+	$(BIN)/python scripts/image-requirements cpu pyproject.toml | \
+		$(RESOLVE) - --constraint requirements.lock -o build/locks/image-cpu.lock
+	@awk '/==/ && NR == FNR {locked[$$1]; next} /==/ && !($$1 in locked) {print FILENAME ": " $$1; other = 1} \
+		END {exit other}' requirements.lock build/locks/image-cpu.lock
 
 image: ## the container image: IMAGE=name:tag TARGET=cpu or gpu, by docker, podman or buildah
 	sh scripts/make-image $(IMAGE) --target $(TARGET) $(BUILD_ARGS)
