@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,12 @@ from rolemesh.services.rollout.engines.vllm.arguments import (
 from rolemesh.services.rollout.engines.vllm.tensor_file import tensor_file, tensors_in
 from rolemesh.tasks import as_they_end
 from rolemesh.workers.local import LocalWorker
+
+if TYPE_CHECKING:  # tests/rollout/test_names_of_vllm.py looks up in vLLM's source what has these types
+    from vllm.inputs import TokensInput
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 R = TypeVar("R")
 
@@ -65,7 +71,8 @@ class VllmEngine:
         self._ends, self._pad = end_tokens(job, declared_eos(job, outline))
         self._on_cpu = current_platform.device_type == "cpu"
         try:
-            self._llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(job, outline)))
+            settings = AsyncEngineArgs(**engine_arguments(job, outline))
+            self._llm: AsyncLLM | None = AsyncLLM.from_engine_args(settings)
         except ValueError as error:  # raised by vLLM and pydantic for settings that contradict each other
             raise InvalidConfig(f"rollout: vLLM refuses the settings: {error}") from error
 
@@ -86,7 +93,9 @@ class VllmEngine:
         finally:
             self._rows.difference_update(rows)
 
-    async def _row(self, row: RowToGenerate, arguments: Mapping[str, Any]) -> tuple[RowToGenerate, Any, int]:
+    async def _row(
+        self, row: RowToGenerate, arguments: Mapping[str, Any]
+    ) -> tuple[RowToGenerate, CompletionOutput, int]:
         """Return the row, vLLM's completion, and the version in use when the row began."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -96,22 +105,23 @@ class VllmEngine:
         async with self._gate.passed():
             llm, version = self._living(), self._version
             with _in_our_words():
-                prompt = {"type": "token", "prompt_token_ids": row.tokens}
+                prompt: TokensInput = {"type": "token", "prompt_token_ids": row.tokens}
                 requests = llm.generate(prompt, params, str(next(self._numbers)))
-                outputs = [output async for output in requests]
-        completion = outputs[-1].outputs[0]
+                outputs: list[RequestOutput] = [output async for output in requests]
+        completion: CompletionOutput = outputs[-1].outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             raise RoleUnavailable(f"rollout: vLLM did not finish row {row.row}: {completion.finish_reason}")
         return row, completion, version
 
-    def _columns(self, done: list[tuple[RowToGenerate, Any, int]], num_kept: int) -> DataProto:
+    def _columns(self, done: list[tuple[RowToGenerate, CompletionOutput, int]], num_kept: int) -> DataProto:
         rows = [row.row for row, _, _ in done]
         columns = blank_answer(rows, self._job.data.max_response_length, pad=self._pad, num_kept=num_kept)
         for i, (row, completion, version) in enumerate(done):
             tokens = torch.tensor(completion.token_ids)
             n, first = len(tokens), row.begun
             here = slice(first, first + n)
-            log_probs = torch.tensor(completion.logprobs.logprobs).view(n, num_kept + 1)
+            flat: FlatLogprobs = completion.logprobs
+            log_probs = torch.tensor(flat.logprobs).view(n, num_kept + 1)
             columns["responses"][i, here] = tokens
             columns["response_mask"][i, here] = True
             columns["rollout_log_probs"][i, here] = log_probs[:, 0]  # the sampled token's, then the likeliest
@@ -120,7 +130,7 @@ class VllmEngine:
                 if span.version.isdecimal():  # before the first swap vLLM uses a name of its own
                     columns["weight_versions"][i, first + span.start : first + span.end] = int(span.version)
             if num_kept:
-                likeliest = torch.tensor(completion.logprobs.token_ids).view(n, num_kept + 1)[:, 1:]
+                likeliest = torch.tensor(flat.token_ids).view(n, num_kept + 1)[:, 1:]
                 columns["kept_ids"][i, here] = _kept(tokens, likeliest, log_probs[:, 1:])
         return DataProto(columns)
 
@@ -247,7 +257,7 @@ class VllmEngine:
         finally:
             answer.cancel()
 
-    def _living(self) -> Any:
+    def _living(self) -> AsyncLLM:
         """Return vLLM's engine. Raises RoleUnavailable if it has ended."""
         if self._llm is None or self._llm.errored:
             raise RoleUnavailable(ENDED)

@@ -12,12 +12,17 @@ import logging
 import mmap
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rolemesh.services.rollout.engines.vllm.tensor_file import Place, tensors_in
+
+if TYPE_CHECKING:  # vLLM takes the second on a GPU that has Triton, else the first
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 LIBC = ctypes.CDLL(None)
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -26,7 +31,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 class RolloutExtension:
     """The methods that the engine calls on each rank."""
 
-    model_runner: Any
+    model_runner: GPUModelRunner | GPUModelRunnerV2
     _file: Any  # the released memory: the matrices of _only_packed, then every storage
     _only_packed: list[tuple[Any, torch.Size, torch.dtype]]
 
@@ -75,7 +80,8 @@ class RolloutExtension:
                     size = getattr(layer, "org_vocab_size", len(tensor))  # vocabularies are padded
                     yield f"{name}.{parameter}", tensor[:size]
                     continue
-                parts = tensor.split(layer.output_sizes)
+                fused: MergedColumnParallelLinear | QKVParallelLinear = layer
+                parts = tensor.split(fused.output_sizes)
                 for part_name, part in zip(FUSED[last], parts, strict=True):
                     yield f"{parent}.{part_name}.{parameter}", part
 
