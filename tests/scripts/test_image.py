@@ -21,9 +21,8 @@ GPU_WHEEL = json.loads((ROOT / "tests" / "fixtures" / "vllm" / "gpu_wheel.json")
 # The GPU's vLLM pins it, and no other version of this pin suits what else it requires.
 PINNED_BY_VLLM = {"apache-tvm-ffi"}
 
-Lock = dict[
-    str, list[tuple[Requirement, int]]
-]  # the lines of a package by its name, each with its number of hashes
+# The lines of a package by its name, each with its number of hashes.
+Lock = dict[str, list[tuple[Requirement, int]]]
 
 
 def lock_of(name: str) -> Lock:

@@ -47,17 +47,18 @@ class Deadline:
     async def limit(self) -> AsyncIterator[None]:
         """End the block with TimeoutError at the deadline, which may move meanwhile."""
         loop = asyncio.get_running_loop()
+        alarm: asyncio.Handle
 
-        def ring() -> None:
+        def look() -> None:
             nonlocal alarm
             if self.left_s > 0:
-                alarm = loop.call_later(self.left_s, ring)
+                alarm = loop.call_later(self.left_s, look)
             else:
                 self.has_passed = True
                 timeout.reschedule(loop.time())
 
         async with asyncio.timeout(None) as timeout:
-            alarm: asyncio.Handle = loop.call_soon(ring)
+            alarm = loop.call_soon(look)
             try:
                 yield
             finally:
