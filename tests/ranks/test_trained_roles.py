@@ -42,7 +42,7 @@ WORKERS: dict[str, Callable[[JobConfig, Seat], Any]] = {
     "actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker, "reward": RewardWorker,
 }  # fmt: skip
 Case = tuple[str, int, dict[str, Any]]  # a role, its ranks that compute the same rows, sections of its job
-STEPS = 3
+STEPS = 5
 ROWS = 12
 
 # Settings that need more of a mini-batch than its rows one by one.
@@ -106,7 +106,7 @@ def batch_of(step: int) -> DataProto:
 
 
 async def worked(worker: Any) -> list[Any]:
-    """Train three steps. Return the metrics of each, and the answers by row before each."""
+    """Train five steps. Return the metrics of each, and the answers by row before each."""
     told: list[Any] = []
     if isinstance(worker, RewardWorker):
         for num_rows in (7, 1):  # one row is fewer than the ranks
