@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.channels import check_address, open_channel
 from rolemesh.rpc.contract import ROLLOUT, WEIGHTS
-from rolemesh.rpc.serving.server import RoleServer
+from rolemesh.rpc.serving.server import RoleServer, serve_metrics
 from rolemesh.weights.remote import RemoteWeights
 
 GOOD = [
@@ -92,4 +93,20 @@ async def test_every_form_of_an_address_reaches_its_server(host: str) -> None:
         pytest.skip(str(error))  # a machine without IPv6
     async with asyncio.timeout(60), open_channel(address, "rollout") as channel:
         await channel.channel_ready()
+    await server.drain(0)
+
+
+@pytest.mark.parametrize("everywhere", ["0.0.0.0", "[::]"])
+async def test_a_process_on_every_interface_is_reached_by_ipv4_and_by_ipv6(everywhere: str) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    server = RoleServer({"rollout": [ROLLOUT, WEIGHTS]})
+    listening = [
+        await server.start(f"{everywhere}:0"),
+        await server.start_health(f"{everywhere}:0"),
+        serve_metrics(f"{everywhere}:0"),
+    ]
+    for address in listening:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, int(address.rpartition(":")[2])), timeout=60).close()
     await server.drain(0)

@@ -272,7 +272,8 @@ def serve_metrics(listen: str, *more: CollectorRegistry) -> str:
     """Serve /metrics over HTTP, on threads of its own.
 
     Args:
-        listen: host:port; port 0 picks a free one.
+        listen: host:port; port 0 picks a free one. As for gRPC, 0.0.0.0 and [::] both are every interface,
+            by IPv4 and IPv6.
         more: registries to serve besides the process's own.
 
     Returns:
@@ -285,8 +286,11 @@ def serve_metrics(listen: str, *more: CollectorRegistry) -> str:
     shown = CollectorRegistry()
     for registry in (REGISTRY, *more):
         shown.register(registry)
+    interface = host.strip("[]")
+    if interface in {"0.0.0.0", "::"}:
+        interface = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     try:
-        server, _ = start_http_server(port, host.strip("[]"), shown)
+        server, _ = start_http_server(port, interface, shown)
     except OSError as error:
         raise InvalidConfig(f"/metrics cannot listen on {listen}: {error.strerror or error}") from error
     return f"{host}:{server.server_port}"
