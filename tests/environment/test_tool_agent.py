@@ -13,6 +13,7 @@ from tool_plugins import agent, opened
 
 from rolemesh.agents.truncation import truncated
 from rolemesh.errors import EnvironmentFailed
+from rolemesh.services.environment.agents import tool_agent
 from rolemesh.telemetry import metrics
 from rolemesh.v1.environment_pb2 import DescribeRequest
 
@@ -63,12 +64,10 @@ async def test_calls_are_answered_in_their_order_by_name_and_id(
 
 
 async def test_a_call_that_cannot_be_run_is_told_to_the_policy(
-    tiny_model: Path, tmp_path: Path, parts: str
+    tiny_model: Path, tmp_path: Path, parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = ["calculator", "broken", "repeat", "hangs"]
-    async with agent(
-        tmp_path, tiny_model, parts, tools=tools, max_parallel_calls=8, call_timeout_s=8.0
-    ) as client:
+    async with agent(tmp_path, tiny_model, parts, tools=tools, max_parallel_calls=7) as client:
         await opened(client)
         calls = [
             calling("calculate", {"expression": "1"}),
@@ -78,11 +77,12 @@ async def test_a_call_that_cannot_be_run_is_told_to_the_policy(
             calling("broken", {"how": "lost"}),
             calling("broken", {"how": "exit"}),
             calling("broken", {"how": "stop"}),
-            calling("hangs", {}),
             calling("calculator", {"expression": "1"}),
         ]
         before = metrics.TOOL_ERRORS.labels("broken")._value.get()
         answer = await client.act(turn("a", 1, "", *calls))
+        monkeypatch.setattr(tool_agent, "TOOL_SHARE", 0.01)  # of 60 s
+        late = await client.act(turn("a", 2, "", calling("hangs", {})))
     assert [message.content for message in answer.messages] == [
         "Error: there is no tool 'calculate'; the tools are calculator, broken, repeat, hangs",
         "Error: the call cannot be read: expected '}' at character 7",
@@ -91,11 +91,13 @@ async def test_a_call_that_cannot_be_run_is_told_to_the_policy(
         "Error: LookupError: lost",
         "Error: RuntimeError: SystemExit: 3",
         "Error: RuntimeError: StopIteration: ",
-        "Error: it took longer than 7.2 s",
-        "Error: at most 8 calls in a turn are run, so this one was not",
+        "Error: at most 7 calls in a turn are run, so this one was not",
     ]
     assert [use.name for use in answer.tools] == ["none", *(call.name for call in calls[1:])]
     assert all(use.error for use in answer.tools)
+    assert [(message.content, use.error) for message, use in zip(late.messages, late.tools, strict=True)] == [
+        ("Error: it took longer than 0.6 s", "it took longer than 0.6 s")
+    ]
     assert metrics.TOOL_ERRORS.labels("broken")._value.get() == before + 3
 
 

@@ -212,6 +212,7 @@ async def test_a_new_version_changes_nothing_of_the_last_one_and_lets_it_go(endi
         assert torch.equal(weight, weights[name]), name
     del held, weight
     assert num_mapped() == before + 1
+    worker.close()  # its thread ends: it no longer holds the engine of its last piece of work
     del worker
     assert num_mapped() == before
 

@@ -45,16 +45,25 @@ def computed():
     return subprocess.PIPE
 """
 
+RENDERING = """
+import subprocess
+
+
+def run_go(*command):
+    return subprocess.run(command)
+"""
+
 
 def tiny(folder: Path, **files: str) -> Path:
     """Write a project with these tests, whose pytest has the plug-ins of this one."""
     (folder / "pytest.ini").write_text(
-        f"[pytest]\ntestpaths = tests\npythonpath = {ROOT / 'tests' / 'support'} tests/support\n"
+        f"[pytest]\ntestpaths = tests\npythonpath = tests/support {ROOT / 'tests' / 'support'}\n"
         "markers = processes\n"
     )
     (folder / "tests" / "support").mkdir(parents=True)
     (folder / "tests" / "conftest.py").write_text('pytest_plugins = ["heavy_tests", "heavy_scheduling"]\n')
     (folder / "tests" / "support" / "starting.py").write_text(SUPPORT)
+    (folder / "tests" / "support" / "rendering.py").write_text(RENDERING)
     for name, text in files.items():
         (folder / "tests" / f"test_{name}.py").write_text(text)
     return folder
@@ -97,6 +106,7 @@ REACHING = {
     ),
 }
 NOT_REACHING = {
+    "by Helm's renders": "def test_it(): rendering.run_go('helm')",
     "with a constant": "def test_it(): subprocess.PIPE, computed()",
     "beside one that does": "def other(): run()\ndef test_it(): pass",
     "with a type": "def test_it(process: subprocess.Popen[bytes] | None = None): pass",
@@ -104,7 +114,7 @@ NOT_REACHING = {
 HEAD = """
 from __future__ import annotations
 import asyncio, functools, multiprocessing, subprocess
-import pytest, starting
+import pytest, rendering, starting
 from starting import Server, answer, computed, run, started
 """
 
@@ -143,7 +153,8 @@ def test_a_test_that_starts_one_without_the_mark_fails_and_is_named(tmp_path: Pa
     [
         ([sys.executable, "-m", "rolemesh", "serve", "reward"], True),
         (["/usr/bin/python3.11", "-c", "import torch"], True),
-        (["/usr/local/bin/helm", "template", "demo"], True),
+        (["/usr/bin/prometheus", "--config.file=x"], True),
+        (["/usr/local/bin/helm", "template", "demo"], False),
         ([sys.executable, "-P", "-m", "rolemesh.services.reward.scoring_process", "7", "1"], False),
         ([sys.executable, "-S", "-s", "-B", "-P", "-m", "rolemesh.sandbox.inside", "7", "8"], False),
         (["kubectl", "get", "pods"], False),

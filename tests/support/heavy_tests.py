@@ -1,13 +1,14 @@
 """The mark `processes`: which tests are heavy, because they start processes.
 
 Two heavy tests never run at once (`heavy_scheduling.py`). A process counts if it costs as much as a role: a
-Python that may import torch, a fork of the test process, an engine, a rank, Ray, Helm, Prometheus. Code under
-test starts LITTLE ones for a request, which do not count: they import no torch and take tenths of a second.
+Python that may import torch, a fork of the test process, an engine, a rank, Ray, Prometheus. Those that take
+tenths of a second and import no torch do not count: LITTLE ones, which code under test starts for a request,
+and Helm's renders.
 
 A test gets the mark if its code, or that of a fixture, can reach the start of a process through names. They are
-followed through `tests/` and `benchmarks/`. Where that does not suffice, the test has `@pytest.mark.processes`.
-A test without the mark fails if it starts a process that counts, and the failure names that process. Forks by a
-server of forks are seen through names alone.
+followed through `tests/` and `benchmarks/`, but not into STARTERS_OF_LITTLE. Where that does not suffice, the
+test has `@pytest.mark.processes`. A test without the mark fails if it starts a process that counts, and the
+failure names that process. Forks by a server of forks are seen through names alone.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ LITTLE = (
     "sandbox/parent.py",
     "data/column_process.py",
 )
-PROGRAMS = {"rolemesh", "ray", "helm", "kube-score", "prometheus", "promtool", "make", "uv", "pip"}
+STARTERS_OF_LITTLE = {"rendering.run_go"}  # functions of the tests that start nothing else
+PROGRAMS = {"rolemesh", "ray", "prometheus", "promtool", "make", "uv", "pip"}
 FORKING = {"os.fork", "os.forkpty", "os.posix_spawn", "multiprocessing.start"}
 
 
@@ -91,6 +93,8 @@ def starts_processes(function: Callable[..., Any], folders: tuple[str, ...]) -> 
         if id(thing) in seen:
             continue
         seen[id(thing)] = thing
+        if isinstance(thing, FunctionType) and f"{thing.__module__}.{thing.__name__}" in STARTERS_OF_LITTLE:
+            continue
         if (
             any(thing is starter for starter in STARTERS)
             or isinstance(thing, multiprocessing.context.BaseContext)
