@@ -44,10 +44,13 @@ async def unbroken(talkative_model: Path, tmp_path_factory: pytest.TempPathFacto
 async def test_conversations_over_grpc_equal_those_in_process_bit_for_bit(
     unbroken: JobConfig, placement: str, talkative_model: Path, tmp_path: Path
 ) -> None:
-    overrides = (*OVERRIDES, *PLACEMENTS[placement], "trainer.profile_steps=[2]")
+    profiled = placement == "hybrid"  # every operation of a step is traced, which takes seconds
+    overrides = (*OVERRIDES, *PLACEMENTS[placement], f"trainer.profile_steps={[2] if profiled else []}")
     job = small_job(tmp_path, talkative_model, "run", *overrides)
     await train_over_grpc(job)
     assert outcome(job) == outcome(unbroken)
+    if not profiled:
+        return
     drawn = json.loads((job.run_dir / "profile" / "step_2" / "timeline.json").read_text())["traceEvents"]
     names = {event["name"] for event in drawn}
     assert "environment.act" in names, sorted(names)  # how long a turn waited for its tools

@@ -55,7 +55,7 @@ async def test_real_rows_train_validate_checkpoint_and_resume(
         *(["reward.custom_reward_function.path=reward.py"] if algorithm == "grpo" else []),
     )
     one_step = ("trainer.total_training_steps=1", "placement.strategy=collocate")
-    async with rolemesh("run", str(config), *overrides, *one_step, executed=True) as launched:
+    async with rolemesh("run", str(config), *overrides, *one_step) as launched:
         code, output = await launched.end()
     assert code == 0, output
     assert "1 of 1" in output

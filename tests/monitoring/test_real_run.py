@@ -37,7 +37,7 @@ EVERYTHING = (
 # A step has 8 conversations. A rate needs a scrape before a change and one after it. So conversations wait for
 # scrapes after step 1, when every series is there, and after step 4, when each has changed.
 STOPS = [20, 44]
-NUM_SCRAPES = 10
+NUM_SCRAPES = 3
 SCRAPED_EVERY = "500ms"
 VARIABLES = {"namespace": "local", "job": "run", "role": ".+", "datasource": "-", "__rate_interval": "1h"}
 # The agent `echo`, which tells at these conversations of the training data, and waits there with open episodes.
