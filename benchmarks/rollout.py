@@ -31,7 +31,7 @@ from rich.table import Table
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.models.loading import load_outline
+from rolemesh.models.loading import load_outline, resolve_device
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RolloutClient
@@ -94,7 +94,8 @@ async def in_process(job: JobConfig) -> AsyncIterator[Contestant]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     outline = load_outline(job.actor.model, "rollout")
-    llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(job, outline)))
+    decided = job.with_dtypes(resolve_device(job.trainer.device).type)
+    llm: Any = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(decided, outline)))
     arguments = sampling_arguments(job, job.rollout, end_tokens(job, declared_eos(job, outline))[0])
 
     async def generate(prompts: DataProto) -> Turn:

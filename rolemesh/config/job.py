@@ -23,7 +23,7 @@ from rolemesh.config.agreement import check_sections
 from rolemesh.config.algorithm import AlgorithmConfig
 from rolemesh.config.base import Config, IdleKey, explain, idle_keys, merge, parse_overrides, without
 from rolemesh.config.data import DataConfig, Files
-from rolemesh.config.model import CriticModelConfig, FsdpConfig, JudgingModelConfig, ModelConfig
+from rolemesh.config.model import CriticModelConfig, FsdpConfig, JudgingModelConfig, ModelConfig, chosen_dtype
 from rolemesh.config.placement import PlacementConfig, num_ranks, num_replicas, place
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import RolloutConfig
@@ -32,6 +32,11 @@ from rolemesh.config.yaml_file import read_yaml, to_yaml
 from rolemesh.errors import InvalidConfig
 
 M = TypeVar("M", bound=ModelConfig)
+
+DTYPE_KEYS = (
+    *("actor.model.dtype", "reference.model.dtype", "critic.model.dtype"),
+    *("reward.reward_model.model.dtype", "rollout.dtype"),
+)
 
 
 class JobConfig(Config):
@@ -231,6 +236,20 @@ class JobConfig(Config):
             "reference": self.reference.fsdp_config,
             "reward": self.reward.reward_model.model.fsdp_config,
         }.get(role, FsdpConfig())
+
+    def with_dtypes(self, device: str) -> JobConfig:
+        """Return this job with each dtype that is auto decided for cuda (Ampere or newer) or cpu."""
+
+        def decided(section: Config, *names: str) -> Config:
+            inner = getattr(section, names[0])
+            found = decided(inner, *names[1:]) if names[1:] else chosen_dtype(inner, ".".join(names), device)
+            return section if found == inner else section.model_copy(update={names[0]: found})
+
+        job: Config = self
+        for key in DTYPE_KEYS:
+            job = decided(job, *key.split("."))
+        assert isinstance(job, JobConfig)
+        return job
 
     def max_tokens_key(self, role: str) -> str:
         """Return the key of `max_tokens`, for messages."""

@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rolemesh.config.base import Config, NoEffect
+from rolemesh.errors import InvalidConfig
 
-Precision = Literal["float32", "bfloat16", "float16"]
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
+AMPERE = (8, 0)  # compute capability of the first GPUs with matrix products in bfloat16
 
 NO_BACKWARD = NoEffect("the role is not trained, so it has no backward pass to keep activations for")
 
@@ -32,7 +34,9 @@ class ModelConfig(Config):
         "to P + T tokens",
     )
     dtype: Precision = Field(
-        "float32", description="type of matrix products (autocast); weights and optimizer stay float32"
+        "auto",
+        description="type of matrix products (autocast); weights and optimizer stay float32. auto: bfloat16 "
+        "on a GPU, float32 on a CPU and on GPUs before Ampere",
     )
 
     @model_validator(mode="after")
@@ -40,6 +44,33 @@ class ModelConfig(Config):
         if self.revision and not self.path:
             raise ValueError(f"revision is {self.revision!r}, but path is empty; set both")
         return self
+
+
+def chosen_dtype(dtype: str, key: str, device: str, capability: tuple[int, int] = AMPERE) -> str:
+    """Return the type in which a model computes on a device; `auto` is decided here.
+
+    auto is bfloat16 on a GPU and float32 on a CPU, as few processors multiply in bfloat16. GPUs before Ampere
+    only emulate it and have no attention kernel for it, so auto is float32 there too.
+
+    Args:
+        dtype: a Precision.
+        key: its key in the job file, for the message.
+        device: torch's name for the type of the device: cuda or cpu.
+        capability: compute capability of a GPU.
+
+    Raises:
+        InvalidConfig: dtype is bfloat16, and the GPU is older than Ampere.
+    """
+    computes = device == "cuda" and capability >= AMPERE
+    if dtype == "auto":
+        return "bfloat16" if computes else "float32"
+    if dtype == "bfloat16" and device == "cuda" and not computes:
+        version, needed = (".".join(map(str, parts)) for parts in (capability, AMPERE))
+        raise InvalidConfig(
+            f"{key} is bfloat16, but this GPU has compute capability {version}; bfloat16 needs {needed} "
+            f"(Ampere) or newer. Set {key} to float32, or to auto, which is float32 here"
+        )
+    return dtype
 
 
 class JudgingModelConfig(ModelConfig):

@@ -196,7 +196,11 @@ class RolloutConfig(SamplingConfig):
     calculate_log_probs: Annotated[bool, NoEffect("a token always comes with its log-probability")] = Field(
         True, description="no effect; false is refused"
     )
-    dtype: Precision = Field("float32", description="type in which the engine computes")
+    dtype: Precision = Field(
+        "auto",
+        description="type in which the engine computes; auto: bfloat16 on a GPU, float32 on a CPU and on GPUs "
+        "before Ampere",
+    )
     max_num_seqs: int = Field(
         256, ge=4, description="maximum number of rows decoded at once, per engine or server"
     )

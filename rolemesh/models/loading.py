@@ -5,9 +5,10 @@ What is wrong in a directory is ModelNotFound. An I/O error of its file system s
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -15,10 +16,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from rolemesh.config.model import ModelConfig
+from rolemesh.config.model import AMPERE, ModelConfig, chosen_dtype
 from rolemesh.errors import InvalidConfig, ModelNotFound, unreadable
 from rolemesh.models.directory import described_directory, existing_directory
 from rolemesh.ranks.files import reading
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=ModelConfig)
 
 transformers_logging.disable_progress_bar()
 transformers_logging.set_verbosity_error()  # it warns of missing weights, which are an error here
@@ -41,6 +46,32 @@ def resolve_device(name: str) -> torch.device:
             "trainer.device is cuda, but this machine has no CUDA device; set it to cpu or auto"
         )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(dtype: str, key: str, device: torch.device) -> str:
+    """Return the type in which a model computes on a device, and log it.
+
+    Args:
+        dtype: float32, bfloat16, float16 or auto.
+        key: its key in the job file.
+        device: of this process.
+
+    Raises:
+        InvalidConfig: the GPU has no matrix products in this type.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else AMPERE
+    chosen = chosen_dtype(dtype, key, device.type, capability)
+    log.info("%s is %s: %s on %s", key, dtype, chosen, device.type)
+    return chosen
+
+
+def with_dtype(config: M, role: str, device: torch.device) -> M:
+    """Return the model section of a role with its dtype decided for the device, by resolve_dtype.
+
+    Raises:
+        InvalidConfig: as resolve_dtype.
+    """
+    return config.model_copy(update={"dtype": resolve_dtype(config.dtype, f"{role}.model.dtype", device)})
 
 
 def model_directory(config: ModelConfig, role: str) -> Path:

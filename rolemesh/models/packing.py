@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.chunks import MIN_MATRIX_ROWS
@@ -137,9 +138,8 @@ def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> tup
     places = np.zeros(mask.size, np.int64)
     places[cell[inside]] = table[inside]
 
-    copies = -(
-        -MIN_MATRIX_ROWS // num_tokens
-    )  # of all rows, so that matrices have at least MIN_MATRIX_ROWS rows
+    # Of all rows, so that matrices have at least MIN_MATRIX_ROWS rows.
+    copies = -(-MIN_MATRIX_ROWS // num_tokens)
     segments = segments_of(
         np.concatenate([table + copy * num_tokens for copy in range(copies)]),
         np.tile(new, (copies, 1)),
@@ -314,20 +314,51 @@ def attention_by_row(
     cells = [torch.split(to_places(x, segments.cells), sizes) for x in (q, k, v)]
     outputs = []
     for (rows, width), *parts in zip(segments.buckets, *cells, strict=True):
-        padded = [x.view(rows, width, *x.shape[1:]).transpose(1, 2) for x in parts]
+        query, *shared = (x.view(rows, width, *x.shape[1:]).transpose(1, 2) for x in parts)
+        key, value = for_each_head(query, *shared)
         seen = None
         if sliding_window is not None and sliding_window < width:
             seen = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
         # Causal: only padding attends to the padding after a row's end.
         part = F.scaled_dot_product_attention(
-            padded[0], padded[1], padded[2],
-            attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=True,
+            query, key, value,
+            attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
         outputs.append(part.transpose(1, 2).flatten(0, 1))
     return to_tokens(torch.cat(outputs) if len(outputs) > 1 else outputs[0], segments.cells)
 
 
+def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat keys and values that heads share, where SDPA would keep all scores otherwise.
+
+    Of its fused kernels on CUDA, the one for float32 and for masks knows no shared heads; a CPU's does.
+
+    Args:
+        query: [b, heads, n, head_dim].
+        key, value: [b, fewer heads or as many, n, head_dim].
+    """
+    groups = query.shape[1] // key.shape[1]
+    if not query.is_cuda or groups == 1:
+        return key, value
+    return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+
+
+def padded_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Compute transformers' attention sdpa, in float32 on CUDA by a fused kernel too.
+
+    With a mask it repeats shared keys and values itself. Without one (no row has padding) SDPA shares them.
+    """
+    is_float32 = query.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+    if is_float32 and use_gqa_in_sdpa(attention_mask, key, value):
+        key, value = for_each_head(query, key, value)
+    output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return output
+
+
 AttentionInterface.register(PACKED, packed_attention)
+AttentionInterface.register("sdpa", padded_attention)
 
 
 def remove_padding(body: Any, role: str) -> None:

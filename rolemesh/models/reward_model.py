@@ -10,6 +10,7 @@ from torch import Tensor
 from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.errors import ModelNotFound
 from rolemesh.models.heads import ScoreModel
+from rolemesh.models.loading import with_dtype
 from rolemesh.models.packing import is_packed, remove_padding
 from rolemesh.models.sequence import autocast, lay_out
 from rolemesh.models.sharded import load_score_model
@@ -51,9 +52,11 @@ class RewardModel:
 
         Raises:
             ModelNotFound: the directory is absent or incomplete, or has no head with one output.
-            InvalidConfig: its heads do not divide among the ranks that compute the same rows.
+            InvalidConfig: its heads do not divide among the ranks that compute the same rows, or the device has
+                no such dtype.
         """
         role, on, ranks = "reward.reward_model", torch.device(device), ranks or Ranks.alone()
+        config = with_dtype(config, role, on)
         root = load_score_model(config, role, ranks, fsdp or FsdpConfig(), on, seed=0)
         if not root.model.has_trained_head:
             raise ModelNotFound(

@@ -138,6 +138,7 @@ def role_parts(
         For "judge", and for a trained role also "update": "compute"; "gathers" of weights; "sums" of gradients;
         "exchanges" of tokens for heads (Ulysses); "optimizer"; and "orders", rank 0's, with their rows.
     """
+    job = job.with_dtypes(device.kind)
     spec, spread = ROLES[role], Spread.of(job, role, ranks)
     width = job.data.max_prompt_length + job.data.max_response_length
     predicted = 0 if spec.scores else job.data.max_response_length + 1
@@ -213,6 +214,7 @@ def generation_seconds(job: JobConfig, shape: ModelShape, device: Device, rows: 
 
     Each token reads all weights and the cache, which dominates if there are few rows.
     """
+    job = job.with_dtypes(device.kind)
     prompt, response = job.data.max_prompt_length, job.data.max_response_length
     vllm, dtype = job.engine.reserves_memory, job.rollout.dtype
     together = min(rows, job.rollout.max_num_seqs)

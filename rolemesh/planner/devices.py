@@ -89,6 +89,11 @@ class Device:
     network_latency: float = 14e-6
     shared: bool = False
 
+    @property
+    def kind(self) -> str:
+        """torch's name for the type of the device."""
+        return "cpu" if self.shared else "cuda"
+
 
 def _gpu(
     name: str,

@@ -89,6 +89,7 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
     """
     if role not in shapes:
         return Memory()
+    job = job.with_dtypes(device.kind)
     shape, spread = shapes[role], Spread.of(job, role, ranks)
     if role == "rollout":
         return vllm_memory(job, shape, device) if job.engine.reserves_memory else hf_memory(job, shape, device)

@@ -19,7 +19,7 @@ from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import Unsupported
 from rolemesh.home import Home
-from rolemesh.models.loading import load_tokenizer, named_weights, resolve_device, vocabulary_of
+from rolemesh.models.loading import load_tokenizer, named_weights, resolve_device, vocabulary_of, with_dtype
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packing import remove_padding
@@ -56,7 +56,8 @@ class PolicyWorker(LocalWorker):
 
     Raises:
         ModelNotFound: the model directory is absent or incomplete.
-        InvalidConfig: the device does not exist, or the architecture cannot run without padding.
+        InvalidConfig: the device does not exist or has no such dtype, or the architecture cannot run without
+            padding.
     """
 
     def __init__(
@@ -70,8 +71,9 @@ class PolicyWorker(LocalWorker):
         adapt: Callable[[Any], Adapter] | None = None,
     ) -> None:
         super().__init__(role, seat)
-        self.job, self.role, self.config = job, role, config
+        self.job, self.role = job, role
         self.device = resolve_device(job.trainer.device)
+        self.config = config = with_dtype(config, role, self.device)
         ranks = self.seat.ranks
         self.root, self.adapter = load_policy(config, role, ranks, fsdp, self.device, adapt)
         self.methods = methods(job)

@@ -16,7 +16,7 @@ from rolemesh.config.actor import CriticConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.home import Home
 from rolemesh.models.heads import ScoreModel
-from rolemesh.models.loading import named_weights, resolve_device, vocabulary_of
+from rolemesh.models.loading import named_weights, resolve_device, vocabulary_of, with_dtype
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import check_sequences, token_values
@@ -39,13 +39,14 @@ class CriticWorker(LocalWorker):
     Raises:
         ModelNotFound: the model directory is absent or incomplete.
         InvalidConfig: the dtype is float16, which would need loss scaling; or the architecture cannot run
-            without padding; or the device does not exist.
+            without padding; or the device does not exist or has no such dtype.
     """
 
     def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
         super().__init__("critic", seat)
         critic = job.critic
-        self.job, self.config = job, job.critic_model
+        self.job, self.device = job, resolve_device(job.trainer.device)
+        self.config = with_dtype(job.critic_model, "critic", self.device)
         self._home = Home.of(job)
         self._checkpoints = CheckpointWriter(self._home, "critic", self.seat.ranks)
         refuse_float16(self.config, "critic")
@@ -58,7 +59,6 @@ class CriticWorker(LocalWorker):
             shuffle=critic.shuffle,
             seed=critic.seed,
         )
-        self.device = resolve_device(job.trainer.device)
         ranks, fsdp = self.seat.ranks, self.config.fsdp_config
         self.root = load_score_model(self.config, "critic", ranks, fsdp, self.device, critic.seed)
         self.methods = methods(job)

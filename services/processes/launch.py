@@ -16,7 +16,7 @@ from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.errors import RoleUnavailable
-from rolemesh.models.loading import model_directory
+from rolemesh.models.loading import model_directory, resolve_device
 from rolemesh.planner.devices import available_memory
 from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.refusal import refuse_what_cannot_fit
@@ -116,6 +116,7 @@ def check_memory(job: JobConfig, roles: Sequence[str]) -> None:
         InvalidConfig: they do not fit; the message has the missing bytes, the largest part and the keys to
             lower.
     """
+    job = job.with_dtypes(resolve_device(job.trainer.device).type)
     shapes, members = role_shapes(job, roles), members_of(job, roles)
     gpus = visible_gpus(job)
     if not gpus:

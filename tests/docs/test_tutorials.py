@@ -92,7 +92,7 @@ def test_the_sections_and_keys_that_moved_are_there() -> None:
 
 def test_the_defaults_that_differ_are_ours() -> None:
     job = make_job({})
-    assert (job.rollout.name, job.rollout.dtype, job.actor.model.dtype) == ("hf", "float32", "float32")
+    assert (job.rollout.name, job.rollout.dtype, job.actor.model.dtype) == ("hf", "auto", "auto")
     assert (job.trainer.total_epochs, job.trainer.logger) == (1, ["console", "file"])
 
 

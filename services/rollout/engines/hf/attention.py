@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from rolemesh.models.packing import for_each_head
+
 GROUPED_ATTENTION = "rolemesh_grouped"  # name under which transformers finds it
 
 
@@ -117,9 +119,7 @@ class Reading:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         for columns, first, rows in self.targets:
             columns[layer].write(first, key.index_select(0, rows), value.index_select(0, rows))
-        groups = query.shape[1] // key.shape[1]
-        if query.is_cuda and groups > 1:  # its kernels for a mask know no shared heads
-            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        key, value = for_each_head(query, key, value)
         output = F.scaled_dot_product_attention(
             query,
             key,

@@ -13,7 +13,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, Unsupported
-from rolemesh.models.loading import load_causal_lm, named_weights, resolve_device, vocabulary_of
+from rolemesh.models.loading import load_causal_lm, named_weights, resolve_device, resolve_dtype, vocabulary_of
 from rolemesh.services.rollout.engines.ending import end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit
 from rolemesh.services.rollout.engines.hf.attention import GROUPED_ATTENTION
@@ -40,7 +40,8 @@ class HfEngine:
         self.max_num_seqs = job.rollout.max_num_seqs
         self.prompt_width, self.max_tokens = job.data.max_prompt_length, job.data.max_response_length
         self.device = resolve_device(job.trainer.device)
-        self.dtype: torch.dtype = getattr(torch, job.rollout.dtype)
+        dtype = resolve_dtype(job.rollout.dtype, "rollout.dtype", self.device)
+        self.dtype: torch.dtype = getattr(torch, dtype)
         self.model = load_causal_lm(job.actor.model, "rollout").to(self.device)
         self.model.set_attn_implementation(GROUPED_ATTENTION)
         _check_lengths(self.model.config, job)

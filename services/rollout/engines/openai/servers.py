@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from rolemesh.config import JobConfig
+from rolemesh.config.model import chosen_dtype
 from rolemesh.config.rollout import SamplingConfig
 
 LEAST_LOG_PROB = -9999.0  # vLLM sends this for minus infinity, and for a token without a log-prob
@@ -177,14 +178,16 @@ class VllmServer(Server):
                 f"its log-probs are {model['logprobs_mode']}, not those of the distribution from which it "
                 "samples; start it with --logprobs-mode processed_logprobs"
             )
-        if model["dtype"] != f"torch.{rollout.dtype}":
-            wrong.append(f"it computes in {model['dtype']}, but rollout.dtype is {rollout.dtype}")
+        self._on_cpu = config["device_config"]["device"] == "cpu"
+        dtype = chosen_dtype(rollout.dtype, "rollout.dtype", "cpu" if self._on_cpu else "cuda")
+        if model["dtype"] != f"torch.{dtype}":
+            auto = f", which is {dtype} there; start it with --dtype {dtype}" if rollout.dtype == "auto" else ""
+            wrong.append(f"it computes in {model['dtype']}, but rollout.dtype is {rollout.dtype}{auto}")
         if 0 <= model["max_logprobs"] < rollout.num_kept:
             wrong.append(
                 f"rollout.top_k is {rollout.top_k}, but it reports at most {model['max_logprobs']} tokens; "
                 f"start it with --max-logprobs {rollout.top_k}"
             )
-        self._on_cpu = config["device_config"]["device"] == "cpu"
         if self._on_cpu and config["parallel_config"]["worker_extension_cls"] != EXTENSION:
             wrong.append(
                 "on a CPU it keeps packed copies of the weights, and an update does not change the copy of a "

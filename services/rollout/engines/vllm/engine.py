@@ -15,7 +15,14 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable, Unsupported
-from rolemesh.models.loading import load_outline, model_directory, named_weights, resolve_device, vocabulary_of
+from rolemesh.models.loading import (
+    load_outline,
+    model_directory,
+    named_weights,
+    resolve_device,
+    resolve_dtype,
+    vocabulary_of,
+)
 from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit
 from rolemesh.services.rollout.engines.rows import RowToGenerate, blank_answer, rows_to_generate
@@ -47,8 +54,11 @@ class VllmEngine:
 
     def __init__(self, job: JobConfig) -> None:
         with restored_environment():
-            prepare_environment(resolve_device(job.trainer.device))
-            self._start(job)
+            device = resolve_device(job.trainer.device)
+            prepare_environment(device)
+            dtype = resolve_dtype(job.rollout.dtype, "rollout.dtype", device)
+            rollout = job.rollout.model_copy(update={"dtype": dtype})
+            self._start(job.model_copy(update={"rollout": rollout}))
         self._version = 0
         self._asleep = False
         self._changing = asyncio.Lock()  # for changes of weights, and for sleep and wake
