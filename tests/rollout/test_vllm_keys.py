@@ -1,6 +1,8 @@
 """What becomes of the keys of section rollout with the engine vllm."""
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -9,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_rollouts import P, T, installed, job_of, model_with_ends
+from transformers import Qwen3MoeConfig
+from vllm_rollouts import P, T, installed, job_of, make_plain_model, model_with_ends
 
 from rolemesh.config.rollout import RolloutConfig
 from rolemesh.errors import InvalidConfig
+from rolemesh.models.loading import load_outline
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.rollout.engines import load_engine
-from rolemesh.services.rollout.engines.vllm import arguments, owner
+from rolemesh.services.rollout.engines.vllm import arguments, owner, reload
 
 pytestmark = pytest.mark.timeout(900)  # a process imports vLLM, on cores that other tests use too
 
@@ -33,8 +37,6 @@ def test_every_key_of_the_section_has_its_place():
 
 @installed
 def test_the_keys_reach_vllm(model_directory: Path):
-    from transformers import AutoConfig
-
     keys = {
         "max_num_seqs": 9,
         "gpu_memory_utilization": 0.3,
@@ -47,12 +49,10 @@ def test_the_keys_reach_vllm(model_directory: Path):
     }
     job = job_of(model_directory, **keys, stop=["7"], top_k=5, top_p=0.5, ignore_eos=True)
 
-    class Outline:
-        config = AutoConfig.from_pretrained(model_directory)
-
+    outline = load_outline(job.actor.model, "rollout")
     with arguments.restored_environment():
         arguments.prepare_environment(torch.device("cpu"))
-        given = arguments.engine_arguments(job, Outline)
+        given = arguments.engine_arguments(job, outline)
     assert {ours: given[theirs] for ours, theirs in arguments.ENGINE.items()} == keys  # prompts whole, on a CPU
     assert given["max_model_len"] == P + T
     assert given["max_logprobs"] == 5
@@ -111,6 +111,37 @@ def test_heads_that_vllm_cannot_compute_are_refused_at_start(tmp_path: Path):
     make_tiny_model(tmp_path, num_heads=4)
     with pytest.raises(InvalidConfig, match="16 wide"):
         load_engine(job_of(tmp_path), None)
+
+
+@installed
+def test_experts_whose_updates_vllm_would_compute_wrongly_are_refused_at_start(tmp_path: Path):
+    make_plain_model(tmp_path, Qwen3MoeConfig, is_tied=True)
+    with pytest.raises(
+        InvalidConfig, match=r"mixture of experts \(model.layers.0.mlp.experts.*set rollout.name"
+    ):
+        load_engine(job_of(tmp_path), None)
+
+
+@installed
+@pytest.mark.parametrize(
+    ("file", "ours", "changed"),
+    [
+        ("v1/worker/gpu_worker.py", "def reload_weights", "def renew_weights"),
+        ("v1/worker/gpu_model_runner.py", "weights_iterator", "iterator"),
+        (f"{reload.RELOAD}/types.py", "load_numel", "num_loaded"),
+    ],
+)
+def test_a_vllm_that_takes_weights_otherwise_is_refused_at_start(
+    file: str, ours: str, changed: str, tmp_path: Path
+):
+    own = Path(str(importlib.util.find_spec("vllm").origin)).parent
+    for each, _, _ in reload.PRIVATE:
+        (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(own / each, tmp_path / each)
+    reload.check_reload(tmp_path, "0.0")
+    (tmp_path / file).write_text((own / file).read_text().replace(ours, changed))
+    with pytest.raises(InvalidConfig, match=rf"vLLM 0.0 has no .* in {file}"):
+        reload.check_reload(tmp_path, "0.0")
 
 
 def test_where_vllm_is_not_installed_choosing_it_says_what_to_install(tiny_model: Path):

@@ -13,7 +13,7 @@ from rolemesh.config.job import JobConfig, make_job
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import named_weights
-from rolemesh.models.tiny import make_tiny_model
+from rolemesh.models.tiny import byte_tokenizer, make_tiny_model
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -49,6 +49,26 @@ def model_with_ends(directory: Path, architecture: Any, seed: int = 0) -> Path:
     model = AutoModelForCausalLM.from_pretrained(directory)
     model.generation_config.eos_token_id = [*range(0, 256, 25), EOS]
     model.generation_config.save_pretrained(directory)
+    return directory
+
+
+def make_plain_model(directory: Path, config_class: Any, *, is_tied: bool) -> Path:
+    """Write a model of one layer, with random weights; a mixture of experts has four of them."""
+    config = config_class(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        tie_word_embeddings=is_tied,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
     return directory
 
 

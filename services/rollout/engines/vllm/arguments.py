@@ -129,13 +129,14 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
         model: the causal LM on the device `meta`.
 
     Raises:
-        InvalidConfig: the installed vLLM does not support trainer.device.
+        InvalidConfig: the installed vLLM does not support trainer.device, or the model there.
     """
     from vllm.platforms import current_platform
 
     rollout, device = job.rollout, resolve_device(job.trainer.device).type
     if device == "cpu":
         _check_head_size(model)
+        _check_experts(model)
     if current_platform.device_type != device:
         raise InvalidConfig(
             f"the installed vLLM computes on {current_platform.device_type!r}, but the role on {device!r}: "
@@ -188,6 +189,19 @@ def _check_head_size(model: Any) -> None:
     if _head_size(model) not in sizes:
         raise InvalidConfig(
             f"rollout: the model's attention heads are {_head_size(model)} wide; vLLM on a CPU supports {sizes}"
+        )
+
+
+def _check_experts(model: Any) -> None:
+    """On a CPU, vLLM reorders the weights of experts at its first load alone.
+
+    After an update it would multiply by weights in the wrong order, without an error.
+    """
+    experts = next((name for name, _ in model.named_parameters() if ".experts." in name), "")
+    if experts:
+        raise InvalidConfig(
+            f"rollout: the model is a mixture of experts ({experts}), whose updates vLLM on a CPU computes "
+            "wrongly; set rollout.name to hf, or use a GPU"
         )
 
 

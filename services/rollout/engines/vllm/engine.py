@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ from rolemesh.services.rollout.engines.vllm.arguments import (
     restored_environment,
     sampling_arguments,
 )
+from rolemesh.services.rollout.engines.vllm.reload import check_reload
 from rolemesh.services.rollout.engines.vllm.tensor_file import tensor_file, tensors_in
 from rolemesh.tasks import as_they_end
 from rolemesh.workers.local import LocalWorker
@@ -69,10 +71,12 @@ class VllmEngine:
 
     def _start(self, job: JobConfig) -> None:
         """Start vLLM's processes; they inherit this process's environment."""
+        import vllm
         from vllm import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        check_reload(Path(vllm.__file__).parent, vllm.__version__)
         self._job = job
         model_directory(job.actor.model, "rollout")  # whose weights vLLM reads
         outline = load_outline(job.actor.model, "rollout")

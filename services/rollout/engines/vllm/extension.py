@@ -11,12 +11,13 @@ import ctypes
 import logging
 import mmap
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from rolemesh.services.rollout.engines.vllm.reload import whole_loads
 from rolemesh.services.rollout.engines.vllm.tensor_file import Place, tensors_in
 
 if TYPE_CHECKING:  # vLLM takes the second on a GPU that has Triton, else the first
@@ -26,21 +27,29 @@ if TYPE_CHECKING:  # vLLM takes the second on a GPU that has Triton, else the fi
 
 LIBC = ctypes.CDLL(None)
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# Of a mixture of experts: three-dimensional in vLLM, and in transformers from version 5 on.
+EXPERTS = {"routed_experts.w13_weight": "gate_up_proj", "routed_experts.w2_weight": "down_proj"}
 
 
 class RolloutExtension:
     """The methods that the engine calls on each rank."""
 
     model_runner: GPUModelRunner | GPUModelRunnerV2
+    reload_weights: Callable[..., None]  # the worker's own: it loads under vLLM's current configuration
     _file: Any  # the released memory: the matrices of _only_packed, then every storage
     _only_packed: list[tuple[Any, torch.Size, torch.dtype]]
 
     def take_weights(self, path: str, num_bytes: int, places: list[Place]) -> None:
-        """Load the tensors of a tensor file, under their Hugging Face names, into vLLM's layers."""
+        """Load the tensors of a tensor file, under their Hugging Face names, into vLLM's layers.
+
+        Raises:
+            ValueError: they leave a layer of vLLM's without some of its weights.
+        """
         weights = tensors_in(path, num_bytes, places)
-        # It warns about every layer without weights, at every load. Missing weights were checked before.
+        # It warns at every load about a head that is tied to the embedding. What lacks weights raises here.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+        with whole_loads(self.model_runner.get_model()):
+            self.reload_weights(weights_iterator=iter(weights.items()))
         self.pack_tied()
 
     def pack_tied(self) -> None:
@@ -78,7 +87,9 @@ class RolloutExtension:
             for parameter, tensor in own.items():
                 if last not in FUSED:
                     size = getattr(layer, "org_vocab_size", len(tensor))  # vocabularies are padded
-                    yield f"{name}.{parameter}", tensor[:size]
+                    full = f"{name}.{parameter}"
+                    tail = ".".join(full.split(".")[-2:])
+                    yield full.removesuffix(tail) + EXPERTS.get(tail, tail), tensor[:size]
                     continue
                 fused: MergedColumnParallelLinear | QKVParallelLinear = layer
                 parts = tensor.split(fused.output_sizes)
@@ -168,7 +179,8 @@ def _pack(layer: Any, *, remove_weight: bool) -> None:
 
 def _unpacked(layer: Any, rows: int = 256) -> Tensor:
     """Compute the matrix [outputs, inputs] by which a packed layer multiplies."""
-    inputs = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+    sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+    inputs = next(getattr(layer, size) for size in sizes if hasattr(layer, size))
     dtype = layer.weight.dtype
     columns = []
     for first in range(0, inputs, rows):
