@@ -186,7 +186,7 @@ async def test_an_episode_that_nobody_asks_about_is_closed_and_lost(
         await client.open_episode(opening("a", log=str(log)))
         assert metrics.ENVIRONMENT_EPISODES._value.get() == 1
         await until(lambda: "row-a close" in lines(log))
-        assert metrics.ENVIRONMENT_EPISODES._value.get() == 0
+        await until(lambda: metrics.ENVIRONMENT_EPISODES._value.get() == 0)  # after the agent has closed
         with pytest.raises(EpisodeLost, match=r"row row-a .*lost its episode: .*does not have episode"):
             await client.act(turn("a", 1, "say x"))
         with pytest.raises(EpisodeLost, match="episode 'a' is not open; open it first"):

@@ -64,10 +64,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def versions(models: Path, ranks: Ranks) -> Iterator[Callable[..., HeldWeights]]:
     """Yield what makes a version of weights; of two copies of them, if there are four ranks; of LoRA."""
     for size in (-1, ranks.size // 2) if ranks.size > 2 else (-1,):
-        config = PolicyModelConfig(path=str(models / "qwen2"))
+        config = PolicyModelConfig(path=str(models / "qwen2"), dtype="float32")
         root, _ = load_policy(config, "actor", ranks, FsdpConfig(fsdp_size=size), CPU)
         yield partial(HeldWeights, 3, named_weights(root.model), {}, ranks)
-    config = PolicyModelConfig(path=str(models / "llama"), lora_rank=2, target_modules=("q_proj", "down_proj"))
+    config = PolicyModelConfig(
+        path=str(models / "llama"), dtype="float32", lora_rank=2, target_modules=("q_proj", "down_proj")
+    )
     adapt = partial(Adapter, config=config, seed=5, ranks=ranks)
     _, adapter = load_policy(config, "actor", ranks, FsdpConfig(), CPU, adapt)
     assert adapter is not None

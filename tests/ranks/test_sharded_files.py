@@ -70,7 +70,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(directory: Path, **keys: Any) -> PolicyModelConfig:
-    return PolicyModelConfig(path=str(directory), **keys)
+    return PolicyModelConfig(path=str(directory), dtype="float32", **keys)
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -98,7 +98,7 @@ def loads_the_same(ranks: Ranks, models: Path) -> None:
         rows = read_policy(root.model, config_of(models / name), "actor")
         assert [n for n, t in named_weights(root.model).items() if not torch.equal(rows[n], local(t))] == []
     for name in ("qwen2", "scores", "body"):
-        config = ModelConfig(path=str(models / name))
+        config = ModelConfig(path=str(models / name), dtype="float32")
         root = load_score_model(config, "critic", ranks, SHARDS, CPU, seed=7)
         scorer = ScoreModel.load(config, "critic", seed=7)
         assert differing(state_of(root.model), state_of(scorer)) == [], name
