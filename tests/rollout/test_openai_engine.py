@@ -56,6 +56,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # compiling C++ would take half a minute
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no other process for the only rank
 }
 FLAGS = (
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "64"),

@@ -86,6 +86,7 @@ def model(model_directory: Path) -> Any:
 def _questions() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "EXTENSION", "asked_vllm.AskedExtension")
+        patch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other spin, on cores that others use
         yield
 
 

@@ -41,7 +41,10 @@ def log_probs_of(model: Any, rows: DataProto, sampling: SamplingConfig) -> torch
 
 
 @installed
-async def test_turns_are_the_models_and_come_from_the_prefix_cache(tmp_path: Path):
+async def test_turns_are_the_models_and_come_from_the_prefix_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other spin
     directory = model_with_ends(tmp_path / "model", "qwen2")
     job = make_job(
         {

@@ -62,6 +62,10 @@ ENVIRONMENT = {
 CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # roles share the cores; OMP_NUM_THREADS limits each
     "TORCHDYNAMO_DISABLE": "1",  # compiling C++ at the first token would take half a minute and gain nothing
+    # With one rank, the engine's process computes by itself. By default vLLM starts another one for that, whose
+    # threads it can bind to cores. It costs 8 s of imports, its memory, and a queue that each token passes.
+    # If you set VLLM_CPU_OMP_THREADS_BIND, set this to 1.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
 # Its methods run in vLLM's worker processes, which import it by this name.
