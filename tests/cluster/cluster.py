@@ -171,15 +171,44 @@ def make_claim(namespace: Namespace, name: str, access_mode: str) -> None:
 
 
 @contextmanager
-def new_namespace() -> Iterator[Namespace]:
-    """One in which Pod Security `restricted` is enforced; gone afterwards, with all that is in it."""
+def new_namespace(enforced: str = "restricted") -> Iterator[Namespace]:
+    """One in which this level of Pod Security is enforced; gone afterwards, with all that is in it."""
     name = f"rolemesh-{uuid.uuid4().hex[:8]}"
     run("kubectl", "create", "namespace", name)
     try:
-        run("kubectl", "label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+        run("kubectl", "label", "namespace", name, f"pod-security.kubernetes.io/enforce={enforced}")
         yield Namespace(name)
     finally:
         run("kubectl", "delete", "namespace", name, "--wait=false")
+
+
+def await_control_plane(within_s: float = 600) -> None:
+    """Return once the controllers, the scheduler and the garbage collector have done a first piece of work.
+
+    On a busy machine a new cluster's API server answers minutes before they do.
+    """
+    labels, spec = {"app": "first"}, {"containers": [{"name": "first", "image": "localhost/none:1"}]}
+    selected = {"selector": {"matchLabels": labels}}
+    template = {"template": {"metadata": {"labels": labels}, "spec": spec}}
+    kinds: dict[str, Object] = {
+        "Deployment": {"apiVersion": "apps/v1", "spec": selected | template},
+        "StatefulSet": {"apiVersion": "apps/v1", "spec": selected | template | {"serviceName": "first"}},
+        "Job": {"apiVersion": "batch/v1", "spec": {"template": {"spec": spec | {"restartPolicy": "Never"}}}},
+    }
+    items = [thing | {"kind": kind, "metadata": {"name": "first"}} for kind, thing in kinds.items()]
+
+    def has_a_pod(workload: Object) -> bool:
+        status = workload.get("status", {})
+        return bool(status.get("replicas", status.get("active")) == 1)
+
+    with new_namespace("privileged") as namespace:
+        everything = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+        namespace.kubectl("create", "-f", "-", stdin=everything)
+        for kind in kinds:
+            namespace.until(has_a_pod, kind.lower(), "first", within_s=within_s)
+        if namespace.get("nodes"):
+            namespace.until(lambda pod: "nodeName" in pod["spec"], "pods", within_s=within_s)
+        namespace.kubectl("delete", "deployment", "first", "--cascade=foreground", within_s=within_s)
 
 
 def claims_of_the_user(namespace: Namespace) -> None:

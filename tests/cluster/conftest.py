@@ -18,6 +18,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"NO CLUSTER IS TESTED: {why}")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _control_plane() -> None:
+    cluster.await_control_plane()
+
+
 @pytest.fixture
 def namespace() -> Iterator[cluster.Namespace]:
     with cluster.new_namespace() as new:
