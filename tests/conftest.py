@@ -46,6 +46,12 @@ def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hold an environment that was killed to be gone after half a second, not after five."""
+    monkeypatch.setattr("rolemesh.rpc.calling.episodes.GONE_AFTER_S", 0.5)
+
+
+@pytest.fixture
 def step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make engine hf hand over rows right after the step that ended them."""
     monkeypatch.setattr("rolemesh.services.rollout.engines.hf.batch.STEPS_S", 0.0)

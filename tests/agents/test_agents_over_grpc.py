@@ -56,6 +56,7 @@ async def test_conversations_over_grpc_equal_those_in_process_bit_for_bit(
     assert "environment.act" in names, sorted(names)  # how long a turn waited for its tools
 
 
+@pytest.mark.usefixtures("soon_gone")
 @pytest.mark.parametrize(
     ("role", "call"),
     [("environment", "begin"), ("environment", "act"), ("environment", "close"), ("rollout", "act")],

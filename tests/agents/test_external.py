@@ -162,6 +162,7 @@ class Killing(Forwarding[Environment]):
         return await self._role.act(request)
 
 
+@pytest.mark.usefixtures("soon_gone")
 async def test_a_replica_that_is_killed_in_the_middle_changes_no_bit(
     folder: Path, model: Path, tmp_path: Path, rollout: RolloutWorker, by_tool_agent: DataProto
 ) -> None:

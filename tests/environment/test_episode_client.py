@@ -49,6 +49,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.usefixtures("soon_gone")
 async def test_a_replica_that_is_killed_loses_its_episodes_and_no_other(
     tiny_model: Path, tmp_path: Path
 ) -> None:
