@@ -41,8 +41,9 @@ from rolemesh.workers.seat import ComputingThread, Seat
 WORKERS: dict[str, Callable[[JobConfig, Seat], Any]] = {
     "actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker, "reward": RewardWorker,
 }  # fmt: skip
-Case = tuple[str, int, dict[str, Any]]  # a role, its ranks that compute the same rows, sections of its job
-STEPS = 5
+# a role, its ranks that compute the same rows, its steps, sections of its job
+Case = tuple[str, int, int, dict[str, Any]]
+STEPS, FEW = 5, 2  # of each way to spread a model; of a setting, whose arithmetic is that of every step
 ROWS = 12
 
 # Settings that need more of a mini-batch than its rows one by one.
@@ -58,18 +59,18 @@ ONE_ROW = {"ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1}  # fewer
 GSPO = {"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}
 
 ON_TWO: list[Case] = [
-    ("actor", 1, {"actor": ENTROPY}),
-    ("actor", 1, {"actor": DYNAMIC | CLIP_COV}),
-    ("actor", 1, {"actor": PADDED} | BYPASS),
-    ("actor", 1, {"actor": ONE_ROW}),
-    ("critic", 1, {"critic": DYNAMIC}),
-    ("actor", 2, {"actor": ENTROPY | GSPO}),
-    ("critic", 2, {}),
+    ("actor", 1, STEPS, {"actor": ENTROPY}),
+    ("actor", 1, FEW, {"actor": DYNAMIC | CLIP_COV}),
+    ("actor", 1, FEW, {"actor": PADDED} | BYPASS),
+    ("actor", 1, FEW, {"actor": ONE_ROW}),
+    ("critic", 1, FEW, {"critic": DYNAMIC}),
+    ("actor", 2, STEPS, {"actor": ENTROPY | GSPO}),
+    ("critic", 2, STEPS, {}),
 ]
 ON_FOUR: list[Case] = [
-    ("actor", 1, {"actor": ENTROPY | {"fsdp_config": {"fsdp_size": 2}}}),
-    ("critic", 1, {"critic": {"ppo_mini_batch_size": 3, "ppo_micro_batch_size_per_gpu": 1}}),
-    ("actor", 2, {"actor": CLIP_COV}),
+    ("actor", 1, STEPS, {"actor": ENTROPY | {"fsdp_config": {"fsdp_size": 2}}}),
+    ("critic", 1, FEW, {"critic": {"ppo_mini_batch_size": 3, "ppo_micro_batch_size_per_gpu": 1}}),
+    ("actor", 2, STEPS, {"actor": CLIP_COV}),
 ]
 
 
@@ -105,15 +106,15 @@ def batch_of(step: int) -> DataProto:
     return batch
 
 
-async def worked(worker: Any) -> list[Any]:
-    """Train five steps. Return the metrics of each, and the answers by row before each."""
+async def worked(worker: Any, steps: int) -> list[Any]:
+    """Train so many steps. Return the metrics of each, and the answers by row before each."""
     told: list[Any] = []
     if isinstance(worker, RewardWorker):
         for num_rows in (7, 1):  # one row is fewer than the ranks
             rows = batch(*(("chat", "!" * row, None) for row in range(num_rows)), style="model")
             told.append((await worker.compute_scores(rows))["acc"])
         return told
-    for step in range(STEPS):
+    for step in range(steps):
         rows = batch_of(step)
         if isinstance(worker, ActorWorker):
             told.append((await worker.compute_log_probs(rows))["old_log_probs"])
@@ -152,7 +153,7 @@ def train_as_one(ranks: Ranks, directory: Path, model: Path, cases: Sequence[Cas
     workers: dict[str, Any] = {}
     bound = 1e-10 if double else 1e-5
     seats = {}
-    for name, (role, sharing, sections) in zip(names, cases, strict=True):
+    for name, (role, sharing, _, sections) in zip(names, cases, strict=True):
         key: dict[str, Any] = {"ulysses_sequence_parallel_size": sharing}
         shared = {role: {"reward_model": key} if role == "reward" else key}
         # A job with fewer rows in a mini-batch than ranks is refused, but would be computed.
@@ -169,9 +170,9 @@ def train_as_one(ranks: Ranks, directory: Path, model: Path, cases: Sequence[Cas
         await leader.start()
         await leader.gather()
         told = {}
-        for name in names:
+        for name, (_, _, steps, _) in zip(names, cases, strict=True):
             object.__setattr__(seats[name], "orders", leader.orders(name))
-            told[name] = await worked(workers[name])
+            told[name] = await worked(workers[name], steps)
         await leader.close()
         return told
 
@@ -179,11 +180,11 @@ def train_as_one(ranks: Ranks, directory: Path, model: Path, cases: Sequence[Cas
         found = asyncio.run(lead())
     else:
         asyncio.run(follow(names, rendezvous, threads, command))
-    for name, (role, _, sections) in zip(names, cases, strict=True):
+    for name, (role, _, steps, sections) in zip(names, cases, strict=True):
         of_ranks = weights_of(workers[name])
         if ranks.rank == 0:
             one = WORKERS[role](job_of(model, directory, sections), Seat(ComputingThread("one")))
-            agrees(found[name], asyncio.run(worked(one)), bound)
+            agrees(found[name], asyncio.run(worked(one, steps)), bound)
             for parameter, weight in weights_of(one).items():
                 assert (of_ranks[parameter] - weight).abs().max() <= bound, (name, parameter)
         ranks.wait()
@@ -209,6 +210,6 @@ def test_several_ranks_train_as_one_in_float64(
 
 
 def test_two_ranks_train_as_one_in_float32(model: Path, tmp_path: Path) -> None:
-    cases: list[Case] = [ON_TWO[0], ("actor", 1, {"actor": LORA}), ("critic", 1, {})]
-    cases += [("reference", 1, {}), ("reference", 2, {}), ("reward", 1, {}), ("reward", 2, {})]
+    cases: list[Case] = [ON_TWO[0], ("actor", 1, FEW, {"actor": LORA}), ("critic", 1, STEPS, {})]
+    cases += [(role, sharing, FEW, {}) for role in ("reference", "reward") for sharing in (1, 2)]
     on_ranks(2, train_as_one, tmp_path, model, cases, False)
