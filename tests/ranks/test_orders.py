@@ -258,8 +258,11 @@ async def test_a_follower_that_does_not_end_its_stream_holds_no_drain(monkeypatc
             [_ async for _ in call]
 
 
-async def test_with_keys_a_follower_needs_every_role_of_the_group(tmp_path: Path) -> None:
+async def test_with_keys_a_follower_needs_every_role_of_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reward's process, which may run anybody's code, cannot follow the actor; nor without keys."""
+    monkeypatch.setattr("rolemesh.ranks.following.CONNECT_S", 0.2)  # without keys it never connects
     authority, store = Authority(), local_store(2)
     rendezvous = Rendezvous(0, 2, "127.0.0.1", store.port, "0")
     tls.use_keys(swap(tmp_path / "leader", authority.keys("my-job", "actor", "critic")))

@@ -115,7 +115,7 @@ async def test_a_relay_that_drains_ends_what_it_sends_and_refuses_the_next(
         second = await pull(addresses, held).fetch()  # of the actor
         assert relay.starts == [0]
         with pytest.raises(WeightsUnavailable, match="rollout is draining"):
-            await pull(addresses[:1], held, timeout_s=5).fetch()
+            await pull(addresses[:1], held, timeout_s=1).fetch()
         relay.open.set()
         first = await pulling
         await draining

@@ -143,7 +143,7 @@ async def test_a_trained_role_that_was_restarted_is_an_error_and_never_goes_on_u
     await second.drain(0)
 
 
-async def test_published_weights_reach_every_rollout(job: JobConfig) -> None:
+async def test_published_weights_reach_every_rollout(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """What two rollout services generate afterwards is what a worker with those weights generates."""
     prompts = prompts_of(8)
     async with (
@@ -166,6 +166,7 @@ async def test_published_weights_reach_every_rollout(job: JobConfig) -> None:
         # A version that is not held: the error names who could not and why, and the old weights stay.
         await actor.publish_weights(2)
         await rollout.update_weights(source)  # taken twice is the same as once
+        monkeypatch.setattr("rolemesh.weights.remote.RELAY_WAIT_S", 0.2)  # the first replica never learns of it
         with pytest.raises(
             WeightsUnavailable, match=r"rollout.UpdateWeights at .*version 1 .*version 2 is held"
         ):
