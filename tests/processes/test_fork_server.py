@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,24 @@ print("to the output")
 """
 
 
-@contextmanager
-def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
-    """Let this process's launcher have a server that has imported what NOTING's command needs."""
-    server = server_process(
+def new_server() -> ForkServer:
+    """Start a server that imports what NOTING's command needs."""
+    return server_process(
         ["rolemesh.services.command_line.app", "rolemesh.graph", "rolemesh.services.controller.main"]
     )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with closing(new_server()) as started:
+        yield started
+
+
+@pytest.fixture
+def forking(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> ForkServer:
+    """Let this process's launcher have a server that no test ends."""
     monkeypatch.setattr(fork_server, "server", server)
-    with closing(server):
-        yield server
+    return server
 
 
 async def started(directory: Path, ends: str) -> tuple[LocalProcess, Any]:
@@ -72,22 +81,21 @@ def write_job(directory: Path) -> None:
 
 
 async def test_a_fork_is_what_its_command_line_is_in_a_process_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "7")  # of whoever starts the launcher
     (tmp_path / "here").mkdir()
     found = []
-    with forking(monkeypatch) as server:
-        monkeypatch.chdir(tmp_path / "here")
-        for by in (None, server):
-            monkeypatch.setattr(fork_server, "server", by)
-            process, noted = await started(tmp_path / "job", ends="at once")
-            await process.gone
-            assert process.returncode == 2
-            assert noted["leads"]
-            noted["variables"].pop("LC_CTYPE", None)  # a Python that starts in the C locale sets it
-            folder = (tmp_path / "job").rename(tmp_path / f"job-{len(found)}")
-            found.append((noted, (folder / "log").read_text()))
+    monkeypatch.chdir(tmp_path / "here")
+    for by in (None, server):
+        monkeypatch.setattr(fork_server, "server", by)
+        process, noted = await started(tmp_path / "job", ends="at once")
+        await process.gone
+        assert process.returncode == 2
+        assert noted["leads"]
+        noted["variables"].pop("LC_CTYPE", None)  # a Python that starts in the C locale sets it
+        folder = (tmp_path / "job").rename(tmp_path / f"job-{len(found)}")
+        found.append((noted, (folder / "log").read_text()))
     assert found[0] == found[1]
     noted, log = found[0]
     assert "RANK" not in noted["variables"]
@@ -97,29 +105,28 @@ async def test_a_fork_is_what_its_command_line_is_in_a_process_of_its_own(
     assert "total_training_steps" in log
 
 
-async def test_its_end_is_told_and_its_pipe_closes_when_the_launcher_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with forking(monkeypatch):
-        killed, _ = await started(tmp_path / "killed", ends="never")
-        ended, _ = await started(tmp_path / "ended", ends="never")
-        left, _ = await started(tmp_path / "left", ends="stdin")
-        killed.kill()
-        ended.terminate()
-        left.close_stdin()
-        for process in (killed, ended, left):
-            await process.gone
-        codes = [process.returncode for process in (killed, ended, left)]
-        assert codes == [-signal.SIGKILL, -signal.SIGTERM, 2]
-        for process in (killed, left):
-            with pytest.raises(ProcessLookupError):
-                process.kill()
+@pytest.mark.usefixtures("forking")
+async def test_its_end_is_told_and_its_pipe_closes_when_the_launcher_ends(tmp_path: Path) -> None:
+    killed, _ = await started(tmp_path / "killed", ends="never")
+    ended, _ = await started(tmp_path / "ended", ends="never")
+    left, _ = await started(tmp_path / "left", ends="stdin")
+    killed.kill()
+    ended.terminate()
+    left.close_stdin()
+    for process in (killed, ended, left):
+        await process.gone
+    codes = [process.returncode for process in (killed, ended, left)]
+    assert codes == [-signal.SIGKILL, -signal.SIGTERM, 2]
+    for process in (killed, left):
+        with pytest.raises(ProcessLookupError):
+            process.kill()
 
 
 async def test_if_the_server_is_killed_its_forks_end_and_the_next_process_is_one_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with forking(monkeypatch) as server:
+    with closing(new_server()) as server:
+        monkeypatch.setattr(fork_server, "server", server)
         lost = [(await started(tmp_path / name, ends="never"))[0] for name in "ab"]
         ends = [os.pidfd_open(process.pid) for process in lost]
         os.kill(server.pid, signal.SIGKILL)
@@ -135,18 +142,17 @@ async def test_if_the_server_is_killed_its_forks_end_and_the_next_process_is_one
 
 
 async def test_who_asks_the_launcher_to_end_by_its_name_does_not_end_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    forking: ForkServer, tmp_path: Path
 ) -> None:
-    with forking(monkeypatch) as server:
-        before, _ = await started(tmp_path / "before", ends="stdin")
-        for number in fork_server.ASKING:
-            os.kill(server.pid, number)
-        after, noted = await started(tmp_path / "after", ends="stdin")
-        assert all(noted["handlers"])  # its own are as in any process
-        for process in (before, after):
-            process.close_stdin()
-            await process.gone
-            assert process.returncode == 2
+    before, _ = await started(tmp_path / "before", ends="stdin")
+    for number in fork_server.ASKING:
+        os.kill(forking.pid, number)
+    after, noted = await started(tmp_path / "after", ends="stdin")
+    assert all(noted["handlers"])  # its own are as in any process
+    for process in (before, after):
+        process.close_stdin()
+        await process.gone
+        assert process.returncode == 2
 
 
 def test_it_ends_with_the_launcher_however_that_ends() -> None:
