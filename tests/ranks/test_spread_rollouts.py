@@ -372,26 +372,24 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, victim, m
 async def test_a_rank_that_is_killed_while_it_generates_changes_no_bit_of_a_run(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """In step 3, with the checkpoint of step 1: 4 of its 32 rows are scored, and each rank has 4 at once."""
+    """In step 3, with the checkpoint of step 1: 4 of its 16 rows are scored, and each rank has 4 at once."""
     overrides = (
         *("placement.strategy=hybrid", "placement.ranks={policy: 2}", "rollout.max_num_seqs=4"),
-        *("trainer.total_training_steps=3", "trainer.save_freq=1", "rollout.n=8"),
+        *("trainer.total_training_steps=3", "trainer.save_freq=1", "rollout.n=4"),
         *("data.max_response_length=100", "rollout.ignore_eos=true"),
     )
-    results = {}
-    for name in ("killed", "unbroken"):
-        directory = tmp_path / name
+    directories = [tmp_path / name for name in ("killed", "unbroken")]
+    for directory in directories:
         directory.mkdir()
-        job = small_job(directory, tiny_model, "run", *overrides)
-        (directory / "reward.py").write_text(KILLING)
-        victim, marker = job.run_dir / "logs" / "policy-0-rank-1.address.json", directory / "marker"
-        if name == "unbroken":
-            marker.touch()
-        job = with_reward(job, victim=str(victim), marker=str(marker), after=2 * 32 + 4)
-        async with rolemesh("run", written(job, directory)) as launched:
-            code, output = await launched.end()
-        print(output)
-        assert code == 0, output
-        assert output.count("starting all roles anew, and going on from") == (name == "killed"), output
-        results[name] = outcome(job)
-    assert results["killed"] == results["unbroken"]
+    killed, unbroken = (small_job(directory, tiny_model, "run", *overrides) for directory in directories)
+    await train_on_ranks(unbroken)
+
+    (directories[0] / "reward.py").write_text(KILLING)
+    victim = killed.run_dir / "logs" / "policy-0-rank-1.address.json"
+    job = with_reward(killed, victim=str(victim), marker=str(tmp_path / "marker"), after=2 * 16 + 4)
+    async with rolemesh("run", written(job, directories[0])) as launched:
+        code, output = await launched.end()
+    print(output)
+    assert code == 0, output
+    assert output.count("starting all roles anew, and going on from") == 1, output
+    assert outcome(killed) == outcome(unbroken)
