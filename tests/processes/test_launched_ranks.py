@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from forks import own_server
 from serving import serve_process
 
 from rolemesh.config.job import make_job
@@ -18,6 +19,7 @@ from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient
 from rolemesh.services.controller.main import new_client
 from rolemesh.services.controller.run.run_dir import new_term
+from rolemesh.services.processes import fork_server
 from rolemesh.services.processes.environments import role_environment
 from rolemesh.services.processes.role_processes import role_processes
 
@@ -31,7 +33,10 @@ def test_the_ranks_of_a_group_share_the_cores(monkeypatch: pytest.MonkeyPatch) -
     assert "WORLD_SIZE" not in role_environment()
 
 
-async def test_the_launcher_starts_ranks_watches_each_and_leaves_none(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_launcher_starts_ranks_watches_each_and_leaves_none(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "server", own_server())  # the command line has one, too
     groups = {"policy": ["actor", "reward"], "reference": ["reference"], "rollout": ["rollout"]}
     job = make_job(
         {

@@ -18,14 +18,14 @@ from ranked import DRILL, DrillClient, Group, drill_job, group
 
 from rolemesh.catalog.roles import ROLES
 from rolemesh.errors import RolemeshError, RoleUnavailable, UpdateFailed
-from rolemesh.ranks.leading import OTHERS_S
-from rolemesh.ranks.messages import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.replica import Replica
 from rolemesh.services.processes.serve import LAST_WORDS_S, ORPHAN_DRAIN_S
 from rolemesh.telemetry import timeline
 
-NOTICED_S = KEEPALIVE_S + KEEPALIVE_TIMEOUT_S  # until a rank that is silent is known to be
+KEEPALIVE_S = 1.0  # of these groups, in place of ten seconds: both until a rank is asked, and until it answers
+NOTICED_S = 2 * KEEPALIVE_S  # until a rank that is silent is known to be
+OTHERS_S = 2.0  # of these groups, too
 ENDS_S = ORPHAN_DRAIN_S + LAST_WORDS_S
 BUSY_S = 20  # that a machine with other work may take longer
 
@@ -109,16 +109,14 @@ STATES = {
 
 
 async def test_when_one_rank_ends_all_end_in_time(tmp_path: Path) -> None:
-    """Killed or stopped, whichever rank it is and whatever the ranks do. With the real keepalive once; all
-    others with a short one."""
-    cases = [(state, rank, number, 1.0) for state in STATES for rank in (0, 1) for number in (SIGKILL, SIGSTOP)]
-    cases.append(("computing", 1, SIGSTOP, KEEPALIVE_S))
+    """Killed or stopped, whichever rank it is and whatever the ranks do."""
+    cases = [(state, rank, number) for state in STATES for rank in (0, 1) for number in (SIGKILL, SIGSTOP)]
     problems = await asyncio.gather(*(one_ends(tmp_path / str(i), *case) for i, case in enumerate(cases)))
     assert [*filter(None, problems)] == []
 
 
-async def one_ends(directory: Path, state: str, rank: int, number: Signals, keepalive_s: float) -> str:
-    with group(directory, 2, keepalive_s=keepalive_s) as started:
+async def one_ends(directory: Path, state: str, rank: int, number: Signals) -> str:
+    with group(directory, 2, keepalive_s=KEEPALIVE_S) as started:
         async with client_of(started) as client:
             call = asyncio.create_task(client.drill(**STATES[state]))
             if state == "waiting":
@@ -142,7 +140,7 @@ async def one_ends(directory: Path, state: str, rank: int, number: Signals, keep
 
 
 async def test_an_error_on_one_rank_alone_ends_all_though_others_wait_for_it(tmp_path: Path) -> None:
-    with group(tmp_path, 2) as started:
+    with group(tmp_path, 2, DRILL_OTHERS_S=str(OTHERS_S)) as started:
         async with client_of(started) as client:
             began = time.monotonic()
             words = r"rank 0 of 2 of drill failed in drill.drill \(order 2\): InvalidBatch: .*; "

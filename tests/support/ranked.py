@@ -24,7 +24,7 @@ from rolemesh import errors
 from rolemesh.catalog.roles import ROLES, RoleSpec
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.ranks import messages
+from rolemesh.ranks import leading, messages
 from rolemesh.ranks.following import follow
 from rolemesh.ranks.rendezvous import Rendezvous, local_store
 from rolemesh.roles import Method, methods
@@ -283,6 +283,7 @@ class Recorder:
 
 
 def _drill(directory: Path, environment: Mapping[str, str], keepalive_s: float) -> None:
+    leading.OTHERS_S = float(environment.get("DRILL_OTHERS_S", leading.OTHERS_S))
     with ROLES.adding(DRILL):
         serve_rank(["drill"], drill_job(directory), directory, environment, keepalive_s)
 
