@@ -277,10 +277,10 @@ class Poison:
             raise RoleFailed(f"poisoned in {place}")
 
 
-def failing_batches() -> Iterator[tuple[type[Exception], DataProto]]:
-    """Yield batches of which the first mini-batch fails, or only the second one."""
-    for begin, tokens in ((0, [*POISONS]), (6, [253])):
-        for token in tokens:
+def failing_batches(tokens: Sequence[int]) -> Iterator[tuple[type[Exception], DataProto]]:
+    """Yield batches of which the first mini-batch fails, at these tokens, or only the second one."""
+    for begin, poisons in ((0, tokens), (6, [253])):
+        for token in poisons:
             batch = batch_of(2, 12)
             batch["input_ids"][begin:, 6] = token
             yield RoleFailed, batch
@@ -290,10 +290,10 @@ def failing_batches() -> Iterator[tuple[type[Exception], DataProto]]:
         yield UpdateFailed, batch
 
 
-async def survive(worker: Any, untouched: Any) -> None:
-    """Fail in every way, and train as the other one after each."""
+async def survive(worker: Any, untouched: Any, tokens: Sequence[int]) -> None:
+    """Fail in every way of these tokens, and train as the other one after each."""
     expected = learnt(await untouched.update(batch_of(1, 12)))
-    for error, batch in failing_batches():
+    for error, batch in failing_batches(tokens):
         with pytest.raises(error):
             await worker.update(batch)
         await worker.load_checkpoint(None)
@@ -327,7 +327,8 @@ def survive_on_ranks(ranks: Ranks, directory: Path, model: Path) -> None:
         for name in names:
             object.__setattr__(seats[name], "orders", leader.orders(name))
         for case in ON_RANKS:
-            await survive(workers[f"{case}, failing"], workers[f"{case}, untouched"])
+            tokens = [*POISONS] if case == "plain" else [252, 254]
+            await survive(workers[f"{case}, failing"], workers[f"{case}, untouched"], tokens)
         await leader.close()
 
     if ranks.rank == 0:
