@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from full_disk import files_of_at_most
 from in_process import small_job, train
 from in_process_commands import rolemesh
 from torch import Tensor
@@ -100,9 +99,8 @@ def test_what_is_not_there_is_said(
 
 def test_a_disk_that_fills_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     """A limit on the size of files stands for the full disk: the same writes fail."""
-    command = [sys.executable, "-m", "rolemesh", "export", str(tiny_model), str(tmp_path / "out")]
-    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "-", *command]  # KiB
-    answer = subprocess.run(limited, capture_output=True, text=True, timeout=120, check=False)
+    with files_of_at_most(100 * 1024):
+        answer = rolemesh("export", tiny_model, tmp_path / "out", width=1000)
     assert answer.returncode == 1, answer.stderr
     [line] = answer.stderr.splitlines()
     assert line.startswith(f"error: {tmp_path / 'out'} could not be written: ")

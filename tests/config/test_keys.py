@@ -9,8 +9,6 @@ import gc
 import importlib
 import pkgutil
 import re
-import subprocess
-import sys
 import typing
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import rolemesh as command
 from pydantic import BaseModel
 
 import rolemesh.config
@@ -369,14 +368,13 @@ def test_the_resolved_job_file_begins_with_the_same_warnings(tmp_path: Path) -> 
         assert set_keys[0] == set_keys[1]
 
 
-def test_a_run_begins_with_the_warning() -> None:
+async def test_a_run_begins_with_the_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     addresses = [word for role in ("actor", "rollout", "reward") for word in (f"--{role}", "127.0.0.1:1")]
-    command = [sys.executable, "-m", "rolemesh", "control", "--config", "configs/tiny.yaml", *addresses]
-    ran = subprocess.run(
-        [*command, "reward.reward_manager=prime", "actor.model.path=nowhere"],
-        capture_output=True, text=True, timeout=120, cwd=ROOT,
-    )  # fmt: skip
-    lines = (ran.stdout + ran.stderr).splitlines()
+    wrong = ("reward.reward_manager=prime", "actor.model.path=nowhere")
+    async with command("control", "--config", "configs/tiny.yaml", *addresses, *wrong) as launched:
+        _, output = await launched.end()
+    lines = output.splitlines()
     assert [line for line in lines if "reward.reward_manager has no effect: prime does what naive does" in line]
     assert len([line for line in lines if "has no effect" in line]) == 1
     assert "no such model directory: nowhere" in lines[-1]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from full_disk import files_of_at_most
 from in_process import small_job, workers, write_data
 from transformers import AutoModelForSequenceClassification
 
@@ -65,17 +63,6 @@ async def evaluated(directory: Path, model: Path, file: Path, *overrides: str) -
     rows = ResponseRows(job, load_tokenizer(job.actor.model), "responses")
     with workers(job) as roles:
         return await evaluate(rows, roles.reward, lambda _: None)
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Make this process's files like those of a full disk: a write beyond this size fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -182,6 +169,7 @@ OVERLONG = (
     "reward.overlong_buffer.len=4",
     "reward.overlong_buffer.penalty_factor=1.0",
 )
+SAMPLED = ("rollout.val_kwargs.n=2", "rollout.val_kwargs.do_sample=true")
 
 
 async def test_the_penalty_of_long_responses_counts_the_tokens_that_were_sampled(
@@ -206,9 +194,13 @@ async def test_the_penalty_of_long_responses_counts_the_tokens_that_were_sampled
         await evaluated(tmp_path, tiny_model, file_of(tmp_path / "beyond.parquet", *rows), *OVERLONG)
 
 
-@pytest.mark.parametrize("judge", ["model", "length"])
+@pytest.mark.parametrize(
+    ("judge", "sampling"),
+    [("model", SAMPLED), ("length", SAMPLED), ("length", ())],
+    ids=["model", "length", "greedy"],
+)
 async def test_what_reads_or_counts_tokens_finds_those_of_a_validation(
-    judge: str, tiny_model: Path, tmp_path: Path
+    judge: str, sampling: tuple[str, ...], tiny_model: Path, tmp_path: Path
 ) -> None:
     """To the bit: a reward model, and the penalty of long responses. A tiny model seldom writes valid UTF-8, so
     its texts would have other tokens."""
@@ -224,14 +216,14 @@ async def test_what_reads_or_counts_tokens_finds_those_of_a_validation(
             tmp_path / "by_model.parquet", *({**row, "reward_model": {"style": "model"}} for row in rows)
         )
         keys = ("reward.reward_model.enable=true", f"reward.reward_model.model.path={tmp_path / 'scorer'}")
-    sampled = (*keys, "rollout.val_kwargs.n=2", "rollout.val_kwargs.do_sample=true")
-    job = small_job(tmp_path, tiny_model, "run", f"data.val_files={prompts}", *sampled)
+    keys = (*keys, *sampling)
+    job = small_job(tmp_path, tiny_model, "run", f"data.val_files={prompts}", *keys)
     data = PromptDataset(job.data.val_files, job.data, load_tokenizer(job.actor.model), split="val")
     with workers(job) as roles:
         _, expected = await validate(data.batches(2), roles, job)
     output = tmp_path / "out.parquet"
-    await generated(tmp_path, tiny_model, prompts, output, *sampled, "data.val_batch_size=3")
-    found = await evaluated(tmp_path, tiny_model, output, *sampled)
+    await generated(tmp_path, tiny_model, prompts, output, *keys, "data.val_batch_size=3")
+    found = await evaluated(tmp_path, tiny_model, output, *keys)
     assert found.metrics == expected
     assert any(value for value in expected.values())
 

@@ -102,7 +102,7 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_a
         overrides = ("trainer.save_freq=100", "placement.strategy=hybrid")
         plain = small_job(tmp_path, tiny_model, "run", *overrides)
         job = gated(plain, tmp_path, started.path, go_on.path)
-        async with rolemesh("run", written(job, tmp_path), executed=True) as launched:
+        async with rolemesh("run", written(job, tmp_path)) as launched:
             async with asyncio.timeout(DEADLINE_S):
                 await started.passed(launched.ended())  # step 1 runs
             launched.process.send_signal(signal.SIGINT)
