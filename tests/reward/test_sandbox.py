@@ -78,7 +78,7 @@ def test_sleep_beyond_the_wall_time_ends_though_signals_are_ignored(sandbox: San
         "print('asleep', flush=True)\n"
         "while True: time.sleep(60)\n"
     )
-    outcome = attempt(sandbox, program, limits=replace(LIMITS, wall_s=5.0))  # enough to begin on a busy machine
+    outcome = attempt(sandbox, program, limits=replace(LIMITS, wall_s=2.5))  # enough to begin on a busy machine
     assert outcome == Outcome(-signal.SIGKILL, "asleep\n")
 
 
