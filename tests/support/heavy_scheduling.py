@@ -14,27 +14,27 @@ from typing import Any
 
 import pytest
 
-# Seconds of the heavy files that take 25 and more, on two cores. A file that is not here comes after these.
+# Seconds of the heavy files that take 15 and more, on two cores. A file that is not here comes after these.
 LONGEST = {
-    "tests/e2e/test_run.py": 236,
     "tests/rollout/test_vllm_engine.py": 190,
     "tests/e2e/test_vllm_run.py": 153,
-    "tests/e2e/test_generate_and_evaluate.py": 142,
-    "tests/ranks/test_spread_rollouts.py": 112,
-    "tests/agents/test_agents_over_grpc.py": 90,
-    "tests/ranks/test_trained_roles.py": 71,
+    "tests/e2e/test_run.py": 80,
     "tests/rollout/test_openai_engine.py": 60,
-    "tests/agents/test_external.py": 50,
-    "tests/processes/test_ranks.py": 47,
-    "tests/monitoring/test_real_run.py": 44,
-    "tests/processes/test_launched_ranks.py": 42,
-    "tests/processes/test_phases.py": 35,
-    "tests/ranks/test_sharded_files.py": 31,
-    "tests/e2e/test_deaths.py": 30,
-    "tests/ranks/test_sharding.py": 30,
-    "tests/e2e/test_gsm8k.py": 27,
-    "tests/weights/test_weight_sync.py": 27,
-    "tests/processes/test_server.py": 26,
+    "tests/ranks/test_trained_roles.py": 57,
+    "tests/ranks/test_spread_rollouts.py": 52,
+    "tests/processes/test_phases.py": 42,
+    "tests/agents/test_agents_over_grpc.py": 35,
+    "tests/ranks/test_machines.py": 30,
+    "tests/hub/test_models_by_name.py": 22,
+    "tests/processes/test_ranks.py": 20,
+    "tests/processes/test_server.py": 20,
+    "tests/ranks/test_sharded_files.py": 20,
+    "tests/ranks/test_sharding.py": 19,
+    "tests/processes/test_fork_server.py": 19,
+    "tests/e2e/test_generate_and_evaluate.py": 18,
+    "tests/workers/test_failed_updates.py": 18,
+    "tests/benchmarks/test_gpu.py": 17,
+    "tests/monitoring/test_real_run.py": 15,
 }
 # Light files whose tests share a fixture that takes a minute to make, so they stay in one test process.
 TOGETHER = {"tests/e2e/test_learning.py"}
