@@ -1,4 +1,4 @@
-"""Runs with conversations: every page trains on them, the same bits come out twice, also after a resume."""
+"""Runs with conversations: every page trains on them, and the same bits come out twice, also after a resume."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ PAGES = {
     "condensed": ("rollout.agent.default_agent_loop=condenser", "data.max_response_length=200"),
     "dapo": ("algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true", "trainer.save_freq=1"),
 }
+# The others make rows as ppo does, and differ in what they learn from them.
+TWICE = ("ppo", "condensed", "dapo")
 
 
 @pytest.mark.parametrize("page", PAGES)
-async def test_a_page_trains_on_conversations_and_twice_with_the_same_bits(
-    page: str, tmp_path: Path, talkative_model: Path
-) -> None:
+async def test_a_page_trains_on_conversations(page: str, tmp_path: Path, talkative_model: Path) -> None:
+    """Pages that make rows in their own way do so twice, with the same bits."""
     runs = []
-    for run in ("first", "second"):
+    for run in ("first", "second") if page in TWICE else ("first",):
         dumps = tmp_path / run / "dumps"
         job = small_job(
             tmp_path, talkative_model, run, *TALKS, *PAGES[page],
@@ -45,7 +46,7 @@ async def test_a_page_trains_on_conversations_and_twice_with_the_same_bits(
         )  # fmt: skip
         summary = await train(job)
         runs.append(recorded(job))
-    assert runs[0] == runs[1]
+    assert runs == runs[:1] * len(runs)
     for row in map(json.loads, (dumps / "2.jsonl").read_text().splitlines()):
         told = row["conversation"]
         speakers = [said["who"] for said in told["said"]]
