@@ -86,6 +86,11 @@ class RewardConfig(Config):
         gt=0,
         description="seconds to score a row (batch: a call), after which the run fails and names it",
     )
+    rules: Literal["rolemesh", "verl"] = Field(
+        "rolemesh",
+        description="whose rules score gsm8k, math and dapo: rolemesh forgives every form of an answer and "
+        "nothing else; verl gives the verdicts of verl 0.9.1, to compare with its curves",
+    )
     format_score: float = Field(0.0, description="gsm8k: score of a wrong answer in the right format")
     answer_chars: int | None = Field(
         300,

@@ -2,21 +2,29 @@ r"""Finds the answer of a worked solution in mathematics, the last \boxed{…}."
 
 from __future__ import annotations
 
+import re
+
+END_OF_BARE_BOX = re.compile(r"\$|\\\)|\\\]|\n")
+
 
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{…}, with balanced braces, or of "\boxed 5".
 
-    If there is no \boxed, use the last \fbox{…}. None if there is neither, or if its brace is not closed.
+    Blanks before the brace do not matter, as in TeX. If there is no \boxed, use the last \fbox{…}. None if
+    there is neither, or if its brace is not closed.
     """
     command = r"\boxed" if r"\boxed" in text else r"\fbox"
     start = text.rfind(command)
     if start < 0:
         return None
-    rest = text[start + len(command) :]
-    if rest.startswith(" "):
-        return rest[1:].split("$")[0].strip() or None
-    end = closing_braces(rest).get(0)
-    return None if end is None else rest[1:end]
+    after = text[start + len(command) :]
+    rest = after.lstrip()
+    if rest.startswith("{"):
+        end = closing_braces(rest).get(0)
+        return None if end is None else rest[1:end]
+    if rest == after:
+        return None
+    return END_OF_BARE_BOX.split(rest, maxsplit=1)[0].strip() or None
 
 
 def closing_braces(text: str) -> dict[int, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any
 
+from rolemesh.rules.finding import marked_number
 from rolemesh.rules.ground_truth import right_answers
-
-# No character is in both classes, so there is no backtracking over a text that does not match.
-ANSWER = re.compile(r"####([-+$\s]*[0-9.,]+)")
+from rolemesh.rules.normal_form import read_answer
+from rolemesh.rules.numbers import number, spelling
 
 
 def compute_score(
@@ -17,33 +16,22 @@ def compute_score(
 ) -> dict[str, float | str]:
     """Score 1.0 if the answer is correct, format_score if it is wrong, 0.0 if there is none.
 
-    The answer is the digits, commas and periods after the last "####" that is followed by any, within the last
-    `answer_chars` characters (None: anywhere). "#### 1,234", "#### $1234" and "#### 1234.00" are equal;
-    "#### ," is a wrong answer. pred is the number in its normal spelling, "" if there is none.
+    The answer is the number after the last "####" that is followed by one, within the last `answer_chars`
+    characters (None: anywhere). "#### 1,234", "#### $1234" and "#### **1234.00**" are equal. "#### ," is a
+    wrong answer, and so is "#### 12,34". pred is the number in its normal spelling, "" if there is none.
 
     Raises:
         ValueError: the ground truth is not a number.
     """
-    answers = [number(answer) for answer in right_answers(ground_truth)]
+    answers = [_number(answer) for answer in right_answers(ground_truth)]
     if None in answers:
         raise ValueError(f"ground_truth {ground_truth!r:.200} is not a number, which gsm8k's rule compares")
-    found = ANSWER.findall(solution_str if answer_chars is None else solution_str[-answer_chars:])
-    given = number(found[-1]) if found else None
+    found = marked_number(solution_str if answer_chars is None else solution_str[-answer_chars:])
+    given = None if found is None else _number(found)
     right = given is not None and given in answers
-    score = 1.0 if right else format_score if found else 0.0
+    score = 1.0 if right else format_score if found is not None else 0.0
     return {"score": score, "acc": float(right), "pred": "" if given is None else spelling(given)}
 
 
-def spelling(value: Decimal) -> str:
-    """Write a number with all its digits, but without trailing zeros: 1234 for 1234.00."""
-    text = f"{value:f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def number(text: str) -> Decimal | None:
-    """Parse a number, ignoring commas, dollar signs, spaces and a final period; None if it is not a number."""
-    try:
-        value = Decimal(re.sub(r"[,$\s]", "", text).removesuffix("."))
-    except InvalidOperation:
-        return None
-    return value if value.is_finite() else None
+def _number(text: str) -> Decimal | None:
+    return number(read_answer(text).value)

@@ -49,4 +49,4 @@ async def test_a_rules_answers_are_told_where_validation_counts_votes(
     worker.close()
     assert ("reward_extra_info" in answered) is told
     if told:
-        assert list(answered["reward_extra_info"]) == [{"pred": "07"}, {"pred": ""}]
+        assert list(answered["reward_extra_info"]) == [{"pred": "7"}, {"pred": ""}]

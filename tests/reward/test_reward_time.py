@@ -11,8 +11,9 @@ from contextlib import suppress
 import pytest
 
 from rolemesh.config.reward import RewardConfig
-from rolemesh.services.reward.functions import QUICK, RULES, dapo, default_compute_score
+from rolemesh.services.reward.functions import QUICK, RULES, default_compute_score
 from rolemesh.services.reward.functions.prime_code import program_of, same_result, same_text
+from rolemesh.services.reward.functions.verl import dapo
 
 REPEATED = (
     *(" ", "\n", "1", "a", "{", "}", "$", "-", "#", ".", ",", "=", "\\", "/", "%", "####", "#### ", "####,"),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from decimal import ROUND_FLOOR, Context, Decimal, DecimalException, DivisionByZero, InvalidOperation, Overflow
 
-from rolemesh.rules.gsm8k import spelling
+from rolemesh.rules.numbers import spelling
 
 MAX_CHARACTERS = 2000
 MAX_BITS = 10_000  # of a whole number, about 3,000 digits

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rolemesh.rules import gsm8k
 from rolemesh.services.reward.functions import dapo, math, math_verify, prime_code
+from rolemesh.services.reward.functions.verl import dapo as verl_dapo
+from rolemesh.services.reward.functions.verl import gsm8k as verl_gsm8k
+from rolemesh.services.reward.functions.verl import hendrycks as verl_math
 
 if TYPE_CHECKING:
     from rolemesh.config.reward import RewardConfig
@@ -65,6 +68,8 @@ def rule_of(data_source: str, config: RewardConfig) -> str:
     Raises:
         UnknownDataSource: there is no rule.
     """
+    if config.rules == "verl" and data_source == "math":
+        return "dapo"  # in verl this name means DAPO's data
     for rule, sources in RULES.items():
         if data_source in sources or (rule == "dapo" and data_source.startswith("aime")):
             return config.math if rule == "math" and config.math != "hendrycks" else rule
@@ -91,7 +96,7 @@ def default_compute_score(
         solution_str: the response's text, without special tokens.
         ground_truth: text, a number, a list of correct answers, or {"target": one of these}; prime_code: tests.
         extra_info: the row's extra_info; no rule here reads it.
-        config: the reward section: format_score, answer_chars, math, sandbox; None: the defaults.
+        config: the reward section: rules, format_score, answer_chars, math, sandbox; None: the defaults.
 
     Raises:
         UnknownDataSource: there is no rule.
@@ -100,19 +105,23 @@ def default_compute_score(
         from rolemesh.config.reward import RewardConfig
 
         config = RewardConfig()
+    as_verl = config.rules == "verl"
     match rule_of(data_source, config):
         case "gsm8k":
-            return gsm8k.compute_score(
+            by_mark = verl_gsm8k.compute_score if as_verl else gsm8k.compute_score
+            return by_mark(
                 solution_str,
                 ground_truth,
                 format_score=config.format_score,
                 answer_chars=config.answer_chars,
             )
         case "math":
-            return math.compute_score(solution_str, ground_truth)
+            by_box = verl_math.compute_score if as_verl else math.compute_score
+            return by_box(solution_str, ground_truth)
         case "dapo":
-            return dapo.compute_score(solution_str, ground_truth, answer_chars=config.answer_chars)
+            by_line = verl_dapo.compute_score if as_verl else dapo.compute_score
+            return by_line(solution_str, ground_truth, answer_chars=config.answer_chars)
         case "math_verify":
-            return math_verify.compute_score(solution_str, ground_truth)
+            return math_verify.compute_score(solution_str, ground_truth, exact=not as_verl)
         case _:
             return prime_code.compute_score(solution_str, ground_truth, config=config)

@@ -6,19 +6,29 @@ process's main thread. So it is called only in the main thread of a scoring proc
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
+from rolemesh.rules.boxed import last_boxed
 from rolemesh.rules.ground_truth import right_answers
+from rolemesh.rules.normal_form import agrees, read_answer
+from rolemesh.services.reward.functions.exactness import equal_though_large, still_equal
 
 TIMEOUT_S = 5  # for parsing an expression, and for each comparison; then the answer counts as wrong
 
 
-def compute_score(solution_str: str, ground_truth: Any) -> float:
+def compute_score(solution_str: str, ground_truth: Any, *, exact: bool = True) -> float:
     r"""Score 1.0 if the response's answer equals a correct answer, otherwise 0.0.
 
     The answer is the last \boxed{}, or, if there is none, the last expression. The score is also 0.0 if the
     library cannot parse one of the two, or exceeds its time limit.
+
+    Args:
+        solution_str: the response.
+        ground_truth: the right answer, or a list of these.
+        exact: accept the same normal form, too, and compare numbers relative to their size (exactness.py).
+            False: the library's verdict alone, whose tolerance is absolute.
 
     Raises:
         ValueError: the ground truth has an unknown form, or this is not the main thread.
@@ -28,15 +38,34 @@ def compute_score(solution_str: str, ground_truth: Any) -> float:
         ExprExtractionConfig,
         LatexExtractionConfig,
         parse,
-        verify,
     )
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would log the whole response
+    answers = right_answers(ground_truth)
+    box = last_boxed(solution_str) if exact else None
+    if box is not None:
+        if any(agrees(read_answer(box), read_answer(answer)) for answer in answers):
+            return 1.0
+        solution_str = rf"\boxed{{{box}}}"
     given = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=TIMEOUT_S)
-    answers = [
+    right = [
         parse(rf"\boxed{{{answer}}}", (LatexExtractionConfig(),), parsing_timeout=TIMEOUT_S)
-        for answer in right_answers(ground_truth)
+        for answer in answers
     ]
     return float(
-        any(verify(answer, given, timeout_seconds=TIMEOUT_S) for answer in answers if answer and given)
+        any(_equal(one, other, exact) for answer in right for one, other in itertools.product(answer, given))
     )
+
+
+def _equal(right: Any, given: Any, exact: bool) -> bool:
+    from math_verify import verify
+    from math_verify.errors import TimeoutException  # type: ignore[import-untyped]
+    from math_verify.utils import timeout  # type: ignore[import-untyped]
+
+    equal = bool(verify(right, given, timeout_seconds=TIMEOUT_S))
+    if not exact:
+        return equal
+    try:
+        return bool(timeout(TIMEOUT_S)(still_equal if equal else equal_though_large)(right, given))
+    except TimeoutException:
+        return False

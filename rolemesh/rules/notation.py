@@ -1,0 +1,196 @@
+r"""Steps to the normal form of an answer in mathematics: one spelling for each notation.
+
+Every step takes time in proportion to its text.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from rolemesh.rules.boxed import closing_braces
+from rolemesh.rules.numbers import number, spelling
+
+CHARACTERS = str.maketrans(
+    {
+        **dict.fromkeys("\u2212\u2013\u2012\ufe63\uff0d", "-"),
+        **dict.fromkeys("\u00a0\u2009\u202f\u3000\t\n\r", " "),
+        **dict.fromkeys("\u200b\ufeff\u201c\u201d", ""),
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "π": r"\pi ",
+        "°": r"^\circ ",
+        "∞": r"\infty ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "±": r"\pm ",
+        "∪": r"\cup ",
+        "∈": r"\in ",
+        "√": r"\sqrt ",
+        "²": "^2",
+        "³": "^3",
+        "½": r"\frac{1}{2}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+        "：": ":",
+        "。": ".",
+        "，": ",",
+    }
+)
+COMMANDS = {
+    **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
+    **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "limits"), ""),
+    **dict.fromkeys(("displaystyle", "textstyle"), ""),
+    **dict.fromkeys(("quad", "qquad", "enspace", "thinspace"), " "),
+    "leq": r"\le",
+    "geq": r"\ge",
+    "neq": r"\ne",
+    "degree": r"^\circ",
+    "lbrace": r"\{",
+    "rbrace": r"\}",
+}
+COMMAND = re.compile(r"\\\\|\\([A-Za-z]+|[!,;: %$])|~")
+SPACING = {"!": "", ",": " ", ";": " ", ":": " ", " ": " ", "%": "%", "$": ""}
+WRAPPER = re.compile(r"\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf)|boldsymbol|bf|bm|mbox|emph)\s*\{")
+ARGUMENT = re.compile(r" *(\{|\\[A-Za-z]+|[^\s}])")
+ROOT = re.compile(r"\\sqrt\s*(?:([^\s{(\[\\])|\(([^()]*)\))")
+ROOT_WORD = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?=[({0-9])")
+SCRIPT = re.compile(r"([_^])\s*(-?[0-9]+|[A-Za-z])")
+GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+SPACED = re.compile(r"(?<![0-9.,/}])(?<![0-9.,/}] )[0-9]{1,3}(?: [0-9]{3})+(?![0-9/]| [0-9\\])")
+BARE_POINT = re.compile(r"(?<![0-9.])\.(?=[0-9])")
+RECURRING = r"\s*\\(?:overline|bar|dot|ldots|dots|cdots)|…"
+PLAIN = re.compile(rf"(?<![\w.])([0-9]+)(?:\.([0-9]+))?(?![0-9.]|{RECURRING})")
+BEGINS = r"(?:(?<=^)|(?<=[(\[,=] )|(?<=[(\[,=]))"  # here an answer, or a member of one, begins or ends
+ENDS = r"(?=$|[)\],])"
+MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
+SLASHED = re.compile(BEGINS + r"(-?)([0-9]+\\?[A-Za-z]*|\\?[A-Za-z]+)/([0-9]+)" + ENDS)
+FRACTION = re.compile(BEGINS + r"(-?)\\frac\{(-?)([0-9]{1,15})\}\{(-?)([0-9]{1,15})\}" + ENDS)
+SIGN = re.compile(BEGINS + r"\+(?=[0-9\\.(A-Za-z])")
+NO_ZERO = re.compile(BEGINS + "-0" + ENDS)
+LABEL_IN_LIST = re.compile(r"(?:%|\^(?:\\circ|\{ ?\\circ ?\})) ?(?=,)")
+AND = re.compile(r"(?<=[0-9})]),? and (?=[-0-9\\(])")
+AND_TEXT = re.compile(r",?\s*\\(?:text|mathrm|mbox)\s*\{\s*,?\s*and\s*\}\s*")
+COMMA = re.compile(r"\s*,\s*")
+BLANK = re.compile(r"(\\[A-Za-z]+ (?=[A-Za-z]))|(, )|((?<=[0-9]) (?=[0-9.]))| ")
+BLANKS = re.compile(r"\s+")
+
+
+def in_one_spelling(text: str) -> str:
+    r"""Write signs and commands in one way: "−" is "-", "\dfrac" is "\frac", and "\," is a blank."""
+    text = text.translate(CHARACTERS)
+    if r"\begin" not in text:
+        text = text.replace("\\\\", "\\")
+    text = COMMAND.sub(_command, text.replace("{,}", ",").replace(r",\!", ","))
+    return LABEL_IN_LIST.sub("", BLANKS.sub(" ", text)).strip()
+
+
+def _command(found: re.Match[str]) -> str:
+    name = found[1]
+    if name is None:
+        return " " if found[0] == "~" else found[0]  # a row of a matrix ends
+    return COMMANDS.get(name, found[0]) if name[0].isalpha() else SPACING[name]
+
+
+def without_wrappers(text: str) -> str:
+    r"""Remove \boxed{}, \text{}, \mathbf{} and their like, and keep what is in them."""
+    if "{" not in text:
+        return text
+    text = AND_TEXT.sub(", ", text)
+    closing = closing_braces(text)
+    dropped: list[tuple[int, int]] = []
+    for found in WRAPPER.finditer(text):
+        if (end := closing.get(found.end() - 1)) is not None:
+            dropped += [found.span(), (end, end + 1)]
+    if text.startswith("{") and closing.get(0) == len(text) - 1:
+        dropped += [(0, 1), (len(text) - 1, len(text))]
+    kept, at = [], 0
+    for start, end in sorted(dropped):
+        kept.append(text[at:start])
+        at = end
+    return " ".join([*kept, text[at:]]).strip() if dropped else text
+
+
+def with_braces(text: str) -> str:
+    r"""Put braces around arguments: "\frac12" is "\frac{1}{2}", "\sqrt3" is "\sqrt{3}", "x^10" is "x^{10}"."""
+    text = brace_fractions(text) if r"\frac" in text else text
+    text = ROOT.sub(r"\\sqrt{\1\2}", ROOT_WORD.sub(r"\\sqrt", text))
+    return SCRIPT.sub(r"\1{\2}", text)
+
+
+def brace_fractions(text: str) -> str:
+    r"""Put braces around the arguments of every \frac: "\frac12" and "\frac1{2}" become "\frac{1}{2}".
+
+    A \frac without both arguments, or with an argument that is not closed, is left unchanged.
+    """
+    closing = closing_braces(text)
+    characters = list(text)
+    for command in re.finditer(r"\\frac", text):
+        at, bare = command.end(), []
+        for _ in range(2):
+            found = ARGUMENT.match(text, at)
+            if found is None or (found[1] == "{" and found.start(1) not in closing):
+                break
+            if found[1] == "{":
+                at = closing[found.start(1)] + 1
+            else:
+                at = found.end()
+                bare.append(found.span(1))
+        else:
+            for start, end in bare:
+                characters[start] = "{" + characters[start]
+                characters[end - 1] += "}"
+    return "".join(characters)
+
+
+def with_plain_numbers(text: str) -> str:
+    """Write the numbers in a text without thousands signs and without zeros that say nothing.
+
+    A comma between brackets separates: (1,234) is a pair. Digits of a recurring decimal stay.
+    """
+    if not any(bracket in text for bracket in ("(", "[", r"\{")):
+        text = GROUPED.sub(lambda found: found[0].replace(",", ""), text)
+        text = SPACED.sub(lambda found: found[0].replace(" ", ""), text)
+    text = PLAIN.sub(_plain, BARE_POINT.sub("0.", text))
+    return NO_ZERO.sub("0", SIGN.sub("", text))
+
+
+def _plain(found: re.Match[str]) -> str:
+    whole, part = found[1].lstrip("0") or "0", (found[2] or "").rstrip("0")
+    return f"{whole}.{part}" if part else whole
+
+
+def with_fractions(text: str) -> str:
+    r"""Write a/b as \frac{a}{b}, and a reduced fraction of integers as the decimal that is equal to it, if any.
+
+    "1/2" and "0.5" are equal. "2/4" is another answer, where a question asks for lowest terms.
+    """
+    if "/" in text and (found := MIXED.fullmatch(text)):
+        return rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"
+    if "/" in text:
+        text = SLASHED.sub(r"\1\\frac{\2}{\3}", text)
+    return FRACTION.sub(_decimal, text) if r"\frac" in text else text
+
+
+def _decimal(found: re.Match[str]) -> str:
+    above, below = int(found[3]), int(found[5])
+    sign = "-" if sum(mark == "-" for mark in found.group(1, 2, 4)) % 2 and above else ""
+    plain = rf"{sign}\frac{{{above}}}{{{below}}}"
+    if below == 0 or Fraction(above, below).denominator != below:
+        return plain
+    rest, shift = below, 1
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+            shift *= 10
+    value = number(f"{above * shift // below}e-{len(str(shift)) - 1}")
+    return plain if rest != 1 or value is None else sign + spelling(value)
+
+
+def without_blanks(text: str) -> str:
+    r"""Remove blanks that say nothing. They stay between digits ("3 1/2"), after a command before a letter, and
+    one stays after each comma."""
+    text = COMMA.sub(", ", AND.sub(", ", BLANKS.sub(" ", text))).strip()
+    return BLANK.sub(lambda found: found[1] or found[2] or found[3] or "", text) if " " in text else text

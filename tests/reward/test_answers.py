@@ -1,0 +1,234 @@
+r"""The answer in a response, its normal form, and when it agrees with the ground truth: forms of one answer are
+right, other answers are wrong."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from rolemesh.config.reward import RewardConfig
+from rolemesh.rules.finding import answer_line, marked_number
+from rolemesh.rules.normal_form import agrees, read_answer
+from rolemesh.services.reward.functions import default_compute_score, math_verify
+
+VERL = RewardConfig(rules="verl")
+
+
+def accuracy(source: str, response: str, truth: Any, config: RewardConfig | None = None) -> bool:
+    scored = default_compute_score(source, response, truth, config=config)
+    return (scored["acc"] if isinstance(scored, dict) else scored) == 1.0
+
+
+# Reports from elsewhere: (data source, ground truth, response, right, right in verl 0.9.1).
+REPORTED = [
+    ("aime24", "033", "Answer: 33", True, False),
+    ("aime24", "33", "Answer: 033", True, False),
+    ("aime24", "016", r"\boxed{16}", True, False),
+    ("math_dapo", 34.0, "Answer: 34", True, False),
+    ("HuggingFaceH4/MATH-500", "5.0", r"\boxed{5}", True, False),
+    ("math_dapo", "0.5", "Answer: 0", False, False),
+    ("math_dapo", "73", "Final Answer: **73**", True, False),
+    ("math_dapo", "73", "**Answer:** 73", True, False),
+    ("aime25", "70", r"Answer: \(70\)", True, False),
+    ("aime25", "70", "Answer: 70.", True, False),
+    ("math_dapo", "2a+3", "Answer: 2a + 3", True, False),
+    ("math_dapo", "2a + 3", "Answer: 2 + 3", False, True),
+    ("math_dapo", "123", "Answer: 1,2,3", False, True),
+    ("openai/gsm8k", "12", "#### 1,2", False, True),
+    ("HuggingFaceH4/MATH-500", "5", r"\boxed {5}", True, False),
+    # More of each kind.
+    ("math_dapo", "0", "Answer: 00", True, False),
+    ("math_dapo", "-7", "Answer: -007", True, False),
+    ("math_dapo", "7", "Answer: -007", False, False),
+    ("math_dapo", 1e16, "Answer: 10000000000000000", True, False),
+    ("math_dapo", "34.00", "Answer: 34", True, False),
+    ("math_dapo", "34", "Answer: 3.4", False, False),
+    ("math_dapo", "340", "Answer: 34", False, False),
+    ("math_dapo", "73", "__Answer__: *73*", True, False),
+    ("math_dapo", "73", "**Answer: 73**", True, False),
+    ("math_dapo", "73", r"\textbf{Answer:} $73$", True, True),
+    ("math_dapo", "73", "Answer:\n\\[\n73\n\\]", True, False),
+    ("math_dapo", "73", r"Answer: $$\boxed{\boxed{73}}$$.", True, False),
+    ("math_dapo", "73", "Answer: 72\nAnswer: ", False, False),
+    ("math_dapo", "ab", "Answer: a b", True, False),
+    ("math_dapo", "circle", "Answer: a circle", True, True),
+    ("math_dapo", "1/3", r"Answer: \frac{1}{3}", True, False),
+    ("math_dapo", r"0.\overline{3}", "Answer: 0.3", False, True),
+    ("math_dapo", "12", "Answer: 12 square units", True, True),
+    ("math_dapo", "73", "Answer: m + n = 73", True, True),
+    ("math_dapo", "24", r"Answer: 48 \div 2 = 24", True, True),
+    ("math_dapo", "1234567", "Answer: 1,234,567", True, True),
+    ("math_dapo", "1,234", "Answer: 1, 234", False, True),
+    ("math_dapo", "3 1/2", "Answer: 31/2", False, True),
+    ("openai/gsm8k", "1234", "#### 12,34", False, True),
+    ("openai/gsm8k", "12", "#### 12/5", False, True),
+    ("openai/gsm8k", "5", "#### 5 million", False, True),
+    ("openai/gsm8k", "18", "#### **18**", True, False),
+    ("openai/gsm8k", "1234", "#### 1{,}234", True, False),
+    ("openai/gsm8k", "1234", r"#### $1\,234$", True, False),
+    ("openai/gsm8k", "18", r"#### $\boxed{18.00}$", True, False),
+    ("openai/gsm8k", "18", r"#### \(018\)", True, False),
+    ("math", r"\frac{1}{4}", r"\boxed{0.25}", True, False),
+    ("math", r"\frac{1}{2}", r"\boxed{\frac{2}{4}}", False, False),
+    ("math", "10\\text{ cm}", r"\boxed{10}", True, False),
+    ("math", "10\\text{ cm}", r"\boxed{10 \text{ m}}", False, False),
+    ("math", "y = 5", r"\boxed{x = 5}", False, False),
+    ("math", "A", r"\boxed{\textbf{(A)}}", True, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "truth", "response", "right", "in_verl"), REPORTED)
+def test_a_rule_forgives_form_and_nothing_else(
+    source: str, truth: Any, response: str, right: bool, in_verl: bool
+) -> None:
+    assert accuracy(source, response, truth) is right
+    assert accuracy(source, response, truth, VERL) is in_verl
+
+
+# Texts of one row are forms of one answer. Texts of different rows are different answers.
+ANSWERS = [
+    ("0", "00", "-0", "0.0", "+0", "0."),
+    ("7", "07", "+7", "7.0", "7.", "$7$", r"\(7\)", "**7**", r"\boxed {7}", r"\text{7}", "7e0", " 7 \n"),
+    ("-7", "-07", "\u22127", r"$-7.00$"),
+    ("0.5", ".5", "00.50", "1/2", r"\frac12", r"\dfrac{1}{2}", r"\frac{-1}{-2}", "½"),
+    ("1/3", r"\tfrac 13", r"\frac{1}{3}"),
+    ("0.3", r"3/10"),
+    (r"0.\overline{3}", r"0.\overline{3}."),
+    (r"0.30\overline{3}",),
+    ("70", "70.", r"\[70\]", "`70`"),
+    ("1000", "1,000", "1{,}000", r"1,\!000", r"1\,000", "1 000", "1e3", r"\$1,000.00"),
+    ("1, 0", "1,0", "1 ,0"),
+    ("(1, 234)", "(1,234)", r"\left(1,\,234\right)"),
+    ("(1234, 1)",),
+    (r"(0.5, \frac{2}{3})", "(1/2, 2/3)", r"( .5,\frac23 )"),
+    (r"\begin{pmatrix}1\\3\end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}"),
+    (r"\begin{pmatrix}1&3\end{pmatrix}",),
+    (r"(-\infty,1)\cup[2,3]", r"(-∞, 1) ∪ [2, 3]"),
+    ("2a+3", "2a + 3", "2 a+3", r"2a\,+\,3", "**2a + 3**"),
+    ("2A+3",),
+    ("2+3", "2 + 3"),
+    ("a", "$a$", "_a_"),
+    ("A", "(A)", r"\textbf{(A)}", r"\mathrm{A}", "A."),
+    ("circle", "a circle", "The circle"),
+    (r"3\frac{1}{2}", "3 1/2", r"3 \frac12", "3½"),
+    ("31/3", r"\frac{31}{3}"),
+    ("5!", "$5!$"),
+    ("x^{10}", "x^10"),
+    ("x^{1}0",),
+    (r"\pi r^2", r"\pi r^{2}", "πr²"),
+    (r"\sqrt{3}", r"\sqrt3", "√3", "sqrt(3)"),
+    (r"x \in t",),
+    (r"x\int",),
+    ("1, 2, 3, ...", "1,2,3,..."),
+    ("5 million",),
+    ("3 p.m.",),
+    ("3 a.m.",),
+    (r"\frac{2}{4}",),
+    ("10^{20}", "10^20"),
+    ("100000000000000000001", "100,000,000,000,000,000,001"),
+    ("100000000000000000002",),
+]
+
+
+@pytest.mark.parametrize("forms", ANSWERS, ids=lambda forms: forms[0])
+def test_forms_of_one_answer_have_one_normal_form_which_is_its_own(forms: tuple[str, ...]) -> None:
+    values = {read_answer(form).value for form in forms}
+    assert len(values) == 1
+    for value in values:
+        assert read_answer(value).value == value
+
+
+def test_different_answers_have_different_normal_forms() -> None:
+    values = [read_answer(forms[0]).value for forms in ANSWERS]
+    assert len(set(values)) == len(values)
+
+
+PIECES = (
+    *("1", "0", ",", ".", " ", "a", "-", "*", "_", "$", "(", ")", "{", "}", "=", "/", "^", "%", "\\ "),
+    *("\\frac", "\\text{", "\\boxed", "\\(", "\\)", "\\sqrt", " cm", "\\circ", "\\overline{", "and "),
+)  # fmt: skip
+
+
+def test_the_normal_form_of_a_normal_form_is_itself_whatever_the_text() -> None:
+    seeded = random.Random(1)
+    texts = ["".join(pair) for pair in itertools.product(PIECES, repeat=2)]
+    texts += ["".join(seeded.choices(PIECES, k=seeded.randint(3, 12))) for _ in range(3000)]
+    for text in texts:
+        value = read_answer(text).value
+        assert read_answer(value).value == value, text
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "same"),
+    [
+        ("12 cm", "12", True),
+        ("12", r"12\text{ cm}^2", True),
+        ("12 centimeters", "12cm", True),
+        ("12 cm", "12 m", False),
+        ("12 apples", "12", True),
+        ("50 percent", r"50\%", True),
+        (r"50^\circ", r"50\%", False),
+        ("x = 5", "5", True),
+        ("the area = 5", "5", True),
+        ("x = 5", "y = 5", False),
+        (r"x \in [0, 1]", "[0,1]", True),
+        ("x = 2 + 3 = 5", "5", True),
+        ("2x + 3 = 5", "5", False),
+        ("3 + 4 = 7", "8 - 1 = 7", False),
+        ("m + n = 7", "7", True),
+        ("x + y = 7", "x = 7", False),
+        ("x = 3 + 4 = 7", "x = 7", True),
+        ("", "", False),
+    ],
+)
+def test_units_and_names_may_be_left_out_and_may_not_differ(given: str, truth: str, same: bool) -> None:
+    assert agrees(read_answer(given), read_answer(truth)) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("Answer: 5", "5"),
+        ("Answer: 5\nso", "5"),
+        ("**Answer:** 5", "5"),
+        ("*Answer*: *5*", "*5*"),
+        ("Answer: 5\nAnswer:", "5"),
+        ("Answer: 5\nAnswer: 6", "6"),
+        ("Answer:\n\n$$\n5\n$$", "$$\n5\n$$"),
+        ("Answer：5", "5"),
+        ("answer 5", None),
+    ],
+)
+def test_the_answer_line_is_what_follows_the_last_label(text: str, line: str | None) -> None:
+    assert answer_line(text) == line
+
+
+def test_a_marked_number_is_read_with_its_sign_and_what_changes_it() -> None:
+    for text, found in (("#### **-5**", "-5"), ("#### 12/5 x", "12/5"), ("#### 5e3", "5e3"), ("#### 5,", "5"),
+                        ("#### five", None), ("#### 5 apples", "5"), ("#### 1\n#### 2", "2")):  # fmt: skip
+        assert marked_number(text) == found
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "right", "in_library"),
+    [
+        (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}", False, True),
+        (r"\boxed{2^{-99}}", r"\frac{1}{2^{99}}", True, True),
+        (r"\boxed{0.0000012}", "0.0000013", False, True),
+        (r"\boxed{0.333333}", r"\frac{1}{3}", True, True),
+        (r"\boxed{(0, 2^{-98})}", "(0, 2^{-99})", False, True),
+        (r"\boxed{\{1, 2^{-98}\}}", r"\{2^{-99}, 1\}", False, True),
+        (r"\boxed{x = 2^{-98}}", "x = 2^{-99}", False, True),
+        (r"\boxed{\sqrt{2} \cdot 10^{30}}", "1414213562373095048801688724209.69", True, False),
+        (r"\boxed{10^{30} + 1}", "10^{30}", False, False),
+        (r"\boxed {5}", "5", True, False),
+    ],
+)
+def test_numbers_of_any_size_are_equal_only_relative_to_it(
+    response: str, truth: str, right: bool, in_library: bool
+) -> None:
+    assert math_verify.compute_score(response, truth) == float(right)
+    assert math_verify.compute_score(response, truth, exact=False) == float(in_library)
