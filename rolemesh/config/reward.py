@@ -98,6 +98,11 @@ class RewardConfig(Config):
         description="gsm8k, dapo: number of characters to search at the end of a response, as in verl; null: "
         "all",
     )
+    skip_special_tokens: bool = Field(
+        True,
+        description="reward functions, dumps and generated files show responses without special tokens; false: "
+        "with them, such as a <think> that is one; tokens of the end and of padding are never shown",
+    )
     math: Literal["hendrycks", "math_verify"] = Field(
         "hendrycks",
         description="MATH: compare answers as normalized text (hendrycks) or as mathematics (math_verify)",

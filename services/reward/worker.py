@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rolemesh.agents.turns import last_contexts, written
 from rolemesh.config import JobConfig
+from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RewardFailed
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
@@ -51,6 +52,7 @@ class RewardWorker(LocalWorker):
         self._writes = methods(job)["reward.compute_scores"].writes
         self._max_tokens = job.data.max_response_length
         self._tokenizer = load_tokenizer(job.actor.model)
+        self._texts = ResponseTexts(self._tokenizer, skip_special_tokens=job.reward.skip_special_tokens)
         vocabulary = vocabulary_in(job.actor.model, "actor")
         self.validator = BatchValidator.of(methods(job), "reward", vocabulary)
         self._pool = ScoringPool(job.reward, job.plugins)
@@ -130,7 +132,7 @@ class RewardWorker(LocalWorker):
         else:
             responses, mask = batch["responses"], written(batch)
             ids = [responses[row][mask[row]].tolist() for row in rows]
-            texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            texts = self._texts(ids)
         return [
             {
                 "data_source": batch["data_source"][row],

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset
+from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Rollout
 from rolemesh.services.controller.offline.parts import Parts
@@ -42,6 +43,7 @@ async def generate(
     # Twice what the replicas decode at once: they have work while the last rows of a part are generated.
     rows = 2 * job.rows_at_once * job.placement.replicas["rollout"]
     rows_of_part = job.rollout.val_kwargs.n * len(parts.prompts_of(0))
+    texts = ResponseTexts(tokenizer, skip_special_tokens=job.reward.skip_special_tokens)
     seats = asyncio.Semaphore(min(PARTS_AT_ONCE, -(-rows // rows_of_part)))
 
     async def told(rows: DataProto) -> DataProto:
@@ -52,25 +54,24 @@ async def generate(
         async with seats:
             at = parts.prompts_of(number)
             batch = await respond(prompts.batch(at), at.start, rollout, job, told)
-            table = response_columns(batch, job.rollout.val_kwargs.n, tokenizer, parts.log_probs)
+            table = response_columns(batch, job.rollout.val_kwargs.n, texts, parts.log_probs)
             await asyncio.to_thread(parts.write, number, table)
 
     await gather(*(make(number) for number in parts.missing()))
 
 
-def response_columns(batch: DataProto, n: int, tokenizer: Any, log_probs: bool) -> pa.Table:
+def response_columns(batch: DataProto, n: int, texts: ResponseTexts, log_probs: bool) -> pa.Table:
     """Return the columns that generation adds: a row for each prompt, with a list of its n responses in each.
 
     Args:
         batch: n rows for each prompt, one after the other.
         n: responses to each prompt.
-        tokenizer: decodes them, without special tokens: so reward functions see them.
+        texts: decodes them as reward functions see them.
         log_probs: also the engine's log-probability of each token.
     """
     masks = batch["response_mask"]
     ids = [row[mask].tolist() for row, mask in zip(batch["responses"], masks, strict=True)]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    columns = {RESPONSES: (texts, pa.string()), IDS: (ids, pa.list_(pa.int32()))}
+    columns = {RESPONSES: (texts(ids), pa.string()), IDS: (ids, pa.list_(pa.int32()))}
     if log_probs:
         rows = [row[mask].tolist() for row, mask in zip(batch["rollout_log_probs"], masks, strict=True)]
         columns[LOG_PROBS] = (rows, pa.list_(pa.float32()))

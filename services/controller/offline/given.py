@@ -84,6 +84,7 @@ def settings_of(job: JobConfig, prompts: PromptDataset) -> dict[str, Any]:
         **_keys(job.rollout, "rollout"),
         **_keys(job.actor.model, "actor.model"),
         "trainer.device": job.trainer.device,
+        "reward.skip_special_tokens": job.reward.skip_special_tokens,
         "plugins": list(job.plugins),
         "the prompts' tokens": _digest(prompts),
         "the model's files": _files_of(job),

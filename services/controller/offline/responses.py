@@ -11,6 +11,7 @@ from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset
 from rolemesh.data.dataset import check_judging, judging_columns, limited
 from rolemesh.data.files import FileRows
+from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidData
 from rolemesh.hub import data_file
@@ -39,6 +40,7 @@ class ResponseRows:
     def __init__(self, job: JobConfig, tokenizer: Any, response_key: str) -> None:
         config = self._config = job.data.model_copy(update={"dataset": "parquet", "options": {}})
         self._job, self._tokenizer, self._key = job, tokenizer, response_key
+        self._texts = ResponseTexts(tokenizer, skip_special_tokens=job.reward.skip_special_tokens)
         self._end: int = tokenizer.eos_token_id or 0  # without one, any token counts as the last
         self._vocabulary = vocabulary_in(job.actor.model, "actor")
         self._by_model = job.reward.reward_model.enable
@@ -145,7 +147,7 @@ class ResponseRows:
                 f"{where}: column {IDS!r} should hold {len(texts)} lists of 1 to {width} token ids "
                 f"(data.max_response_length) below {vocabulary}; it holds {given!r:.200}"
             )
-        if self._tokenizer.batch_decode(given, skip_special_tokens=True) != list(texts):
+        if self._texts(given) != list(texts):
             raise InvalidData(
                 f"{where}: the tokens in column {IDS!r} are not those of {self._key!r}; drop the column, and "
                 "the texts are tokenized"

@@ -16,6 +16,7 @@ from rolemesh.catalog.agents import AGENTS
 from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset
 from rolemesh.data.dataset import Agents
+from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RolemeshError
 from rolemesh.graph import observer
@@ -71,6 +72,7 @@ class Run:
         self.status = status or RunStatus(job.trainer.experiment_name)
         self.status.on_change = self.display.show
         self._tokenizer = tokenizer
+        self._texts = ResponseTexts(tokenizer, skip_special_tokens=job.reward.skip_special_tokens)
         self._tools: dict[str, list[dict[str, Any]]] = {}  # by agent; known once its environment is
         self._stopwatch = Stopwatch(lambda phase: self.status.set(phase=phase))
         self._kl = KLController(job.algorithm.kl_ctrl)
@@ -259,7 +261,7 @@ class Run:
         if self.job.algorithm.use_kl_in_reward:
             self._kl.update(metrics["actor/reward_kl_penalty"], len(batch))
         if self.job.answers:
-            dump(answers(batch, number, self._tokenizer), self.job.trainer.rollout_data_dir, number)
+            dump(answers(batch, number, self._texts), self.job.trainer.rollout_data_dir, number)
         return {
             "training/epoch": float(self._order.epoch(position)),
             **metrics,
@@ -279,7 +281,7 @@ class Run:
             else:
                 metrics = await validate_loss(prompts, self._roles)
         if self.job.answers:
-            rows = answers(batch, number, self._tokenizer)
+            rows = answers(batch, number, self._texts)
             dump(rows, self.job.trainer.validation_data_dir, number)
             self._answers = rows[: self.job.trainer.log_val_generations]
         return metrics | {"timing_s/testing": self._stopwatch.take()["timing_s/testing"]}

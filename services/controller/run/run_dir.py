@@ -14,6 +14,7 @@ from typing import Any
 
 from rolemesh.agents.turns import written
 from rolemesh.config import JobConfig
+from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RolemeshError
 from rolemesh.home import Home, lock
@@ -121,15 +122,16 @@ def address_shown(run_dir: Path, address: str) -> Iterator[None]:
             path.unlink()
 
 
-def answers(batch: DataProto, step: int, tokenizer: Any) -> list[dict[str, Any]]:
+def answers(batch: DataProto, step: int, texts: ResponseTexts) -> list[dict[str, Any]]:
     """Convert rows to readable dicts with input, output, gts (the ground truth), score, acc, uid and others.
 
+    Output is as reward functions see it, and input has special tokens if they do.
     Rows that are conversations also have `conversation`: why it ended, numbers, and what each side said.
     """
     scores = batch["token_level_scores"].sum(dim=1).tolist()
     rows = zip(
-        _texts(batch["prompts"], batch["prompt_mask"], tokenizer),
-        _texts(batch["responses"], written(batch), tokenizer),
+        texts.whole(_ids(batch["prompts"], batch["prompt_mask"])),
+        texts(_ids(batch["responses"], written(batch))),
         batch["reward_model"],
         scores,
         batch["acc"].tolist(),
@@ -152,7 +154,7 @@ def answers(batch: DataProto, step: int, tokenizer: Any) -> list[dict[str, Any]]
     ]
     if "turns" in batch:
         for row, answer in enumerate(told):
-            answer["conversation"] = {**batch["conversation"][row], "said": _said(batch, row, tokenizer)}
+            answer["conversation"] = {**batch["conversation"][row], "said": _said(batch, row, texts.tokenizer)}
     return told
 
 
@@ -185,7 +187,5 @@ def dump(rows: list[dict[str, Any]], directory: str | None, step: int) -> None:
             (into / f"{step}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def _texts(ids: Any, mask: Any, tokenizer: Any) -> list[str]:
-    tokens = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
-    texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    return texts
+def _ids(ids: Any, mask: Any) -> list[list[int]]:
+    return [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]

@@ -93,7 +93,7 @@ def default_compute_score(
 
     Args:
         data_source: the row's data_source.
-        solution_str: the response's text, without special tokens.
+        solution_str: the response's text, without special tokens unless reward.skip_special_tokens is false.
         ground_truth: text, a number, a list of correct answers, or {"target": one of these}; prime_code: tests.
         extra_info: the row's extra_info; no rule here reads it.
         config: the reward section: rules, format_score, answer_chars, math, sandbox; None: the defaults.
