@@ -62,11 +62,12 @@ def unreadable(wrong: type[RolemeshError], error: BaseException, message: str) -
     Returns:
         An OSError if an I/O error is behind it, and else one of class `wrong`.
     """
-    numbers = {_number(each) for each in _chain(error)} - {None}
+    numbers = {_number(each) for each in chain(error)} - {None}
     return OSError(message) if numbers - _OF_INPUT else wrong(message)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that led to it: its cause or context, theirs, and so on."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextvars import ContextVar
@@ -15,6 +16,26 @@ R = TypeVar("R")
 # Called with every piece of work that a call starts in a thread. The server counts the call's memory until it
 # is done.
 watch: ContextVar[Callable[[asyncio.Future[Any]], None] | None] = ContextVar("watch", default=None)
+
+
+class _Progress(threading.local):
+    """What a thread calls when it makes progress."""
+
+    note: Callable[[], None] | None = None
+
+
+_progress = _Progress()
+
+
+def note_progress_with(note: Callable[[], None] | None) -> None:
+    """Set what `progress` calls on this thread; None: nothing."""
+    _progress.note = note
+
+
+def progress() -> None:
+    """Note that this thread makes progress in a long piece of work: another micro-batch, another token."""
+    if _progress.note is not None:
+        _progress.note()
 
 
 async def run_on(

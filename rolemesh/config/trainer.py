@@ -91,6 +91,12 @@ class TrainerConfig(Config):
         "it has "
         "them",
     )
+    progress_timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="time without progress on its device, in seconds, after which a role is no longer live; "
+        "progress is a micro-batch, or a token of each row of engine hf",
+    )
     ready_timeout_s: float = Field(600.0, gt=0, description="time for every role to become ready, in seconds")
 
     @property

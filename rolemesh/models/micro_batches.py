@@ -16,6 +16,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.models.sequence import contexts
 from rolemesh.ranks.ranks import Ranks
+from rolemesh.threads import progress
 
 # meta_info of a rank's part of a batch: its only row is another rank's, and does not count.
 IS_FILLER = "is_filler"
@@ -118,8 +119,10 @@ class MicroBatches:
         cuts = self.cut(part)
         num_passes = ranks.most(len(cuts))
         for at in cuts:
+            progress()
             yield at, not part.meta_info.get(IS_FILLER, False)
         for _ in range(num_passes - len(cuts)):
+            progress()
             yield part["attention_mask"].sum(1).argmin()[None].cpu(), False
 
     def _lengths(self, batch: DataProto) -> list[int]:

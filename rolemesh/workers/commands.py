@@ -21,6 +21,7 @@ from rolemesh.ranks.load import RankLoads
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.telemetry import timeline
 from rolemesh.telemetry.logs import shown
+from rolemesh.workers import broken_device
 from rolemesh.workers.seat import Seat
 
 SECONDS = "seconds"  # in an answer's meta_info: of the command, and of them in collectives
@@ -29,6 +30,7 @@ SECONDS = "seconds"  # in an answer's meta_info: of the command, and of them in 
 class Commanded(Protocol):
     """A worker whose commands run on every rank."""
 
+    role: str
     seat: Seat
     loads: RankLoads
 
@@ -51,6 +53,7 @@ def command(method: Callable[[W, DataProto], DataProto]) -> Given[W]:
         try:
             return method(self, part)
         except BaseException as error:
+            broken_device.report(error, self.role)  # before rank 0 has waited for the other ranks
             _drop_frames(error)
             raise
 

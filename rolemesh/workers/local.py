@@ -23,6 +23,7 @@ from rolemesh.ranks.load import RankLoads
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import timeline
 from rolemesh.validation import BatchValidator
+from rolemesh.workers.broken_device import error_of_device
 from rolemesh.workers.commands import command
 from rolemesh.workers.parking import Parking
 from rolemesh.workers.seat import ComputingThread, Seat
@@ -143,6 +144,13 @@ class LocalWorker:
         """Run a function on the thread on which the role's model computes: this one."""
         function()
 
+    def silent_s(self) -> float:
+        """Return for how many seconds the running computation has made no progress; 0 if there is none.
+
+        Progress is a micro-batch, or a token of each row of engine hf.
+        """
+        return self.seat.thread.silent_s
+
     async def watch(self) -> None:
         """Wait until the worker fails unrecoverably, then raise; never return.
 
@@ -207,6 +215,8 @@ def by_rows(
             try:
                 answers = method(self, DataProto.concat([each.batch for each in together]))
             except Exception as error:
+                if error_of_device(error) is not None:
+                    raise
                 why = f"{type(error).__name__}: {error}"
                 log.warning("%s: computing %d calls one by one: %s", self.role, len(together), why)
                 for each in together:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,9 +12,12 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from rolemesh.config import JobConfig
+from rolemesh.errors import RoleUnavailable
 from rolemesh.ranks.orders import Alone, Orders
 from rolemesh.ranks.ranks import Ranks
+from rolemesh.threads import note_progress_with
 from rolemesh.weights.holder import Holder
+from rolemesh.workers import broken_device
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.traces import Traces
 
@@ -27,11 +31,16 @@ class ComputingThread(ThreadPoolExecutor):
     Load a role on the thread on which it computes. Every thread that uses OpenMP has a team. If the teams
     together have more threads than there are cores, their threads sleep at a barrier instead of spinning, and
     each operation starts later (docs/profiling.md).
+
+    An error that broke the device is reported (broken_device.py), and becomes RoleUnavailable: another replica
+    may do the job.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(1, name, _use_threads, (torch.get_num_threads(),))
+        self._name = name
         self._num_queued = 0
+        self._progressed_at: float | None = None  # in time.monotonic(); None: no job runs
         self._counting = Lock()
         self._is_closing = False
 
@@ -40,12 +49,28 @@ class ComputingThread(ThreadPoolExecutor):
         """True if another job, or the shutdown, is queued on this thread. A long job may yield to it."""
         return self._is_closing or self._num_queued > 0
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the running job began, or since its last `progress`; 0 if no job runs."""
+        at = self._progressed_at
+        return 0.0 if at is None else time.monotonic() - at
+
     def submit(self, job: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Queue a job."""
 
         def begin() -> R:
             self._count(-1)
-            return job(*args, **kwargs)
+            self._note_progress()
+            note_progress_with(self._note_progress)
+            try:
+                return job(*args, **kwargs)
+            except Exception as error:
+                if (broken := broken_device.error_of_device(error)) is None:
+                    raise
+                broken_device.report(error, self._name)
+                raise RoleUnavailable(f"the device of {self._name} is broken: {broken}") from error
+            finally:
+                self._progressed_at = None
 
         future = super().submit(begin)
         self._count(1)
@@ -56,6 +81,9 @@ class ComputingThread(ThreadPoolExecutor):
         """Take no further job, and end after those that are queued."""
         self._is_closing = True
         super().shutdown(wait, cancel_futures=cancel_futures)
+
+    def _note_progress(self) -> None:
+        self._progressed_at = time.monotonic()
 
     def _count(self, jobs: int) -> None:
         with self._counting:

@@ -34,10 +34,13 @@ from rolemesh.services.processes.launchers import (
     rank_environment,
 )
 from rolemesh.services.processes.ray_cluster import joins_cluster, ray_cluster
+from rolemesh.workers import broken_device
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
+# How a process ends by itself. Others of its group then end with code 1.
+CAUSES = {broken_device.EXIT_CODE, *(-number for number in signal.Signals)}
 
 
 @dataclass
@@ -68,6 +71,7 @@ class RoleProcess:
         ended = "is still running"
         if code is not None:
             ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            ended += " (its device is broken)" if code == broken_device.EXIT_CODE else ""
         roles = f"with {', '.join(self.roles)}, " if len(self.roles) > 1 else ""
         return f"{self.name} ({roles}pid {self.process.pid}) {ended}"
 
@@ -130,8 +134,8 @@ class RoleProcesses:
         try:
             while waits:
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                # A rank that was killed comes before those that ended because of it.
-                for wait in sorted(done, key=lambda wait: waits[wait].process.returncode or 0):
+                # A rank that was killed, or whose device broke, comes before those that ended because of it.
+                for wait in sorted(done, key=lambda wait: _is_consequence(waits[wait])):
                     member = waits.pop(wait)
                     others = [
                         other
@@ -344,6 +348,11 @@ async def _start(
     ]
     process = await launcher.start(seat, arguments, environment, log_file)
     return RoleProcess(roles, name, replica, process, log_file, address_file)
+
+
+def _is_consequence(member: RoleProcess) -> tuple[bool, int]:
+    code = member.process.returncode or 0
+    return code not in CAUSES, code
 
 
 def _visible(gpus: Sequence[str]) -> dict[str, str]:

@@ -11,8 +11,6 @@ import gc
 import json
 import logging
 import os
-import signal
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +34,7 @@ from rolemesh.ranks.rendezvous import Rendezvous, own_gpu
 from rolemesh.rpc import tls
 from rolemesh.rpc.contract import WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer, serve_metrics
+from rolemesh.services.processes.ending import LAST_WORDS_S, ORPHAN_DRAIN_S, Ending, end_at_once, end_in
 from rolemesh.telemetry import context, metrics
 from rolemesh.telemetry.logs import LogFormat, setup_logging
 from rolemesh.weights.holder import Holder
@@ -48,10 +47,6 @@ from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.seat import Seat
 
 log = logging.getLogger(__name__)
-
-DRAIN_S = 25.0  # for running calls; Kubernetes kills the pod 30 s after SIGTERM
-ORPHAN_DRAIN_S = 1.0  # when the launcher is gone, nobody waits for answers
-LAST_WORDS_S = 4.0  # then the process exits even if a thread still computes, which cannot be stopped
 
 LOAD = "load"  # the first order for a role on the group's devices
 
@@ -217,6 +212,7 @@ async def serve(
     context.rank.set(rendezvous.rank if rendezvous.size > 1 else None)
     context.job.set(job.trainer.experiment_name)
     ending = Ending(exit_with_parent)
+    ending.with_device()
     metrics_address = serve_metrics(metrics_listen) if metrics_listen else None
     metrics.DEVICE_BYTES.set_function(torch.cuda.memory_reserved)  # 0 until something is on a GPU
     health_address = await server.start_health(health_listen) if health_listen else None
@@ -244,11 +240,13 @@ async def serve(
     finally:
         if leader and code:  # no other rank computes now, so a call that runs may never end
             ending.grace_s = ORPHAN_DRAIN_S
-            _end_in(ORPHAN_DRAIN_S + LAST_WORDS_S, code)
+            end_in(ORPHAN_DRAIN_S + LAST_WORDS_S, code)
         await server.drain(ending.grace_s)
+        if ending.code:
+            end_at_once(ending.code)  # followers learn it from the end of their streams
         if leader:
             await leader.close()
-        _end_in(LAST_WORDS_S, code)
+        end_in(LAST_WORDS_S, code)
 
 
 async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig, leader: Leader | None) -> None:
@@ -257,6 +255,7 @@ async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig, leader
         await leader.start()
         await leader.gather()
     workers, servicers = await load_group(roles, job, leader)
+    server.hung = partial(_hung, workers, job)
     gc.collect()
     gc.freeze()  # loaded objects stay; a garbage collection over them would pause every call for 200 ms
     await server.ready(servicers)
@@ -268,6 +267,17 @@ async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig, leader
     except ExceptionGroup as lost:
         log.error("%s", lost.exceptions[0])
         raise lost.exceptions[0] from None
+
+
+def _hung(workers: Sequence[LocalWorker], job: JobConfig) -> str:
+    """Say which role has made no progress on its device for too long; empty: none."""
+    limit = job.trainer.progress_timeout_s
+    silent = {worker.role: worker.silent_s() for worker in workers if job.on_device(worker.role)}
+    return "; ".join(
+        f"{role} has made no progress for {seconds:.0f} s (trainer.progress_timeout_s is {limit:.0f})"
+        for role, seconds in silent.items()
+        if seconds > limit
+    )
 
 
 async def _follow(
@@ -283,7 +293,7 @@ async def _follow(
             await worker.watch()
         except RolemeshError as error:
             log.error("%s", error)
-            _end_at_once(1)
+            end_at_once(1)
 
     def load_own(role: str, rows: DataProto) -> DataProto:
         workers[role], _ = load_role(role, job, WeightStore(), _with_ranks(role, seats[role], job, rendezvous))
@@ -299,8 +309,9 @@ async def _follow(
     asked = asyncio.create_task(ending.begun.wait())
     await asyncio.wait({following, asked}, return_when=asyncio.FIRST_COMPLETED)
     if asked.done():
-        log.info("%s: following until rank 0 ends, for %.0f s at most", ending.reason, ending.grace_s)
-        _end_in(ending.grace_s + LAST_WORDS_S, 0)
+        if not ending.code:
+            log.info("%s: following until rank 0 ends, for %.0f s at most", ending.reason, ending.grace_s)
+        end_in(ending.grace_s + (0 if ending.code else LAST_WORDS_S), ending.code)
     code = 1
     try:
         await following
@@ -310,56 +321,7 @@ async def _follow(
         log.error("%s", error)
     except Exception:
         log.exception("cannot follow rank 0")
-    _end_at_once(code)
-
-
-# ------------------------------------------------------------------------------------ the end
-
-
-class Ending:
-    """Records why the process ends, and how long it may drain."""
-
-    def __init__(self, with_parent: bool) -> None:
-        self.begun = asyncio.Event()
-        self.reason = ""
-        self.grace_s = DRAIN_S
-        self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._on_signal, number)
-        if with_parent:
-            threading.Thread(target=self._watch_stdin, daemon=True, name="parent").start()
-
-    def _on_signal(self, number: signal.Signals) -> None:
-        if self.begun.is_set():
-            os._exit(128 + number)
-        self._begin(f"got {number.name}", DRAIN_S)
-
-    def _watch_stdin(self) -> None:
-        # os.read instead of sys.stdin, whose lock would be held at interpreter exit.
-        while os.read(0, 4096):
-            pass
-        _end_in(ORPHAN_DRAIN_S + LAST_WORDS_S, 0)  # even if the event loop hangs
-        self._loop.call_soon_threadsafe(self._begin, "the launcher is gone", ORPHAN_DRAIN_S)
-
-    def _begin(self, reason: str, grace_s: float) -> None:
-        self.reason, self.grace_s = reason, grace_s
-        self.begun.set()
-
-
-def _end_at_once(code: int) -> NoReturn:
-    """End a follower, one of whose threads may hang in a collective, which cannot be stopped."""
-    logging.shutdown()
-    os._exit(code)
-
-
-def _end_in(seconds: float, code: int) -> None:
-    """End the process after some seconds, unless it has ended by then."""
-    timer = threading.Timer(seconds, os._exit, (code,))
-    timer.daemon = True
-    timer.start()
-
-
-# ---------------------------------------------------------------------------------- small parts
+    end_at_once(ending.code or code)
 
 
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import RoleUnavailable
+from rolemesh.services.processes.ending import DRAIN_S, Ending
 from rolemesh.services.processes.launchers import HERE
 from rolemesh.services.processes.role_processes import (
     GRACE_S,
@@ -20,7 +21,6 @@ from rolemesh.services.processes.role_processes import (
     rank_seats,
     visible_gpus,
 )
-from rolemesh.services.processes.serve import DRAIN_S, Ending
 from rolemesh.telemetry import context
 from rolemesh.telemetry.logs import LogFormat, setup_logging
 

@@ -14,6 +14,7 @@ from rolemesh.models.loading import load_tokenizer, resolve_device, vocabulary_o
 from rolemesh.models.reward_model import RewardModel
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import Root
+from rolemesh.threads import progress
 
 
 class ModelScorer:
@@ -55,6 +56,7 @@ class ModelScorer:
         num_passes = self._ranks.most(len(passes))
         scores = torch.zeros(len(rows))
         for at, ids, mask in passes:
+            progress()
             scores[at] = self._forward(ids, mask)
         for _ in range(num_passes - len(passes)):  # a rank with fewer passes repeats a row of its first
             self._forward(passes[0][1][:1], passes[0][2][:1])

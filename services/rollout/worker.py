@@ -187,6 +187,10 @@ class RolloutWorker(LocalWorker):
         """Wake this rank's engine. meta_info of the answer: `num_bytes`."""
         return DataProto({}, meta_info={"num_bytes": self.rank_engine.run(self.rank_engine.engine.wake())})
 
+    def silent_s(self) -> float:
+        own = self._own.worker.silent_s() if self._own is not None else 0.0
+        return max(own, super().silent_s())
+
     def where_it_computes(self, function: Callable[[], None]) -> None:
         if self._own is None:
             super().where_it_computes(function)

@@ -20,8 +20,9 @@ from rolemesh.catalog.roles import ROLES
 from rolemesh.errors import RolemeshError, RoleUnavailable, UpdateFailed
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.replica import Replica
-from rolemesh.services.processes.serve import LAST_WORDS_S, ORPHAN_DRAIN_S
+from rolemesh.services.processes.ending import LAST_WORDS_S, ORPHAN_DRAIN_S
 from rolemesh.telemetry import timeline
+from rolemesh.workers.broken_device import EXIT_CODE
 
 KEEPALIVE_S = 1.0  # of these groups, in place of ten seconds: both until a rank is asked, and until it answers
 NOTICED_S = 2 * KEEPALIVE_S  # until a rank that is silent is known to be
@@ -151,3 +152,21 @@ async def test_an_error_on_one_rank_alone_ends_all_though_others_wait_for_it(tmp
         assert re.search(words, started.log(0))
         assert re.search(words, started.log(1))
         assert time.monotonic() - began < OTHERS_S + ENDS_S + BUSY_S
+
+
+async def test_a_broken_device_of_one_rank_ends_all_and_its_process_says_so(tmp_path: Path) -> None:
+    """Before the time in which other ranks may raise the same error, though they wait in a collective."""
+
+    async def breaks(rank: int) -> None:
+        with group(tmp_path / str(rank), 2) as started:
+            async with client_of(started) as client:
+                began = time.monotonic()
+                with pytest.raises(RoleUnavailable):
+                    await client.drill(raises=[rank], error="AcceleratorError", meets=[1 - rank])
+            codes = await started.ended()
+            assert codes == ([EXIT_CODE, 1] if rank == 0 else [1, EXIT_CODE])
+            assert time.monotonic() - began < ENDS_S + BUSY_S
+            assert "only a new process can use it again: AcceleratorError on purpose" in started.log(rank)
+            assert f"rank {rank} of 2 of drill" in started.log(1 - rank)
+
+    await asyncio.gather(breaks(0), breaks(1))

@@ -20,7 +20,7 @@ from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.contract import REWARD
 from rolemesh.rpc.serving.server import RoleServer
-from rolemesh.services.processes.serve import DRAIN_S
+from rolemesh.services.processes.ending import DRAIN_S
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

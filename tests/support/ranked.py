@@ -71,7 +71,8 @@ class DrillWorker(LocalWorker):
             self.seat.ranks.wait()
         if self._rank in what.get("raises", []):
             error = what["error"]
-            raise getattr(errors, error, RuntimeError)(f"{error} on purpose on rank {self._rank}")
+            of_class = getattr(errors, error, None) or getattr(torch, error, RuntimeError)
+            raise of_class(f"{error} on purpose on rank {self._rank}")
 
 
 class DrillClient(RoleClient):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch
+from rolemesh.errors import InvalidBatch, RoleUnavailable
+from rolemesh.threads import progress
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker, by_rows
 from rolemesh.workers.seat import ComputingThread, Seat
@@ -75,6 +77,45 @@ class Squarer(LocalWorker):
         finally:
             end.set()
             holding.result()
+
+
+def test_a_thread_is_silent_since_its_last_progress() -> None:
+    thread, began, go_on = ComputingThread("actor"), threading.Event(), threading.Event()
+
+    def compute() -> None:
+        began.set()
+        assert go_on.wait(60)
+        at = time.monotonic()
+        progress()
+        assert thread.silent_s <= time.monotonic() - at
+
+    assert thread.silent_s == 0
+    computing = thread.submit(compute)
+    assert began.wait(60)
+    before = thread.silent_s
+    assert 0 < before < thread.silent_s
+    go_on.set()
+    computing.result(60)
+    assert thread.silent_s == 0
+    thread.shutdown()
+
+
+def test_a_broken_device_is_a_lost_role_and_a_full_one_is_not() -> None:
+    """An error that another one led to counts, too."""
+    thread = ComputingThread("actor")
+
+    def fail(error: Exception, cause: Exception | None = None) -> None:
+        raise error from cause
+
+    broken = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    for errors in ((broken,), (InvalidBatch("in a plug-in"), broken)):
+        with pytest.raises(RoleUnavailable, match="device of actor is broken: CUDA error: device-side assert"):
+            thread.submit(fail, *errors).result(60)
+    for full in (torch.OutOfMemoryError("full"), torch.AcceleratorError("CUDA error: out of memory")):
+        with pytest.raises(type(full)) as raised:
+            thread.submit(fail, full).result(60)
+        assert raised.value is full
+    thread.shutdown()
 
 
 def numbers(*values: float, **columns: Any) -> DataProto:

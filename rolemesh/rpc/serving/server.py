@@ -51,7 +51,8 @@ STREAMS_OPTIONS = (
     "grpc.server.max_pending_requests_hard_limit",
 )
 
-# Health name for liveness probes: SERVING whenever the event loop answers, in every state of the roles.
+# Health name for liveness probes: SERVING whenever the event loop answers, in every state of the roles, unless
+# one of them hangs on its device.
 LIVE = "live"
 
 HANDLERS = {
@@ -68,16 +69,21 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # 
     Args:
         life: of the server, as its other answers name it.
         why: returns the reason; empty: none is known.
+        hung: says which role hangs on its device, so that LIVE is NOT_SERVING; empty: none.
     """
 
-    def __init__(self, life: str, why: Callable[[], str]) -> None:
+    def __init__(self, life: str, why: Callable[[], str], hung: Callable[[], str]) -> None:
         super().__init__()
-        self._life, self._why = life, why
+        self._life, self._why, self._hung = life, why, hung
 
     async def Check(self, request: Any, context: Any) -> Any:
         answer = await super().Check(request, context)
         trailing = [(LIFE_KEY, self._life)]
-        if answer.status != health_pb2.HealthCheckResponse.SERVING and (why := self._why()):
+        why = self._hung() if request.service == LIVE else self._why()
+        if request.service == LIVE and why:
+            log.error("not live: %s", why)
+            answer = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
+        if answer.status != health_pb2.HealthCheckResponse.SERVING and why:
             trailing.append((WHY_KEY, why))
         context.set_trailing_metadata(tuple(trailing))
         return answer
@@ -125,8 +131,10 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._behaviours: dict[str, Behaviour] = {}  # path to the guarded method
         self._refusal = "is still loading"
         self.why: Callable[[], str] = lambda: ""  # says what it waits for until it is ready
+        self.hung: Callable[[], str] = lambda: ""  # says which role hangs on its device
         self._guard = Guard(room or Room(), job)
-        self._health: Any = _Health(self._guard.life, lambda: self.why() if self._refusal else "")
+        waits_for = lambda: self.why() if self._refusal else ""  # noqa: E731
+        self._health: Any = _Health(self._guard.life, waits_for, lambda: self.hung())
         self._servers: list[grpc.aio.Server] = []
 
     async def start(self, listen: str) -> str:

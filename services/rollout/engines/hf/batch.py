@@ -20,6 +20,7 @@ from rolemesh.services.rollout.engines.hf.group import Group
 from rolemesh.services.rollout.engines.hf.kept import KeptRow, KeptRows
 from rolemesh.services.rollout.engines.hf.slots import Call, Slots
 from rolemesh.telemetry import metrics
+from rolemesh.threads import progress
 
 # Seconds of decode steps before their finished rows are handed over. For a small model, handing rows over takes
 # as long as all of a step except the forward pass.
@@ -97,6 +98,7 @@ class Batch:
             if not (self._groups or self._waiting or self.arriving):
                 break
             self._step()
+            progress()
             if self._engine.is_waited_for or time.monotonic() >= until:
                 break
         return self._slots.answers()

@@ -1,0 +1,73 @@
+"""Ends a process that serves: by a signal, with its launcher, or because its device is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from typing import NoReturn
+
+from rolemesh.workers import broken_device
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 25.0  # for running calls; Kubernetes kills the pod 30 s after SIGTERM
+ORPHAN_DRAIN_S = 1.0  # when the launcher is gone or the device is broken, no answer is worth a wait
+LAST_WORDS_S = 4.0  # then the process exits even if a thread still computes, which cannot be stopped
+
+
+class Ending:
+    """Records why the process ends, how long it may drain, and its exit code."""
+
+    def __init__(self, with_parent: bool) -> None:
+        self.begun = asyncio.Event()
+        self.reason = ""
+        self.grace_s = DRAIN_S
+        self.code = 0
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on_signal, number)
+        if with_parent:
+            threading.Thread(target=self._watch_stdin, daemon=True, name="parent").start()
+
+    def with_device(self) -> None:
+        """From now on also end if the device breaks, within LAST_WORDS_S, with a code of its own."""
+        broken_device.when_broken(self._on_broken_device)
+
+    def _on_broken_device(self, why: str) -> None:
+        broken_device.when_broken(None)  # other calls fail, too
+        log.critical("%s; this process ends with code %d", why, broken_device.EXIT_CODE)
+        end_in(LAST_WORDS_S, broken_device.EXIT_CODE)  # even if the event loop hangs
+        self.code = broken_device.EXIT_CODE
+        self._loop.call_soon_threadsafe(self._begin, why, ORPHAN_DRAIN_S)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.begun.is_set():
+            os._exit(128 + number)
+        self._begin(f"got {number.name}", DRAIN_S)
+
+    def _watch_stdin(self) -> None:
+        # os.read instead of sys.stdin, whose lock would be held at interpreter exit.
+        while os.read(0, 4096):
+            pass
+        end_in(ORPHAN_DRAIN_S + LAST_WORDS_S, 0)  # even if the event loop hangs
+        self._loop.call_soon_threadsafe(self._begin, "the launcher is gone", ORPHAN_DRAIN_S)
+
+    def _begin(self, reason: str, grace_s: float) -> None:
+        self.reason, self.grace_s = reason, grace_s
+        self.begun.set()
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process, one of whose threads may hang in a collective or on its device; nothing stops that."""
+    logging.shutdown()
+    os._exit(code)
+
+
+def end_in(seconds: float, code: int) -> None:
+    """End the process after some seconds, unless it has ended by then."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
