@@ -57,6 +57,7 @@ RUN apt-get update -q && apt-get install -y -q --no-install-recommends gcc libc6
 COPY requirements-gpu.lock /src/
 RUN --mount=type=cache,target=/root/.cache/uv \
     uv pip install --require-hashes --requirement /src/requirements-gpu.lock
-ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# The container toolkit refuses a node whose driver is too old for the lock's torch (driver 580 or newer).
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility NVIDIA_REQUIRE_CUDA=cuda>=13.0
 COPY --from=code /code $VIRTUAL_ENV
 USER 1000:1000

@@ -31,7 +31,8 @@ from rich.table import Table
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.models.loading import load_outline, resolve_device
+from rolemesh.devices import resolve_device
+from rolemesh.models.loading import load_outline
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RolloutClient

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.utils import logging as transformers_logging
 
 from rolemesh.config.model import AMPERE, ModelConfig, chosen_dtype
-from rolemesh.errors import InvalidConfig, ModelNotFound, unreadable
+from rolemesh.errors import ModelNotFound, unreadable
 from rolemesh.models.directory import described_directory, existing_directory
 from rolemesh.ranks.files import reading
 
@@ -33,19 +33,6 @@ transformers_logging.set_verbosity_error()  # it warns of missing weights, which
 _LOADING = threading.Lock()
 
 SCORE_HEADS = ("score", "classifier", "v_head")  # names of a head with one output in Hugging Face's classes
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device for trainer.device; auto is cuda if there is one, else cpu.
-
-    Raises:
-        InvalidConfig: it is cuda and there is no CUDA device.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InvalidConfig(
-            "trainer.device is cuda, but this machine has no CUDA device; set it to cpu or auto"
-        )
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def resolve_dtype(dtype: str, key: str, device: torch.device) -> str:

@@ -17,9 +17,10 @@ from rolemesh.config import JobConfig
 from rolemesh.config.actor import ActorConfig
 from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.devices import resolve_device
 from rolemesh.errors import Unsupported
 from rolemesh.home import Home
-from rolemesh.models.loading import load_tokenizer, named_weights, resolve_device, vocabulary_of, with_dtype
+from rolemesh.models.loading import load_tokenizer, named_weights, vocabulary_of, with_dtype
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packing import remove_padding

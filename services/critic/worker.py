@@ -14,9 +14,10 @@ from rolemesh.algos.value_loss import clipped_value_loss
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import CriticConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.devices import resolve_device
 from rolemesh.home import Home
 from rolemesh.models.heads import ScoreModel
-from rolemesh.models.loading import named_weights, resolve_device, vocabulary_of, with_dtype
+from rolemesh.models.loading import named_weights, vocabulary_of, with_dtype
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import check_sequences, token_values

@@ -15,8 +15,9 @@ from rich.logging import RichHandler
 from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
+from rolemesh.devices import resolve_device
 from rolemesh.errors import RoleUnavailable
-from rolemesh.models.loading import model_directory, resolve_device
+from rolemesh.models.loading import model_directory
 from rolemesh.planner.devices import available_memory
 from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.refusal import refuse_what_cannot_fit

@@ -21,8 +21,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in its 
 
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
+from rolemesh.devices import resolve_device
 from rolemesh.errors import InvalidConfig, RoleUnavailable
-from rolemesh.models.loading import resolve_device
 from rolemesh.ranks.rendezvous import local_store
 from rolemesh.services.processes.environments import role_settings
 from rolemesh.services.processes.launchers import (

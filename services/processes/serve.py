@@ -25,6 +25,7 @@ from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.devices import described, resolve_device
 from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
 from rolemesh.ranks.following import follow
 from rolemesh.ranks.leading import Leader
@@ -121,6 +122,8 @@ def load_role(role: str, job: JobConfig, store: WeightStore, seat: Seat) -> tupl
         seat: the worker's thread, ranks, orders, traces and lease.
     """
     spec = ROLES[role]
+    if job.on_device(role):
+        log.info("%s computes on %s", role, described(resolve_device(job.trainer.device)))
     worker: LocalWorker = spec.load()(job, seat)
     service, servicer = load(spec.service), load(spec.servicer)
     if not spec.serves_weights:
@@ -156,8 +159,6 @@ def _with_ranks(role: str, seat: Seat, job: JobConfig, rendezvous: Rendezvous) -
     """Return the seat with its role's ranks. Each of several ranks calls it, and waits for the others."""
     if rendezvous.size == 1:
         return seat
-    from rolemesh.models.loading import resolve_device  # imports transformers, which no port should wait for
-
     rendezvous.join()
     device_type = resolve_device(job.trainer.device).type
     ranks = Ranks.of_process(device_type, job.ulysses_size(role))

@@ -234,6 +234,9 @@ def test_resources_of_roles_that_take_turns() -> None:
         "requests": {"cpu": "1500m", "memory": "2Gi"},
         "limits": {"memory": str(2 * 1024**3 + 2 * 10**9), "nvidia.com/gpu": 2},
     }
+    assert container["args"][-1] == "trainer.device=cuda"
+    without = _containers({"roles": {"actor": {"gpus": 0}}})["demo-actor"]
+    assert "trainer.device=cuda" not in without["args"]
     engine["rollout"]["tensor_model_parallel_size"] = 8
     own = {"gpus": 8, "resources": {"requests": {"cpu": 7}}}
     container = _containers(values | {"groups": {"policy": own}})["demo-policy"]

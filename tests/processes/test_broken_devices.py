@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from sequences import sequence_batch
 from serving import gate, serve_process
@@ -108,6 +109,7 @@ async def test_a_broken_device_ends_the_process_and_a_hanging_one_its_life(
             assert role.process.returncode == EXIT_CODE
             assert time.monotonic() - began < TOLD_S + LAST_WORDS_S + BUSY_S
             assert "CUDA error: an illegal memory access was encountered" in said.decode()
+            assert f"actor computes on cpu (torch {torch.__version__})" in said.decode()
             assert "actor has made no progress for" in said.decode()
 
 

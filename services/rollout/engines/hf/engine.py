@@ -12,8 +12,9 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.devices import resolve_device
 from rolemesh.errors import InvalidConfig, Unsupported
-from rolemesh.models.loading import load_causal_lm, named_weights, resolve_device, resolve_dtype, vocabulary_of
+from rolemesh.models.loading import load_causal_lm, named_weights, resolve_dtype, vocabulary_of
 from rolemesh.services.rollout.engines.ending import end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit
 from rolemesh.services.rollout.engines.hf.attention import GROUPED_ATTENTION

@@ -15,9 +15,9 @@ import torch
 
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
+from rolemesh.devices import resolve_device
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.directory import existing_directory
-from rolemesh.models.loading import resolve_device
 from rolemesh.services.rollout.engines.vllm import owner
 
 # Keys of rollout.* that are passed to vLLM unchanged, with vLLM's names.

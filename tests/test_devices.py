@@ -1,0 +1,58 @@
+"""Devices: NVIDIA's files of a machine, which tests lay out in a directory, and what CUDA can use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rolemesh.devices import NEEDED_DRIVERS, driver_version, why_unusable
+
+KERNEL_MODULES = {
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023": "535.129.03",
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build": "580.65.06",
+    "GCC version:  gcc version 12.3.0": "",
+}
+
+
+def machine(root: Path, *files: str, module: str = "") -> Path:
+    """A root directory with these device files, and the driver's line."""
+    (root / "dev").mkdir(parents=True)
+    for name in files:
+        (root / "dev" / name).touch()
+    if module:
+        (root / "proc/driver/nvidia").mkdir(parents=True)
+        (root / "proc/driver/nvidia/version").write_text(f"{module}\n")
+    return root
+
+
+@pytest.mark.parametrize("module", KERNEL_MODULES)
+def test_the_version_of_the_driver_is_read_from_either_kernel_module(module: str, tmp_path: Path) -> None:
+    assert driver_version(machine(tmp_path, module=module)) == KERNEL_MODULES[module]
+
+
+def test_a_gpu_that_cuda_cannot_use_is_told_with_both_drivers(tmp_path: Path) -> None:
+    module = next(iter(KERNEL_MODULES))
+    for number, files in enumerate([("nvidia0", "nvidia1"), ("nvidiactl",)]):
+        why = why_unusable({}, machine(tmp_path / str(number), *files, module=module))
+        assert all(f"/dev/{name}" in why for name in files)
+        if torch.version.cuda is None:
+            assert "is a build without CUDA" in why
+        else:
+            assert f"the driver is 535.129.03, and torch {torch.__version__} for CUDA" in why
+            assert f"needs {NEEDED_DRIVERS[torch.version.cuda[:2]]} or newer" in why
+
+
+def test_a_gpu_without_a_driver_is_told(tmp_path: Path) -> None:
+    if torch.version.cuda is not None:
+        assert "the driver is not loaded" in why_unusable({}, machine(tmp_path, "nvidia0"))
+
+
+def test_no_gpu_and_a_hidden_one_are_a_cpu(tmp_path: Path) -> None:
+    """Other files of NVIDIA's driver are no GPU."""
+    assert why_unusable({}, machine(tmp_path / "none", "nvidia-modeset", "null")) == ""
+    root = machine(tmp_path / "hidden", "nvidia0")
+    for hidden in ("", "-1"):
+        assert why_unusable({"CUDA_VISIBLE_DEVICES": hidden}, root) == ""
+    assert why_unusable({"CUDA_VISIBLE_DEVICES": "0"}, root)
