@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rolemesh.config import JobConfig
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.weights import region
 
@@ -71,3 +73,15 @@ def pytest_runtest_makereport() -> Any:
 def _one_thread() -> None:
     """Use one thread: two test processes share two cores, and spinning threads would slow down both."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def differing_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's controller compares no fingerprints: a replica has another job on purpose, e.g. to die."""
+    from rolemesh.fingerprint import Fingerprint, fingerprint
+    from rolemesh.services.controller import main
+
+    def of_version_alone(job: JobConfig, role: str) -> Fingerprint:
+        return replace(fingerprint(job, role), digests={})
+
+    monkeypatch.setattr(main, "fingerprint", of_version_alone)

@@ -42,6 +42,9 @@ class RoleSpec(Declaration):
         scores: its model has a head with one output, not the vocabulary's.
         pass_rows: rows of a micro-batch on each device. An engine has none.
         max_streams: calls at once on one connection to its server.
+        reads: the keys, or sections, of the job that decide how the role answers: its fingerprint
+            (rolemesh/fingerprint.py). tests/config/test_keys.py compares them with the code.
+        reads_files: those of its keys that name a file whose content it reads.
     """
 
     kind: ClassVar[str] = "role"
@@ -60,6 +63,8 @@ class RoleSpec(Declaration):
     scores: bool = False
     pass_rows: Callable[[JobConfig], int] | None = None
     max_streams: int = MAX_STREAMS
+    reads: tuple[str, ...] = ()
+    reads_files: tuple[str, ...] = ()
 
 
 SERVICES = "rolemesh.services"
@@ -67,6 +72,18 @@ CLIENTS = "rolemesh.rpc.calling.clients"
 CONTRACT = "rolemesh.rpc.contract"
 METHODS = "rolemesh.roles"
 RECORDING = "rolemesh.graph.recording"
+
+# Keys that several roles read.
+LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+PAGE = ("algorithm.adv_estimator", "algorithm.page", "algorithm.filter_groups.enable")
+SAMPLING = ("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.do_sample")
+POLICY = ("actor.model.path", "actor.model.revision", "actor.model.trust_remote_code")
+DEVICE = ("trainer.device", "trainer.profile_steps")
+PACKING = ("actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu", "trainer.balance_batch")
+TRAINING = (
+    *("data.train_batch_size", "rollout.n", "trainer.total_training_steps"),
+    *("trainer.resume_mode", "trainer.resume_from_path"),
+)
 
 # In the order in which a group's roles are loaded.
 ROLES = Catalog(
@@ -83,6 +100,10 @@ ROLES = Catalog(
         recorded=f"{RECORDING}:RecordedActor",
         serves_weights=True,
         pass_rows=lambda job: job.actor.ppo_micro_batch_size_per_gpu,
+        reads=(
+            *("actor", "algorithm.rollout_correction", "trainer.balance_batch"),
+            *(*LENGTHS, *PAGE, *SAMPLING, *DEVICE, *TRAINING),
+        ),
         meaning="the policy under training",
     ),
     RoleSpec(
@@ -96,6 +117,15 @@ ROLES = Catalog(
         serves_weights=True,
         wanted=_called("rollout"),
         on_device=lambda job: job.engine.on_device,
+        reads=(
+            *(*LENGTHS, *PAGE, *SAMPLING, *POLICY, *DEVICE, "trainer.weight_sync_timeout_s"),
+            *("rollout.val_kwargs.temperature", "rollout.val_kwargs.top_k", "rollout.val_kwargs.top_p"),
+            *("rollout.val_kwargs.do_sample", "rollout.ignore_eos", "rollout.stop"),
+            *("rollout.name", "rollout.options", "rollout.openai", "rollout.dtype", "rollout.max_num_seqs"),
+            *("rollout.tensor_model_parallel_size", "rollout.gpu_memory_utilization"),
+            *("rollout.free_cache_engine", "rollout.max_num_batched_tokens", "rollout.enable_chunked_prefill"),
+            *("rollout.enable_prefix_caching", "rollout.enforce_eager", "rollout.disable_log_stats"),
+        ),
         meaning="generation",
     ),
     RoleSpec(
@@ -110,6 +140,7 @@ ROLES = Catalog(
         model=lambda job: job.reference_model,
         model_key="reference.model",
         pass_rows=lambda job: job.reference.log_prob_micro_batch_size_per_gpu,
+        reads=("reference", *LENGTHS, *PAGE, *SAMPLING, *DEVICE, *PACKING),
         meaning="the policy that the actor is held close to",
     ),
     RoleSpec(
@@ -126,6 +157,11 @@ ROLES = Catalog(
         model_key="critic.model",
         scores=True,
         pass_rows=lambda job: job.critic.ppo_micro_batch_size_per_gpu,
+        reads=(
+            *("critic", "actor.ppo_mini_batch_size", "algorithm.rollout_correction.rollout_is"),
+            *("algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.bypass_mode"),
+            *(*LENGTHS, *DEVICE, *PACKING, *TRAINING),
+        ),
         meaning="the value model",
     ),
     RoleSpec(
@@ -142,6 +178,11 @@ ROLES = Catalog(
         model_key="reward.reward_model.model",
         scores=True,
         pass_rows=lambda job: job.reward.reward_model.micro_batch_size_per_gpu,
+        reads=(
+            *("reward", "algorithm.adv_estimator", "algorithm.gdpo_reward_keys"),
+            *("rollout.val_kwargs.n", "rollout.multi_turn.enable", *LENGTHS, *POLICY, *DEVICE),
+        ),
+        reads_files=("reward.custom_reward_function.path",),
         meaning="the reward of a response, by rule, function or model",
     ),
     RoleSpec(
@@ -155,6 +196,16 @@ ROLES = Catalog(
         wanted=lambda job: "rollout" in job.page.roles and job.rollout.multi_turn.enable,
         on_device=lambda job: False,
         max_streams=MAX_EPISODE_STREAMS,
+        reads=(
+            *("rollout.multi_turn.max_parallel_calls", "rollout.multi_turn.max_tool_response_length"),
+            *("rollout.multi_turn.tool_response_truncate_side", "rollout.multi_turn.tool_config_path"),
+            *("rollout.multi_turn.interaction_config_path", "rollout.multi_turn.tools"),
+            *("rollout.multi_turn.mcp_servers", "rollout.multi_turn.call_timeout_s"),
+            *("rollout.multi_turn.episode_timeout_s", "rollout.multi_turn.on_tool_error"),
+            *("rollout.multi_turn.max_episodes", "rollout.agent.default_agent_loop", "rollout.agent.external"),
+            *("reward.sandbox.timeout_s", "reward.sandbox.memory_limit_mb", "trainer.profile_steps"),
+        ),
+        reads_files=("rollout.multi_turn.tool_config_path", "rollout.multi_turn.interaction_config_path"),
         meaning="the other side of conversations: tools and interactions",
     ),
 )

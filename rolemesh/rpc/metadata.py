@@ -1,5 +1,7 @@
 """Keys of a call's metadata, for client and server."""
 
+import hashlib
+
 # Of a request: its job and step, the call's id, and the version of the weights that the call requires.
 JOB_KEY, STEP_KEY, CALL_KEY = "rolemesh-job", "rolemesh-step", "rolemesh-call"
 VERSION_KEY = "rolemesh-weights-version"
@@ -14,3 +16,11 @@ LIFE_KEY = "rolemesh-life"
 WHY_KEY = "rolemesh-why"
 # Of GroupService.Follow: the follower's rank, and the group's secret.
 RANK_KEY, SECRET_KEY = "rolemesh-rank", "rolemesh-secret"
+# Of the answer to a health check, in trailing metadata: the role's fingerprint (rolemesh/fingerprint.py). Of a
+# request: the digest of the fingerprint that the caller has seen.
+FINGERPRINT_KEY = "rolemesh-fingerprint"
+
+
+def call_digest(fingerprint: str) -> str:
+    """Return what a call names a server's fingerprint by, given the fingerprint's metadata."""
+    return hashlib.sha256(fingerprint.encode()).hexdigest()[:16]

@@ -9,12 +9,14 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, RoleUnavailable
+from rolemesh.fingerprint import Fingerprint, fingerprint
 from rolemesh.kubernetes import Cluster
 from rolemesh.models.fetching import pinned
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
@@ -71,6 +73,10 @@ async def control(
         await refuse_scaled_down(needed, Cluster.in_pod())
     cluster = Cluster.in_pod() if scaled_down else None
     try:
+        # Before names at the Hub become commits, which roles do not see.
+        expected = {role: fingerprint(job, role) for role in job.roles}
+        if roles_of:  # a trial may have data and a length of its own
+            expected = {role: each.without("data", "trainer") for role, each in expected.items()}
         job = pinned(job)
         await check_step(job)
         # In a thread, so that the server answers meanwhile: prompts may be many.
@@ -81,7 +87,8 @@ async def control(
             for directory in sorted({job.run_dir, roles_of or job.run_dir}):
                 locks.enter_context(held(directory))
             # If the controller was killed between the end of the run and the scale-down, there may be no roles.
-            summary = run.finished() or await train(run, addresses, server, scraped, roles_of)
+            finished = run.finished()
+            summary = finished or await train(run, addresses, server, scraped, roles_of, expected)
             brakes.end(summary)
     except WRONG_INPUT:  # a retry would not help, so the controller is not restarted
         if cluster:
@@ -134,10 +141,12 @@ async def train(
     server: ControllerServer,
     scraped: str | None,
     roles_of: Path | None = None,
+    expected: Mapping[str, Fingerprint] = MappingProxyType({}),
 ) -> Summary:
     """Train with clients of these addresses.
 
-    It waits until every replica is ready; for a role with discovered replicas, until one is.
+    It waits until every replica is ready; for a role with discovered replicas, until one is. A replica that was
+    started with another job, or with another version of Rolemesh, is not ready.
 
     Args:
         run: the run.
@@ -145,13 +154,14 @@ async def train(
         server: the controller's server.
         scraped: address of /metrics, to display.
         roles_of: absolute run directory of the roles' job; None: the run's own.
+        expected: fingerprints that replicas must have, by role; by default those of the run's job.
     """
     job = run.job
     if missing := [role for role in job.roles if not addresses.get(role)]:
         raise InvalidConfig(f"the job has roles {list(job.roles)}, but no address was given for {missing}")
     async with AsyncExitStack() as stack:
         term = new_term(roles_of or job.run_dir)
-        clients = {role: new_client(role, addresses[role], job, term) for role in job.roles}
+        clients = {role: new_client(role, addresses[role], job, term, expected.get(role)) for role in job.roles}
         server.show(clients)
         stack.enter_context(address_shown(job.run_dir, server.address))
         run.display.console.print(
@@ -168,7 +178,11 @@ async def train(
 
 
 def new_client(
-    role: str, addresses: Sequence[str] | Members, job: JobConfig, term: Term | None = None
+    role: str,
+    addresses: Sequence[str] | Members,
+    job: JobConfig,
+    term: Term | None = None,
+    expected: Fingerprint | None = None,
 ) -> RoleClient:
     """Make a role's client with the job's settings, not yet entered.
 
@@ -177,8 +191,12 @@ def new_client(
         addresses: of its replicas.
         job: the job.
         term: of a controller; trained roles then answer nobody else.
+        expected: the fingerprint that replicas must have; None: that of the job.
     """
-    options: dict[str, Any] = {"timeout_s": job.trainer.rpc_timeout_s}
+    expected = expected or fingerprint(job, role)
+    for key in expected.unreadable:
+        log.warning("cannot read the file of %s; replicas of %s may have another one", key, role)
+    options: dict[str, Any] = {"timeout_s": job.trainer.rpc_timeout_s, "expected": expected}
     [group] = (members for members in job.groups.values() if role in members)
     stateless = not any(ROLES[member].trained for member in group)
     if not isinstance(addresses, Sequence) and stateless:

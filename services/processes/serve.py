@@ -27,6 +27,7 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.devices import described, resolve_device
 from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
+from rolemesh.fingerprint import fingerprint
 from rolemesh.ranks.following import follow
 from rolemesh.ranks.leading import Leader
 from rolemesh.ranks.orders import Command
@@ -54,12 +55,13 @@ LOAD = "load"  # the first order for a role on the group's devices
 Servicers = Mapping[ServiceDescriptor, Any]
 
 
-def group_server(roles: Sequence[str], job: str = "") -> RoleServer:
+def group_server(roles: Sequence[str], job: JobConfig | None = None) -> RoleServer:
     """Make the server of a group, not yet bound.
 
     Args:
         roles: keys of ROLES.
-        job: name of the job whose calls are answered; empty: of any.
+        job: the roles' job, whose calls are answered and whose fingerprints are reported; None: calls of any
+            job are answered.
 
     Raises:
         InvalidConfig: there is no role, a role is unknown, or it is named twice.
@@ -68,7 +70,12 @@ def group_server(roles: Sequence[str], job: str = "") -> RoleServer:
     if unknown or not roles or len(set(roles)) < len(roles):
         raise InvalidConfig(f"expected different roles of {', '.join(ROLES)}; got {', '.join(roles)}")
     max_streams = max(ROLES[role].max_streams for role in roles)
-    return RoleServer({role: services_of(role) for role in roles}, max_streams=max_streams, job=job)
+    return RoleServer(
+        {role: services_of(role) for role in roles},
+        max_streams=max_streams,
+        job=job.trainer.experiment_name if job else "",
+        fingerprints={role: fingerprint(job, role).to_metadata() for role in roles} if job else {},
+    )
 
 
 def services_of(role: str) -> tuple[ServiceDescriptor, ...]:
@@ -206,7 +213,7 @@ async def serve(
     tune()
     torch.manual_seed(0)  # nothing should draw from it; if something does, every process draws the same
     setup_logging(log_format)
-    server = group_server(roles, job.trainer.experiment_name)
+    server = group_server(roles, job)
     rendezvous = Rendezvous.of(os.environ)
     tls.use_keys(tls_dir, *roles)
     context.role.set(",".join(roles))

@@ -61,6 +61,7 @@ async def test_conversations_over_grpc_equal_those_in_process_bit_for_bit(
     ("role", "call"),
     [("environment", "begin"), ("environment", "act"), ("environment", "close"), ("rollout", "act")],
 )
+@pytest.mark.usefixtures("differing_jobs")
 async def test_a_death_in_the_middle_of_conversations_changes_no_bit(
     unbroken: JobConfig, role: str, call: str, talkative_model: Path, tmp_path: Path
 ) -> None:

@@ -278,7 +278,7 @@ async def test_a_role_is_added_in_one_place(tiny_model: Path) -> None:
         assert "judge.compute_scores" in methods(job)
         plan = Planner(job, role_shapes(job), Cluster(GPUS["h100"], 8)).plan("custom", groups)
         assert {group.name: group.devices for group in plan.groups}["four"] == 0
-        server = group_server(["judge"])
+        server = group_server(["judge"], job)
         address = await server.start("127.0.0.1:0")
         workers, servicers = await load_group(["judge"], job)
         await server.ready(servicers)

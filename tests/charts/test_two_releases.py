@@ -127,7 +127,8 @@ def test_what_is_asked_of_pods_is_in_pods_and_a_groups_word_goes_before() -> Non
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in actor["volumes"]
 
 
-def test_a_reward_function_is_the_reward_pods_alone() -> None:
+def test_a_reward_function_is_the_reward_pods_and_what_compares_it() -> None:
+    """When it changes, another controller replaces the old one, which takes no pod with the new function."""
     path = {"job": {"reward": {"custom_reward_function": {"path": "/etc/rolemesh-reward/reward.py"}}}}
     code = "def compute_score(*args):\n    return '{{ not a template }}'\n"
     made = [objects(path | {"rewardFunction": {"code": text}}) for text in (code, code + "# more\n")]
@@ -135,8 +136,14 @@ def test_a_reward_function_is_the_reward_pods_alone() -> None:
     assert config["data"]["reward.py"] == code
     templates = [_templates(things) for things in made]
     assert [name for name in templates[0] if templates[0][name] != templates[1][name]] == ["demo-reward"]
-    mounts = templates[0]["demo-reward"]["spec"]["containers"][0]["volumeMounts"]
-    assert {"name": "reward", "mountPath": "/etc/rolemesh-reward", "readOnly": True} in mounts
+    [before], [after] = (of_kind(things, "Job") for things in made)
+    assert before["metadata"]["name"] != after["metadata"]["name"]
+    [trial] = of_kind(made[0], "Pod")
+    for spec in (templates[0]["demo-reward"]["spec"], before["spec"]["template"]["spec"], trial["spec"]):
+        mounts = spec["containers"][0]["volumeMounts"]
+        assert {"name": "reward", "mountPath": "/etc/rolemesh-reward", "readOnly": True} in mounts
+        assert {"name": "reward", "configMap": {"name": "demo-reward-function"}} in spec["volumes"]
+    assert "/etc/rolemesh-reward" not in json.dumps(templates[0]["demo-actor"])
 
 
 @pytest.mark.parametrize("scheduler", ["volcano", "coscheduling", "kueue"])

@@ -29,6 +29,7 @@ def without_weights(model: Path, to: Path) -> Path:
     return Path(shutil.copytree(model, to, ignore=shutil.ignore_patterns("*.safetensors*")))
 
 
+@pytest.mark.usefixtures("differing_jobs")  # the roles' model is in another directory
 async def test_a_controller_has_the_policys_tokenizer_and_configuration_and_no_weights(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -62,9 +63,8 @@ async def test_a_trial_leaves_its_files_elsewhere_and_changes_no_bit_of_the_run_
     """As `helm test` does. Its run directory is another, and it begins a term in the roles' own."""
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
     alone = small_job(tmp_path, tiny_model, "alone", *OVERRIDES)
-    trial = small_job(
-        tmp_path, tiny_model, "run", *OVERRIDES, f"trainer.default_local_dir={tmp_path / 'trial'}"
-    )
+    elsewhere = (f"trainer.default_local_dir={tmp_path / 'trial'}", "trainer.resume_mode=disable")
+    trial = small_job(tmp_path, tiny_model, "run", *OVERRIDES, *elsewhere)
     await train(alone)
     async with AsyncExitStack() as stack:
         addresses = {role: await stack.enter_async_context(served(role, job)) for role in job.roles}

@@ -16,6 +16,7 @@ from serving import Gate, gate, serve_process, served
 
 from rolemesh.catalog.loading import forget
 from rolemesh.config import JobConfig
+from rolemesh.fingerprint import fingerprint
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.contract import ACTOR, WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer
@@ -99,6 +100,7 @@ def faltering(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[JobConfig, Gat
     forget(str(plugin))
 
 
+@pytest.mark.usefixtures("differing_jobs")
 async def test_a_rollout_killed_in_the_middle_of_its_answers_changes_no_bit(
     unbroken: JobConfig, faltering: tuple[JobConfig, Gate], tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -130,7 +132,8 @@ async def test_a_rollout_killed_in_the_middle_of_new_weights_changes_no_bit(
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
     async with AsyncExitStack() as stack:
         victim = await stack.enter_async_context(serve_process("rollout", job, tmp_path))
-        store, actor = WeightStore(), RoleServer({"actor": [ACTOR, WEIGHTS]})
+        store, told = WeightStore(), fingerprint(job, "actor").to_metadata()
+        actor = RoleServer({"actor": [ACTOR, WEIGHTS]}, fingerprints={"actor": told})
         weights = Killing(store, victim.process.pid)
         addresses = {"actor": [await actor.start(LOCAL)]}
         stack.push_async_callback(actor.drain, 0)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 from in_process import small_job, train
 from membership import Listed
 from outcomes import outcome
@@ -22,6 +23,7 @@ LOCAL = "127.0.0.1:0"
 OVERRIDES = ("trainer.total_training_steps=3", "trainer.save_freq=3", "rollout.n=16")  # 64 rows a step
 
 
+@pytest.mark.usefixtures("differing_jobs")
 async def test_rewards_that_come_and_go_in_the_middle_of_a_step_change_no_bit(
     tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -142,7 +142,7 @@ async def test_a_pod_in_two_slices_or_of_two_families_is_one(api: ApiServer) -> 
 async def test_after_an_object_that_makes_no_sense_all_are_listed_anew(
     api: ApiServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pool, "FOLLOW_S", 0.01)
+    monkeypatch.setattr(discovery, "FOLLOW_S", 0.01)
     followed = pool.ReplicaPool("reward", [], patience_s=60)
     followed.follow(Endpoints("reward", 50051, api.cluster))
     await (await api.next()).items("7", slice_of(endpoint(A) | {"addresses": []}))

@@ -19,7 +19,7 @@ from serving import gate, reward_batch, reward_job, scored, serve_process, serve
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable
 from rolemesh.roles import methods
-from rolemesh.rpc.calling import pool
+from rolemesh.rpc.calling import discovery, pool
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.rpc.calling.dispatch import Dispatcher
 from rolemesh.rpc.calling.replica import Replica
@@ -156,7 +156,7 @@ class Failing(Listed):
 async def test_whatever_ends_the_watch_of_addresses_is_logged_and_it_begins_again(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pool, "FOLLOW_S", 0.0)
+    monkeypatch.setattr(discovery, "FOLLOW_S", 0.0)
     members = Failing([OSError(errno.EMFILE, "Too many open files"), None, KeyError("addresses")], "10.0.0.1:1")
     async with RewardClient(members, methods(reward_job(tiny_model, tmp_path))) as client:
         await until(client.pool, lambda: [r.address for r in client.pool.replicas] == ["10.0.0.1:1"])

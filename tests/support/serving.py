@@ -134,7 +134,7 @@ async def served(role: str, *jobs: JobConfig) -> AsyncIterator[list[str]]:
 @asynccontextmanager
 async def served_group(roles: Sequence[str], job: JobConfig) -> AsyncIterator[str]:
     """Serve the roles of a group in this process; yield their address."""
-    server = group_server(roles, job.trainer.experiment_name)
+    server = group_server(roles, job)
     address = await server.start("127.0.0.1:0")
     workers: list[LocalWorker] = []
     try:

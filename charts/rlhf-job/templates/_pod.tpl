@@ -19,7 +19,8 @@ in another pod, to which the roles' Services lead. */}}
 {{- $readOnly := include "rlhf-job.readsOnly" (list $ .roles) }}
 {{- $labels := merge dict (include "rlhf-job.selector" (list $ .component) | fromYaml) (.labels | default dict) }}
 {{- if not .follows }}{{ range .roles }}{{ $_ := set $labels (printf "rolemesh.dev/role-%s" .) "true" }}{{ end }}{{ end }}
-{{- $rewards := and (has "reward" .roles) (or $values.rewardFunction.code $values.rewardFunction.configMap) }}
+{{- /* The controller reads the reward function, too: it compares its content with that of the reward's pods. */}}
+{{- $rewards := and (or (has "reward" .roles) (has $component (list "controller" "check"))) (or $values.rewardFunction.code $values.rewardFunction.configMap) }}
 {{- $plugins := or $values.plugins.code $values.plugins.configMap }}
 {{- $annotations := merge (dict "checksum/job" (include "rlhf-job.file" $ | sha256sum)) (.annotations | default dict) }}
 {{- if $rewards }}{{ $_ := set $annotations "checksum/reward" ($values.rewardFunction.code | sha256sum) }}{{ end }}

@@ -19,7 +19,7 @@ from rolemesh.rpc.calling.deadlines import Deadline
 from rolemesh.rpc.calling.replica import Replica
 from rolemesh.rpc.contract import Rpc, serializer
 from rolemesh.rpc.errors import from_status
-from rolemesh.rpc.metadata import CALL_KEY, JOB_KEY, LIFE_KEY, STEP_KEY, TIMELINE_KEY
+from rolemesh.rpc.metadata import CALL_KEY, FINGERPRINT_KEY, JOB_KEY, LIFE_KEY, STEP_KEY, TIMELINE_KEY
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import metrics, timeline
 from rolemesh.wire.streams import send
@@ -79,7 +79,7 @@ class Caller:
             call = start(
                 _frames(request, broken) if isinstance(request, DataProto) else request,
                 timeout=deadline.left_s if told else None,
-                metadata=self._metadata(),
+                metadata=self._metadata(replica),
             )
             try:
                 async with deadline.limit():
@@ -121,7 +121,7 @@ class Caller:
     def where(self, rpc: Rpc, replica: Replica) -> str:
         return f"{self._role}.{rpc.name} at {replica.address}, step {origin.step.get()}"
 
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
+    def _metadata(self, replica: Replica) -> tuple[tuple[str, str], ...]:
         sent = {
             JOB_KEY: quote(origin.job.get()),
             STEP_KEY: str(origin.step.get()),
@@ -129,6 +129,8 @@ class Caller:
         }
         if timeline.calls.get() is not None:
             sent[TIMELINE_KEY] = "1"
+        if replica.call_digest:
+            sent[FINGERPRINT_KEY] = replica.call_digest
         return tuple({**sent, **self.metadata}.items())
 
 

@@ -18,6 +18,7 @@ from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleTimeout, RoleUnavailable, WeightsUnavailable
+from rolemesh.fingerprint import Fingerprint
 from rolemesh.roles import Method, Metrics
 from rolemesh.rpc.calling.discovery import Members
 from rolemesh.rpc.calling.dispatch import ATTEMPTS_PER_REPLICA, Dispatcher
@@ -49,6 +50,7 @@ class RoleClient:
         may_grow: replicas may join during a call, so work is held back for them.
         rows_at_once: rows that an engine of the role decodes at once; 0: unknown.
         vocabulary: vocabulary size of the role's model; None: unknown, so ids in answers have no upper bound.
+        expected: the fingerprint that replicas must have to get work; None: any.
 
     Raises:
         InvalidConfig: there is no address, one is not host:port or occurs twice, or a trained role has several.
@@ -66,6 +68,7 @@ class RoleClient:
         may_grow: bool = False,
         rows_at_once: int = 0,
         vocabulary: int | None = None,
+        expected: Fingerprint | None = None,
     ) -> None:
         spec = ROLES[self.role]
         self._members = None if isinstance(addresses, Sequence) else addresses
@@ -84,6 +87,7 @@ class RoleClient:
             may_grow=may_grow,
             full_rows=2 * rows_at_once,
             trained=spec.trained,
+            expected=expected,
         )
         self._dispatcher = Dispatcher(
             self.pool,

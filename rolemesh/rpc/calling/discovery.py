@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from rolemesh.errors import InvalidConfig
@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 DNS_EVERY_S = 3.0
 WATCH_S = 60.0  # a watch is restarted after this time, so that a silently dead connection is noticed
 RETRY_S, MAX_RETRY_S = 0.5, 15.0
+# Backoff before members are followed again after an error: doubled each time, up to the maximum.
+FOLLOW_S, MAX_FOLLOW_S = 0.5, 15.0
 GRAMMAR = "write host:port,host:port or dns:NAME:PORT or kubernetes:SERVICE:PORT"
 
 
@@ -24,6 +26,27 @@ class Members(Protocol):
 
     def watch(self) -> AsyncIterator[frozenset[str]]:
         """Yield host:port of each replica that may get work, now and after every change."""
+
+
+async def follow(members: Members, role: str, use: Callable[[frozenset[str]], Awaitable[None]]) -> None:
+    """Call `use` with a role's addresses, now and after every change. Log any error but InvalidConfig.
+
+    Raises:
+        InvalidConfig: raised by the members, which are not followed any more.
+    """
+    backoff_s = FOLLOW_S
+    while True:
+        try:
+            async for addresses in members.watch():
+                await use(addresses)
+                backoff_s = FOLLOW_S
+            log.warning("%s: the watch of its addresses ended; watching again", role)
+        except InvalidConfig:
+            raise
+        except Exception:  # e.g. no file descriptor is left; replicas that join later must still be seen
+            log.exception("%s: the watch of its addresses failed; watching again", role)
+        await asyncio.sleep(backoff_s)
+        backoff_s = min(2 * backoff_s, MAX_FOLLOW_S)
 
 
 def parse(address: str) -> list[str] | Members:

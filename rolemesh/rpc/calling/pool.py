@@ -11,8 +11,10 @@ from datetime import datetime
 from typing import Any
 
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleUnavailable
-from rolemesh.rpc.calling.discovery import Members
+from rolemesh.fingerprint import Fingerprint
+from rolemesh.rpc.calling.discovery import Members, follow
 from rolemesh.rpc.calling.pending import PendingRows
+from rolemesh.rpc.calling.reminder import Reminder
 from rolemesh.rpc.calling.replica import Replica, wrong_role
 from rolemesh.telemetry import metrics
 
@@ -22,8 +24,6 @@ log = logging.getLogger(__name__)
 # replica there is no limit: a role that shares a device should see all calls that wait for its turn.
 MAX_IN_FLIGHT = 2
 MAX_BACKOFF_S = 2.0
-# Backoff before members are followed again after an error: doubled each time, up to the maximum.
-FOLLOW_S, MAX_FOLLOW_S = 0.5, 15.0
 
 
 class ReplicaPool:
@@ -43,6 +43,7 @@ class ReplicaPool:
         may_grow: replicas may join, so work is held back for them while the others are busy.
         full_rows: outstanding rows at which a replica is full; 0: it is full with MAX_IN_FLIGHT calls.
         trained: the role has state, so it has one server.
+        expected: the fingerprint that replicas must have to get work; None: any.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class ReplicaPool:
         may_grow: bool = False,
         full_rows: int = 0,
         trained: bool = False,
+        expected: Fingerprint | None = None,
     ) -> None:
-        self.role = role
-        self.replicas = [Replica(address, role) for address in addresses]
+        self.role, self._expected = role, expected
+        self.replicas = [Replica(address, role, expected=expected) for address in addresses]
         self.on_return: Callable[[Replica], Awaitable[None]] | None = None
         self.waiting = PendingRows()
         self._patience_s, self._may_grow, self._full_rows = patience_s, may_grow, full_rows
@@ -68,6 +70,7 @@ class ReplicaPool:
         self._handing_out: set[int] = set()
         self._background: set[asyncio.Task[None]] = set()
         self._turns = 0
+        self._reminder = Reminder(role, lambda: self.replicas)
         self._show_live()
 
     @property
@@ -93,21 +96,14 @@ class ReplicaPool:
         self._begin(self._follow(members))
 
     async def _follow(self, members: Members) -> None:
-        backoff_s = FOLLOW_S
-        while True:
-            try:
-                async for addresses in members.watch():
-                    self._set_members(addresses)
-                    await self._notify()
-                    backoff_s = FOLLOW_S
-                log.warning("%s: the watch of its addresses ended; watching again", self.role)
-            except InvalidConfig as error:
-                await self._lose(error)
-                return
-            except Exception:  # e.g. no file descriptor is left; replicas that join later must still be seen
-                log.exception("%s: the watch of its addresses failed; watching again", self.role)
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_FOLLOW_S)
+        async def use(addresses: frozenset[str]) -> None:
+            self._set_members(addresses)
+            await self._notify()
+
+        try:
+            await follow(members, self.role, use)
+        except InvalidConfig as error:
+            await self._lose(error)
 
     async def _lose(self, error: InvalidConfig) -> None:
         """Raise the error to every later call, and to those that wait for a replica."""
@@ -123,7 +119,7 @@ class ReplicaPool:
             self._leaving.add(replica)
             self._let_go(replica)
         for address in sorted(set(addresses) - {replica.address for replica in self.replicas}):
-            replica = Replica(address, self.role, live=False)
+            replica = Replica(address, self.role, live=False, expected=self._expected)
             self.replicas.append(replica)
             self._begin(self._revive(replica))
         self._show_live()
@@ -155,7 +151,8 @@ class ReplicaPool:
                 await self._one_is_live(timeout_s)
             return
         deadline = time.monotonic() + timeout_s
-        problems = await asyncio.gather(*(self._problem_until(replica, deadline) for replica in self.replicas))
+        with self._reminder.waiting():
+            problems = await asyncio.gather(*(self._problem_until(r, deadline) for r in self.replicas))
         late = [f"at {r.address}: {p}" for r, p in zip(self.replicas, problems, strict=True) if p]
         if late:
             raise RoleUnavailable(
@@ -261,7 +258,8 @@ class ReplicaPool:
     async def _one_is_live(self, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                await self._changed.wait_for(lambda: self.live or self._lost)
+                with self._reminder.waiting():
+                    await self._changed.wait_for(lambda: self.live or self._lost)
         except TimeoutError:
             last = "; ".join(f"at {r.address}: {r.problem}" for r in self.replicas if r.problem)
             at = last or f"at {self.addresses}"
@@ -341,7 +339,7 @@ class ReplicaPool:
                 problem = f"{type(error).__name__}: {error}"
             if not problem:
                 return
-            if problem != replica.problem:
+            if problem not in (replica.problem, replica.mismatch):  # a mismatch is logged where it is found
                 log.info("%s at %s is not used yet: %s", self.role, replica.address, problem)
             replica.problem = problem
             await asyncio.sleep(backoff_s)

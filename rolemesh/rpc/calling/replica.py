@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
 
 from rolemesh.errors import InvalidBatch
+from rolemesh.fingerprint import Fingerprint
 from rolemesh.rpc import tls
 from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.channels import RoleChannel
 from rolemesh.rpc.contract import rpcs, serializer
-from rolemesh.rpc.metadata import LIFE_KEY, WHY_KEY
+from rolemesh.rpc.metadata import FINGERPRINT_KEY, LIFE_KEY, WHY_KEY, call_digest
+
+log = logging.getLogger(__name__)
 
 CHECK_TIMEOUT_S = 2.0
 MAX_WHY = 500  # characters of the reason that a server gives for not being ready
@@ -26,15 +30,19 @@ class Replica:
         address: host:port.
         role: the role that it serves.
         live: whether it may get work.
+        expected: the fingerprint that it must have; None: any.
     """
 
-    def __init__(self, address: str, role: str, live: bool = True) -> None:
-        self.address, self._role = address, role
+    def __init__(self, address: str, role: str, live: bool = True, expected: Fingerprint | None = None) -> None:
+        self.address, self._role, self._expected = address, role, expected
         self.outstanding_rows = 0
         self.in_flight = 0
         self.last_turn = 0
         self.live = live
         self.problem = ""
+        self.mismatch = ""  # how its fingerprint differs from the expected one
+        self.call_digest = ""  # by which calls name its fingerprint, if one is expected
+        self._has_no_fingerprint = False
         self.life = ""  # of its server, by its last answer to a health check; "": it has not answered yet
         self._channel = RoleChannel(address, role)
 
@@ -44,10 +52,34 @@ class Replica:
         return self._channel.channel
 
     async def health(self) -> str:
-        """Check health: return "" if it serves its role, else the problem."""
-        problem, life = await self._check()
+        """Check health: return "" if it serves its role, with the expected fingerprint, else the problem."""
+        problem, life, told = await self._check()
         self.life = life or self.life
+        if self._expected and (life or told or not problem):  # it has answered
+            self._compare(life, told, self._expected)
+            return self.mismatch or problem
         return problem
+
+    def _compare(self, life: str, told: str, expected: Fingerprint) -> None:
+        """Compare its fingerprint with the expected one. A difference is logged when it is new."""
+        before, self.mismatch = self.mismatch, ""
+        try:
+            if told:
+                self.mismatch = expected.difference(Fingerprint.of_metadata(told))
+                self.call_digest = call_digest(told)
+            elif life:
+                self.mismatch = "it runs an older version of Rolemesh, which does not say of which job it is"
+            elif not self._has_no_fingerprint:
+                log.warning("%s at %s does not say of which job it is; it is used as it is", *self._named)
+                self._has_no_fingerprint = True
+        except InvalidBatch as error:
+            self.mismatch = str(error)
+        if self.mismatch and self.mismatch != before:
+            log.warning("%s at %s is not used until it is restarted: %s", *self._named, self.mismatch)
+
+    @property
+    def _named(self) -> tuple[str, str]:
+        return self._role, self.address
 
     async def is_another_server(self, other: Replica) -> bool:
         """Find out whether the two addresses are two servers; False if one does not answer.
@@ -57,27 +89,27 @@ class Replica:
         """
         if not (self.life and other.life) or self.life == other.life:
             return False
-        (_, before), (_, there), (_, after) = [await each._check() for each in (self, other, self)]
+        (_, before, _), (_, there, _), (_, after, _) = [await each._check() for each in (self, other, self)]
         return before == after != there and bool(before and there)
 
-    async def _check(self) -> tuple[str, str]:
-        """Check health: return the problem, and the server's life if it answered."""
+    async def _check(self) -> tuple[str, str, str]:
+        """Check health: return the problem, and the server's life and the role's fingerprint if it answered."""
         check: Any = self.channel.unary_unary(HEALTH.path, serializer(HEALTH.request), None)
         try:
             call = check(health_pb2.HealthCheckRequest(service=self._role), timeout=CHECK_TIMEOUT_S)
             answer: Any = await read_answer(HEALTH, await call)
             trailing = dict(await call.trailing_metadata())
         except InvalidBatch as error:
-            return f"its answer to a health check is invalid: {error}", ""
+            return f"its answer to a health check is invalid: {error}", "", ""
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
-                return wrong_role(self._role), ""
-            return tls.explain(error.details() or error.code().name), ""
+                return wrong_role(self._role), "", ""
+            return tls.explain(error.details() or error.code().name), "", ""
         serving: bool = answer.status == health_pb2.HealthCheckResponse.SERVING
         why = str(trailing.get(WHY_KEY, ""))[:MAX_WHY]
         why = why if why.isprintable() and why else "still loading, or draining"
         problem = "" if serving else f"it answers, but is not ready ({why})"
-        return problem, str(trailing.get(LIFE_KEY, ""))
+        return problem, str(trailing.get(LIFE_KEY, "")), str(trailing.get(FINGERPRINT_KEY, ""))
 
     async def close(self) -> None:
         await self._channel.close()

@@ -11,8 +11,9 @@ import logging
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -22,7 +23,7 @@ from rolemesh import threads
 from rolemesh.errors import InvalidBatch, RoleBusy, RolemeshError, RoleUnavailable
 from rolemesh.rpc.contract import Rpc
 from rolemesh.rpc.errors import to_status
-from rolemesh.rpc.metadata import LIFE_KEY, TIMELINE_KEY
+from rolemesh.rpc.metadata import LIFE_KEY, TIMELINE_KEY, call_digest
 from rolemesh.rpc.serving.handlers import Context
 from rolemesh.rpc.serving.requests import enter_context, message_of
 from rolemesh.telemetry import metrics, timeline
@@ -42,10 +43,14 @@ class Guard:
     Args:
         room: the process's memory budget for batches.
         job: name of the job whose calls are answered; empty: of any.
+        fingerprints: role to its fingerprint's metadata; calls that name another fingerprint are refused.
     """
 
-    def __init__(self, room: Room, job: str = "") -> None:
+    def __init__(
+        self, room: Room, job: str = "", fingerprints: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._room, self._job = room, job
+        self._digests = {role: call_digest(told) for role, told in fingerprints.items()}
         self.idle = asyncio.Event()
         self.idle.set()
         self._running = 0
@@ -115,7 +120,7 @@ class Guard:
         self.idle.clear()
         metrics.SERVER_IN_FLIGHT.labels(*labels).inc()
         try:
-            call = enter_context(role, rpc, context.invocation_metadata(), self._job)
+            call = enter_context(role, rpc, context.invocation_metadata(), self._job, self._digests.get(role))
             with self._room.stay() as stay:  # until the call ends: its batch is in use until then
                 threads.watch.set(stay.watch)
                 yield count, stay

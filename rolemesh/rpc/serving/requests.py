@@ -12,9 +12,9 @@ from urllib.parse import unquote
 from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 
-from rolemesh.errors import InvalidBatch, NotPermitted
+from rolemesh.errors import InvalidBatch, NotPermitted, RoleUnavailable
 from rolemesh.rpc.contract import Rpc
-from rolemesh.rpc.metadata import CALL_KEY, JOB_KEY, STEP_KEY, TIMELINE_KEY
+from rolemesh.rpc.metadata import CALL_KEY, FINGERPRINT_KEY, JOB_KEY, STEP_KEY, TIMELINE_KEY
 from rolemesh.telemetry import context as origin
 from rolemesh.telemetry import timeline
 from rolemesh.wire.limits import MAX_REQUEST_BYTES
@@ -22,17 +22,19 @@ from rolemesh.wire.limits import MAX_REQUEST_BYTES
 MAX_STEP_DIGITS = 18  # always fits in an int64
 
 
-def enter_context(role: str, rpc: Rpc, metadata: Any, own_job: str = "") -> str:
+def enter_context(role: str, rpc: Rpc, metadata: Any, own_job: str = "", own_digest: str | None = None) -> str:
     """Set job, role and step in the context, for logs and workers; return the call's id, or "-".
 
     Each call runs in a task of its own, and so in a context of its own: nothing has to be reset.
 
     Args:
         own_job: name of the job that the server is of; empty: of any.
+        own_digest: of the role's fingerprint; None: it has none.
 
     Raises:
         InvalidBatch: the step is not a number of at most MAX_STEP_DIGITS digits.
         NotPermitted: the call says that it is of another job.
+        RoleUnavailable: the caller has seen another fingerprint of this server.
     """
     sent = {key: value for key, value in metadata or () if isinstance(value, str)}
     origin.role.set(role)
@@ -40,6 +42,11 @@ def enter_context(role: str, rpc: Rpc, metadata: Any, own_job: str = "") -> str:
         if own_job not in ("", job):
             raise NotPermitted(f"{role}.{rpc.name}: the role is of job {own_job!r}, the call of job {job!r}")
         origin.job.set(job)
+    if own_digest and sent.get(FINGERPRINT_KEY, own_digest) != own_digest:
+        raise RoleUnavailable(
+            f"{role}.{rpc.name}: the server was started anew, with another job or version than the caller "
+            "has seen"
+        )
     timeline.calls.set([] if TIMELINE_KEY in sent else None)
     if (step := sent.get(STEP_KEY)) is not None:
         if not step.isdecimal() or len(step) > MAX_STEP_DIGITS:

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -20,7 +21,7 @@ from rolemesh.errors import InvalidConfig, RoleFailed
 from rolemesh.rpc import tls
 from rolemesh.rpc.channels import CHANNEL_OPTIONS
 from rolemesh.rpc.contract import FRAME, Rpc, rpcs, serializer
-from rolemesh.rpc.metadata import LIFE_KEY, WHY_KEY
+from rolemesh.rpc.metadata import FINGERPRINT_KEY, LIFE_KEY, WHY_KEY
 from rolemesh.rpc.serving.access import Permissions
 from rolemesh.rpc.serving.bounded import Bounded
 from rolemesh.rpc.serving.guard import Behaviour, Guard
@@ -64,17 +65,22 @@ HANDLERS = {
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # absent from the stubs
-    """Health that names the server's life and says why it is not SERVING, in the trailing metadata.
+    """Health that names the server's life, the role's fingerprint and why it is not SERVING.
+
+    They are in the trailing metadata.
 
     Args:
         life: of the server, as its other answers name it.
         why: returns the reason; empty: none is known.
         hung: says which role hangs on its device, so that LIVE is NOT_SERVING; empty: none.
+        fingerprints: role to its fingerprint's metadata.
     """
 
-    def __init__(self, life: str, why: Callable[[], str], hung: Callable[[], str]) -> None:
+    def __init__(
+        self, life: str, why: Callable[[], str], hung: Callable[[], str], fingerprints: Mapping[str, str]
+    ) -> None:
         super().__init__()
-        self._life, self._why, self._hung = life, why, hung
+        self._life, self._why, self._hung, self._fingerprints = life, why, hung, fingerprints
 
     async def Check(self, request: Any, context: Any) -> Any:
         answer = await super().Check(request, context)
@@ -85,6 +91,8 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # 
             answer = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
         if answer.status != health_pb2.HealthCheckResponse.SERVING and why:
             trailing.append((WHY_KEY, why))
+        if fingerprint := self._fingerprints.get(request.service):
+            trailing.append((FINGERPRINT_KEY, fingerprint))
         context.set_trailing_metadata(tuple(trailing))
         return answer
 
@@ -100,6 +108,8 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         room: memory budget for the batches that callers send; None: a share of this machine's memory.
         max_streams: calls at once on each connection; gRPC queues further ones at the caller.
         job: name of the job that the roles are of; calls of another job are refused. Empty: of any.
+        fingerprints: role to its fingerprint's metadata, which health checks report. A call that names another
+            fingerprint is refused.
 
     Raises:
         RoleFailed: an rpc's request is neither one message nor one batch.
@@ -111,6 +121,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         room: Room | None = None,
         max_streams: int = MAX_STREAMS,
         job: str = "",
+        fingerprints: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._role_of: dict[str, str] = {}  # full name of a service to its role
         for role, its_services in roles.items():
@@ -132,9 +143,9 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._refusal = "is still loading"
         self.why: Callable[[], str] = lambda: ""  # says what it waits for until it is ready
         self.hung: Callable[[], str] = lambda: ""  # says which role hangs on its device
-        self._guard = Guard(room or Room(), job)
+        self._guard = Guard(room or Room(), job, fingerprints)
         waits_for = lambda: self.why() if self._refusal else ""  # noqa: E731
-        self._health: Any = _Health(self._guard.life, waits_for, lambda: self.hung())
+        self._health: Any = _Health(self._guard.life, waits_for, lambda: self.hung(), fingerprints)
         self._servers: list[grpc.aio.Server] = []
 
     async def start(self, listen: str) -> str:
