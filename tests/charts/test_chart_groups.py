@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from pathlib import Path
@@ -61,11 +60,11 @@ def drawn(seed: int) -> dict[str, Any]:
     return {"strategy": "custom", "groups": own, "replicas": replicas}
 
 
-PLACEMENTS = [{"strategy": name} for name in strategies()] + [drawn(seed) for seed in range(12)]
+PLACED = {f"{job}, {name}": (JOBS[job], {"strategy": name}) for job in JOBS for name in strategies()}
+PLACED |= {f"{job}, seed {seed}": (JOBS[job], drawn(seed)) for seed, job in enumerate([*JOBS] * 3)}
 
 
-@pytest.mark.parametrize("sections", JOBS.values(), ids=JOBS)
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=json.dumps)
+@pytest.mark.parametrize(("sections", "placement"), PLACED.values(), ids=PLACED)
 def test_the_groups_of_the_chart_are_the_jobs(sections: dict[str, Any], placement: dict[str, Any]) -> None:
     values = {"job": sections, "placement": placement} | NO_DASHBOARDS
     try:
