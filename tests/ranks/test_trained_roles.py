@@ -107,7 +107,7 @@ def batch_of(step: int) -> DataProto:
 
 
 async def worked(worker: Any, steps: int) -> list[Any]:
-    """Train so many steps. Return the metrics of each, and the answers by row before each."""
+    """Train this number of steps. Return the metrics of each, and the answers by row before each."""
     told: list[Any] = []
     if isinstance(worker, RewardWorker):
         for num_rows in (7, 1):  # one row is fewer than the ranks
