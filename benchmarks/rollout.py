@@ -31,7 +31,6 @@ from rich.table import Table
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.devices import resolve_device
 from rolemesh.models.loading import load_outline
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.roles import methods
@@ -44,6 +43,7 @@ from rolemesh.services.rollout.engines.vllm.arguments import (
     sampling_arguments,
 )
 from rolemesh.wire.allocator import tune
+from rolemesh.workers.devices import resolve_device
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 256

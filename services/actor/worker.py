@@ -17,7 +17,6 @@ from rolemesh.config import JobConfig
 from rolemesh.config.actor import ActorConfig
 from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.devices import resolve_device
 from rolemesh.errors import Unsupported
 from rolemesh.home import Home
 from rolemesh.models.loading import load_tokenizer, named_weights, vocabulary_of, with_dtype
@@ -38,6 +37,7 @@ from rolemesh.validation import BatchValidator
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.source import WeightSource
 from rolemesh.workers.commands import Deal, command
+from rolemesh.workers.devices import resolve_device
 from rolemesh.workers.local import LocalWorker, by_rows, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
 from rolemesh.workers.seat import Seat

@@ -14,7 +14,6 @@ from rolemesh.algos.value_loss import clipped_value_loss
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import CriticConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.devices import resolve_device
 from rolemesh.home import Home
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import named_weights, vocabulary_of, with_dtype
@@ -29,6 +28,7 @@ from rolemesh.training.loop import Schedule, checkpoint_activations, learn, refu
 from rolemesh.training.optimizer import Optimizer
 from rolemesh.validation import BatchValidator
 from rolemesh.workers.commands import Deal, command
+from rolemesh.workers.devices import resolve_device
 from rolemesh.workers.local import LocalWorker, by_rows, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
 from rolemesh.workers.seat import Seat

@@ -15,7 +15,6 @@ from rich.logging import RichHandler
 from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
-from rolemesh.devices import resolve_device
 from rolemesh.errors import RoleUnavailable
 from rolemesh.models.loading import model_directory
 from rolemesh.planner.devices import available_memory
@@ -37,6 +36,7 @@ from rolemesh.services.processes.role_processes import (
 )
 from rolemesh.telemetry.metrics import CONTROLLER
 from rolemesh.wire.allocator import tune
+from rolemesh.workers.devices import resolve_device
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in its 
 
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
-from rolemesh.devices import resolve_device
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.ranks.rendezvous import local_store
 from rolemesh.services.processes.environments import role_settings
@@ -35,6 +34,7 @@ from rolemesh.services.processes.launchers import (
 )
 from rolemesh.services.processes.ray_cluster import joins_cluster, ray_cluster
 from rolemesh.workers import broken_device
+from rolemesh.workers.devices import resolve_device
 
 log = logging.getLogger(__name__)
 

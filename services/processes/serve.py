@@ -25,7 +25,6 @@ from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.devices import described, resolve_device
 from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
 from rolemesh.fingerprint import fingerprint
 from rolemesh.ranks.following import follow
@@ -44,6 +43,7 @@ from rolemesh.weights.service import WeightsServicer
 from rolemesh.weights.store import WeightStore
 from rolemesh.wire.allocator import tune
 from rolemesh.workers.commands import command_of as worker_command
+from rolemesh.workers.devices import described, resolve_device
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.seat import Seat

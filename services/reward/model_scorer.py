@@ -10,12 +10,12 @@ from torch import Tensor
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.devices import resolve_device
 from rolemesh.models.loading import load_tokenizer, vocabulary_of
 from rolemesh.models.reward_model import RewardModel
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import Root
 from rolemesh.threads import progress
+from rolemesh.workers.devices import resolve_device
 
 
 class ModelScorer:

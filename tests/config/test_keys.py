@@ -99,6 +99,7 @@ def test_readers_are_found_through_types_properties_and_names(sources: Sources) 
 
 ALL = tuple(ROLES)
 TRAINED = tuple(name for name, role in ROLES.items() if role.trained)
+COMPUTING = tuple(name for name in ROLES if name != "environment")  # on a device
 OWNER = ("the role whose section has the key",)
 # Sections of classes that several roles have: code that reads a role's own is found to read the others', too.
 LIKE_OTHERS = re.compile(r"(critic|reference)\.|.*\.(model|fsdp_config|optim)\.")
@@ -116,6 +117,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "services/rollout/*": ("rollout",),
     "services/environment/*": ("environment",),
     "services/processes/serve.py: _with_ranks *": OWNER,
+    "services/processes/serve.py: load_role reads trainer.device": COMPUTING,
     "services/processes/serve.py: *": ALL,
     **dict.fromkeys(("services/controller/*", "services/command_line/*", "services/processes/*"), ()),
     "services/python_interface.py: *": (),

@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from rolemesh.config.model import ModelConfig
-from rolemesh.devices import resolve_device
 from rolemesh.errors import InvalidConfig, ModelNotFound
 from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, vocabulary_in, vocabulary_of
 from rolemesh.models.reward_model import RewardModel
+from rolemesh.workers.devices import resolve_device
 
 CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.devices import resolve_device
 from rolemesh.errors import InvalidConfig, Unsupported
 from rolemesh.models.loading import load_causal_lm, named_weights, resolve_dtype, vocabulary_of
 from rolemesh.services.rollout.engines.ending import end_tokens
@@ -23,6 +22,7 @@ from rolemesh.services.rollout.engines.hf.kept import KeptRows
 from rolemesh.services.rollout.engines.hf.neutral import neutral_rows
 from rolemesh.services.rollout.engines.hf.slots import Call
 from rolemesh.services.rollout.engines.sampling import sample
+from rolemesh.workers.devices import resolve_device
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking, model_tensors
 

@@ -15,10 +15,10 @@ import torch
 
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
-from rolemesh.devices import resolve_device
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.directory import existing_directory
 from rolemesh.services.rollout.engines.vllm import owner
+from rolemesh.workers.devices import resolve_device
 
 # Keys of rollout.* that are passed to vLLM unchanged, with vLLM's names.
 ENGINE = {

@@ -15,7 +15,6 @@ from torch import Tensor
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.devices import resolve_device
 from rolemesh.errors import InvalidConfig, RoleFailed, RoleUnavailable, Unsupported
 from rolemesh.models.loading import load_outline, model_directory, named_weights, resolve_dtype, vocabulary_of
 from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
@@ -31,6 +30,7 @@ from rolemesh.services.rollout.engines.vllm.arguments import (
 from rolemesh.services.rollout.engines.vllm.reload import check_reload
 from rolemesh.services.rollout.engines.vllm.tensor_file import tensor_file, tensors_in
 from rolemesh.tasks import as_they_end
+from rolemesh.workers.devices import resolve_device
 from rolemesh.workers.local import LocalWorker
 
 if TYPE_CHECKING:  # tests/rollout/test_names_of_vllm.py looks up in vLLM's source what has these types

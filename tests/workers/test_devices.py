@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolemesh.devices import NEEDED_DRIVERS, driver_version, why_unusable
+from rolemesh.workers.devices import NEEDED_DRIVERS, driver_version, why_unusable
 
 KERNEL_MODULES = {
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023": "535.129.03",
