@@ -15,6 +15,7 @@ from rendering import (
     ROOT,
     Object,
     groups,
+    heads,
     notes,
     objects,
     of_kind,
@@ -27,6 +28,7 @@ from rolemesh.catalog.roles import ROLES as DECLARED
 from rolemesh.config.job import JobConfig, load_job, make_job
 from rolemesh.config.placement import PlacementConfig, strategies
 from rolemesh.errors import InvalidConfig
+from rolemesh.fingerprint import fingerprint
 
 ROLES = tuple(DECLARED)
 
@@ -260,11 +262,35 @@ def test_the_gpus_that_notes_tell_of_are_those_that_are_asked_for(example: Path,
     assert f"It uses {asked} GPUs (nvidia.com/gpu) in total." in said
 
 
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_pods_of_a_role_have_the_fingerprint_that_the_controller_expects(
+    example: Path, tmp_path: Path
+) -> None:
+    things = objects({}, files=[example])
+    (tmp_path / "job.yaml").write_text(
+        next(thing["data"]["job.yaml"] for thing in of_kind(things, "ConfigMap") if "job.yaml" in thing["data"])
+    )
+
+    def read(workload: Object) -> tuple[list[str], JobConfig]:
+        """The roles of a process, and the job as it reads it."""
+        (container,) = workload["spec"]["template"]["spec"]["containers"]
+        overrides = [word for word in container["args"] if "=" in word and word[0] != "-"]
+        return container["args"][1].split(","), load_job(tmp_path / "job.yaml", overrides)
+
+    ((_, of_controller),) = map(read, of_kind(things, "Job"))
+    for roles, of_pod in map(read, (*workloads(things), *heads(things))):
+        for role in roles:
+            assert fingerprint(of_controller, role).difference(fingerprint(of_pod, role)) == ""
+
+
 def test_notes_of_a_scaled_role_tell_of_the_most(tmp_path: Path) -> None:
     scaler = {"scaler": "hpa", "minReplicas": 2, "maxReplicas": 5}
     said = notes({"autoscaling": {"reward": scaler}, "roles": {"reward": {"gpus": 1}}}, tmp_path)
     assert re.search(r"deployment/demo-reward +2 to 5 x 1 GPUs: reward", said)
     assert "It uses 5 GPUs (nvidia.com/gpu) in total, and up to 8 when scaled up." in said
+    values = {"autoscaling": {"reward": scaler}, "placement": {"ranks": {"actor": 16}}}
+    said = notes(values | {"roles": {"reward": {"gpus": 1}, "actor": {"gpus": 16}}}, tmp_path)
+    assert "It uses 20 GPUs (nvidia.com/gpu) in total, and up to 23 when scaled up." in said
 
 
 def test_notes_tell_what_brings_the_alerts(tmp_path: Path) -> None:

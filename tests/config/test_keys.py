@@ -99,7 +99,6 @@ def test_readers_are_found_through_types_properties_and_names(sources: Sources) 
 
 ALL = tuple(ROLES)
 TRAINED = tuple(name for name, role in ROLES.items() if role.trained)
-COMPUTING = tuple(name for name in ROLES if name != "environment")  # on a device
 OWNER = ("the role whose section has the key",)
 # Sections of classes that several roles have: code that reads a role's own is found to read the others', too.
 LIKE_OTHERS = re.compile(r"(critic|reference)\.|.*\.(model|fsdp_config|optim)\.")
@@ -117,7 +116,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "services/rollout/*": ("rollout",),
     "services/environment/*": ("environment",),
     "services/processes/serve.py: _with_ranks *": OWNER,
-    "services/processes/serve.py: load_role reads trainer.device": COMPUTING,
     "services/processes/serve.py: *": ALL,
     **dict.fromkeys(("services/controller/*", "services/command_line/*", "services/processes/*"), ()),
     "services/python_interface.py: *": (),
@@ -141,6 +139,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 NOT_COMPARED = {
     "trainer.experiment_name": "every call names it",
     "trainer.default_local_dir": "the terms of controllers name it",
+    "trainer.device": "pods with GPUs are given cuda, and those without take a CPU",
     "trainer.progress_timeout_s": "says when a role that hangs is ended, not what a role answers",
     "plugins": "the content counts for every role",
 }
