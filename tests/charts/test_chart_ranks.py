@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from rendering import APIS, Object, objects, of_kind, pods, refusal, selects, workloads
 
 ONE_POD: Object = {"placement": {"ranks": {"actor": 8}}, "roles": {"actor": {"gpus": 8}}}
@@ -35,6 +36,16 @@ def test_a_group_that_fits_into_a_pod_is_one_and_needs_no_kuberay() -> None:
     assert {"name": "OMP_NUM_THREADS", "value": "1"} in container["env"]
     (job,) = (thing for thing in of_kind(things, "ConfigMap") if thing["metadata"]["name"] == "demo-job")
     assert "ranks:\n    actor: 8" in job["data"]["job.yaml"]
+
+
+@pytest.mark.parametrize(("strategy", "group"), [("hybrid", "policy"), ("collocate", "all")])
+def test_ranks_of_a_group_that_generates_have_an_engine_each(strategy: str, group: str) -> None:
+    roles = {role: {"gpus": 8} for role in ("actor", "rollout")}
+    placement = {"strategy": strategy, "ranks": {group: 8}}
+    (pod,) = [pod for pod in pods(objects({"placement": placement, "roles": roles})) if component(pod) == group]
+    (container,) = pod["spec"]["containers"]
+    assert "rollout" in container["args"][1].split(",")
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
 
 
 def test_a_larger_group_is_a_ray_cluster_with_a_pod_for_each_node_and_one_service() -> None:

@@ -100,7 +100,15 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ranks where the policy generates": (
         {"placement": {"ranks": {"rollout": 2}}, "roles": {"rollout": {"gpus": 2}}},
-        "placement.ranks is 2 for group rollout, which has the rollout, whose engine is spread by",
+        "placement.ranks is 2 for group rollout, which has the rollout alone: set placement.replicas.rollout",
+    ),
+    "an engine over several ranks of a group": (
+        {
+            "placement": {"strategy": "hybrid", "ranks": {"policy": 2}},
+            "job": {"rollout": {"name": "vllm", "tensor_model_parallel_size": 2}},
+            "roles": {"actor": {"gpus": 2}},
+        },
+        "job.rollout.tensor_model_parallel_size is 2, but each of the 2 ranks of group policy has an engine on",
     ),
     "several pods for one rank": (
         {"groups": {"actor": {"pods": 2}}},

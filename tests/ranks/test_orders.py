@@ -23,7 +23,7 @@ from rolemesh.errors import InvalidBatch, NotPermitted, RolemeshError, RoleUnava
 from rolemesh.ranks import leading
 from rolemesh.ranks.following import follow
 from rolemesh.ranks.leading import Leader
-from rolemesh.ranks.messages import LEADER_KEY, RPC, Answer, is_last
+from rolemesh.ranks.messages import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S, LEADER_KEY, RPC, Answer, is_last
 from rolemesh.ranks.orders import Alone, Orders
 from rolemesh.ranks.rendezvous import Rendezvous, local_store
 from rolemesh.rpc import tls
@@ -289,3 +289,10 @@ async def test_with_keys_a_follower_needs_every_role_of_the_group(
     await leader.close()
     with suppress(RoleUnavailable):
         await following
+
+
+def test_a_group_ends_within_the_seconds_that_the_docs_state() -> None:
+    """Tests of the end itself wait less long for a silent rank."""
+    text = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text()
+    assert f"rank 0 notices within {KEEPALIVE_S + KEEPALIVE_TIMEOUT_S} s" in text
+    assert f"the group ends after {leading.OTHERS_S:.0f} s at most" in text

@@ -121,8 +121,14 @@
 {{- fail (printf "placement.ranks is %d for %s, but its group %s has %d ranks, and each rank has all roles of its group: set placement.ranks.%s alone" $own $role $group.name $ranks $group.name) }}
 {{- end }}
 {{- end }}
-{{- if and (gt $ranks 1) (has "rollout" $group.roles) }}
-{{- fail (printf "placement.ranks is %d for group %s, which has the rollout, whose engine is spread by job.rollout.tensor_model_parallel_size: give rollout a group of its own (placement.strategy)" $ranks $group.name) }}
+{{- if and (gt $ranks 1) (has "rollout" $group.models) }}
+{{- if eq (len $group.models) 1 }}
+{{- fail (printf "placement.ranks is %d for group %s, which has the rollout alone: set placement.replicas.rollout for more engines, or job.rollout.tensor_model_parallel_size for an engine on several GPUs" $ranks $group.name) }}
+{{- end }}
+{{- $several := (include "rlhf-job.job" $ | fromJson).rollout.tensor_model_parallel_size | int }}
+{{- if gt $several 1 }}
+{{- fail (printf "job.rollout.tensor_model_parallel_size is %d, but each of the %d ranks of group %s has an engine on its own GPU: set it to 1, or give the rollout a group of its own (placement.strategy)" $several $ranks $group.name) }}
+{{- end }}
 {{- end }}
 {{- if and (gt $pods 1) (eq $ranks 1) }}
 {{- fail (printf "groups.%s.pods is %d, but the group has one rank: set placement.ranks.%s to a multiple of it" $group.name $pods $group.name) }}
