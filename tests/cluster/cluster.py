@@ -115,7 +115,7 @@ class Namespace:
                 watching.kill()
         status = json.dumps(thing.get("status"), indent=1)
         said = [f"within {within_s} s, {' '.join(what)} was last {status}"]
-        for question in (("get", "pods", "-o", "wide"), ("events", "--types=Warning")):
+        for question in (("get", "pods", "-o", "wide"), ("events",)):
             with suppress(Failed):
                 said.append(self.kubectl(*question))
         raise AssertionError("\n".join(said))
