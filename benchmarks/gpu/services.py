@@ -23,7 +23,10 @@ TESTS = ("tests/models/test_packing.py", "tests/workers/test_parking.py")
 
 
 def steps(device: str, directory: Path) -> dict[str, Any]:
-    """PPO by `rolemesh run`: five processes, gRPC, all models on the device, a checkpoint at the end."""
+    """PPO by `rolemesh run`: gRPC, all models on the device, a checkpoint at the end.
+
+    On a CPU there are five processes. On the GPU all roles take turns in one, as processes do not share a GPU.
+    """
     from rolemesh.services.processes.launch import launch  # imports every service
 
     model = make_tiny_model(directory / "model", hidden_size=64)
@@ -33,7 +36,10 @@ def steps(device: str, directory: Path) -> dict[str, Any]:
         model,
         ADDITIONS,
         device,
-        {"trainer": {"total_training_steps": STEPS, "save_freq": STEPS, "experiment_name": "gpu"}},
+        {
+            "placement": {"strategy": "collocate" if device == "cuda" else "standalone"},
+            "trainer": {"total_training_steps": STEPS, "save_freq": STEPS, "experiment_name": "gpu"},
+        },
     )
     summary = asyncio.run(launch(job))
     check(summary.step == STEPS, f"the run ended at step {summary.step} of {STEPS}")

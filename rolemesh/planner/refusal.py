@@ -1,17 +1,36 @@
 """Refuses a job that cannot fit, before anything starts.
 
-Only certain needs count: weights, and gradients and moments of trained roles. Activations and caches depend on
-more than a plan knows.
+Only certain needs count. Of a CPU's memory, which all roles share, these are weights, and gradients and moments
+of trained roles. A GPU has one process. There the activations of one row count as well, because no smaller
+micro-batch avoids them, and vLLM must find room in its own share of the GPU.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
+from rolemesh.config.model import TrainedModelConfig
 from rolemesh.errors import InvalidConfig
-from rolemesh.planner.devices import human_size
-from rolemesh.planner.memory import FLOAT32, WIDTH, Memory, Shapes
+from rolemesh.planner.devices import GPUS, human_size
+from rolemesh.planner.memory import (
+    FLOAT32,
+    WIDTH,
+    Memory,
+    Shapes,
+    block_bytes,
+    forward_bytes,
+    kv_bytes_per_token,
+    tokens_of_pass,
+    vllm_memory,
+)
 from rolemesh.planner.plan import Grouping
+from rolemesh.planner.shapes import ModelShape
+
+NO_ROOM = replace(GPUS["h100"], memory_bytes=0)  # on which vLLM has a cache for one sequence alone
 
 
 def least_memory(job: JobConfig, role: str, shapes: Shapes) -> Memory:
@@ -72,3 +91,114 @@ def _least(job: JobConfig, shapes: Shapes, grouping: Grouping) -> int:
     return sum(
         max((least_memory(job, role, shapes).total for role in roles), default=0) for roles in grouping.values()
     )
+
+
+# --------------------------------------------------------------------------------------- a GPU
+
+
+def refuse_what_gpus_cannot_hold(
+    job: JobConfig,
+    shapes: Shapes,
+    grouping: Grouping,
+    given: Mapping[str, Sequence[str]],
+    memory_bytes: Mapping[str, int],
+) -> None:
+    """Refuse processes with a role that needs more than its GPU has, or vLLM more than its share of it.
+
+    Roles of a process take turns. Of several ranks' models each GPU has a part, which is not counted, but of an
+    engine as much as the planner says.
+
+    Args:
+        job: the job; no dtype is auto.
+        shapes: by role.
+        grouping: of the job's roles, with one entry for each replica of a group.
+        given: the GPUs of each replica.
+        memory_bytes: of each GPU.
+
+    Raises:
+        InvalidConfig: one does not fit; the message has the needed bytes, the largest part and what to change.
+    """
+    for replica, roles in grouping.items():
+        whole = roles if len(given[replica]) == 1 else [role for role in roles if role == "rollout"]
+        for role in whole:
+            for gpu in given[replica]:
+                _refuse_on_gpu(job, role, least_on_gpu(job, role, shapes), gpu, memory_bytes[gpu])
+
+
+def _refuse_on_gpu(job: JobConfig, role: str, least: Memory, gpu: str, memory_bytes: int) -> None:
+    limit, where, share = memory_bytes, f"the memory of GPU {gpu}", job.rollout.gpu_memory_utilization
+    has_share = role == "rollout" and job.engine.reserves_memory
+    if has_share:
+        limit, where = round(share * limit), f"rollout.gpu_memory_utilization {share:g} of {where}"
+    if least.total <= limit:
+        return
+    part, largest = max(least.parts().items(), key=lambda item: item[1])
+    enough = math.ceil(100 * least.total / memory_bytes) / 100
+    if has_share:
+        advice = f"Set it to at least {enough:g}" if enough <= 1 else "Use a smaller model in actor.model.path"
+        advice += ", or a smaller rollout.max_num_batched_tokens"
+    else:
+        advice = f"Use a smaller model in {ROLES[role].model_key}.path"
+        if part in ("activations", "kv_cache"):
+            lengths = "data.max_prompt_length and max_response_length"
+            advice = f"Use shorter rows than {_width(job)} tokens ({lengths})"
+        advice += "" if role == "rollout" else ", or more GPUs for it (placement.ranks)"
+    raise InvalidConfig(
+        f"the {role} takes at least {human_size(least.total)}, but {where} is {human_size(limit)}. "
+        f"The largest part is its {part}, {human_size(largest)}. {advice}. `rolemesh plan` shows every part"
+    )
+
+
+def least_on_gpu(job: JobConfig, role: str, shapes: Shapes) -> Memory:
+    """Return the bytes without which a role cannot process a row of full length P + T on a GPU of its own.
+
+    For vLLM this is the planner's estimate with a cache for one sequence. For the others it is a lower bound of
+    the peak: logits are left out, and whatever else may be gone by then. In a job that only validates, roles
+    other than the rollout count the weights alone.
+    """
+    least = least_memory(job, role, shapes)
+    if role not in shapes or (job.trainer.val_only and role != "rollout"):
+        return least
+    shape = shapes[role]
+    if role == "rollout":
+        if job.engine.reserves_memory:
+            return vllm_memory(job, shape, NO_ROOM)
+        return replace(least, kv_cache=_width(job) * kv_bytes_per_token(shape, job.rollout.dtype))
+    model = ROLES[role].model(job)
+    if isinstance(model, TrainedModelConfig):
+        return _least_of_update(job, role, shape, model, least)
+    passing = forward_bytes(shape, _width(job), model.dtype) + _cast_blocks(shape, model.dtype)
+    return replace(least, activations=passing)
+
+
+def _least_of_update(
+    job: JobConfig, role: str, shape: ModelShape, model: TrainedModelConfig, least: Memory
+) -> Memory:
+    """Return what a trained role needs in its passes, or in the optimizer's step if that is more.
+
+    The first pass of a mini-batch has no gradients yet; a second one has all of them. Autocast's copies are
+    gone when blocks are recomputed. Those of weights that an adapter freezes are not kept for the next block.
+    """
+    checkpoints, adapts = model.enable_gradient_checkpointing, role == "actor" and job.actor.model.lora_rank > 0
+    block = block_bytes(shape, _width(job), model.dtype)
+    stored = FLOAT32 * shape.hidden * _width(job) * shape.layers if checkpoints else block * shape.layers
+    if model.enable_activation_offload:
+        stored = 0
+    casts = 0 if adapts and checkpoints else _cast_blocks(shape, model.dtype)
+    mini_batch = job.critic_mini_batch_size if role == "critic" else job.actor.ppo_mini_batch_size
+    has_gradients = mini_batch * job.rollout.n * _width(job) > tokens_of_pass(job, role)
+    passing = replace(
+        least,
+        gradients=least.gradients * has_gradients,
+        optimizer=0 if job.fsdp_config(role).optimizer_offload else least.optimizer,
+        activations=stored + max(casts, block if checkpoints else 0),
+    )
+    return max(passing, least, key=lambda memory: memory.total)
+
+
+def _width(job: JobConfig) -> int:
+    return job.data.max_prompt_length + job.data.max_response_length
+
+
+def _cast_blocks(shape: ModelShape, dtype: str) -> int:
+    return 0 if dtype == "float32" else WIDTH[dtype] * shape.multiplied_parameters

@@ -15,11 +15,12 @@ from rich.logging import RichHandler
 from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
+from rolemesh.config.model import AMPERE
 from rolemesh.errors import RoleUnavailable
 from rolemesh.models.loading import model_directory
 from rolemesh.planner.devices import available_memory
 from rolemesh.planner.memory import role_shapes
-from rolemesh.planner.refusal import refuse_what_cannot_fit
+from rolemesh.planner.refusal import refuse_what_cannot_fit, refuse_what_gpus_cannot_hold
 from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.main import Brakes, drive, prepare, warn_of_idle_keys
@@ -111,23 +112,23 @@ def check_engine(job: JobConfig) -> None:
 
 
 def check_memory(job: JobConfig, roles: Sequence[str]) -> None:
-    """Refuse roles whose weights, gradients and moments certainly do not fit in a GPU or this machine's memory.
+    """Refuse roles that certainly do not fit in their GPUs, or in this machine's memory.
 
     Raises:
-        InvalidConfig: they do not fit; the message has the missing bytes, the largest part and the keys to
-            lower.
+        InvalidConfig: they do not fit, and the message has the missing bytes, the largest part and the keys to
+            change; or there are fewer GPUs than the processes need.
     """
-    job = job.with_dtypes(resolve_device(job.trainer.device).type)
-    shapes, members = role_shapes(job, roles), members_of(job, roles)
+    device = resolve_device(job.trainer.device)
+    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < AMPERE
+    job = job.with_dtypes("cpu" if is_old else device.type)  # auto is float32 on old GPUs, as on a CPU
     gpus = visible_gpus(job)
+    given = gpus_by_process(job, gpus, roles)
+    shapes, members = role_shapes(job, roles), members_of(job, roles)
     if not gpus:
         refuse_what_cannot_fit(job, shapes, members, available_memory(), "this machine's free memory")
-    given = gpus_by_process(job, gpus, roles)
-    for index, gpu in enumerate(gpus):
-        memory = torch.cuda.get_device_properties(index).total_memory
-        # Of a group or an engine of several ranks, a GPU has only a share of the weights, so it is not counted.
-        alone = {name: own for name, own in members.items() if given[name] == [gpu]}
-        refuse_what_cannot_fit(job, shapes, alone, memory, f"the memory of GPU {gpu}")
+        return
+    memory_bytes = {gpu: torch.cuda.get_device_properties(index).total_memory for index, gpu in enumerate(gpus)}
+    refuse_what_gpus_cannot_hold(job, shapes, members, given, memory_bytes)
 
 
 async def _train(run: Run, processes: RoleProcesses, scraped: str) -> Summary:

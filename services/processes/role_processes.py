@@ -14,6 +14,7 @@ import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -184,7 +185,7 @@ async def role_processes(job: JobConfig, roles: Sequence[str] = ()) -> AsyncIter
         roles: start only these; empty: all.
 
     Raises:
-        InvalidConfig: a group has more ranks than this machine has GPUs.
+        InvalidConfig: this machine has fewer GPUs than the processes need.
     """
     directory = job.run_dir / "logs"
     directory.mkdir(parents=True, exist_ok=True)
@@ -294,33 +295,53 @@ def gpus_by_ray(job: JobConfig) -> int:
 
 
 def gpus_by_process(job: JobConfig, gpus: Sequence[str], roles: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Assign GPUs to replicas of groups, round-robin.
+    """Assign GPUs to replicas of groups, in order. No GPU has two processes, which would not take turns on it.
 
     A replica gets one GPU for each of its ranks, in their order. One with an engine of several ranks gets one
-    per rank of the engine, if there are as many. One without a model on a device gets none, and one whose ranks
-    get theirs from Ray neither.
+    per rank of the engine. One without a model on a device gets none, and one whose ranks get theirs from Ray
+    neither.
+
+    Args:
+        job: the job.
+        gpus: of this machine, which the job may use; none: it runs on a CPU.
+        roles: only these, in the places that they have in the whole job; empty: all.
 
     Raises:
-        InvalidConfig: a group has more ranks than there are GPUs.
+        InvalidConfig: there are too few GPUs for the ranks of a group or an engine, or for all processes.
     """
-    given: dict[str, list[str]] = {}
-    turn = 0
+    needed: dict[str, int] = {}
     for name, own in members_of(job, roles).items():
-        ranks = ranks_of(job, name, own)
-        if ranks > 1 and gpus_by_ray(job):
-            given[name] = []
+        ranks, key = ranks_of(job, name, own), "placement.ranks"
+        if (ranks > 1 and gpus_by_ray(job)) or not any(job.on_device(role) for role in own):
+            needed[name] = 0
             continue
+        if "rollout" in own and ranks == 1:
+            ranks, key = job.rollout.tensor_model_parallel_size, "rollout.tensor_model_parallel_size"
         if 0 < len(gpus) < ranks:
             raise InvalidConfig(
-                f"placement.ranks is {ranks} for {', '.join(own)}, but the job may use {len(gpus)} GPUs of "
-                "this machine, and each rank needs its own; lower placement.ranks"
+                f"{key} is {ranks} for {', '.join(own)}, but the job may use {len(gpus)} GPUs of "
+                f"this machine, and each rank needs its own; lower {key}"
             )
-        if "rollout" in own and ranks == 1:
-            ranks = job.rollout.tensor_model_parallel_size
-        count = min(ranks, len(gpus)) if any(job.on_device(role) for role in own) else 0
-        given[name] = [gpus[(turn + i) % len(gpus)] for i in range(count)]
-        turn += count
-    return given
+        needed[name] = ranks
+    if gpus and sum(needed.values()) > len(gpus):
+        raise _too_few_gpus(job, needed, gpus)
+    free = iter(gpus)
+    return {name: list(islice(free, count)) for name, count in needed.items()}
+
+
+def _too_few_gpus(job: JobConfig, needed: Mapping[str, int], gpus: Sequence[str]) -> InvalidConfig:
+    in_turn = [name for name, count in needed.items() for _ in range(count)]
+    sharing = in_turn[:: len(gpus)]  # those that would come to the first GPU
+    if len({group_of(name) for name in in_turn}) == 1:
+        advice = "set fewer placement.replicas"
+    else:
+        is_ahead = job.rollout.mode == "async" and job.trainer.max_staleness > 0
+        also = " and rollout.mode=sync" if is_ahead else ""
+        advice = f"set placement.strategy=collocate{also}, so that all roles take turns"
+    return InvalidConfig(
+        f"{', '.join(sharing[:-1])} and {sharing[-1]} would share GPU {gpus[0]}, and processes take no turns "
+        f"on a GPU: the job needs {len(in_turn)} GPUs, and may use {len(gpus)} of this machine; {advice}"
+    )
 
 
 async def _start(

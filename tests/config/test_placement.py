@@ -131,34 +131,48 @@ def test_a_reward_shares_a_device_only_if_it_has_a_model() -> None:
         job(placement, **ahead, reward={"reward_model": {"enable": True}})
 
 
-def test_processes_take_the_next_gpu_and_begin_again_when_all_are_given() -> None:
-    standalone = job({"strategy": "standalone", "replicas": {"rollout": 2}})
-    assert gpus_by_process(standalone, ["4", "6", "7"]) == {
+def test_processes_take_the_next_gpu_and_are_refused_when_all_are_given() -> None:
+    placement = {"strategy": "standalone", "replicas": {"rollout": 2}}
+    standalone = job(placement)
+    assert gpus_by_process(standalone, ["4", "6", "7", "0", "1"]) == {
         "actor-0": ["4"],
         "rollout-0": ["6"],
         "rollout-1": ["7"],
-        "reference-0": ["4"],
-        "critic-0": ["6"],
+        "reference-0": ["0"],
+        "critic-0": ["1"],
         "reward-0": [],  # rules have nothing there
     }
     assert gpus_by_process(job({"strategy": "hybrid"}), ["0", "1"]) == {"policy-0": ["0"], "judges-0": ["1"]}
+    assert gpus_by_process(job({"strategy": "collocate"}), ["4"]) == {"all-0": ["4"]}
     assert set(map(tuple, gpus_by_process(standalone, []).values())) == {()}
+    sharing = "actor-0 and reference-0 would share GPU 4, .* needs 5 GPUs, and may use 3 of this machine; "
+    with pytest.raises(InvalidConfig, match=f"{sharing}set placement.strategy=collocate, so that all"):
+        gpus_by_process(standalone, ["4", "6", "7"])
+    with pytest.raises(InvalidConfig, match=r"set placement\.strategy=collocate and rollout\.mode=sync, so"):
+        gpus_by_process(job(placement, rollout={"mode": "async"}), ["4", "6", "7"])
+    assert gpus_by_process(standalone, ["4", "6"], ("rollout",)) == {"rollout-0": ["4"], "rollout-1": ["6"]}
+    with pytest.raises(
+        InvalidConfig, match=r"rollout-0 and rollout-1 would share GPU 4, .*fewer placement\.replicas"
+    ):
+        gpus_by_process(standalone, ["4"], ("rollout",))
 
 
 def test_an_engine_of_several_ranks_gets_as_many_gpus() -> None:
     two_ranks = job({"strategy": "split-collocate"}, rollout={"name": "vllm", "tensor_model_parallel_size": 2})
     given = gpus_by_process(two_ranks, ["0", "1", "2", "3"])
     assert given == {"policy-0": ["0"], "judges-0": ["1"], "rollout-0": ["2", "3"]}
+    with pytest.raises(InvalidConfig, match=r"tensor_model_parallel_size is 2 .* use 1 GPUs"):
+        gpus_by_process(two_ranks, ["0"], ("rollout",))
 
 
 def test_several_ranks_get_a_gpu_each() -> None:
     ranked = job({"ranks": {"actor": 2, "reference": 2}, "replicas": {"reference": 2}})
-    assert gpus_by_process(ranked, ["0", "1", "2", "3"]) == {
+    assert gpus_by_process(ranked, list("01234567")) == {
         "actor-0": ["0", "1"],
         "rollout-0": ["2"],
-        "reference-0": ["3", "0"],
-        "reference-1": ["1", "2"],
-        "critic-0": ["3"],
+        "reference-0": ["3", "4"],
+        "reference-1": ["5", "6"],
+        "critic-0": ["7"],
         "reward-0": [],
     }
     hybrid = job({"strategy": "hybrid", "ranks": {"policy": 2}})

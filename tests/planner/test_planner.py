@@ -24,7 +24,7 @@ from rolemesh.planner.cost import Pass, role_seconds
 from rolemesh.planner.devices import GIB, GPUS, Device, available_memory, cpu, human_size, parse_size
 from rolemesh.planner.memory import kv_bytes_per_token, logits_bytes, role_memory
 from rolemesh.planner.plan import Cluster, Planner
-from rolemesh.planner.refusal import least_memory, refuse_what_cannot_fit
+from rolemesh.planner.refusal import least_memory, least_on_gpu, refuse_what_cannot_fit
 from rolemesh.planner.search import as_grouping, partitions, search
 from rolemesh.planner.shapes import ModelShape, read_shape
 
@@ -270,6 +270,7 @@ def test_no_part_is_negative_and_more_ranks_never_need_more_state(
         parts = role_memory(job, role, {role: shape}, device).parts()
         assert min(parts.values()) >= 0
         assert sum(least_memory(job, role, {role: shape}).parts().values()) <= sum(parts.values())
+        assert least_on_gpu(job, role, {role: shape}).total <= sum(parts.values())
         sharded = role_memory(job, role, {role: shape}, device, ranks).parts()
         assert all(sharded[part] <= parts[part] for part in ("weights", "gradients", "optimizer", "kv_cache"))
         assert all(seconds > 0 for seconds in role_seconds(job, role, {role: shape}, device, ranks).values())
