@@ -3,9 +3,9 @@
     config.json, model.safetensors, …   the model, a Hugging Face directory; if an adapter is trained, only
                                         the adapter (rolemesh/models/lora.py)
     optimizer.safetensors               <parameter>.<moment> of AdamW
-    training_state.json                 role, and num_updates: optimizer steps made. The learning rate's
-    schedule
-                                        and the shuffle depend on nothing else.
+    training_state.json                 role, dtype of its matrix products, and num_updates: optimizer steps
+                                        made. The learning rate's schedule and the shuffle depend on nothing
+                                        else.
 
 There is no random state: models run without dropout, and nothing else in a training role draws random numbers.
 A checkpoint is written while the role computes on: only the copy to host memory takes the role's time. Nothing
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rolemesh.errors import CheckpointFailed, ModelNotFound, RoleUnavailable
+from rolemesh.errors import CheckpointFailed, InvalidConfig, ModelNotFound, RoleUnavailable
 from rolemesh.home import Home, OutsideHome
 from rolemesh.ranks.agreement import agreed, on_first
 from rolemesh.ranks.files import HostRows, copied, write_rows, writing
@@ -48,10 +48,11 @@ class CheckpointWriter:
         home: the directories that the role may write to.
         role: for messages.
         ranks: of the role. The files do not depend on their number.
+        dtype: in which the role computes, decided for its device.
     """
 
-    def __init__(self, home: Home, role: str, ranks: Ranks | None = None) -> None:
-        self._home, self._role = home, role
+    def __init__(self, home: Home, role: str, ranks: Ranks | None = None, *, dtype: str = "float32") -> None:
+        self._home, self._role, self._dtype = home, role, dtype
         self._ranks = (ranks or Ranks.alone()).beside
         self._thread = ThreadPoolExecutor(1, f"{role}-checkpoints")
         self._directory = Path()
@@ -80,7 +81,7 @@ class CheckpointWriter:
             with agreed(self._ranks), optimizer.on_device():
                 write_model, moments = copy_model(), copied(optimizer.state_tensors(), self._ranks)
             into = opened.enter_context(writing(self._home, directory, self._ranks))
-        state = {"role": optimizer.role, "num_updates": optimizer.num_updates}
+        state = {"role": optimizer.role, "dtype": self._dtype, "num_updates": optimizer.num_updates}
         self._written = self._thread.submit(self._write, into, opened, write_model, moments, state)
 
     def _write(
@@ -148,6 +149,8 @@ def load_checkpoint(
     read_weights: Callable[[Path | None], Mapping[str, Tensor]],
     optimizer: Optimizer,
     ranks: Ranks | None = None,
+    *,
+    dtype: str = "float32",
 ) -> None:
     """Restore what a CheckpointWriter wrote, bit for bit. If it fails, model and optimizer stay unchanged.
 
@@ -162,8 +165,11 @@ def load_checkpoint(
             initial ones. It has no collectives.
         optimizer: its state is overwritten.
         ranks: of the role.
+        dtype: in which the role computes, decided for its device.
 
     Raises:
+        InvalidConfig: the role that wrote the checkpoint computed in another dtype. A checkpoint that does not
+            say its dtype is loaded: it is of an earlier version, and the controller warns of those.
         CheckpointFailed: a file is absent or damaged, or belongs to another model or role. Also if the
             directory is outside the role's; then the message does not reveal whether it exists.
         ModelNotFound: the job's model directory is no longer usable.
@@ -176,7 +182,7 @@ def load_checkpoint(
         if directory is None:
             saved = read_weights(None)
         else:
-            saved, moments, num_updates = _read(home, directory, weights, read_weights, optimizer)
+            saved, moments, num_updates = _read(home, directory, weights, read_weights, optimizer, dtype)
     optimizer.load_state_tensors(moments, num_updates)
     for name, tensor in weights.items():
         local(tensor).copy_(saved[name])
@@ -189,6 +195,7 @@ def _read(
     weights: Mapping[str, Tensor],
     read_weights: Callable[[Path | None], Mapping[str, Tensor]],
     optimizer: Optimizer,
+    dtype: str,
 ) -> tuple[Mapping[str, Tensor], dict[str, Tensor], int]:
     """Return this rank's rows of weights and moments, and num_updates."""
     files = directory
@@ -197,6 +204,7 @@ def _read(
             state = json.loads((files / STATE_FILE).read_text())
             if state["role"] != optimizer.role:
                 raise ValueError(f"it is a checkpoint of role {state['role']}")
+            _check_dtype(str(state.get("dtype", dtype)), dtype, optimizer.role, directory)
             num_updates = int(state["num_updates"])
             moments = optimizer.read_state(files / OPTIMIZER_FILE)
             saved = read_weights(files)
@@ -206,8 +214,19 @@ def _read(
         return saved, moments, num_updates
     except OutsideHome as error:
         raise CheckpointFailed(f"{optimizer.role}: the checkpoint was not loaded: {error}") from error
+    except InvalidConfig:
+        raise
     except (OSError, ValueError, KeyError, TypeError, ModelNotFound) as error:
         why = repr(error).replace(str(files), str(directory))
         raise CheckpointFailed(
             f"{optimizer.role}: the checkpoint {directory} cannot be loaded: {why}"
         ) from error
+
+
+def _check_dtype(was: str, dtype: str, role: str, directory: Path) -> None:
+    if was != dtype:
+        raise InvalidConfig(
+            f"{role}: {directory} cannot be resumed exactly: {role}.model.dtype is {dtype} here and was {was}. "
+            f"Set it to {was}, and the dtypes of the other roles to what they were, or start a new run from "
+            "its weights, with another trainer.experiment_name"
+        )

@@ -179,7 +179,7 @@ class ActorWorker(PolicyWorker):
         micro_batches = self.schedule.micro_batches
         super().__init__(job, "actor", actor.model, actor.fsdp_config, micro_batches, seat, adapt)
         self._home = Home.of(job)
-        self._checkpoints = CheckpointWriter(self._home, "actor", self.seat.ranks)
+        self._checkpoints = CheckpointWriter(self._home, "actor", self.seat.ranks, dtype=self.config.dtype)
         checkpoint_activations(self.model, actor.model, self.device)
         offload = partial(Parking, device=self.device, directory=job.run_dir)
         self.optimizer = Optimizer(
@@ -357,7 +357,8 @@ class ActorWorker(PolicyWorker):
         weights = self.adapter.weights if self.adapter else named_weights(self.model)
         read = self.adapter.read if self.adapter else read_weights
         self._checkpoints.wait()
-        load_checkpoint(self._home, directory, weights, read, self.optimizer, self.seat.ranks)
+        ranks, dtype = self.seat.ranks, self.config.dtype
+        load_checkpoint(self._home, directory, weights, read, self.optimizer, ranks, dtype=dtype)
         if self.seat.holder:
             self.seat.holder.clear("a checkpoint was loaded")
         return DataProto()

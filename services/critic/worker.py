@@ -49,7 +49,7 @@ class CriticWorker(LocalWorker):
         self.job, self.device = job, resolve_device(job.trainer.device)
         self.config = with_dtype(job.critic_model, "critic", self.device)
         self._home = Home.of(job)
-        self._checkpoints = CheckpointWriter(self._home, "critic", self.seat.ranks)
+        self._checkpoints = CheckpointWriter(self._home, "critic", self.seat.ranks, dtype=self.config.dtype)
         refuse_float16(self.config, "critic")
         assert critic.ppo_epochs is not None, "JobConfig fills it in"
         assert critic.shuffle is not None, "JobConfig fills it in"
@@ -178,7 +178,8 @@ class CriticWorker(LocalWorker):
 
         weights, ranks = named_weights(self.model), self.seat.ranks
         self._checkpoints.wait()
-        load_checkpoint(self._home, directory, weights, read_weights, self.optimizer, ranks)
+        dtype = self.config.dtype
+        load_checkpoint(self._home, directory, weights, read_weights, self.optimizer, ranks, dtype=dtype)
         return DataProto()
 
 

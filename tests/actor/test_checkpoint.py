@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rolemesh.config import JobConfig
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
-from rolemesh.errors import CheckpointFailed
+from rolemesh.errors import CheckpointFailed, InvalidConfig
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.critic.worker import CriticWorker
@@ -311,6 +311,27 @@ async def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
     after = everything(worker)
     assert worker.optimizer.num_updates == 4
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("role", "name"), [(ActorWorker, "actor"), (CriticWorker, "critic")])
+async def test_a_checkpoint_of_another_dtype_is_refused_and_one_that_does_not_say_it_is_loaded(
+    tiny_model: Path, tmp_path: Path, role: Any, name: str
+) -> None:
+    sections = training_job(tiny_model, tmp_path).model_dump(exclude_unset=True)
+    first = role(make_job(sections))
+    await first.update(sequence_batch(16))
+    await saved(first, tmp_path / "saved")
+    model = {"path": str(tiny_model), "dtype": "bfloat16"}
+    worker = role(make_job(merge(sections, {name: {"model": model}})))
+    with pytest.raises(InvalidConfig, match=rf"{name}\.model\.dtype is bfloat16 here and was float32"):
+        await worker.load_checkpoint(tmp_path / "saved")
+    assert worker.optimizer.num_updates == 0
+    state = tmp_path / "saved" / "training_state.json"  # as earlier versions wrote it
+    written = json.loads(state.read_text())
+    assert written.pop("dtype") == "float32"
+    state.write_text(json.dumps(written))
+    await worker.load_checkpoint(tmp_path / "saved")
+    assert all(torch.equal(tensor, everything(worker)[at]) for at, tensor in everything(first).items())
 
 
 async def test_a_checkpoint_of_another_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:

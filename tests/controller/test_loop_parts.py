@@ -279,6 +279,20 @@ def test_groups_that_wait_have_the_components_that_they_were_judged_by(
         Checkpoints.read(tmp_path, settings_to_keep(make_job(now), 10))
 
 
+def test_a_run_goes_on_with_its_rules_and_one_of_an_earlier_version_with_any(tmp_path: Path) -> None:
+    ours, verl = (
+        settings_to_keep(make_job({"reward": {"rules": rules}}), 10) for rules in ("rolemesh", "verl")
+    )
+    file = tmp_path / "controller.json"
+    file.write_text(ControllerState(1, {}, ours).to_json())
+    with pytest.raises(InvalidConfig, match=r"reward\.rules is 'verl' now and was 'rolemesh'"):
+        Checkpoints.read(tmp_path, verl)
+    del ours["reward.rules"]
+    file.write_text(ControllerState(1, {}, ours).to_json())
+    for each in (ours, verl):
+        assert Checkpoints.read(tmp_path, each).step == 1
+
+
 async def test_a_role_that_is_gone_while_a_checkpoint_is_written_is_told_as_that(tmp_path: Path) -> None:
     """RoleUnavailable is an OSError: it must not become a matter of the disk."""
     job, nobody = make_job({}), ["127.0.0.1:1"]

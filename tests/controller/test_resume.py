@@ -38,13 +38,19 @@ async def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 async def test_a_stopped_run_resumed_ends_bit_for_bit_where_an_unbroken_run_ends(
-    unbroken: JobConfig, tiny_model: Path, tmp_path: Path
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """An earlier version wrote no rules into its checkpoint: one warning says what has changed since."""
     job = small_job(tmp_path, tiny_model, "run", *NOISY)
     await train_and_stop_in(2, job)
     assert steps(job) == [0, 1, 2]
+    file = job.run_dir / "global_step_2" / "controller.json"
+    state = json.loads(file.read_text())
+    assert state["kept_settings"].pop("reward.rules") == "rolemesh"
+    file.write_text(json.dumps(state))
     await train(job)
     assert_same_end(job, unbroken)
+    assert caplog.text.count("is of an earlier version of Rolemesh") == 1
 
 
 async def test_grpo_resumed_ends_bit_for_bit_where_an_unbroken_run_ends(

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"global_step_(\d+)")
 PARTIAL = ".partial"
+RULES = "reward.rules"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class ControllerState:
 def settings_to_keep(job: JobConfig, num_prompts: int) -> dict[str, Any]:
     """Return the settings that determine a step's prompts, its sampled tokens, and the waiting groups.
 
-    A resumed run must have the same ones, or it would be neither the old run nor a new one.
+    A resumed run must have the same ones, or it would be neither the old run nor a new one. In which dtype a
+    role computes depends on its device, so actor and critic keep theirs in their own files.
 
     Raises:
         InvalidConfig: the job uses a part of a plug-in that other processes would not import.
@@ -102,6 +104,7 @@ def settings_to_keep(job: JobConfig, num_prompts: int) -> dict[str, Any]:
         "data.seed": data.seed,
         "data.max_prompt_length": data.max_prompt_length,
         "data.max_response_length": data.max_response_length,
+        RULES: job.reward.rules,
         "rollout.n": rollout.n,
         "rollout.seed": rollout.seed,
         "rollout.temperature": rollout.temperature,
@@ -164,6 +167,13 @@ class Checkpoints:
     async def load(self, path: Path, roles: Roles, settings: dict[str, Any]) -> ControllerState:
         """Restore the roles, and return the controller's state. Raises as `read` and the roles do."""
         state = self.read(path, settings)
+        if RULES not in state.kept_settings:
+            log.warning(
+                "%s is of an earlier version of Rolemesh. Its built-in rules judged some answers differently, "
+                "and a dtype that the job leaves out was float32; now it is auto, bfloat16 on a GPU. Set each "
+                "dtype to float32 to go on as before. reward.rules has no value for the earlier verdicts",
+                path,
+            )
         waiting = path / "waiting_groups"
         try:
             state = replace(state, waiting=load_batch(waiting)) if waiting.exists() else state
@@ -190,6 +200,7 @@ class Checkpoints:
         differing = [
             f"{key} is {settings.get(key)!r} now and was {state.kept_settings.get(key)!r}"
             for key in state.kept_settings | settings
+            if not (key == RULES and key not in state.kept_settings)  # of an earlier version; `load` warns
             if state.kept_settings.get(key) != settings.get(key)
         ]
         if differing:
