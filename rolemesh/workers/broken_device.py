@@ -1,7 +1,8 @@
 """Tells errors after which a process cannot use its device any more from all others.
 
 After an illegal address, a failed assert in a kernel or an Xid, the CUDA context of the process is broken.
-Every later call of the device fails, whatever it computes. Only a new process gets a new context.
+Every later call of the device fails, whatever it computes. Only a new process gets a new context. Other errors
+of CUDA break nothing: no memory, an input that is too large for a kernel, no kernel for this GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,20 @@ import torch
 from rolemesh.errors import chain
 
 EXIT_CODE = 74  # of a process whose device is broken; EX_IOERR of sysexits.h
+
+# The errors after which "the process must be terminated and relaunched" (NVIDIA, CUDA runtime API, cudaError_t:
+# 700, 702, 710, 714 to 719), in CUDA's words.
+BREAKING = (
+    "an illegal memory access was encountered",
+    "the launch timed out and was terminated",
+    "device-side assert triggered",
+    "hardware stack error",
+    "an illegal instruction was encountered",
+    "misaligned address",
+    "operation not supported on global/shared address space",
+    "invalid program counter",
+    "unspecified launch failure",
+)
 
 _tell: Callable[[str], None] | None = None  # of the process, since the context is the process's
 
@@ -27,13 +42,30 @@ def when_broken(tell: Callable[[str], None] | None) -> None:
     _tell = tell
 
 
-def error_of_device(error: BaseException) -> torch.AcceleratorError | None:
+def device_answers() -> bool:
+    """Wait for what the device computes, and return whether that succeeds: not if its context is broken."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def error_of_device(
+    error: BaseException, answers: Callable[[], bool] = device_answers
+) -> torch.AcceleratorError | None:
     """Return the error that broke the device, if it is this one or one that led to it; else None.
 
-    Memory that is full breaks nothing: neither torch.OutOfMemoryError nor CUDA's own error "out of memory".
+    Args:
+        error: any error of a call.
+        answers: tells whether the device still works, if an error of it is not of BREAKING. ECC and NVLink
+            errors, for example, may or may not break the context.
     """
     for each in chain(error):
-        if isinstance(each, torch.AcceleratorError) and "out of memory" not in str(each):
+        if isinstance(each, torch.AcceleratorError) and (
+            any(words in str(each) for words in BREAKING) or not answers()
+        ):
             return each
     return None
 

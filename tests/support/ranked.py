@@ -71,7 +71,8 @@ class DrillWorker(LocalWorker):
             self.seat.ranks.wait()
         if self._rank in what.get("raises", []):
             error = what["error"]
-            of_class = getattr(errors, error, None) or getattr(torch, error, RuntimeError)
+            name = error.partition(":")[0]
+            of_class = getattr(errors, name, None) or getattr(torch, name, RuntimeError)
             raise of_class(f"{error} on purpose on rank {self._rank}")
 
 

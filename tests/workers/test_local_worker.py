@@ -15,6 +15,7 @@ import torch
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RoleUnavailable
 from rolemesh.threads import progress
+from rolemesh.workers.broken_device import error_of_device
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker, by_rows
 from rolemesh.workers.seat import ComputingThread, Seat
@@ -100,7 +101,7 @@ def test_a_thread_is_silent_since_its_last_progress() -> None:
     thread.shutdown()
 
 
-def test_a_broken_device_is_a_lost_role_and_a_full_one_is_not() -> None:
+def test_a_broken_device_is_a_lost_role_and_one_that_still_answers_is_not() -> None:
     """An error that another one led to counts, too."""
     thread = ComputingThread("actor")
 
@@ -111,11 +112,26 @@ def test_a_broken_device_is_a_lost_role_and_a_full_one_is_not() -> None:
     for errors in ((broken,), (InvalidBatch("in a plug-in"), broken)):
         with pytest.raises(RoleUnavailable, match="device of actor is broken: CUDA error: device-side assert"):
             thread.submit(fail, *errors).result(60)
-    for full in (torch.OutOfMemoryError("full"), torch.AcceleratorError("CUDA error: out of memory")):
-        with pytest.raises(type(full)) as raised:
-            thread.submit(fail, full).result(60)
-        assert raised.value is full
+    harmless = [torch.OutOfMemoryError("full")] + [
+        torch.AcceleratorError(f"CUDA error: {text}")
+        for text in (
+            "out of memory",
+            "no kernel image is available for execution on the device",
+            "invalid configuration argument",
+        )
+    ]
+    for error in harmless:
+        with pytest.raises(type(error)) as raised:
+            thread.submit(fail, error).result(60)
+        assert raised.value is error
     thread.shutdown()
+
+
+def test_an_error_that_may_break_a_device_does_if_the_device_no_longer_answers() -> None:
+    uncertain = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+    assert error_of_device(uncertain, lambda: False) is uncertain
+    assert error_of_device(uncertain, lambda: True) is None
+    assert error_of_device(ValueError("no error of a device"), lambda: False) is None
 
 
 def numbers(*values: float, **columns: Any) -> DataProto:
