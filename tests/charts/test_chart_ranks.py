@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from typing import Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 from rendering import APIS, Object, objects, of_kind, pods, refusal, selects, workloads
 
 ONE_POD: Object = {"placement": {"ranks": {"actor": 8}}, "roles": {"actor": {"gpus": 8}}}
@@ -68,6 +73,29 @@ def test_a_larger_group_is_a_ray_cluster_with_a_pod_for_each_node_and_one_servic
     assert spec["authOptions"] == {"mode": "token"}
     budgets = {thing["metadata"]["name"]: thing["spec"] for thing in of_kind(things, "PodDisruptionBudget")}
     assert budgets["demo-actor"]["minAvailable"] == 2
+
+
+async def test_the_head_of_a_ray_cluster_is_restarted_if_rank_0_hangs_and_not_while_there_is_none() -> None:
+    (container,) = actors(TWO_PODS)[0]["spec"]["containers"]
+    python, flag, program = container["livenessProbe"]["exec"]["command"]
+    assert (python, flag) == ("python", "-c")
+    servicer, server = health.aio.HealthServicer(), grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("localhost:0")
+    here = program.replace("localhost:50052", f"localhost:{port}")
+    assert here != program
+
+    async def code() -> int:
+        process = await asyncio.create_subprocess_exec(sys.executable, flag, here)
+        return await process.wait()
+
+    await server.start()
+    await servicer.set("live", HealthCheckResponse.SERVING)
+    codes = [await code()]
+    await servicer.set("live", HealthCheckResponse.NOT_SERVING)
+    codes.append(await code())
+    await server.stop(None)
+    assert [*codes, await code()] == [0, 1, 0]
 
 
 def test_pods_by_hand_divide_ranks_without_gpus() -> None:
