@@ -13,7 +13,8 @@ from rolemesh.errors import InvalidConfig
 
 # The oldest driver for torch built for a major version of CUDA (NVIDIA, CUDA compatibility, table 2).
 NEEDED_DRIVERS = {"12": "525", "13": "580"}
-_DEVICE_FILE = re.compile(r"nvidia(\d+|ctl)")
+_DEVICE_FILE = re.compile(r"nvidia\d+")  # nvidiactl is also there without a GPU, as in pods without one
+_IN_SIGHT = re.compile(r"\s*(\+?\d|GPU-|MIG-)")
 _DRIVER = re.compile(r"Kernel Module(?: for \S+)? +(\d[\d.]*)")
 
 
@@ -41,10 +42,11 @@ def why_unusable(environment: Mapping[str, str], root: Path = Path("/")) -> str:
     """Say why CUDA cannot use the NVIDIA GPU that the system shows; empty: it shows none, or it is hidden.
 
     Args:
-        environment: CUDA_VISIBLE_DEVICES may hide all GPUs on purpose.
+        environment: CUDA_VISIBLE_DEVICES may hide all GPUs on purpose. CUDA shows those up to the first entry
+            that is neither an index nor a UUID, so `none` and `-1,0` hide all.
         root: of the file system.
     """
-    hidden = environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    hidden = not _IN_SIGHT.match(environment.get("CUDA_VISIBLE_DEVICES", "0"))
     devices = root / "dev"
     files = [path for path in devices.glob("nvidia*") if _DEVICE_FILE.fullmatch(path.name)]
     if hidden or not files:

@@ -34,14 +34,13 @@ def test_the_version_of_the_driver_is_read_from_either_kernel_module(module: str
 
 def test_a_gpu_that_cuda_cannot_use_is_told_with_both_drivers(tmp_path: Path) -> None:
     module = next(iter(KERNEL_MODULES))
-    for number, files in enumerate([("nvidia0", "nvidia1"), ("nvidiactl",)]):
-        why = why_unusable({}, machine(tmp_path / str(number), *files, module=module))
-        assert all(f"/dev/{name}" in why for name in files)
-        if torch.version.cuda is None:
-            assert "is a build without CUDA" in why
-        else:
-            assert f"the driver is 535.129.03, and torch {torch.__version__} for CUDA" in why
-            assert f"needs {NEEDED_DRIVERS[torch.version.cuda[:2]]} or newer" in why
+    why = why_unusable({}, machine(tmp_path, "nvidia0", "nvidia10", "nvidiactl", module=module))
+    assert "(/dev/nvidia0, /dev/nvidia10)" in why
+    if torch.version.cuda is None:
+        assert "is a build without CUDA" in why
+    else:
+        assert f"the driver is 535.129.03, and torch {torch.__version__} for CUDA" in why
+        assert f"needs {NEEDED_DRIVERS[torch.version.cuda[:2]]} or newer" in why
 
 
 def test_a_gpu_without_a_driver_is_told(tmp_path: Path) -> None:
@@ -50,9 +49,11 @@ def test_a_gpu_without_a_driver_is_told(tmp_path: Path) -> None:
 
 
 def test_no_gpu_and_a_hidden_one_are_a_cpu(tmp_path: Path) -> None:
-    """Other files of NVIDIA's driver are no GPU."""
-    assert why_unusable({}, machine(tmp_path / "none", "nvidia-modeset", "null")) == ""
+    """Other files of NVIDIA's driver are no GPU: a pod without one may have them."""
+    others = ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "null")
+    assert why_unusable({}, machine(tmp_path / "none", *others, module=next(iter(KERNEL_MODULES)))) == ""
     root = machine(tmp_path / "hidden", "nvidia0")
-    for hidden in ("", "-1"):
+    for hidden in ("", " ", "-1", "-1,0", "none", "NoDevFiles"):
         assert why_unusable({"CUDA_VISIBLE_DEVICES": hidden}, root) == ""
-    assert why_unusable({"CUDA_VISIBLE_DEVICES": "0"}, root)
+    for shown in ("0", " 0", "0,-1", "GPU-8932f937", "MIG-8932f937"):
+        assert why_unusable({"CUDA_VISIBLE_DEVICES": shown}, root)
