@@ -35,6 +35,15 @@ def test_every_key_of_the_section_has_its_place():
     assert sorted(keys) == sorted(RolloutConfig.model_fields)
 
 
+def test_vllm_computes_in_a_process_of_its_own_on_a_cpu_only_if_the_user_binds_it():
+    cpu, bind, own = torch.device("cpu"), "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING"
+    alone = arguments.environment_of(cpu, {})
+    assert (alone[bind], alone[own]) == ("nobind", "0")
+    assert not {bind, own} & arguments.environment_of(cpu, {bind: "0-3"}).keys()
+    assert arguments.environment_of(cpu, {own: "1"}).keys() == alone.keys() - {own}
+    assert not {bind, own} & arguments.environment_of(torch.device("cuda"), {}).keys()
+
+
 @installed
 def test_the_keys_reach_vllm(model_directory: Path):
     keys = {

@@ -6,7 +6,7 @@ vLLM is imported only here and in engine.py, after `prepare_environment`, and on
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -59,14 +59,14 @@ ENVIRONMENT = {
     "VLLM_LOGGING_CONFIG_PATH": str(owner.LOGGING),
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads of gRPC, which do not survive a fork
 }
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
 CPU_ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # roles share the cores; OMP_NUM_THREADS limits each
+    BIND: "nobind",  # roles share the cores; OMP_NUM_THREADS limits each
     "TORCHDYNAMO_DISABLE": "1",  # compiling C++ at the first token would take half a minute and gain nothing
-    # With one rank, the engine's process computes by itself. By default vLLM starts another one for that, whose
-    # threads it can bind to cores. It costs 8 s of imports, its memory, and a queue that each token passes.
-    # If you set VLLM_CPU_OMP_THREADS_BIND, set this to 1.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+# With one rank, the engine's process computes by itself. By default vLLM starts another one for that, whose
+# threads it can bind to cores. It costs 8 s of imports, its memory, and a queue that each token passes.
+UNBOUND_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 # Its methods run in vLLM's worker processes, which import it by this name.
 EXTENSION = "rolemesh.services.rollout.engines.vllm.extension.RolloutExtension"
@@ -98,6 +98,17 @@ def restored_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def environment_of(device: torch.device, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables to set for vLLM, without those that are given.
+
+    If the user says to which cores threads are bound, vLLM computes in a process that it can bind.
+    """
+    settings = dict(ENVIRONMENT)
+    if device.type == "cpu":
+        settings |= CPU_ENVIRONMENT | ({} if BIND in given else UNBOUND_ENVIRONMENT)
+    return {name: value for name, value in settings.items() if name not in given}
+
+
 def prepare_environment(device: torch.device) -> None:
     """Set the environment variables that vLLM and its processes read at import. Existing settings are kept,
     except those of a group of ranks, which has been joined by now.
@@ -105,8 +116,7 @@ def prepare_environment(device: torch.device) -> None:
     Raises:
         InvalidConfig: vLLM is not installed.
     """
-    for name, value in {**ENVIRONMENT, **(CPU_ENVIRONMENT if device.type == "cpu" else {})}.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(environment_of(device, os.environ))
     os.environ[owner.VARIABLE] = str(os.getpid())
     for name in [name for name in os.environ if name in OF_RANKS or name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
