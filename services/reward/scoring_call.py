@@ -1,4 +1,4 @@
-"""Call a reward function, and parse its result into a verdict for each row."""
+"""Call a reward function, and parse its result into a score for each row."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rolemesh.errors import RewardFailed
 from rolemesh.services.reward.functions import UnknownDataSource
 
 FLOAT32_MAX = 3.4028234663852886e38  # scores become float32
-TOLD = 1000  # characters kept of an error that the function raised
+MAX_ERROR_CHARACTERS = 1000  # characters kept of an error that the function raised
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The verdict on a row.
+class RowScore:
+    """The score of a row.
 
     Args:
         score: the score to train on.
@@ -38,7 +38,7 @@ class Verdict:
         return numbers | ({} if self.pred is None else {"pred": self.pred})
 
     @classmethod
-    def of(cls, result: Any) -> Verdict:
+    def of(cls, result: Any) -> RowScore:
         """Parse the result of a reward function.
 
         Raises:
@@ -75,8 +75,8 @@ class Scorer:
     compute_score: Callable[..., Any]
     name: str
 
-    def judge(self, rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-        """Return a verdict for each row.
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> list[RowScore]:
+        """Return the score of each row.
 
         Raises:
             RewardFailed: the function raised, or its result is not a score. The message does not name the row.
@@ -86,7 +86,7 @@ class Scorer:
         except UnknownDataSource as error:
             raise RewardFailed(str(error)) from error
         except Exception as error:  # a user's function may raise anything; it is reported for this row
-            said = f"{type(error).__name__}: {_told(str, error):.{TOLD}}{_where(error)}"
+            said = f"{type(error).__name__}: {_described(str, error):.{MAX_ERROR_CHARACTERS}}{_where(error)}"
             raise RewardFailed(f"{self.name} raised {said}") from error
         try:
             results = results.tolist() if hasattr(results, "tolist") else results
@@ -94,16 +94,16 @@ class Scorer:
                 raise TypeError(f"expected a list of {len(rows)} scores, one for each row")
         except Exception as error:  # inspecting a user's object may raise anything
             raise self._no_score(results, error) from error
-        verdicts = []
+        scores = []
         for result in results:
             try:
-                verdicts.append(Verdict.of(result))
+                scores.append(RowScore.of(result))
             except Exception as error:
                 raise self._no_score(result, error) from error
-        return verdicts
+        return scores
 
     def _no_score(self, result: Any, error: Exception) -> RewardFailed:
-        returned = f"{_told(repr, result):.200}: {_told(str, error):.{TOLD}}"
+        returned = f"{_described(repr, result):.200}: {_described(str, error):.{MAX_ERROR_CHARACTERS}}"
         return RewardFailed(f"{self.name} returned {returned}")
 
 
@@ -117,7 +117,7 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () else value
 
 
-def _told(describe: Callable[[Any], str], value: Any) -> str:
+def _described(describe: Callable[[Any], str], value: Any) -> str:
     """Describe a user's object by str or repr, which may raise."""
     try:
         return describe(value)

@@ -1,7 +1,7 @@
 """A pool of processes that score rows in parallel.
 
 Each thread of the pool has its own process, started with the thread's first row. The thread sends the process
-one call at a time and waits for its verdicts. If a process dies or does not answer in time, its call fails, and
+one call at a time and waits for its scores. If a process dies or does not answer in time, its call fails, and
 the thread starts a new process for its next call.
 """
 
@@ -28,7 +28,7 @@ from rolemesh.config.reward import RewardConfig
 from rolemesh.cpus import usable_cpus
 from rolemesh.errors import InvalidConfig, RewardFailed
 from rolemesh.sandbox.parent import group_that_dies_with_me
-from rolemesh.services.reward.scoring_call import Verdict
+from rolemesh.services.reward.scoring_call import RowScore
 
 STARTING_S = 300.0  # at least, to import the function's file; reward.timeout_s begins afterwards
 MOST_BY_THEMSELVES = 8  # limit of the default number: a container without a quota may use all CPUs of its node
@@ -59,7 +59,7 @@ class CallQueue:
         named: returns the name of rows for messages.
 
     Attributes:
-        verdicts: the verdicts by row, or the error of the first call in order that failed (RewardFailed if a
+        scores: the scores by row, or the error of the first call in order that failed (RewardFailed if a
             row could not be scored), set once all calls before it have ended. After a failure no further call
             is started.
     """
@@ -69,16 +69,16 @@ class CallQueue:
         self._lock = threading.Lock()
         self._begun: set[int] = set()
         self._errors: dict[int, Exception] = {}
-        self._found: dict[int, Verdict] = {}
-        self.verdicts: Future[dict[int, Verdict]] = Future()
-        self.verdicts.set_running_or_notify_cancel()  # so that a cancelled caller cannot cancel it
+        self._found: dict[int, RowScore] = {}
+        self.scores: Future[dict[int, RowScore]] = Future()
+        self.scores.set_running_or_notify_cancel()  # so that a cancelled caller cannot cancel it
         self._settle()
 
     def __len__(self) -> int:
         """Number of calls that are not started."""
         return len(self._left)
 
-    def work(self, ask: Callable[[Sequence[Mapping[str, Any]]], list[Verdict]]) -> None:
+    def work(self, ask: Callable[[Sequence[Mapping[str, Any]]], list[RowScore]]) -> None:
         """Make calls with `ask` until none is left."""
         while (taken := self._take()) is not None:
             at, call = taken
@@ -104,7 +104,7 @@ class CallQueue:
             self._begun.add(at)
             return at, call
 
-    def _end(self, at: int, found: dict[int, Verdict], error: Exception | None = None) -> None:
+    def _end(self, at: int, found: dict[int, RowScore], error: Exception | None = None) -> None:
         with self._lock:
             self._begun.remove(at)
             self._found |= found
@@ -114,13 +114,13 @@ class CallQueue:
             self._settle()
 
     def _settle(self) -> None:
-        if self.verdicts.done():
+        if self.scores.done():
             return
         first = min(self._errors, default=None)
         if first is not None and first < min(self._begun, default=first + 1):
-            self.verdicts.set_exception(self._errors[first])
+            self.scores.set_exception(self._errors[first])
         elif first is None and not self._begun and not self._left:
-            self.verdicts.set_result(self._found)
+            self.scores.set_result(self._found)
 
 
 class ScoringPool:
@@ -185,7 +185,7 @@ class ScoringPool:
                 raise InvalidConfig(said["invalid"]) if "invalid" in said else RewardFailed(said["failed"])
         return process
 
-    def _ask(self, arguments: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    def _ask(self, arguments: Sequence[Mapping[str, Any]]) -> list[RowScore]:
         try:
             message = json.dumps(list(arguments)).encode()
         except (TypeError, ValueError) as error:
@@ -199,7 +199,7 @@ class ScoringPool:
             raise
         if "failed" in said:
             raise RewardFailed(said["failed"])
-        return [Verdict(**verdict) for verdict in said["verdicts"]]
+        return [RowScore(**score) for score in said["scores"]]
 
     def _end(self, process: _ScoringProcess) -> None:
         process.kill()

@@ -118,9 +118,9 @@ def _as_dict(compute_score: Callable[..., Any], **row: Any) -> Any:
 
 
 def answer(scorer: Scorer, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Score rows, and return verdicts or the failure as JSON-like values: the service unpickles nothing."""
+    """Score rows, and return their scores or the failure as JSON-like values: the service unpickles nothing."""
     try:
-        return {"verdicts": [asdict(verdict) for verdict in scorer.judge(rows)]}
+        return {"scores": [asdict(score) for score in scorer.score(rows)]}
     except RewardFailed as error:
         print(shown(error), file=sys.stderr)
         return {"failed": str(error)}

@@ -19,7 +19,7 @@ from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import methods
 from rolemesh.services.reward.functions import QUICK, UnknownDataSource, rule_of
 from rolemesh.services.reward.overlong import overlong_penalty
-from rolemesh.services.reward.scoring_call import Scorer, Verdict
+from rolemesh.services.reward.scoring_call import RowScore, Scorer
 from rolemesh.services.reward.scoring_pool import Call, CallQueue, ScoringPool
 from rolemesh.services.reward.scoring_process import scorer_of
 from rolemesh.services.reward.thoughts import thought_tokens
@@ -87,26 +87,26 @@ class RewardWorker(LocalWorker):
         by_model = [row for row in range(len(batch)) if batch["reward_model"][row].get("style") == "model"]
         by_function = sorted(set(range(len(batch))) - set(by_model))
         async with self.traced("compute_scores"):
-            verdicts, queue = await self.run(self._begin, batch, by_function)
+            scores, queue = await self.run(self._begin, batch, by_function)
         try:
             if by_model:
                 async with self.turn(), self.traced("compute_scores"):
-                    verdicts |= await self.run(self._by_model, batch, by_model)
-            scored: dict[int, Verdict] = await asyncio.wrap_future(queue.verdicts)
-            verdicts |= scored
+                    scores |= await self.run(self._by_model, batch, by_model)
+            scored: dict[int, RowScore] = await asyncio.wrap_future(queue.scores)
+            scores |= scored
         finally:
             queue.leave()
-        return await self.run(self._columns, batch, [verdicts[row] for row in range(len(batch))])
+        return await self.run(self._columns, batch, [scores[row] for row in range(len(batch))])
 
     def close(self) -> None:
         self._pool.close()
         super().close()
 
-    def _begin(self, batch: DataProto, rows: list[int]) -> tuple[dict[int, Verdict], CallQueue]:
+    def _begin(self, batch: DataProto, rows: list[int]) -> tuple[dict[int, RowScore], CallQueue]:
         """Score rows with quick rules, and submit the others to the pool."""
         named = partial(_named, batch)
         each = dict(zip(rows, self._arguments(batch, rows), strict=True))
-        verdicts: dict[int, Verdict] = {}
+        scores: dict[int, RowScore] = {}
         calls = []
         if self._config.manager.together:
             calls = [Call(rows, list(each.values()))] if rows else []
@@ -114,14 +114,14 @@ class RewardWorker(LocalWorker):
             for row, arguments in each.items():
                 try:
                     if self._scorer and rule_of(arguments["data_source"], self._config) in QUICK:
-                        [verdicts[row]] = self._scorer.judge([arguments])
+                        [scores[row]] = self._scorer.score([arguments])
                     else:
                         calls.append(Call([row], [arguments]))
                 except (RewardFailed, UnknownDataSource) as error:
                     raise RewardFailed(f"{named([row])}: {error}") from error
         queue = CallQueue(calls, named)
         self._pool.submit(queue)
-        return verdicts, queue
+        return scores, queue
 
     def _arguments(self, batch: DataProto, rows: list[int]) -> list[dict[str, Any]]:
         """Return the reward function's arguments for each of the rows."""
@@ -143,7 +143,7 @@ class RewardWorker(LocalWorker):
             for row, text in zip(rows, texts, strict=True)
         ]
 
-    def _by_model(self, batch: DataProto, rows: list[int]) -> dict[int, Verdict]:
+    def _by_model(self, batch: DataProto, rows: list[int]) -> dict[int, RowScore]:
         if self._model is None:
             raise RewardFailed(
                 f"{_named(batch, rows[:1])}: its reward_model.style is 'model', but "
@@ -155,7 +155,7 @@ class RewardWorker(LocalWorker):
         if len(bad := (~scores.isfinite()).nonzero().flatten()):
             at = int(bad[0])
             raise RewardFailed(f"{_named(batch, [rows[at]])}: the reward model's score is {scores[at].item()}")
-        return {row: Verdict(score, score, {}) for row, score in zip(rows, scores.tolist(), strict=True)}
+        return {row: RowScore(score, score, {}) for row, score in zip(rows, scores.tolist(), strict=True)}
 
     @command
     def score_rows(self, part: DataProto) -> DataProto:
@@ -163,42 +163,42 @@ class RewardWorker(LocalWorker):
         assert self._model is not None
         return DataProto({"scores": self._model.score(part)})
 
-    def _columns(self, batch: DataProto, verdicts: list[Verdict]) -> DataProto:
+    def _columns(self, batch: DataProto, scored: list[RowScore]) -> DataProto:
         mask: Tensor = batch["response_mask"]
-        scores = torch.tensor([verdict.score for verdict in verdicts])
-        extra = [verdict.besides for verdict in verdicts]
+        scores = torch.tensor([each.score for each in scored])
+        extra = [each.besides for each in scored]
         overlong = self._config.overlong_buffer
         if overlong.enable:
             penalties = overlong_penalty(written(batch).sum(1), self._max_tokens, overlong)
             scores += penalties
             if overlong.log:
-                for told, penalty in zip(extra, penalties.tolist(), strict=True):
-                    told |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}
+                for of_row, penalty in zip(extra, penalties.tolist(), strict=True):
+                    of_row |= {"overlong_reward": penalty, "overlong": float(penalty < 0)}
         last = mask.shape[1] - 1 - mask.flip(1).to(torch.int8).argmax(1)
         by_token = torch.zeros(mask.shape).scatter_(1, last[:, None], scores[:, None])
         if "environment_rewards" in batch:
             by_token += batch["environment_rewards"]
         columns = {
             "token_level_scores": by_token,
-            "acc": torch.tensor([verdict.acc for verdict in verdicts]),
+            "acc": torch.tensor([each.acc for each in scored]),
         }
         if "reward_components" in self._writes:
             columns["reward_components"] = torch.tensor(
-                [self._components(batch, row, verdict) for row, verdict in enumerate(verdicts)]
+                [self._components(batch, row, each) for row, each in enumerate(scored)]
             )
         if "think_mask" in self._writes:
             columns["think_mask"] = thought_tokens(batch["responses"], mask, self._tokenizer)
         names = ("reward_extra_info",) if "reward_extra_info" in self._writes else ()
         return DataProto.from_dict(columns, dict.fromkeys(names, extra))
 
-    def _components(self, batch: DataProto, row: int, verdict: Verdict) -> list[float]:
+    def _components(self, batch: DataProto, row: int, score: RowScore) -> list[float]:
         for key in self._component_keys:
-            if key not in verdict.entries:
+            if key not in score.entries:
                 raise RewardFailed(
                     f"{_named(batch, [row])}: algorithm.gdpo_reward_keys names {key!r}, but the reward "
-                    f"function returned no such number; it returned {dict(verdict.entries)}"
+                    f"function returned no such number; it returned {dict(score.entries)}"
                 )
-        return [verdict.entries[key] for key in self._component_keys]
+        return [score.entries[key] for key in self._component_keys]
 
 
 def _named(batch: DataProto, rows: Sequence[int]) -> str:

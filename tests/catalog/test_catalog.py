@@ -207,7 +207,7 @@ def test_a_reward_manager_is_added_in_one_place() -> None:
         job = make_job({"reward": {"reward_manager": "doubled"}})
         scorer = scorer_of(job.reward)
     assert scorer.name == "reward manager doubled of mine.py"
-    assert [verdict.score for verdict in scorer.judge([row, row])] == [2.0, 2.0]
+    assert [scored.score for scored in scorer.score([row, row])] == [2.0, 2.0]
 
 
 def test_a_data_set_is_added_in_one_place() -> None:

@@ -88,7 +88,7 @@ def test_a_reward_manager_that_raises_is_named_once(write: Write) -> None:
     file = write('@reward_manager("f")\ndef f(compute_score, rows):\n    return 1 / 0')
     scorer = scorer_of(make_job({"plugins": [file], "reward": {"reward_manager": "f"}}).reward)
     with pytest.raises(RewardFailed, match=rf"^reward manager f of {file} raised ZeroD.*mine\.py, line 5\)$"):
-        scorer.judge([{}])
+        scorer.score([{}])
 
 
 @pytest.mark.parametrize("error", [InvalidBatch("wrong"), SearchStopped()])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForSequenceClas
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, ModelNotFound, RewardFailed
 from rolemesh.models.tiny import byte_tokenizer
-from rolemesh.services.reward.scoring_call import Verdict
+from rolemesh.services.reward.scoring_call import RowScore
 from rolemesh.services.reward.worker import RewardWorker
 
 # --------------------------------------------------------------------------------------- rules
@@ -136,10 +136,10 @@ async def test_an_error_that_cannot_be_told_is_told_all_the_same(
 
 def test_numbers_of_every_kind_are_scores() -> None:
     for value in (1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), torch.tensor(1)):
-        assert Verdict.of(value) == Verdict(1.0, 1.0, {"score": 1.0})
-    assert Verdict.of({"score": 0.5}) == Verdict(0.5, 0.5, {"score": 0.5})
+        assert RowScore.of(value) == RowScore(1.0, 1.0, {"score": 1.0})
+    assert RowScore.of({"score": 0.5}) == RowScore(0.5, 0.5, {"score": 0.5})
     said = {"score": np.array(0.5), "acc": np.bool_(True), "format": 0.25, "note": "x"}
-    assert Verdict.of(said) == Verdict(0.5, 1.0, {"score": 0.5, "acc": 1.0, "format": 0.25})
+    assert RowScore.of(said) == RowScore(0.5, 1.0, {"score": 0.5, "acc": 1.0, "format": 0.25})
 
 
 def test_a_custom_file_that_is_not_there_is_an_error_at_start(tiny_model: Path) -> None:

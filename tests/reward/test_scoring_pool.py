@@ -236,7 +236,7 @@ async def test_an_answer_to_another_row_costs_one_row_and_the_process(tiny_model
         "def compute_score(solution_str, **row):\n"
         "    if solution_str == 'bad':\n"
         "        line = Connection(int(sys.argv[1]))\n"
-        '        line.send_bytes(b\'2 {"verdicts": [{"score": 9, "acc": 9, "entries": {}}]}\')\n'
+        '        line.send_bytes(b\'2 {"scores": [{"score": 9, "acc": 9, "entries": {}}]}\')\n'
         "    return 1.0\n"
     )
     async with working(tiny_model, num_workers=1, **custom(tmp_path, source)) as worker:
@@ -334,7 +334,7 @@ def test_processes_end_with_the_service_however_that_ends(tmp_path: Path, number
         "from rolemesh.services.reward.scoring_pool import Call, CallQueue, ScoringPool\n"
         f"config = RewardConfig(custom_reward_function={{'path': {str(function)!r}}})\n"
         "queue = CallQueue([Call([0], [{'solution_str': 'x'}])], str)\nScoringPool(config).submit(queue)\n"
-        "queue.verdicts.result()\n"
+        "queue.scores.result()\n"
     )
     service = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     assert service.stdout is not None
