@@ -194,9 +194,9 @@ def _explained(error: Exception, repository: Repository, where: str, fetch: bool
     if status == 403:
         return wrong(f"{subject}: {endpoint} denies access (status 403): HF_TOKEN needs the right to read it")
     cause = error.__cause__ or error
-    told = f"status {status}" if status else f"{type(cause).__name__}: {cause}"
+    reason = f"status {status}" if status else f"{type(cause).__name__}: {cause}"
     return HubUnavailable(
         f"{subject} is {no_directory}not completely in the cache, and could not be downloaded from {endpoint}: "
-        f"{told[:300]}. Run the command again: finished files are kept. Without access, copy the Hub's cache "
+        f"{reason[:300]}. Run the command again: finished files are kept. Without access, copy the Hub's cache "
         "(HF_HOME) to this machine and set HF_HUB_OFFLINE=1, or give a directory"
     )

@@ -58,8 +58,8 @@ async def run_on(
         return context.run(function, *args, **kwargs) if is_wanted else None
 
     done: asyncio.Future[R] = asyncio.get_running_loop().run_in_executor(executor, work)
-    if (told := watch.get()) is not None:
-        told(done)
+    if (watcher := watch.get()) is not None:
+        watcher(done)
     try:
         # Without the shield, cancelling would mark the future done while a thread or the queue still holds the
         # work.

@@ -63,9 +63,9 @@ def llama3_json(text: str) -> tuple[str, list[Call]]:
     Returns:
         the text outside of calls, and the calls.
     """
-    told = text.strip()
-    tagged = told.startswith(PYTHON_TAG)
-    rest = told.removeprefix(PYTHON_TAG).strip()
+    stripped = text.strip()
+    tagged = stripped.startswith(PYTHON_TAG)
+    rest = stripped.removeprefix(PYTHON_TAG).strip()
     if not (tagged or rest.startswith("{")):
         return text, []
     calls: list[Call] = []

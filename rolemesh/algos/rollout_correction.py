@@ -216,7 +216,7 @@ def mismatch_metrics(
     rows, lengths = mask.any(-1), mask.sum(-1).clamp(min=1)
     trainer, engine = (-torch.where(mask, x, 0).sum(-1) / lengths for x in (old_log_probs, rollout_log_probs))
     apart = trainer - engine
-    told = apart[rows] if rows.any() else apart.new_zeros(1)
+    of_rows = apart[rows] if rows.any() else apart.new_zeros(1)
     means = {
         "kl": masked_mean(-d, mask),
         "k3_kl": masked_mean(MISMATCH_ESTIMATORS["k3"](near), mask),
@@ -226,8 +226,8 @@ def mismatch_metrics(
         "rollout_log_ppl": masked_mean(engine, rows),
         "log_ppl_diff": masked_mean(apart, rows),
         "log_ppl_abs_diff": masked_mean(apart.abs(), rows),
-        "log_ppl_diff_max": told.max(),
-        "log_ppl_diff_min": told.min(),
+        "log_ppl_diff_max": of_rows.max(),
+        "log_ppl_diff_min": of_rows.min(),
         "ppl_ratio": masked_mean(apart.exp(), rows),
         "chi2_token": masked_mean(torch.expm1(2 * near), mask),
         "chi2_seq": masked_mean(torch.expm1(2 * near_row), rows),
@@ -249,10 +249,10 @@ def weight_metrics(
         response_mask: [B, T] bool.
         config: algorithm.rollout_correction, with rollout_is set.
     """
-    told = spread(weights, response_mask)
+    bounded = spread(weights, response_mask)
     if config.rollout_is == "sequence":
-        told |= {name: value for name, value in spread(raw, response_mask).items() if name in ("max", "min")}
-    metrics = {SPREAD_NAMES[name][0]: value for name, value in told.items()}
+        bounded |= {name: value for name, value in spread(raw, response_mask).items() if name in ("max", "min")}
+    metrics = {SPREAD_NAMES[name][0]: value for name, value in bounded.items()}
     low, high = config.bounds
     if low is not None:
         beyond = ((raw < low) | (raw > high)).float()

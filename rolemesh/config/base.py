@@ -25,7 +25,7 @@ ELSEWHERE = {
     "custom_reward_function": "it is reward.custom_reward_function",
 }
 KINDS = {bool: "boolean", int: "number", float: "number", str: "string"}
-MAX_TOLD = 20  # errors reported at once
+MAX_FINDINGS = 20  # errors reported at once
 
 
 class Config(BaseModel):
@@ -157,13 +157,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def explain(error: ValidationError, schema: type[BaseModel], where: str) -> InvalidConfig:
     """Put pydantic's errors into one line, with the nearest valid key or value for an unknown one."""
     findings = error.errors()
-    told = [_told(finding, schema) for finding in findings[:MAX_TOLD]]
-    if len(findings) > MAX_TOLD:
-        told.append(f"and {len(findings) - MAX_TOLD} more")
-    return InvalidConfig(one_line(f"{where}: " + "; ".join(told)))
+    sentences = [_explained(finding, schema) for finding in findings[:MAX_FINDINGS]]
+    if len(findings) > MAX_FINDINGS:
+        sentences.append(f"and {len(findings) - MAX_FINDINGS} more")
+    return InvalidConfig(one_line(f"{where}: " + "; ".join(sentences)))
 
 
-def _told(finding: ErrorDetails, schema: type[BaseModel]) -> str:
+def _explained(finding: ErrorDetails, schema: type[BaseModel]) -> str:
     path = [part for part in finding["loc"] if isinstance(part, str)]
     key, given = ".".join(map(str, finding["loc"])), f"{finding['input']!r:.200}"
     match finding["type"]:

@@ -154,14 +154,14 @@ class RowsWithResponses:
         for start in track(starts, f"tokenising {self.split} rows", len(starts)):
             some = positions[start : start + TOKENISE_AT_ONCE].tolist()
             rows = self._source.rows(some)
-            told = [self._conversations(position, row) for position, row in zip(some, rows, strict=True)]
+            by_row = [self._conversations(position, row) for position, row in zip(some, rows, strict=True)]
             rendered = [
                 self._rendered(position, row, each, tokenizer)
-                for position, row, conversations in zip(some, rows, told, strict=True)
+                for position, row, conversations in zip(some, rows, by_row, strict=True)
                 for each in conversations
             ]
             found = iter(tokenised(tokenizer, rendered))
-            for position, row, conversations in zip(some, rows, told, strict=True):
+            for position, row, conversations in zip(some, rows, by_row, strict=True):
                 made = [(each, next(found)) for each in conversations]
                 source = str(row.get(self.config.reward_fn_key) or "data")
                 yield position, source, [self._learned(position, each, *ids) for each, ids in made]

@@ -36,7 +36,7 @@ def agreed(ranks: Ranks) -> Iterator[None]:
         failure = error
     first = ranks.size - ranks.most(ranks.size - ranks.rank if failure else 0)
     if first < ranks.size:
-        kind, _, text = told(ranks, f"{type(failure).__name__}:{failure}", first).partition(":")
+        kind, _, text = broadcast_text(ranks, f"{type(failure).__name__}:{failure}", first).partition(":")
         raise KINDS.get(kind, OSError)(text) from failure
 
 
@@ -47,7 +47,7 @@ def on_first(ranks: Ranks, function: Callable[..., object], *args: Any) -> None:
             function(*args)
 
 
-def told(ranks: Ranks, text: str, speaker: int = 0) -> str:
+def broadcast_text(ranks: Ranks, text: str, speaker: int = 0) -> str:
     """Return one rank's text on every rank; the others' texts are ignored. At most MAX_TEXT_BYTES are kept."""
     if ranks.size == 1:
         return text

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rolemesh.errors import ModelNotFound, unreadable
 from rolemesh.home import Home
-from rolemesh.ranks.agreement import agreed, told
+from rolemesh.ranks.agreement import agreed, broadcast_text
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import is_first_copy, is_in_rows, local, memory_of, rows_of, whole
 
@@ -50,7 +50,7 @@ def writing(home: Home, directory: Path, ranks: Ranks) -> Iterator[Path]:
         with agreed(ranks):
             if ranks.rank == 0:
                 into = stack.enter_context(home.writing(directory))
-        name = told(ranks, Path(os.path.realpath(into)).name if ranks.rank == 0 else "")
+        name = broadcast_text(ranks, Path(os.path.realpath(into)).name if ranks.rank == 0 else "")
         with agreed(ranks):
             if ranks.rank:
                 into = stack.enter_context(home.joining(directory, name))

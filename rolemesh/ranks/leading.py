@@ -240,14 +240,14 @@ class Leader:
         Raises:
             NotPermitted: it proves none.
         """
-        told = dict(context.invocation_metadata() or ())
-        if not hmac.compare_digest(str(told.get(SECRET_KEY, "")).encode(), self._secret.encode()):
+        metadata = dict(context.invocation_metadata() or ())
+        if not hmac.compare_digest(str(metadata.get(SECRET_KEY, "")).encode(), self._secret.encode()):
             raise NotPermitted(f"{context.peer()} does not know the secret of this group of ranks")
         if keys := tls.current_keys():
             names = tls.names_of_caller(context)
             if lacking := set(self._roles) - tls.roles_in(names, keys.job):
                 raise NotPermitted(f"a follower of {self._roles}: its certificate lacks {sorted(lacking)}")
-        named = str(told.get(RANK_KEY, ""))
+        named = str(metadata.get(RANK_KEY, ""))
         rank = int(named) if named.isdecimal() and len(named) < 10 else 0
         if not 0 < rank < self.size or rank in self._outboxes or self._lost.done() or self._is_closing:
             raise NotPermitted(f"{context.peer()} cannot follow as rank {named!r} of {self.size}")

@@ -41,18 +41,18 @@ class Term:
         Raises:
             InvalidBatch: the metadata is not a term.
         """
-        told = dict(metadata or ()).get(TERM_KEY)
-        if told is None:
+        text = dict(metadata or ()).get(TERM_KEY)
+        if text is None:
             return None
         try:
-            if len(told) > MAX_TERM_CHARACTERS:
-                raise ValueError(f"{len(told)} characters")
-            term = cls(**json.loads(unquote(told)))
+            if len(text) > MAX_TERM_CHARACTERS:
+                raise ValueError(f"{len(text)} characters")
+            term = cls(**json.loads(unquote(text)))
             if [type(value) for value in asdict(term).values()] != [str, int, str]:
                 raise TypeError(f"{term}")
         except (ValueError, TypeError, RecursionError) as error:
             raise InvalidBatch(
                 f"metadata {TERM_KEY} must be a JSON object of run_dir, number and controller; got "
-                f"{str(told)[:100]!r} ({str(error)[:100]})"
+                f"{str(text)[:100]!r} ({str(error)[:100]})"
             ) from None
         return term

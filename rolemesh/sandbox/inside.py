@@ -75,14 +75,14 @@ def main() -> None:
                 continue
             session_inside.supervise(asked, files, home, tasks, confine)
             return
-        told, tell = os.pipe()
+        report, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
             program = confine(asked, files, (home, tell), parent, tasks, cpu_s=asked["cpu_s"])
             break
         for file in (*files, tell):
             os.close(file)
-        control.send(json.dumps(outcome(pid, told, asked["wall_s"], asked["idle_s"])).encode())
+        control.send(json.dumps(outcome(pid, report, asked["wall_s"], asked["idle_s"])).encode())
     run(program, names, asked["function"])
 
 
@@ -177,19 +177,19 @@ def confine(
     return program
 
 
-def outcome(pid: int, told: int, wall_s: float, idle_s: float) -> dict[str, Any]:
+def outcome(pid: int, report: int, wall_s: float, idle_s: float) -> dict[str, Any]:
     """Wait for a program, and kill it when its time is over. It cannot have children that outlive it.
 
     Args:
         pid: the program's process.
-        told: the pipe on which it reports why it was not run.
+        report: the pipe on which it reports why it was not run.
         wall_s, idle_s: as in Limits.
 
     Returns:
         "status", as from waitpid, and "idle_s", the seconds that it slept; or "failed", why it was not run.
     """
     began, process = time.monotonic(), os.pidfd_open(pid)
-    with open(told, "rb") as file:
+    with open(report, "rb") as file:
         failed = file.read().decode()
     waiting = select.poll()
     waiting.register(process, select.POLLIN)

@@ -63,7 +63,7 @@ def supervise(
     """
     session, (code, output) = socket.socket(fileno=files[0]), files[1:]
     ours, theirs = socket.socketpair()
-    told, tell = os.pipe()
+    report, tell = os.pipe()
     supervisor, tasks = os.getpid(), tasks + 2 * len(_sessions)
     pid = os.fork()
     if pid == 0:
@@ -73,7 +73,7 @@ def supervise(
         return
     theirs.close()
     os.close(tell)
-    with open(told, "rb") as file:
+    with open(report, "rb") as file:
         failed = file.read().decode()
     _tell(session, {"failed": failed})
     process = os.pidfd_open(pid)

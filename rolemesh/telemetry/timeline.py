@@ -2,8 +2,8 @@
 
 While the context variable `calls` holds a list, every call is appended to it: by a worker in its own process,
 and by a client for each request to a replica. A server returns its workers' records to the client, in seconds
-since the request arrived (`told`, `heard`). Clocks of two machines are never compared. The client places the
-server's times in the middle of its own call, as if the way there took as long as the way back.
+since the request arrived (`report_of`, `heard`). Clocks of two machines are never compared. The client places
+the server's times in the middle of its own call, as if the way there took as long as the way back.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ class Call:
 
         return timed
 
-    def heard(self, told: str) -> None:
-        """Add the parts that a server reported (`told`) for a request sent at `began`, just answered.
+    def heard(self, report: str) -> None:
+        """Add the parts that a server reported (`report`) for a request sent at `began`, just answered.
 
         The rest of the time is recorded as transfer, in both directions, the codec's work included.
         """
-        seconds, parts = json.loads(told)
+        seconds, parts = json.loads(report)
         at, now = self.began, time.perf_counter()
         arrived = at + max(0.0, now - at - seconds) / 2
         for name, began, ended, rank in parts:
@@ -143,7 +143,7 @@ def add_ranks(began: float, seconds: Sequence[tuple[float, float]]) -> None:
         call.add(COLLECTIVES, began + whole - waited, began + whole, rank)
 
 
-def told(written: Sequence[Call], began: float) -> str:
+def report_of(written: Sequence[Call], began: float) -> str:
     """Report a server's parts for a request that arrived at `began`, as JSON for `Call.heard`."""
     parts = [
         (p.name, round(p.began - began, 6), round(p.ended - began, 6), p.rank)

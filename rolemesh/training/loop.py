@@ -216,8 +216,8 @@ def learn(
         raise
     finally:
         model.eval()
-    told = {"totals": {name: _total(of_name) for name, of_name in shares.items()}, "grad_norm": grad_norm}
-    return DataProto({name: torch.cat(columns) for name, columns in passed.items() if columns}, meta_info=told)
+    facts = {"totals": {name: _total(of_name) for name, of_name in shares.items()}, "grad_norm": grad_norm}
+    return DataProto({name: torch.cat(columns) for name, columns in passed.items() if columns}, meta_info=facts)
 
 
 def _abandon(model: nn.Module) -> None:
@@ -238,11 +238,11 @@ def _total(shares: Sequence[Tensor | TokenMean]) -> list[float]:
     return [float(sum(share for share in shares if isinstance(share, Tensor)))]
 
 
-def _over_ranks(told: Sequence[Mapping[str, Sequence[float]]]) -> Metrics:
+def _over_ranks(totals: Sequence[Mapping[str, Sequence[float]]]) -> Metrics:
     """Sum the ranks' totals; a mean over no tokens is 0."""
     metrics: Metrics = {}
-    for name in told[0]:
-        of_ranks = (rank[name] for rank in told if rank)  # empty where a rank has no row that counts
+    for name in totals[0]:
+        of_ranks = (rank[name] for rank in totals if rank)  # empty where a rank has no row that counts
         total, *num_tokens = map(sum, zip(*of_ranks, strict=True))
         metrics[name] = total / max(1, num_tokens[0]) if num_tokens else total
     return metrics
@@ -250,7 +250,7 @@ def _over_ranks(told: Sequence[Mapping[str, Sequence[float]]]) -> Metrics:
 
 def _over_mini_batches(history: list[Metrics]) -> Metrics:
     values: dict[str, list[float]] = {}
-    for name, value in (told for metrics in history for told in metrics.items()):
+    for name, value in (item for metrics in history for item in metrics.items()):
         values.setdefault(name, []).append(value)
     extremes = {"max": max, "min": min}
     return {name: extremes.get(name.rpartition("_")[2], fmean)(of_name) for name, of_name in values.items()}

@@ -194,9 +194,9 @@ class HeldWeights:
         if stripes is not None:
             with agreed(ranks):
                 address = serve() if serve and ranks.rank in receivers[1:] else ""
-            told = gather_texts(ranks, address)
+            addresses = gather_texts(ranks, address)
             number = receivers.index(machines.first[ranks.rank])
-            self._striped = HeldStripes(stripes, number, [told[rank] for rank in receivers[1:]])
+            self._striped = HeldStripes(stripes, number, [addresses[rank] for rank in receivers[1:]])
             self._sum_own_pieces(stripes, number if machines.is_holder else None, ranks)
 
     @property

@@ -57,16 +57,16 @@ class OfferedWeights:
         Raises:
             WeightsUnavailable: its manifest has another digest or does not fit, or no source has it.
         """
-        told = self._offer.meta_info
+        meta_info = self._offer.meta_info
         manifest = read_manifest(self._offer["manifest"].numpy().tobytes(), self.version, self.digest)
         fits(outline(manifest))
-        for path, name in told["regions"]:
+        for path, name in meta_info["regions"]:
             region = WeightRegion.open(SharedRegion(path=path, name=name), manifest.region_bytes)
             if region is not None and region.is_sealed:
                 return unpack(manifest, region.tensor())
-        if not told["sources"]:
+        if not meta_info["sources"]:
             raise WeightsUnavailable(
                 f"weights version {self.version} is in memory of other ranks alone, which this one cannot map"
             )
-        remote = RemoteWeights(told["sources"], self.version, self.digest, timeout_s=self._timeout_s)
+        remote = RemoteWeights(meta_info["sources"], self.version, self.digest, timeout_s=self._timeout_s)
         return await remote.fetch(fits)

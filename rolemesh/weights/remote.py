@@ -30,7 +30,7 @@ from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.source import Fits
 from rolemesh.weights.store import WeightStore
 from rolemesh.weights.striped_pull import DamagedTwice, HolderFailed, StripedPull
-from rolemesh.weights.stripes import check_told, stripes_of
+from rolemesh.weights.stripes import check_holders, stripes_of
 from rolemesh.wire.frame import split_frame
 
 log = logging.getLogger(__name__)
@@ -194,9 +194,9 @@ class RemoteWeights:
     def _failed(self, when: str = "") -> WeightsUnavailable:
         held = self._held()
         have = f"byte {held.num_verified} of {held.num_bytes}" if held is not None else "the manifest"
-        told = [f"from {address}: {self._problems.get(address, 'no answer')}" for address in self.sources]
+        reasons = [f"from {address}: {self._problems.get(address, 'no answer')}" for address in self.sources]
         return WeightsUnavailable(
-            f"weights version {self._version} did not arrive beyond {have}{when}; " + "; ".join(told)
+            f"weights version {self._version} did not arrive beyond {have}{when}; " + "; ".join(reasons)
         )
 
     async def _pull_from(self, address: str) -> HeldVersion:
@@ -223,17 +223,17 @@ class RemoteWeights:
                 raise _failure(error) from error
 
     async def _pull_stripes(
-        self, holding: HeldVersion, source: _Source, address: str, told: StripedHolders
+        self, holding: HeldVersion, source: _Source, address: str, holders: StripedHolders
     ) -> None:
         """Pull from all holders of a striped version: the source, the first, and those that it names."""
-        stripes = stripes_of(told, holding.manifest.piece_bytes)
+        stripes = stripes_of(holders, holding.manifest.piece_bytes)
         pull = self._striped
         if pull is None or (pull.holding, pull.stripes) != (holding, stripes):
             pull = self._striped = StripedPull(holding, stripes)
-        addresses = [address, *told.addresses]
+        addresses = [address, *holders.addresses]
         received = metrics.WEIGHTS_RECEIVED_BYTES.labels("actor")
         async with AsyncExitStack() as stack:
-            channels = [await stack.enter_async_context(open_channel(each, "actor")) for each in told.addresses]
+            channels = [await stack.enter_async_context(open_channel(each, "actor")) for each in addresses[1:]]
             sources = [source, *(_Source(channel, self._version, self.digest) for channel in channels)]
             try:
                 async with _Pace(holding) as pace:
@@ -321,7 +321,7 @@ class _Source:
         call = self._call("GetManifest", GetManifestRequest(**self._of, wait_s=wait_s))
         async with asyncio.timeout(wait_s + STALL_S):
             serialized = await call
-            check_told(memoryview(serialized))
+            check_holders(memoryview(serialized))
             answer: Any = await read_answer(RPCS["GetManifest"], serialized)
         shared, striped = (getattr(answer, f) if answer.HasField(f) else None for f in ("shared", "striped"))
         return answer.manifest, shared, striped

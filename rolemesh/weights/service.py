@@ -37,7 +37,7 @@ class WeightsServicer:
             raise InvalidBatch(f"wait_s is {request.wait_s}; expected a number of seconds, 0 or more")
         holding = await self._store.get(request.version, request.digest, min(request.wait_s, MAX_WAIT_S))
         if holding.striped:
-            return GetManifestResponse(manifest=holding.serialized, striped=holding.striped.told())
+            return GetManifestResponse(manifest=holding.serialized, striped=holding.striped.message())
         return GetManifestResponse(manifest=holding.serialized, shared=holding.region.shared)
 
     async def FetchRange(self, request: FetchRangeRequest, context: Any) -> AsyncIterator[bytes]:

@@ -73,12 +73,12 @@ class HeldStripes:
                 f"must lie in one of its stripes of {stripes.stripe_bytes} bytes"
             )
 
-    def told(self) -> StripedHolders:
-        """Return the message that tells a receiver."""
+    def message(self) -> StripedHolders:
+        """Return the message for a receiver."""
         return StripedHolders(stripe_bytes=self.stripes.stripe_bytes, addresses=self.addresses)
 
 
-def check_told(answer: memoryview) -> None:
+def check_holders(answer: memoryview) -> None:
     """Raise InvalidBatch if a serialized GetManifestResponse names more holders than there may be."""
     for number, wire_type, start, end in fields(answer, MAX_ANSWER_FIELDS, "a GetManifestResponse"):
         if number == GetManifestResponse.STRIPED_FIELD_NUMBER and wire_type == LENGTH_DELIMITED:
@@ -86,20 +86,20 @@ def check_told(answer: memoryview) -> None:
                 pass
 
 
-def stripes_of(told: StripedHolders, piece_bytes: int) -> Stripes:
+def stripes_of(holders: StripedHolders, piece_bytes: int) -> Stripes:
     """Check a received message, and return how the version is dealt.
 
     Raises:
         WeightsUnavailable: there are no stripes or holders, too many holders, an address that is not host:port,
             or stripes that are not whole pieces.
     """
-    if not told.stripe_bytes or told.stripe_bytes % piece_bytes:
-        raise WeightsUnavailable(f"stripes of {told.stripe_bytes} bytes, and pieces of {piece_bytes}")
-    if not 0 < len(told.addresses) < MAX_HOLDERS:
-        raise WeightsUnavailable(f"{len(told.addresses)} more holders; 1 to {MAX_HOLDERS - 1} are accepted")
+    if not holders.stripe_bytes or holders.stripe_bytes % piece_bytes:
+        raise WeightsUnavailable(f"stripes of {holders.stripe_bytes} bytes, and pieces of {piece_bytes}")
+    if not 0 < len(holders.addresses) < MAX_HOLDERS:
+        raise WeightsUnavailable(f"{len(holders.addresses)} more holders; 1 to {MAX_HOLDERS - 1} are accepted")
     try:
-        for address in told.addresses:
+        for address in holders.addresses:
             check_address(address)
     except InvalidConfig as error:
         raise WeightsUnavailable(f"invalid address of a holder: {error}") from error
-    return Stripes(told.stripe_bytes, len(told.addresses) + 1)
+    return Stripes(holders.stripe_bytes, len(holders.addresses) + 1)

@@ -62,8 +62,8 @@ class Machines:
         with agreed(ranks):
             region = WeightRegion(num_bytes, is_filled=False)
         own = region.shared or SharedRegion()
-        told = (text.partition("\n") for text in gather_texts(ranks, f"{own.path}\n{own.name}"))
-        shared = [SharedRegion(path=path, name=name) for path, _, name in told]
+        lines = (text.partition("\n") for text in gather_texts(ranks, f"{own.path}\n{own.name}"))
+        shared = [SharedRegion(path=path, name=name) for path, _, name in lines]
         found = ((other, WeightRegion.open_to_fill(shared[other], num_bytes)) for other in range(ranks.rank))
         with agreed(ranks):
             nearest, mapped = next(((other, opened) for other, opened in found if opened), (ranks.rank, region))

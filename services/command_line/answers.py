@@ -45,14 +45,14 @@ def show_answers(where: Path, step: int | None, uid: str | None, num_rows: int) 
 
 def picture(row: dict[str, Any]) -> RenderableType:
     """Draw a row: its prompt, what each side said, and its score."""
-    told = row.get("conversation", {"said": [{"who": "policy", "text": row["output"]}]})
+    conversation = row.get("conversation", {"said": [{"who": "policy", "text": row["output"]}]})
     parts = [Text(_lines(row["input"]), style=MASKED)]
-    for said in told["said"]:
+    for said in conversation["said"]:
         policy = said["who"] == "policy"
         parts.append(Text(_side(said), style="bold" if policy else "bold dim"))
         parts.append(Text(_lines(said["text"]), style=SAMPLED if policy else MASKED))
-    numbers = {name: value for name, value in told.items() if name not in ("said", "why")}
-    ended = [f"ended: {told['why']}"] if "why" in told else []
+    numbers = {name: value for name, value in conversation.items() if name not in ("said", "why")}
+    ended = [f"ended: {conversation['why']}"] if "why" in conversation else []
     facts = [
         f"score {row['score']:g}",
         f"truth {row['gts']}",

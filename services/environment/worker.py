@@ -78,15 +78,15 @@ class EnvironmentWorker(LocalWorker):
 
     async def describe(self, request: DescribeRequest) -> DescribeResponse:
         """Return the tools of agents. Raises UnknownAgent with the known ones."""
-        told = DescribeResponse()
+        response = DescribeResponse()
         for name in request.agents:
             tools = (await self._agent(name)).tools if self._spec(name).converses else ()
-            told.agents.append(environment_pb2.Agent(name=name, tools=_as_json(name, tools)))
-        if told.ByteSize() > MAX_ANSWER_BYTES:
+            response.agents.append(environment_pb2.Agent(name=name, tools=_as_json(name, tools)))
+        if response.ByteSize() > MAX_ANSWER_BYTES:
             raise InvalidConfig(
                 f"the tools of {', '.join(request.agents)} take more than {MAX_ANSWER_BYTES} bytes"
             )
-        return told
+        return response
 
     async def open_episode(self, request: OpenEpisodeRequest) -> OpenEpisodeResponse:
         """Begin an episode, or say again how it began.

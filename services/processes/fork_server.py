@@ -238,9 +238,9 @@ def _tell_ended(children: dict[int, socket.socket]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        if told := children.pop(pid, None):  # None: something that an import started
-            with contextlib.suppress(OSError), told:
-                told.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+        if reply := children.pop(pid, None):  # None: something that an import started
+            with contextlib.suppress(OSError), reply:
+                reply.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
 
 
 def _read(status: socket.socket, size: int) -> bytes:

@@ -29,7 +29,7 @@ from rolemesh.models.packing import remove_padding
 from rolemesh.models.sequence import token_stats, token_values
 from rolemesh.models.sharded import copy_policy, load_policy, load_score_model, read_policy, read_score_model
 from rolemesh.models.tiny import make_tiny_model
-from rolemesh.ranks.agreement import agreed, told
+from rolemesh.ranks.agreement import agreed, broadcast_text
 from rolemesh.ranks.files import TensorFiles, copied, write_rows
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import Root, local, own_rows, reshard, whole
@@ -265,7 +265,7 @@ def fails_together(ranks: Ranks, directory: Path, models: Path) -> None:
     with pytest.raises(CheckpointFailed, match=r"full could not be written: .*No space left") as failed:
         trained.save(directory / "full")
     os.pwrite = pwrite
-    assert told(ranks, str(failed.value)) == str(failed.value)
+    assert broadcast_text(ranks, str(failed.value)) == str(failed.value)
     assert list((directory / "full").iterdir()) == []
     with pytest.raises(CheckpointFailed, match="the checkpoint was not written"):
         trained.save(Path("/elsewhere"), CheckpointWriter(Home(directory), "actor", ranks))

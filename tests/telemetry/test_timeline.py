@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from rolemesh.telemetry import timeline
-from rolemesh.telemetry.timeline import Call, Part, recorded, to_chrome, told
+from rolemesh.telemetry.timeline import Call, Part, recorded, report_of, to_chrome
 
 
 def test_what_a_server_did_lies_in_the_middle_of_what_its_client_saw() -> None:
@@ -26,7 +26,7 @@ def test_what_a_server_did_lies_in_the_middle_of_what_its_client_saw() -> None:
 def test_a_server_tells_seconds_since_the_request_came() -> None:
     began = time.perf_counter() - 3
     parts = [Part("computes", began + 1, began + 2)]
-    seconds, spans = json.loads(told([Call("actor", "actor.update", began, parts=parts)], began))
+    seconds, spans = json.loads(report_of([Call("actor", "actor.update", began, parts=parts)], began))
     assert seconds == pytest.approx(3, abs=0.1)
     assert spans == [["computes", pytest.approx(1, abs=1e-5), pytest.approx(2, abs=1e-5), None]]
 

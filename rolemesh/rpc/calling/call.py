@@ -60,14 +60,14 @@ class Caller:
         request: DataProto | Message,
         deadline: Deadline,
         *,
-        told: bool = False,
+        sends_deadline: bool = False,
     ) -> AsyncIterator[Any]:
         """Make a call, and cancel it at the deadline; every error names role, method, address and step.
 
         Args:
             rpc, replica, request: what is called, where, with what.
             deadline: of the call; it may move.
-            told: the server learns the deadline as it is now (gRPC's own, which cannot move).
+            sends_deadline: the server gets the deadline as it is now (gRPC's own, which cannot move).
         """
         make: Any = getattr(replica.channel, _arity(rpc))
         start = make(
@@ -78,7 +78,7 @@ class Caller:
         with timeline.recorded(f"{self._role} {replica.address}", self.method(rpc), request) as seen:
             call = start(
                 _frames(request, broken) if isinstance(request, DataProto) else request,
-                timeout=deadline.left_s if told else None,
+                timeout=deadline.left_s if sends_deadline else None,
                 metadata=self._metadata(replica),
             )
             try:

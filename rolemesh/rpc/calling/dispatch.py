@@ -352,7 +352,7 @@ class Dispatcher:
         rpc, deadline = self._rpcs[name], Deadline(timeout_s)
         try:
             with self.pool.holding(replica):
-                async with self._caller.call(rpc, replica, request, deadline, told=True) as call:
+                async with self._caller.call(rpc, replica, request, deadline, sends_deadline=True) as call:
                     return await self._caller.message(rpc, replica, call)
         except RoleUnavailable as error:
             # A server that ends a call at its deadline may also say CANCELLED.

@@ -125,8 +125,8 @@ class Guard:
                 threads.watch.set(stay.watch)
                 yield count, stay
             if (written := timeline.calls.get()) is not None:
-                told = (TIMELINE_KEY, timeline.told(written, started))
-                context.set_trailing_metadata(((LIFE_KEY, self.life), told))
+                report = (TIMELINE_KEY, timeline.report_of(written, started))
+                context.set_trailing_metadata(((LIFE_KEY, self.life), report))
         except grpc.aio.AbortError:  # the method itself chose a status
             code = _as_code(context.code())
             raise

@@ -147,7 +147,7 @@ class Conversation:
     rows: Rows
     turns: Turns
     why: str = field(default="", init=False)
-    told: dict[str, float] = field(default_factory=dict, init=False)
+    numbers: dict[str, float] = field(default_factory=dict, init=False)
     _most: int = field(default=0, init=False)  # tokens of the next turn; 0: as many as fit
     _is_cut: bool = field(default=False, init=False)  # the last turn, at its most tokens
     _said: Chat = field(default_factory=list, init=False)  # after the prompt
@@ -160,7 +160,7 @@ class Conversation:
             EpisodeLost: its environment is gone; begin anew with another attempt.
             EnvironmentFailed: the environment failed, or said something that nobody can answer.
         """
-        self.told = {"turns": 0.0, "tool_calls": 0.0, "tool_errors": 0.0, CLOCK: 0.0}
+        self.numbers = {"turns": 0.0, "tool_calls": 0.0, "tool_errors": 0.0, CLOCK: 0.0}
         self._began = time.monotonic()
         opening = asyncio.create_task(self._open())
         try:
@@ -169,7 +169,7 @@ class Conversation:
             ended = False
             while not ended:
                 ids = await self.turns.next_of(self.row)  # the first, while the episode is being opened
-                self.told["turns"] += 1
+                self.numbers["turns"] += 1
                 await opening
                 ended = await self._answered(self._within_its_most(ids))
         except BaseException:
@@ -180,7 +180,7 @@ class Conversation:
             self.environment.close_episode(CloseEpisodeRequest(episode=self.name, attempt=self.attempt))
         )
         self.rows.reward(self.row, self.job.rollout.multi_turn.episode_reward_weight * closed.reward)
-        return {**closed.metrics, **self.told, "why": self.why}
+        return {**closed.metrics, **self.numbers, "why": self.why}
 
     async def _open(self) -> None:
         prompts, at = self.rows.prompts, self.row
@@ -258,10 +258,10 @@ class Conversation:
         if is_full and not AGENTS[self.agent].calls:
             return self._ended(NO_ROOM)  # half a turn is no turn
         answer: ActResponse = await self._timed(self.environment.act(self._turn(ids, self._is_cut or is_full)))
-        number = int(self.told["turns"])
+        number = int(self.numbers["turns"])
         self.rows.reward(self.row, config.turn_reward_weight * answer.reward)
-        self.told["tool_calls"] += len(answer.tools)
-        self.told["tool_errors"] += sum(bool(tool.error) for tool in answer.tools)
+        self.numbers["tool_calls"] += len(answer.tools)
+        self.numbers["tool_errors"] += sum(bool(tool.error) for tool in answer.tools)
         if is_full:
             return self._ended(NO_ROOM)
         if answer.done:
@@ -293,7 +293,7 @@ class Conversation:
         return False
 
     def _turn(self, ids: list[int], is_cut: bool) -> ActRequest:
-        number, text = int(self.told["turns"]), self.speech.text_of(ids)
+        number, text = int(self.numbers["turns"]), self.speech.text_of(ids)
         # A call that was cut may look whole.
         said = Message(role="assistant", content=text) if is_cut else self.speech.heard(text, number)
         turn = ActRequest(episode=self.name, attempt=self.attempt, turn=number, message=said)
@@ -316,7 +316,7 @@ class Conversation:
         try:
             return await call
         finally:
-            self.told[CLOCK] += time.perf_counter() - began
+            self.numbers[CLOCK] += time.perf_counter() - began
 
     def _failed(self, what: str) -> EnvironmentFailed:
         return EnvironmentFailed(f"{self._who('it')} {what}")

@@ -121,10 +121,10 @@ class RecordedConversing(Forwarding[Rollout]):
     async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
         async for rows in self._role.generate(prompts):
             sampled = rows["response_mask"]
-            told: list[Facts] = [{"turns": 1.0, "why": ""}] * len(rows)
+            facts: list[Facts] = [{"turns": 1.0, "why": ""}] * len(rows)
             turns, rewards = sampled.to(torch.int64), torch.zeros(sampled.shape)
             talks = {"turns": turns, "contexts": 0 * turns, "environment_rewards": rewards}
-            yield with_conversations(rows, talks, told)
+            yield with_conversations(rows, talks, facts)
 
 
 def recorded(roles: Roles, job: JobConfig) -> Roles:

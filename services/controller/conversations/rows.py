@@ -177,20 +177,20 @@ class Rows:
         self._rewards[row] = 0
         self.lengths[row] = self._turns[row] = 0
 
-    def answer(self, rows: Sequence[int], told: Sequence[Mapping[str, str | float]]) -> DataProto:
+    def answer(self, rows: Sequence[int], facts: Sequence[Mapping[str, str | float]]) -> DataProto:
         """Return finished rows as `generate` does, with `turns`, `environment_rewards` and `conversation`.
 
         They also have the columns of their prompts, which a conversation may have brought.
 
         Args:
             rows: the rows.
-            told: about the conversation of each.
+            facts: about the conversation of each.
         """
         at = list(rows)
         columns = {name: column[at] for name, column in (self._prompts | self._columns).items()}
         sampled = DataProto({"row": torch.tensor(at), **columns, "response_mask": columns["turns"] > 0})
         talks = {name: sampled.tensors.pop(name) for name in ("turns", "contexts")}
-        return with_conversations(sampled, talks | {"environment_rewards": self._rewards[at]}, told)
+        return with_conversations(sampled, talks | {"environment_rewards": self._rewards[at]}, facts)
 
 
 @node(
@@ -198,11 +198,11 @@ class Rows:
     writes=("turns", "contexts", "environment_rewards", "conversation"),
 )
 def with_conversations(
-    batch: DataProto, talks: Mapping[str, Tensor], told: Sequence[Mapping[str, str | float]]
+    batch: DataProto, talks: Mapping[str, Tensor], facts: Sequence[Mapping[str, str | float]]
 ) -> DataProto:
-    """Add what conversations have besides a response: turns, contexts, environment_rewards [B, T], and what is
-    told of each."""
-    return batch.union(DataProto.from_dict(dict(talks), {"conversation": [dict(each) for each in told]}))
+    """Add what conversations have besides a response: turns, contexts, environment_rewards [B, T], and
+    facts about each."""
+    return batch.union(DataProto.from_dict(dict(talks), {"conversation": [dict(each) for each in facts]}))
 
 
 def _fill(prompt: Tensor, mask: Tensor, ids: Sequence[int], pad: int) -> None:

@@ -69,7 +69,7 @@ async def evaluate(rows: ResponseRows, reward: Reward, finished: Callable[[int],
     Args:
         rows: the responses.
         reward: the only role that is called.
-        finished: is told how many rows are scored.
+        finished: gets the number of rows that were scored.
 
     Raises:
         RewardFailed: a row could not be scored; the message names it.

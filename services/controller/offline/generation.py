@@ -38,7 +38,7 @@ async def generate(
         job: has the sampling parameters.
         parts: where they are written.
         tokenizer: of the responses.
-        finished: is told how many rows have come.
+        finished: gets the number of new rows.
     """
     # Twice what the replicas decode at once: they have work while the last rows of a part are generated.
     rows = 2 * job.rows_at_once * job.placement.replicas["rollout"]
@@ -46,14 +46,14 @@ async def generate(
     texts = ResponseTexts(tokenizer, skip_special_tokens=job.reward.skip_special_tokens)
     seats = asyncio.Semaphore(min(PARTS_AT_ONCE, -(-rows // rows_of_part)))
 
-    async def told(rows: DataProto) -> DataProto:
+    async def counted(rows: DataProto) -> DataProto:
         finished(len(rows))
         return rows
 
     async def make(number: int) -> None:
         async with seats:
             at = parts.prompts_of(number)
-            batch = await respond(prompts.batch(at), at.start, rollout, job, told)
+            batch = await respond(prompts.batch(at), at.start, rollout, job, counted)
             table = response_columns(batch, job.rollout.val_kwargs.n, texts, parts.log_probs)
             await asyncio.to_thread(parts.write, number, table)
 

@@ -139,7 +139,7 @@ def answers(batch: DataProto, step: int, texts: ResponseTexts) -> list[dict[str,
         batch["data_source"],
         strict=True,
     )
-    told = [
+    dumped = [
         {
             "input": prompt,
             "output": response,
@@ -153,9 +153,9 @@ def answers(batch: DataProto, step: int, texts: ResponseTexts) -> list[dict[str,
         for prompt, response, reward_model, score, acc, uid, source in rows
     ]
     if "turns" in batch:
-        for row, answer in enumerate(told):
+        for row, answer in enumerate(dumped):
             answer["conversation"] = {**batch["conversation"][row], "said": _said(batch, row, texts.tokenizer)}
-    return told
+    return dumped
 
 
 def _said(batch: DataProto, row: int, tokenizer: Any) -> list[dict[str, Any]]:
@@ -174,8 +174,8 @@ def _said(batch: DataProto, row: int, tokenizer: Any) -> list[dict[str, Any]]:
         text = tokenizer.decode(ids[at], skip_special_tokens=False)
         is_anew, context = int(contexts[begin]) > context, int(contexts[begin])
         who = "policy" if turn > 0 else "prompt" if is_anew else "environment"
-        told = {"who": who, "tokens": length, "text": text}
-        said.append(told | ({"reward": float(rewards[at].sum())} if turn > 0 else {}))
+        part = {"who": who, "tokens": length, "text": text}
+        said.append(part | ({"reward": float(rewards[at].sum())} if turn > 0 else {}))
     return said
 
 

@@ -55,15 +55,15 @@ def batch_metrics(batch: DataProto, actor: ActorConfig) -> Metrics:
 
 def _conversations(batch: DataProto) -> Metrics:
     """Compute conversation/NAME/mean of each number, the share of rows by why they ended, and rewards."""
-    told = list(batch["conversation"])
+    rows = list(batch["conversation"])
     ended: dict[str, int] = {}
-    for row in told:
+    for row in rows:
         ended[row["why"]] = ended.get(row["why"], 0) + 1
-    numbers = [{name: value for name, value in row.items() if name not in ("why", CLOCK)} for row in told]
+    numbers = [{name: value for name, value in row.items() if name not in ("why", CLOCK)} for row in rows]
     return {
         **_means("conversation", numbers),
-        "timing_s/environment": fmean(row.get(CLOCK, 0.0) for row in told),
-        **{f"conversation/ended/{why}": count / len(told) for why, count in sorted(ended.items())},
+        "timing_s/environment": fmean(row.get(CLOCK, 0.0) for row in rows),
+        **{f"conversation/ended/{why}": count / len(rows) for why, count in sorted(ended.items())},
         "conversation/reward/mean": batch["environment_rewards"].sum(dim=1).mean().item(),
         "conversation/prompts/mean": 1 + batch["contexts"].amax(dim=1).float().mean().item(),
         "conversation/tokens/mean": written(batch).sum(dim=1).float().mean().item(),

@@ -80,8 +80,8 @@ async def validate_loss(rows: Iterable[DataProto], roles: Roles) -> Metrics:
         for source, value, length in zip(batch["data_source"], of_rows.tolist(), lengths.tolist(), strict=True):
             sums[source] = sums.get(source, 0.0) + value
             counts[source] = counts.get(source, 0) + length
-    told = {f"val/{source}/loss": sums[source] / counts[source] for source in sorted(sums)}
-    return {"val/loss": sum(sums.values()) / sum(counts.values()), **(told if len(sums) > 1 else {})}
+    by_source = {f"val/{source}/loss": sums[source] / counts[source] for source in sorted(sums)}
+    return {"val/loss": sum(sums.values()) / sum(counts.values()), **(by_source if len(sums) > 1 else {})}
 
 
 async def validate_pairs(pairs: Iterable[DataProto], roles: Roles, job: JobConfig) -> Metrics:
@@ -99,8 +99,8 @@ async def validate_pairs(pairs: Iterable[DataProto], roles: Roles, job: JobConfi
         own, ref = await gather(roles.actor.compute_log_probs(batch), roles.reference.compute_log_probs(batch))
         read = [batch.union(ref)[name] for name in loss.reads]
         options = job.actor.values_of(loss.keys)
-        told = loss.load()(own["old_log_probs"], *read, batch["response_mask"], **options)
-        parts.append({"loss": told.losses[:, 0], **told.of_rows})
+        found = loss.load()(own["old_log_probs"], *read, batch["response_mask"], **options)
+        parts.append({"loss": found.losses[:, 0], **found.of_rows})
     return {f"val/{name}": torch.cat([part[name] for part in parts]).mean().item() for name in parts[0]}
 
 
@@ -141,14 +141,14 @@ def by_prompt(batch: DataProto, n: int) -> dict[str, Tensor]:
         voting = [found for i in prompts if (found := votes[i]) is not None]
         for name, column in numbers.items():
             values = column.double().reshape(-1, n)[prompts]  # [prompts, n]
-            told = {f"mean@{n}": values.mean(dim=1)}
+            statistics = {f"mean@{n}": values.mean(dim=1)}
             for k in _sizes(n):
-                told[f"best@{k}/mean"] = expected_best(values, k)
+                statistics[f"best@{k}/mean"] = expected_best(values, k)
                 if len(voting) == len(prompts):
-                    told[f"maj@{k}/mean"] = expected_majority(values, voting, k)
+                    statistics[f"maj@{k}/mean"] = expected_majority(values, voting, k)
                 if name == "acc":
-                    told[f"pass@{k}"] = pass_at(values, k)
-            for of, value in told.items():
+                    statistics[f"pass@{k}"] = pass_at(values, k)
+            for of, value in statistics.items():
                 section = "core" if name == "acc" and of.partition("/")[0].endswith(f"@{n}") else "aux"
                 found_by[f"val-{section}/{source}/{name}/{of}"] = value
     return found_by

@@ -48,7 +48,7 @@ async def run_command(episode: Episode, endpoint: Endpoint, job: JobConfig) -> A
         raise EnvironmentFailed(
             f"rollout.agent.external.command: {program!r} cannot be started: it is not there, or not executable"
         )
-    told = {"uid": episode.uid, "seed": episode.seed % MAX_SEED, "messages": episode.messages, **episode.row}
+    given = {"uid": episode.uid, "seed": episode.seed % MAX_SEED, "messages": episode.messages, **episode.row}
     process = await asyncio.create_subprocess_exec(
         *group_that_dies_with_me(settings.command),
         stdin=PIPE,
@@ -60,7 +60,7 @@ async def run_command(episode: Episode, endpoint: Endpoint, job: JobConfig) -> A
     pipes = asyncio.gather(
         _tail(process.stdout, MAX_LINE_BYTES),
         _tail(process.stderr, MAX_TAIL_BYTES),
-        _feed(process.stdin, json.dumps(told).encode()),
+        _feed(process.stdin, json.dumps(given).encode()),
     )
     try:
         await _ended(process)
