@@ -7,8 +7,6 @@ So `--help` and a misspelt key answer at once.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import gc
 import json
 import os
 import sys
@@ -366,7 +364,6 @@ def main() -> None:
     """Run the command line. Expected errors print as one line instead of a traceback."""
     from rolemesh.errors import WRONG_INPUT, RolemeshError
 
-    atexit.register(gc.freeze)  # the interpreter's last collection would walk all of torch, for seconds
     try:
         app()
     except RolemeshError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,3 +46,29 @@ def test_a_job_without_its_model_names_the_command_that_makes_it(
     (making,) = re.findall(r"`rolemesh (model [^`]*)`", error)
     assert rolemesh(*shlex.split(making)) == ""
     assert "data/gsm8k/train.parquet" in rolemesh(*run)
+
+
+# What the end of a process must still do, and an object that only the end of the interpreter would free.
+LEFT = """
+import atexit, threading
+
+class Freed:
+    def __del__(self):
+        print("freed")
+
+freed = Freed()
+freed.itself = freed
+atexit.register(print, "exit function")
+threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
+from rolemesh.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["nonsense"], 2)])
+def test_a_process_ends_with_its_code_threads_exit_functions_and_output_but_frees_nothing(
+    arguments: list[str], code: int
+) -> None:
+    ended = subprocess.run([sys.executable, "-c", LEFT, *arguments], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout.splitlines()[-2:] == ["thread", "exit function"]
