@@ -19,7 +19,7 @@ watch: ContextVar[Callable[[asyncio.Future[Any]], None] | None] = ContextVar("wa
 
 
 class _Progress(threading.local):
-    """What a thread calls when it makes progress."""
+    """A callback for a thread's progress."""
 
     note: Callable[[], None] | None = None
 

@@ -1,4 +1,4 @@
-"""How a policy writes calls of tools: from its text to calls. rolemesh/catalog/call_formats.py lists them."""
+"""Parse a policy's text into calls of tools. rolemesh/catalog/call_formats.py lists them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Chat = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Episode:
-    """What a conversation begins with.
+    """The beginning of a conversation.
 
     Args:
         uid: names the row in messages.
@@ -68,7 +68,7 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment says to a turn.
+    """The answer of an environment to a turn.
 
     Args:
         messages: appended to the conversation; ignored if done.
@@ -92,7 +92,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a conversation ended: its reward as a whole, and further numbers by name."""
+    """The end of a conversation: its reward as a whole, and further numbers by name."""
 
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -40,7 +40,7 @@ class ToolSchema(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers: a text."""
+    """The answer of a tool: a text."""
 
     text: str = ""
 

@@ -1,4 +1,4 @@
-"""Who wrote which token of a response."""
+"""The authors of a response's tokens: the policy or the environment."""
 
 from __future__ import annotations
 

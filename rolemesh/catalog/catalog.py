@@ -35,7 +35,7 @@ def load(code: Code) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What every kind declares.
+    """Fields that every kind of part declares.
 
     Args:
         name: as the job file says it.

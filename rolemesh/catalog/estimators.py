@@ -50,7 +50,7 @@ class EstimatorSpec(Declaration):
 
     @property
     def needs_distribution(self) -> bool:
-        """It reads what the actor tells of its distributions before the update."""
+        """True if it reads columns of the actor's distributions before the update."""
         return not set(OF_THE_DISTRIBUTION).isdisjoint(self.reads)
 
     def learns_from_differences(self, num_responses: int) -> bool:

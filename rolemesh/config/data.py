@@ -96,7 +96,7 @@ class DataConfig(Config):
 
     @property
     def has_validation(self) -> bool:
-        """Whether there is validation data: files, or a data set that needs no files."""
+        """True if there is validation data: files, or a data set that needs no files."""
         return bool(self.val_files) or not self.source.reads_files
 
     @property

@@ -96,7 +96,7 @@ class JobConfig(Config):
 
     @property
     def answers(self) -> bool:
-        """Whether the page has prompts answered by the rollouts."""
+        """True if rollouts answer the page's prompts."""
         return "rollout" in self.page.roles
 
     @property
@@ -108,7 +108,7 @@ class JobConfig(Config):
 
     @property
     def estimates(self) -> bool:
-        """Whether the page computes advantages, by algorithm.adv_estimator, from answers of the rollouts."""
+        """True if the page computes advantages, by algorithm.adv_estimator, from answers of the rollouts."""
         return self.page.learns_from == "prompts"
 
     @property
@@ -143,13 +143,13 @@ class JobConfig(Config):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the job uses KL, or its page the reference policy."""
+        """True if the job uses KL, or its page the reference policy."""
         weighs_kl = self.algorithm.use_kl_in_reward or self.actor.use_kl_loss
         return weighs_kl or "reference" in self.page.roles
 
     @property
     def ref_in_actor(self) -> bool:
-        """Whether the reference policy is the actor with its adapter off, instead of a role of its own."""
+        """True if the reference policy is the actor with its adapter off, instead of a separate role."""
         return self.uses_reference and self.actor.model.lora_rank > 0
 
     @property

@@ -149,7 +149,7 @@ Ulysses = Annotated[
 
 
 class FsdpConfig(Config):
-    """How a role of several ranks shards its model (FSDP2, docs/ranks.md). One rank has the model whole."""
+    """Sharding of a role's model over several ranks (FSDP2, docs/ranks.md). One rank has the model whole."""
 
     fsdp_size: int = Field(
         -1,

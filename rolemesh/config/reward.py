@@ -116,7 +116,7 @@ class RewardConfig(Config):
 
     @property
     def tells_more(self) -> bool:
-        """Whether scores may come with further numbers, for the step's metrics."""
+        """True if scores may come with further numbers, for the step's metrics."""
         own = self.custom_reward_function.path is not None or not self.manager.quick
         return own or self.overlong_buffer.log
 

@@ -42,7 +42,7 @@ class SamplingConfig(Config):
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens cannot be sampled."""
+        """True if some tokens cannot be sampled."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
 
     @property
@@ -301,7 +301,7 @@ class RolloutConfig(SamplingConfig):
 
     @property
     def works_with_servers(self) -> bool:
-        """Whether the engine sends its rows to the servers of rollout.openai."""
+        """True if the engine sends its rows to the servers of rollout.openai."""
         return "openai" in self.engine.keys
 
     @property

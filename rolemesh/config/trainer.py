@@ -101,7 +101,7 @@ class TrainerConfig(Config):
 
     @property
     def world_size(self) -> int | None:
-        """What verl calls the world: n_gpus_per_node times nnodes; None if the job does not say."""
+        """verl's world size: n_gpus_per_node times nnodes; None if the job does not set them."""
         return None if self.n_gpus_per_node is None else self.n_gpus_per_node * self.nnodes
 
     @model_validator(mode="after")

@@ -58,7 +58,7 @@ def save_model(model: Any, directory: Path, **how: Any) -> None:
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` wrote.
+    """The result of `export`.
 
     Args:
         directory: the model's.

@@ -39,7 +39,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Counts:
-    """How many processes a job gives a group.
+    """The number of processes that a job gives a group.
 
     Args:
         replicas: of the group.
@@ -143,7 +143,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """Whether the job can run with this plan, in words."""
+        """One of: fits, does not fit, is refused."""
         if self.blocked:
             return "is refused"
         if self.missing_bytes or self.missing_devices:
@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the job can run with this plan."""
+        """True if the job can run with this plan."""
         return self.verdict == FITS
 
     @cached_property

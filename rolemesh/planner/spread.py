@@ -1,4 +1,4 @@
-"""How a role is spread over ranks, and the seconds of collectives among them.
+"""The ranks of a role, and the seconds of collectives among them.
 
 A collective is modelled by latency and bandwidth (Hockney's alpha-beta model): a ring over n ranks takes n - 1
 turns of fixed latency, and each rank receives (n - 1)/n of the bytes. Between machines, the ring's bytes enter
@@ -17,7 +17,7 @@ from rolemesh.planner.devices import Device
 
 @dataclass(frozen=True)
 class Spread:
-    """How a role is spread.
+    """The division of a role among ranks.
 
     Args:
         ranks: processes of the role's group, each with a device.

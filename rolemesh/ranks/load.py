@@ -78,7 +78,7 @@ class TimedReduceScatter(DefaultReduceScatter):
 
 
 class RankLoads:
-    """What the ranks of a role did, in Prometheus metrics and for the step's record. Rank 0 keeps it.
+    """The work of a role's ranks, in Prometheus metrics and for the step's record. Rank 0 keeps it.
 
     Args:
         role: its name.

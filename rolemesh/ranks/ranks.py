@@ -76,7 +76,7 @@ class Ranks:
 
     @property
     def sharing(self) -> int:
-        """How many ranks compute the same rows."""
+        """The number of ranks that compute the same rows."""
         return self.ulysses.size if self.ulysses else 1
 
     @cached_property

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: by torchrun's environment, and a store of torch.distributed."""
+"""Let the ranks of a group find each other: by torchrun's environment, and a store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Rendezvous:
 
     @property
     def is_on_one_machine(self) -> bool:
-        """Whether the ranks speak over the loopback interface."""
+        """True if the ranks speak over the loopback interface."""
         return is_loopback(self.host)
 
     @cached_property

@@ -20,7 +20,7 @@ LIBRARY = re.compile(r"/proc/self/fd/\d+(?=/lib)")
 
 @dataclass(frozen=True)
 class Said:
-    """What a call came to.
+    """The result of a call.
 
     Args:
         output: printed text, the repr of a last expression, and the traceback of an error. An object's address

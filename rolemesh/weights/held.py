@@ -205,7 +205,7 @@ class HeldWeights:
 
     @property
     def is_striped(self) -> bool:
-        """Whether the version is dealt to several machines."""
+        """True if the version is divided among several machines."""
         return self._striped is not None
 
     async def fetch(self, fits: Fits | None = None) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""How a version that several machines hold between them is dealt to them, in stripes."""
+"""Divide a version among several machines, in stripes."""
 
 from __future__ import annotations
 

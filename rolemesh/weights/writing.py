@@ -49,7 +49,7 @@ class Machines:
 
     @property
     def is_holder(self) -> bool:
-        """Whether this rank holds its machine's region."""
+        """True if this rank holds its machine's region."""
         return self.first[self.rank] == self.rank
 
     @classmethod

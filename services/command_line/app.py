@@ -53,7 +53,7 @@ class GraphFormat(StrEnum):
 
 
 class Task(StrEnum):
-    """What a demo's model learns."""
+    """The task that a demo's model learns."""
 
     SUMS = "sums"
     TOOLS = "tools"

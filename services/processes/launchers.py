@@ -1,4 +1,4 @@
-"""What starts the processes of ranks, and how it does so on this machine.
+"""Launchers of ranks, and the one that starts them on this machine.
 
 A process holds the read end of a pipe, and the launcher holds the write end. If the launcher ends, even by
 kill -9, the pipe closes and the process ends itself. So no process is left behind.

@@ -63,7 +63,7 @@ class RoleProcess:
 
     @property
     def is_stateless(self) -> bool:
-        """Whether the job survives the death of a replica while another one runs."""
+        """True if the job survives the death of a replica while another one runs."""
         return not any(ROLES[role].trained for role in self.roles)
 
     def how_ended(self) -> str:

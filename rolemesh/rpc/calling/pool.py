@@ -84,7 +84,7 @@ class ReplicaPool:
 
     @property
     def has_choice(self) -> bool:
-        """Whether there are several servers to choose from, now or after one has joined."""
+        """True if there are several servers to choose from, now or after one has joined."""
         num_servers = len({replica.life or replica.address for replica in self.replicas})
         return not self._trained and (self._may_grow or num_servers > 1)
 

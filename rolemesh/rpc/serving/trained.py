@@ -13,7 +13,7 @@ from rolemesh.v1 import checkpoint_pb2
 
 
 class Trained(Protocol):
-    """What the workers of trained roles have in common."""
+    """The methods that workers of all trained roles have."""
 
     role: str
     job: JobConfig

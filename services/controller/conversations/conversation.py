@@ -93,7 +93,7 @@ class Speech:
 
     @property
     def splits(self) -> bool:
-        """Whether the job splits rows where the template rewrites earlier turns."""
+        """True if the job splits rows where the template rewrites earlier turns."""
         return self._config.template_rewrites == "split"
 
     def ids_after_all(self, prompt: list[int], said: Chat, messages: Chat, end: str) -> tuple[bool, list[int]]:

@@ -1,1 +1,1 @@
-"""What `rolemesh generate` and `rolemesh evaluate` do, each with one role and without training."""
+"""`rolemesh generate` and `rolemesh evaluate`: one role each, and no training."""

@@ -1,4 +1,4 @@
-"""What a generation is given: its prompts, all columns of their rows, and the settings that decide its bits."""
+"""The input of a generation: its prompts, all columns of their rows, and the settings that decide its bits."""
 
 from __future__ import annotations
 

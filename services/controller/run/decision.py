@@ -26,7 +26,7 @@ FILE = "resume_decision.json"
 
 @dataclass(frozen=True)
 class Decision:
-    """What a job says about its start.
+    """A job's settings for its start.
 
     Args:
         resume_mode: disable or resume_path.

@@ -15,7 +15,7 @@ OVER = (
 
 
 class Session:
-    """What a program and the policy said to each other.
+    """The messages between a program and the policy.
 
     A call that has what was said before, and messages after it, goes on with the conversation. Any other shows
     the policy another prompt.
@@ -77,7 +77,7 @@ class Session:
 
     @property
     def finds_calls(self) -> bool:
-        """Whether the call that waits wants calls of tools found."""
+        """True if the waiting call wants calls of tools to be parsed."""
         return self._waiting is not None and self._waiting[0].finds_calls
 
     def answer(self, said: Said) -> None:

@@ -28,7 +28,7 @@ COUNTERPARTS = {"verl.tools.gsm8k_tool.Gsm8kTool": "rolemesh.services.environmen
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call of a tool returned."""
+    """The result of a tool's call."""
 
     text: str
     reward: float = 0.0

@@ -107,7 +107,7 @@ class Group:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether enough rows have ended for a compaction."""
+        """True if enough rows have ended for a compaction."""
         return self.num_unfinished <= COMPACT_AT * len(self)
 
     def compact(self) -> list[int]:

@@ -61,7 +61,7 @@ class _Ended:
 
 
 class Slots:
-    """What is known of each row that is being decoded, in tensors [slots, ...].
+    """The state of each row that is being decoded, in tensors [slots, ...].
 
     Attributes:
         prompts, visible: [slots, P] token ids; bool, False on padding.
