@@ -322,7 +322,7 @@ def export(
     checkpoint: Annotated[str, typer.Option(help="Of a run: latest, best or a step.")] = "latest",
     role: Annotated[str, typer.Option(help="Of a checkpoint: actor or critic.")] = "actor",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    max_shard_size: Annotated[str, typer.Option(help="Most bytes of a file, such as 500MB.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file, such as 500MB.")] = "5GB",
     base: Annotated[
         str, typer.Option(help="An adapter's base model: a directory or a Hub name; empty: the one it names.")
     ] = "",

@@ -27,10 +27,10 @@ def generate(
         bool, typer.Option("--log-probs", help="Also write the log-probability of each token.")
     ] = False,
 ) -> None:
-    """Respond to the prompts of data.val_files, with the rollout alone (docs/generate-and-evaluate.md).
+    """Respond to the prompts of data.val_files, with only the rollout (docs/generate-and-evaluate.md).
 
-    rollout.val_kwargs is how responses are sampled, and rollout.val_kwargs.n how many for each prompt, as in a
-    validation. If the command is interrupted, repeat it: it goes on where it was.
+    As in a validation, rollout.val_kwargs sets how responses are sampled, and rollout.val_kwargs.n how many for
+    each prompt. If the command is interrupted, repeat it: it continues.
     """
     fork_roles()
     job = job_of(config, overrides)
@@ -53,10 +53,10 @@ def evaluate(
         str, typer.Option(help="The column with a list of responses in each row.", metavar="COLUMN")
     ] = "responses",
 ) -> None:
-    """Score the responses in data.val_files, with the reward alone, and print metrics by data source.
+    """Score the responses in data.val_files, with only the reward, and print metrics by data source.
 
-    The numbers are those of a validation, with standard errors (docs/generate-and-evaluate.md). Rows have
-    data.reward_fn_key and data.reward_model_key, and are scored as in a run, by the section reward.
+    The numbers are the same as in a validation, with standard errors (docs/generate-and-evaluate.md). Rows need
+    the columns data.reward_fn_key and data.reward_model_key. The section reward scores them as in a run.
     """
     fork_roles()
     job = job_of(config, overrides)

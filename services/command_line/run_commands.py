@@ -72,14 +72,14 @@ def answers_of_run(
         Path, typer.Argument(metavar="RUN", help="A run directory, a folder of dumps, or one dump (JSONL).")
     ],
     step: Annotated[
-        int | None, typer.Option(help="Whose answers; the newest step's if it is not given.")
+        int | None, typer.Option(help="Step whose answers are shown; by default the newest step.")
     ] = None,
     uid: Annotated[str | None, typer.Option(help="Only rows of this uid.")] = None,
-    rows: Annotated[int, typer.Option(help="How many rows at most.", min=1)] = 1,
+    rows: Annotated[int, typer.Option(help="Maximum number of rows.", min=1)] = 1,
 ) -> None:
-    """Show what the policy answered, conversations turn by turn, and which tokens it is trained on.
+    """Show the policy's answers, conversations turn by turn, and the tokens that it is trained on.
 
-    Reads what trainer.rollout_data_dir or trainer.validation_data_dir of the job has collected.
+    Reads the dumps in the job's trainer.rollout_data_dir or trainer.validation_data_dir.
     """
     from rolemesh.services.command_line.answers import show_answers
 

@@ -15,7 +15,7 @@ app = typer.Typer()
 def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Train on this machine: start a process for each group of roles, run the steps, and stop them all.
 
-    placement.strategy defines the groups; by default every role is a group of its own.
+    placement.strategy defines the groups; by default each role is in its own group.
     """
     fork_roles()
     rolemesh.run(job_of(config, overrides))
@@ -23,6 +23,6 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 @app.command(epilog="Example: rolemesh sft job.yaml data.messages_key=conversation trainer.total_epochs=2")
 def sft(config: ConfigArgument, overrides: Overrides = None) -> None:
-    """Train on given responses, with the actor alone (docs/sft.md): `run` with algorithm.page=sft."""
+    """Train on given responses, with only the actor (docs/sft.md): `run` with algorithm.page=sft."""
     fork_roles()
     rolemesh.run(job_of(config, overrides, "algorithm.page=sft"))
