@@ -45,7 +45,7 @@ def when_broken(tell: Callable[[str], None] | None) -> None:
 def device_answers() -> bool:
     """Wait for what the device computes, and return whether that succeeds: not if its context is broken."""
     try:
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
     except RuntimeError:
         return False
