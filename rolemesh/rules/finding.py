@@ -8,28 +8,36 @@ from __future__ import annotations
 import re
 
 from rolemesh.rules.boxed import last_boxed
+from rolemesh.rules.units import QUANTITY
 
-# No two neighbours in these expressions share a character, so nothing backtracks over a text without a match.
-MARKED = re.compile(
-    r"####((?:[-+$€£\s*_`({\[\\]|boxed|text(?:bf)?|mathbf)*)"
-    r"([0-9.,]+(?:(?:\{,\}|,?\\[,!])[0-9.,]+)*)"
-    r"((?:[eE][-+]?|[-+*/^×÷:])[0-9]+| ?(?:hundred|thousand|million|billion|trillion|dozen)\b)?"
+# No two neighbours in these expressions share a character, or the first is possessive. So nothing backtracks
+# over a text without a match.
+BETWEEN = (  # two numbers of one line, which are then one answer: "3 1/2", "5 or 6", "5 \times 10^3"
+    r"(?<!\.)(?:\{,\}|[ \t$*_+/^×·⋅÷:={}!\u2212\u2013-]"
+    r"|\\[A-Za-z]+|\\[,!;: ]|[eE](?=[-+]?[0-9])|(?i:x|or|and|to))++"
 )
+AFTER = rf"[ *_]*+(?:\\text\{{ ?)?(?:\\?pi|π|(?:{QUANTITY}|[kKMB]|bn)(?![A-Za-z]))|[A-Za-z](?![A-Za-z])"
+MARKED = re.compile(
+    r"####((?:[-+\u2212$€£\s*_`({\[\\]|boxed|text(?:bf)?|mathbf)*)"
+    rf"([0-9.,]+[½¼¾²³]*(?:{BETWEEN}[.,]?[0-9½¼¾²³][0-9.,½¼¾²³]*)*)({AFTER})?"
+)
+BULLET = re.compile(r"\n[ \t]*[-+*][ \t]")
 LABEL = re.compile(r"answer[\s*_}]*[:：]", re.IGNORECASE)
 OPENED = (("\\[", "\\]"), ("$$", "$$"))
 
 
 def marked_number(text: str) -> str | None:
-    """Return what stands after the last "####" that a number follows: its sign, digits, commas and periods.
+    """Return the number after the last "####" that one follows, with its sign and all that changes it.
 
-    Emphasis, currency and delimiters before the number are left out. What changes the number is part of it: the
-    answer of "#### 12/5" is "12/5". None if no mark has a number.
+    Emphasis, currency, bullets and delimiters before the number are left out. What changes the number is part
+    of it: "12/5", "5 or 6", "5 million", "5x". None if no mark has a number.
     """
     marked = list(MARKED.finditer(text))
     if not marked:
         return None
     found = marked[-1]
-    signs = "".join(character for character in found[1] if character in "+-")
+    before = BULLET.sub("", found[1]).replace("\u2212", "-")
+    signs = "".join(character for character in before if character in "+-")
     return signs + found[2].rstrip(",.") + (found[3] or "")
 
 

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rolemesh.rules.notation import (
+    CONNECTIVE,
     in_one_spelling,
     with_braces,
     with_fractions,
     with_plain_numbers,
     without_blanks,
+    without_currency,
     without_wrappers,
 )
 from rolemesh.rules.numbers import number, spelling
@@ -25,15 +27,23 @@ MOST_ROUNDS = 8
 MOST_CHARACTERS = 1000  # no answer that people write is longer; a longer text is compared as it is
 DELIMITER = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$+)")
 MARKS = ("***", "**", "__", "*", "_", "```", "`", '"')
-NAME = re.compile(
-    r"(?:(?:[a-z]|[A-Z]{1,3})(?:_\{?\w{1,3}\}?)?'?|[A-Za-z](?:\^\{?-1\}?)?\([A-Za-z]\)"
-    r"|\\[A-Za-z]+(?: ?[A-Z]{1,3})?|\([A-Za-z](?: ?, ?[A-Za-z])+\)"
-    r"|(?P<prose>[A-Za-z][a-z]+(?: [A-Za-z]+){0,5}))\s*(?:=|\\in(?![A-Za-z]))\s*"
+NO_NAME = rf"(?!{CONNECTIVE}|m?\\(?:not|neq?|leq?|geq?|approx|lt|gt|ll|gg)(?![A-Za-z]))"
+SYMBOL = (
+    NO_NAME + r"(?:(?:[a-z]|[A-Z]{1,3})(?:_\{?\w{1,3}\}?)?'?|[A-Za-z](?:\^\{?-1\}?)?\(-?\w{1,12}\)"
+    r"|\\(?:overline|vec)\{[A-Za-z]{1,3}\}|m?\\[A-Za-z]+(?: ?[A-Z]{1,3})?|\([A-Za-z](?: ?, ?[A-Za-z])+\))"
+)
+PROSE = rf"{NO_NAME}[A-Za-z][a-z]+(?: {NO_NAME}[A-Za-z]+){{0,5}}"
+NAME = re.compile(rf"(?:{SYMBOL}|(?P<prose>{PROSE}))\s*(?:=|\\in(?![A-Za-z]))\s*")
+# What may stand left of the last "=" of an answer. There is no comma, word or other relation in any of these.
+UNKNOWN = r"[A-Za-z](?:_\{\w{1,3}\})?"
+SUM = re.compile(rf"-?[0-9]*{UNKNOWN}(?:\^\{{[0-9]+\}})?(?:[-+][0-9]*{UNKNOWN}(?:\^\{{[0-9]+\}})?)+")
+CALCULATION = re.compile(
+    r"(?:[-+*/^_().{}0-9]|\\?%|\\(?:times|cdot|div|frac|sqrt|binom|pi|circ|log|ln|sin|cos|tan)(?![A-Za-z]))+"
 )
 OPTION = re.compile(r"\(([A-Z])\)|([A-Z])\)")
 ARTICLE = re.compile(r"(?:an?|the)\s+(?=[a-z]{3,}(?:\s+[a-z]{2,})*$)", re.IGNORECASE)
 ORDINAL = re.compile(r"([0-9])(?:(?:st|nd|rd|th)|\^?\{?\\(?:text|mathrm)\{(?:st|nd|rd|th)\}\}?)$")
-COMMAND = re.compile(r"\\[A-Za-z]+")
+DOLLARS = re.compile(r"^\$(?=\s*[-+.]?[0-9][^$]*$)")
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Answer:
 
     Args:
         value: the answer itself, "" if nothing is left.
-        unit: its unit; "" if it has none, or one that is not known.
+        unit: its unit, or the things counted; "" if it has none.
         name: the symbol on its left, "x" of "x = 5"; "" if there is none.
     """
 
@@ -82,7 +92,8 @@ def read_answer(text: str) -> Answer:
 def agrees(given: Answer, truth: Answer) -> bool:
     """Whether two answers are the same: equal values, and no two different units or names.
 
-    "2 + 3 = 5" and "m + n = 5" agree with "5". An equation that is still to be solved, "2x + 3 = 5", does not.
+    "x = 5", "2 + 3 = 5" and "m + n = 5" agree with "5". An equation that is still to be solved, such as
+    "2x = 5", does not, and neither does a list of candidates.
     """
     if any(a and b and a != b for a, b in ((given.unit, truth.unit), (given.name, truth.name))):
         return False
@@ -91,22 +102,27 @@ def agrees(given: Answer, truth: Answer) -> bool:
     if "=" not in given.value or "=" in truth.value:
         return False
     *left, right = given.value.split("=")
-    asked = all(side == truth.name or _is_asked(side, named=truth.name != "") for side in left)
-    return asked and read_answer(right).value == truth.value != ""
+    return read_answer(right).value == truth.value != "" and all(_may_equal(side, truth) for side in left)
 
 
-def _is_asked(left: str, *, named: bool) -> bool:
-    """Whether a left side can be what a question asks for: a calculation, or unknowns if it names none itself.
+def _may_equal(side: str, truth: Answer) -> bool:
+    """Whether a left side only repeats the question or computes the answer: "x", "m + n", or "2 + 3".
 
-    Unknowns with a constant are an equation to solve.
+    A number is no calculation, so "5 = 6" is not read as 6. One unknown in a sum, as in "x + x^2 = 6", is to be
+    solved for.
     """
-    terms = [term for term in re.split("[-+]", COMMAND.sub("", left)) if term]
-    lettered = [re.search("[A-Za-z]", term) is not None for term in terms]
-    return not any(lettered) or (all(lettered) and not named)
+    if CALCULATION.fullmatch(side):
+        return number(side) is None or read_answer(side).value == truth.value
+    if truth.name:
+        return side == truth.name
+    if SUM.fullmatch(side):
+        return len(set(re.findall(UNKNOWN, side))) > 1
+    return re.fullmatch(SYMBOL, side) is not None
 
 
 def _without_delimiters(text: str) -> str:
     r"""Remove $…$, \(…\) and \[…\]: they say that something is mathematics, and that is known."""
+    text = DOLLARS.sub(r"\\$", text)  # a single "$" before a number is dollars
     return DELIMITER.sub(" ", text).strip() if "$" in text or "\\" in text else text
 
 
@@ -167,6 +183,7 @@ STEPS: tuple[Callable[[str], str], ...] = (
     _without_ordinal,
 )
 STEPS_OF_VALUES: tuple[Callable[[str], str], ...] = (
+    without_currency,
     without_wrappers,
     _without_option_brackets,
     _without_article,

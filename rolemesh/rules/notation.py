@@ -52,7 +52,11 @@ COMMANDS = {
     "rbrace": r"\}",
 }
 COMMAND = re.compile(r"\\\\|\\([A-Za-z]+|[!,;: %$])|~")
-SPACING = {"!": "", ",": " ", ";": " ", ":": " ", " ": " ", "%": "%", "$": ""}
+SPACING = {"!": "", ",": " ", ";": " ", ":": " ", " ": " ", "%": "%", "$": r"\$"}
+THOUSANDS_SIGN = re.compile(r"(?:,\\!|\{,\})\s*(?=[0-9]{3}(?![0-9]))")
+ROOT_OF_NUMBER = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*([0-9]+(?:\.[0-9]+)?)")
+# Words that make a list, or another answer, of what stands on their two sides.
+CONNECTIVE = r"(?i:or|and|but|not|nor|either|neither|unless|never|no)(?![A-Za-z])"
 WRAPPER = re.compile(r"\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf)|boldsymbol|bf|bm|mbox|emph)\s*\{")
 ARGUMENT = re.compile(r" *(\{|\\[A-Za-z]+|[^\s}])")
 ROOT = re.compile(r"\\sqrt\s*(?:([^\s{(\[\\])|\(([^()]*)\))")
@@ -61,10 +65,12 @@ SCRIPT = re.compile(r"([_^])\s*(-?[0-9]+|[A-Za-z])")
 GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 SPACED = re.compile(r"(?<![0-9.,/}])(?<![0-9.,/}] )[0-9]{1,3}(?: [0-9]{3})+(?![0-9/]| [0-9\\])")
 BARE_POINT = re.compile(r"(?<![0-9.])\.(?=[0-9])")
-RECURRING = r"\s*\\(?:overline|bar|dot|ldots|dots|cdots)|…"
-PLAIN = re.compile(rf"(?<![\w.])([0-9]+)(?:\.([0-9]+))?(?![0-9.]|{RECURRING})")
+RECURRING = r"\s*(?:\(|\\(?:overline|bar|dot|ldots|dots|cdots))|…"
+DECIMAL = re.compile(rf"(?<![\w.])([0-9]+)\.([0-9]+)(?![0-9.]|{RECURRING})")
 BEGINS = r"(?:(?<=^)|(?<=[(\[,=] )|(?<=[(\[,=]))"  # here an answer, or a member of one, begins or ends
 ENDS = r"(?=$|[)\],])"
+# Digits after ":" or "{", and those in the brackets of 0.(03), begin no answer.
+LEADING_ZEROS = re.compile(rf"(?:{BEGINS}|(?<=\\\{{)|(?<=\\\{{ ))(?<![0-9.]\()(?<![0-9.]\( )([-+]?)0+(?=[0-9])")
 MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
 SLASHED = re.compile(BEGINS + r"(-?)([0-9]+\\?[A-Za-z]*|\\?[A-Za-z]+)/([0-9]+)" + ENDS)
 FRACTION = re.compile(BEGINS + r"(-?)\\frac\{(-?)([0-9]{1,15})\}\{(-?)([0-9]{1,15})\}" + ENDS)
@@ -74,16 +80,19 @@ LABEL_IN_LIST = re.compile(r"(?:%|\^(?:\\circ|\{ ?\\circ ?\})) ?(?=,)")
 AND = re.compile(r"(?<=[0-9})]),? and (?=[-0-9\\(])")
 AND_TEXT = re.compile(r",?\s*\\(?:text|mathrm|mbox)\s*\{\s*,?\s*and\s*\}\s*")
 COMMA = re.compile(r"\s*,\s*")
-BLANK = re.compile(r"(\\[A-Za-z]+ (?=[A-Za-z]))|(, )|((?<=[0-9]) (?=[0-9.]))| ")
+BLANK = re.compile(
+    rf"( ?(?<![A-Za-z\\]){CONNECTIVE} ?)|(\\[A-Za-z]+ (?=[A-Za-z]))|(, )|((?<=[0-9]) (?=[0-9.]))| "
+)
 BLANKS = re.compile(r"\s+")
 
 
 def in_one_spelling(text: str) -> str:
     r"""Write signs and commands in one way: "−" is "-", "\dfrac" is "\frac", and "\," is a blank."""
-    text = text.translate(CHARACTERS)
+    text = ROOT_OF_NUMBER.sub(r"\\sqrt{\1}", text).translate(CHARACTERS)
     if r"\begin" not in text:
         text = text.replace("\\\\", "\\")
-    text = COMMAND.sub(_command, text.replace("{,}", ",").replace(r",\!", ","))
+    text = THOUSANDS_SIGN.sub(",", text).replace("{,}", ",").replace(r",\!", ",")
+    text = COMMAND.sub(_command, text)
     return LABEL_IN_LIST.sub("", BLANKS.sub(" ", text)).strip()
 
 
@@ -148,18 +157,19 @@ def brace_fractions(text: str) -> str:
 def with_plain_numbers(text: str) -> str:
     """Write the numbers in a text without thousands signs and without zeros that say nothing.
 
-    A comma between brackets separates: (1,234) is a pair. Digits of a recurring decimal stay.
+    A comma between brackets separates: (1,234) is a pair. Digits of a recurring decimal stay. Leading zeros go
+    only where a number begins an answer or a member of one.
     """
     if not any(bracket in text for bracket in ("(", "[", r"\{")):
         text = GROUPED.sub(lambda found: found[0].replace(",", ""), text)
         text = SPACED.sub(lambda found: found[0].replace(" ", ""), text)
-    text = PLAIN.sub(_plain, BARE_POINT.sub("0.", text))
+    text = LEADING_ZEROS.sub(r"\1", DECIMAL.sub(_plain, BARE_POINT.sub("0.", text)))
     return NO_ZERO.sub("0", SIGN.sub("", text))
 
 
 def _plain(found: re.Match[str]) -> str:
-    whole, part = found[1].lstrip("0") or "0", (found[2] or "").rstrip("0")
-    return f"{whole}.{part}" if part else whole
+    part = found[2].rstrip("0")
+    return f"{found[1]}.{part}" if part else found[1]
 
 
 def with_fractions(text: str) -> str:
@@ -191,6 +201,15 @@ def _decimal(found: re.Match[str]) -> str:
 
 def without_blanks(text: str) -> str:
     r"""Remove blanks that say nothing. They stay between digits ("3 1/2"), after a command before a letter, and
-    one stays after each comma."""
+    beside words such as "or", and one stays after each comma."""
     text = COMMA.sub(", ", AND.sub(", ", BLANKS.sub(" ", text))).strip()
-    return BLANK.sub(lambda found: found[1] or found[2] or found[3] or "", text) if " " in text else text
+    return BLANK.sub(_blank, text).strip() if " " in text else text
+
+
+def _blank(found: re.Match[str]) -> str:
+    return f" {found[1].strip()} " if found[1] else found[2] or found[3] or found[4] or ""
+
+
+def without_currency(text: str) -> str:
+    r"""Remove each \$ that stands within an answer. One at an end is its unit, and is taken before."""
+    return text.replace(r"\$", "")

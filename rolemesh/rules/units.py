@@ -1,7 +1,7 @@
 r"""Takes the label from the end of an answer: a unit ("12 cm", "10\%"), or the things counted ("12 apples").
 
 A label is form if the question asks for its unit. So an answer without a label agrees with one that has it. Two
-answers with different units do not agree.
+answers with different labels do not agree.
 """
 
 from __future__ import annotations
@@ -31,50 +31,67 @@ SPELLINGS = {
     "week": "week",
     "month": "month",
     "year": "yr year",
-    "mph": "mph",
-    "degree": "degree",
+    "mi per h": "mph",
+    "degree": "degree circ",
+    "C": "C celsius",
+    "F": "F fahrenheit",
     "radian": "rad radian",
     "%": "percent",
-    "$": "dollar USD",
+    "$": "dollar usd",
     "cent": "cent",
-    "euro": "euro EUR",
+    "euro": "euro eur",
 }
 UNITS = {
     word: unit
     for unit, spellings in SPELLINGS.items()
     for spelling in spellings.split()
-    for word in {spelling, f"{spelling}s" if len(spelling) > 2 else spelling}
+    for word in {spelling, f"{spelling}s" if len(spelling) > 1 else spelling}
 }
 GLUED = re.compile(r"(?<=[0-9])(mm|cm|km|kg|mph|min|ft)$")  # "12cm"; shorter ones may be variables
 # Words after a number that make another answer of it, or are no label.
 NO_LABEL = {
     *("and", "or", "not", "no", "if", "when", "where", "for", "is", "are", "odd", "even", "mod"),
     *("only", "except", "minus", "plus", "times", "over", "by", "to", "from", "of", "base"),
-    *("squared", "cubed", "choose", "factorial", "hundred", "thousand", "million", "billion"),
-    *("trillion", "dozen", "half", "halves", "third", "thirds", "quarter", "quarters", "fourths"),
-    *("fifths", "tenths", "hundredths", "thousandths", "sin", "cos", "tan", "cot", "csc", "log"),
+    *("squared", "cubed", "choose", "factorial", "less", "more", "fewer", "remainder", "nor", "but"),
+    *("quarter", "quarters", "pair", "pairs", "score", "scores", "gross"),
+    *("sin", "cos", "tan", "cot", "csc", "log"),
     *("ln", "exp", "sqrt", "gcd", "lcm", "max", "pi", "alpha", "beta", "gamma", "delta", "theta"),
     *("phi", "am", "pm", "bc", "ad", "bce", "ce", "north", "south", "east", "west", "left", "right"),
 }
+# Number words in any form: "sevenths", "millions", "six".
+QUANTITY = (
+    r"(?i:half|halve|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|[a-z]{3,5}t(?:een|ie)th"
+    r"|(?:hundred|thousand|million|billion|trillion)(?:th)?|lakh|crore|dozen|zero|one|two|three|four|five|six"
+    r"|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)(?:e?s)?"
+)
+IS_QUANTITY = re.compile(QUANTITY)
 WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|mathrm|mbox|rm)\s*$")
 POWER = re.compile(r"\s*\^\s*(?:[23]|\{[23]\})$")
+POWERS = ("square", "sq", "cubic", "cu")
 MOST_WORDS = 4
 SIGNS = {
     "%": re.compile(r"\s*\\?%$"),
-    "degree": re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*[CF]?$"),
+    **{
+        unit: re.compile(rf"\s*\^\s*(?:\\circ|\{{\s*\\circ\s*\}})\s*{letter}$")
+        for unit, letter in (("degree C", "C"), ("degree F", "F"), ("degree", ""))
+    },
     "euro": re.compile(r"\s*€$"),
+    "$": re.compile(r"\s*\\\$$"),
 }
+CURRENCY = re.compile(r"([-+]?)\s*(\\\$|€|£)\s*(?=[-+.0-9])")
+CURRENCIES = {r"\$": "$", "€": "euro", "£": UNITS["pound"]}
 COUNTABLE = re.compile(r"(?:[0-9)}]|\\pi|\\circ)\s*$")
 
 
 def without_label(text: str) -> tuple[str, str]:
-    r"""Return an answer without the label at its end, and its unit: "" if there is none or it is not known.
+    r"""Return an answer without its label, and the label as a unit: "" if there is none.
 
-    "12 square feet" is ("12", "ft"), "10\%" is ("10", "%"), and "12 apples" is ("12", ""). Powers of units are
-    not compared. A text that ends with no label is returned as it is.
+    "12 square feet" is ("12", "ft"), "10\%" is ("10", "%"), r"\$5" is ("5", "$"), and "12 apples" is
+    ("12", "apple"). Powers of units are not compared. A text without a label is returned as it is.
     """
-    if text.startswith(("€", "£")) and len(text) > 1:
-        return text[1:].lstrip(), "euro" if text[0] == "€" else ""
+    if found := CURRENCY.match(text):
+        return found[1] + text[found.end() :], CURRENCIES[found[2]]
     for unit, sign in SIGNS.items():
         if found := sign.search(text[-20:]):
             value = text[: len(text) - len(text[-20:]) + found.start()]
@@ -84,9 +101,18 @@ def without_label(text: str) -> tuple[str, str]:
     if not words or len(words) > MOST_WORDS or not COUNTABLE.search(value[-20:]):
         return text, ""
     words = [word.rstrip(".") for word in words]
-    if any(word.lower() in NO_LABEL or word.replace(".", "").lower() in NO_LABEL for word in words):
+    if any(word.replace(".", "").lower() in NO_LABEL or IS_QUANTITY.fullmatch(word) for word in words):
         return text, ""
-    return value, next((UNITS[word] for word in words if word in UNITS), "")
+    return value, _unit(words)
+
+
+def _unit(words: list[str]) -> str:
+    """Write a label in one way: the units in it, or, without one or with "per", all of it in the singular."""
+    words = [word if len(word) < 3 else word.lower() for word in words if word.lower() not in POWERS]
+    known = [UNITS[word] for word in words if word in UNITS]
+    if known and "per" not in words:
+        return " ".join(known)
+    return " ".join(UNITS.get(word) or (word if len(word) < 3 else word.removesuffix("s")) for word in words)
 
 
 def _wrapped(text: str) -> tuple[str, list[str]] | None:
@@ -96,7 +122,7 @@ def _wrapped(text: str) -> tuple[str, list[str]] | None:
     opening = body.rfind("{")
     if not body.endswith("}") or opening < 0 or not (command := WRAPPED.search(body[:opening][-20:])):
         return None
-    words = re.findall(r"[A-Za-z.]+", body[opening + 1 : -1])
+    words = re.findall(r"[A-Za-z.]+", body[opening + 1 : -1].replace("/", " per "))
     if re.search(r"[^A-Za-z.\s,/^0-9\\]|(?<!\^)[0-9]", body[opening + 1 : -1]):
         return None
     return body[: opening - len(command[0])], words

@@ -98,8 +98,24 @@ ANSWERS = [
     ("0.3", r"3/10"),
     (r"0.\overline{3}", r"0.\overline{3}."),
     (r"0.30\overline{3}",),
+    (r"0.\overline{03}",),
+    (r"0.\overline{09}",),
+    (r"0.\overline{9}",),
+    (r"1.\overline{027}", r"01.\overline{027}"),
+    (r"1.\overline{27}",),
+    ("0.(03)",),
+    ("0.(3)",),
+    ("0.10(3)",),
+    ("0.1(3)",),
+    ("3:05", "03:05"),
+    ("3:5",),
+    (r"\overline{05}",),
+    (r"\overline{5}",),
+    (r"\{1, 2\}", r"\{01, 2.0\}"),
+    ("(-1, 2)", "(-01, 02)"),
     ("70", "70.", r"\[70\]", "`70`"),
-    ("1000", "1,000", "1{,}000", r"1,\!000", r"1\,000", "1 000", "1e3", r"\$1,000.00"),
+    ("1000", "1,000", "1{,}000", "1{,} 000", r"1,\!000", r"1,\! 000", r"1\,000", "1 000", "1e3", r"\$1,000.00"),
+    ("11111100", r"11,\! 111,\! 100", r"11{,} 111{,} 100", "11,111,100"),
     ("1, 0", "1,0", "1 ,0"),
     ("(1, 234)", "(1,234)", r"\left(1,\,234\right)"),
     ("(1234, 1)",),
@@ -120,6 +136,7 @@ ANSWERS = [
     ("x^{1}0",),
     (r"\pi r^2", r"\pi r^{2}", "πr²"),
     (r"\sqrt{3}", r"\sqrt3", "√3", "sqrt(3)"),
+    (r"2\sqrt{10}", "2√10", "2 √ 10", "2sqrt10"),
     (r"x \in t",),
     (r"x\int",),
     ("1, 2, 3, ...", "1,2,3,..."),
@@ -169,6 +186,26 @@ def test_the_normal_form_of_a_normal_form_is_itself_whatever_the_text() -> None:
         ("12 centimeters", "12cm", True),
         ("12 cm", "12 m", False),
         ("12 apples", "12", True),
+        ("5 gallons", "5 quarts", False),
+        ("5 watts", "5 kilowatts", False),
+        ("5 gallons", "5 liters", False),
+        (r"5\text{ km/h}", r"5\text{ km/s}", False),
+        (r"5\text{ km/h}", "5 kilometers per hour", True),
+        ("5 miles per hour", "5 mph", True),
+        ("5 hrs", "5 hours", True),
+        ("5 square units", "5 units", True),
+        ("5 apples", "5 apple", True),
+        ("5 apples", "5 pears", False),
+        (r"\$5", "5", True),
+        (r"\$5", "5 dollars", True),
+        (r"-\$5", r"\$-5", True),
+        (r"\$5", "5 cents", False),
+        ("$5", "5 cents", False),
+        ("$5$", "5 cents", True),
+        (r"\$0.25", "0.25 cents", False),
+        (r"\$5", "€5", False),
+        (r"120^\circ C", r"120^\circ F", False),
+        ("120 degrees Celsius", r"120^\circ C", True),
         ("50 percent", r"50\%", True),
         (r"50^\circ", r"50\%", False),
         ("x = 5", "5", True),
@@ -181,11 +218,85 @@ def test_the_normal_form_of_a_normal_form_is_itself_whatever_the_text() -> None:
         ("m + n = 7", "7", True),
         ("x + y = 7", "x = 7", False),
         ("x = 3 + 4 = 7", "x = 7", True),
+        ("x = y = 7", "7", True),
+        ("10m + n = 7", "7", True),
+        ("x_1 + x_2 = 7", "7", True),
+        ("f(2) = 7", "7", True),
+        (r"m\angle ABC = 7", "7", True),
         ("", "", False),
     ],
 )
 def test_units_and_names_may_be_left_out_and_may_not_differ(given: str, truth: str, same: bool) -> None:
     assert agrees(read_answer(given), read_answer(truth)) is same
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "x=5, x=6", r"x=-2 \text{ or } x=6", "x=5 and x=6", "x_1=5, x_2=6", "p=5, q=6", "-6, x=6",
+        "not 5 but x=6", r"x \neq 5, x=6", "x=5; x=6", "x=5 x=6", "5 or = 6", "5 = 6", "five or x = 6",
+        "not x = 6", "x OR y = 6", "x>=6", "x<=6", ">=6", "<=6", "x != 6", r"x \ne 6", r"x \ge 6",
+        r"\not= 6", r"m\neq = 6", "2x=6", "x^2=6", r"\frac{x}{2}=6", "1/x=6", "x + x^2 = 6", "6 sevenths",
+        "6 eighths", "6 sixth", "6 tenth", "6 millions", "6 thousands", "6 hundredth", "6 lakh", "6 crore",
+        "6 score", "6 pairs", "6 dozens", "6 remainder", "6 less", "6 five",
+    ],
+)  # fmt: skip
+def test_a_list_a_relation_an_equation_and_a_multiple_are_no_answer(given: str) -> None:
+    assert not agrees(read_answer(given), read_answer("6"))
+    assert not accuracy("math_dapo", f"Answer: {given}", "6")
+    assert not accuracy("math", rf"\boxed{{{given}}}", "6")
+
+
+def test_a_list_of_candidates_agrees_with_none_of_them() -> None:
+    values = (
+        "0", "-7", "5", "0.25", "1000", r"\frac{2}{3}", r"\sqrt{2}", "2a+3", "(1, 2)", "x^2", "A",
+        r"12\pi",
+    )  # fmt: skip
+    lists = (
+        "x={}, x={}", "x={} or x={}", r"x={} \text{{ or }} x={}", "x_1={}, x_2={}", "{} or {}", "{}, {}",
+        "{} and {}", "{}, x={}", "x={}; x={}", "not {} but x={}", "either {} or x = {}",
+    )  # fmt: skip
+    for (one, other), form in itertools.product(itertools.permutations(values, 2), lists):
+        for listed in (form.format(one, other), f"${form.format(one, other)}$"):
+            given = read_answer(listed)
+            for value in (one, other, f"x={one}", f"x={other}"):
+                assert not agrees(given, read_answer(value)), (listed, value)
+
+
+@pytest.mark.parametrize(
+    ("truth", "number", "right"),
+    [
+        ("3", "3 1/2", False),
+        ("5", "5k", False),
+        ("5", "5 k", False),
+        ("5", "5 thousands", False),
+        ("5", r"5 \times 10^3", False),
+        ("5", "5½", False),
+        ("5", "5 or 6", False),
+        ("5", "**5** or **6**", False),
+        ("5", "5, 6", False),
+        ("5", "5x", False),
+        ("5", r"5\pi", False),
+        ("10", r"10\frac{1}{2}", False),
+        ("50", "50 - 48 = 2", False),
+        ("1", "1 234", False),
+        ("1234", "1 234", True),
+        ("1234", r"1,\! 234", True),
+        ("-5", "\u22125", True),
+        ("5", "\n- 5 apples", True),
+        ("5", "5, so it is", True),
+        ("5", "5 tomatoes", True),
+        ("5", "5. 6 more are left", True),
+        ("18", "18 (6 + 12)", True),
+        ("18", "18<|im_end|>", True),
+        ("1234", "$\\boxed{1{,}234}$.", True),
+        ("18", "**18** .", True),
+    ],
+)
+def test_what_follows_a_marked_number_is_left_out_only_if_it_cannot_change_it(
+    truth: str, number: str, right: bool
+) -> None:
+    assert accuracy("openai/gsm8k", f"#### {number}", truth) is right
 
 
 @pytest.mark.parametrize(

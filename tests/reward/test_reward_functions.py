@@ -67,7 +67,7 @@ def test_gsm8k_takes_what_stands_at_the_last_mark_though_it_is_no_number() -> No
         scored = gsm8k.compute_score(f"#### 5\n{taken_back}", "5", format_score=0.1)
         assert scored.items() >= {"score": 0.1, "acc": 0.0}.items()
     assert gsm8k.compute_score("#### 5\n#### done", "5")["acc"] == 1.0
-    assert gsm8k.compute_score("#### " + "1" * 200 + "x", "1" * 200)["acc"] == 1.0
+    assert gsm8k.compute_score("#### " + "1" * 200 + " x", "1" * 200)["acc"] == 1.0
 
 
 @pytest.mark.parametrize(
