@@ -1,4 +1,4 @@
-"""The functions that `import rolemesh` offers; rolemesh/__init__.py lists them. The command line uses them."""
+"""The functions of `import rolemesh`; `rolemesh/__init__.py` lists them. The command line uses them."""
 
 from __future__ import annotations
 
