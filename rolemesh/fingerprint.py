@@ -11,11 +11,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rolemesh import __version__
 from rolemesh.catalog.loading import NAMED, installed_plugins, used_plugins
 from rolemesh.catalog.roles import ROLES, RoleSpec
 from rolemesh.config import JobConfig
@@ -96,7 +95,7 @@ def fingerprint(job: JobConfig, role: str) -> Fingerprint:
     values = dict(_values(job, spec))
     digests = {key: _digest(value) for key, value in values.items()}
     digests |= {key: _content(values[key]) for key in spec.reads_files if values[key] is not None}
-    return Fingerprint(_version(), digests | {"plugins": _digest(_plugins(job, values))})
+    return Fingerprint(__version__, digests | {"plugins": _digest(_plugins(job, values))})
 
 
 def _values(job: JobConfig, spec: RoleSpec) -> Iterator[tuple[str, Any]]:
@@ -137,8 +136,3 @@ def _content(path: str) -> str:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     except OSError:
         return UNREADABLE
-
-
-@cache
-def _version() -> str:
-    return metadata.version("rolemesh")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 
@@ -19,7 +20,11 @@ from rolemesh.models.tiny import make_tiny_model
 
 STEPS = 3
 ADDITIONS = Scale(64, 2, 259, 32, 32, 12, 8)
-TESTS = ("tests/models/test_packing.py", "tests/workers/test_parking.py")
+TESTS = (
+    "tests/models/test_packing.py",
+    "tests/workers/test_parking.py",
+    "tests/processes/test_broken_devices.py",
+)
 
 
 def steps(device: str, directory: Path) -> dict[str, Any]:
@@ -59,7 +64,11 @@ def tests(device: str, directory: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "gpu", "-p", "no:cacheprovider", *TESTS]
     told = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, capture_output=True, text=True)
     check(told.returncode == 0, told.stdout[-4000:] + told.stderr[-2000:])
-    return {"output": told.stdout.strip().splitlines()[-1]}
+    cases = [case.attrib for case in ElementTree.parse(report).iter("testcase")]
+    return {
+        "output": told.stdout.strip().splitlines()[-1],
+        "seconds": {case["name"]: float(case["time"]) for case in cases},
+    }
 
 
 def vllm(device: str, directory: Path) -> dict[str, Any]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,6 +21,7 @@ from sequences import sequence_batch
 from serving import gate, serve_process
 
 from rolemesh.catalog.loading import forget
+from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.errors import RoleFailed, RoleUnavailable
 from rolemesh.roles import methods
@@ -28,8 +34,10 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 TOLD_S = 1.0  # from the error to its caller, on a busy machine
 BUSY_S = 20.0
+ENDED_S = 5.0  # after the failed call, on a GPU
 
-# A policy loss that does what a file says. To hang, it waits for a byte of another one.
+# A policy loss that does what a file says. To hang, it waits for a byte of another one. A GPU itself finds the
+# index and the size wrong.
 LOSS = """
 from pathlib import Path
 
@@ -44,11 +52,31 @@ def failing(log_probs, old_log_probs, advantages, response_mask):
     if what == "hang":
         open({told!r}, "wb").write(b".")
         open({go_on!r}, "rb").read(1)
+    elif what == "assert":
+        log_probs[torch.tensor([10**6], device=log_probs.device)]
+    elif what == "fill":
+        torch.empty(2**50, device=log_probs.device)
     elif what:
         error, _, text = what.partition(": ")
         raise getattr(torch, error)(text)
     return TokenLosses(-advantages * log_probs)
 """
+
+
+def job_of(model: Path, directory: Path, plugin: Path, trainer: Mapping[str, Any]) -> JobConfig:
+    """A job whose actor trains with the loss of a plug-in."""
+    return make_job(
+        {
+            "plugins": [str(plugin)],
+            "data": {"train_batch_size": 8, "max_prompt_length": 6, "max_response_length": 10},
+            "trainer": {"default_local_dir": str(directory), **trainer},
+            "actor": {
+                "model": {"path": str(model)},
+                "policy_loss": {"loss_mode": "failing"},
+                "ppo_mini_batch_size": 8,
+            },
+        }
+    )
 
 
 async def test_a_broken_device_ends_the_process_and_a_hanging_one_its_life(
@@ -58,18 +86,7 @@ async def test_a_broken_device_ends_the_process_and_a_hanging_one_its_life(
     plugin, what = tmp_path / "failing.py", tmp_path / "what"
     with gate(tmp_path / "told") as told, gate(tmp_path / "go_on") as go_on, ExitStack() as stack:
         plugin.write_text(LOSS.format(what=str(what), told=str(told.path), go_on=str(go_on.path)))
-        job = make_job(
-            {
-                "plugins": [str(plugin)],
-                "data": {"train_batch_size": 8, "max_prompt_length": 6, "max_response_length": 10},
-                "trainer": {"device": "cpu", "default_local_dir": str(tmp_path), "progress_timeout_s": 0.01},
-                "actor": {
-                    "model": {"path": str(tiny_model)},
-                    "policy_loss": {"loss_mode": "failing"},
-                    "ppo_mini_batch_size": 8,
-                },
-            }
-        )
+        job = job_of(tiny_model, tmp_path, plugin, {"device": "cpu", "progress_timeout_s": 0.01})
         stack.callback(forget, str(plugin))
         batch = sequence_batch(8)
         async with (
@@ -111,6 +128,47 @@ async def test_a_broken_device_ends_the_process_and_a_hanging_one_its_life(
             assert "CUDA error: an illegal memory access was encountered" in said.decode()
             assert f"actor computes on cpu (torch {torch.__version__})" in said.decode()
             assert "actor has made no progress for" in said.decode()
+
+
+@pytest.mark.gpu
+async def test_an_index_that_a_kernel_refuses_ends_the_process_and_no_memory_does_not(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    plugin, what = tmp_path / "failing.py", tmp_path / "what"
+    plugin.write_text(LOSS.format(what=str(what), told="", go_on=""))
+    job = job_of(tiny_model, tmp_path, plugin, {"device": "cuda"})
+    batch = sequence_batch(8)
+    with ExitStack() as stack:
+        stack.callback(forget, str(plugin))
+        async with (
+            serve_process("actor", job, tmp_path) as role,
+            ActorClient([role.address], methods(job), patience_s=0.1) as actor,
+        ):
+            await actor.wait_until_ready(120)
+            what.write_text("fill")
+            with pytest.raises(RoleFailed, match="out of memory"):
+                await actor.update(batch)
+            what.write_text("")
+            assert (await actor.update(batch))["actor/grad_norm"] > 0
+            what.write_text("assert")
+            began = time.monotonic()
+            with pytest.raises(RoleUnavailable, match=r"the device of actor is broken: .*device-side assert"):
+                await actor.update(batch)
+            _, said = await asyncio.wait_for(role.process.communicate(), 60)
+            assert role.process.returncode == EXIT_CODE
+            assert time.monotonic() - began < ENDED_S
+            assert "actor computes on NVIDIA" in said.decode()
+
+
+@pytest.mark.gpu
+def test_auto_takes_no_cpu_where_cuda_cannot_use_the_gpu() -> None:
+    """As after an Xid that takes a GPU off the bus: the device file is there, CUDA counts none."""
+    code = "from rolemesh.workers.devices import resolve_device; resolve_device('auto')"
+    for visible, refused in (("99", True), ("", False)):  # no such GPU; hidden on purpose
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
+        told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert ("trainer.device is auto, and there is an NVIDIA GPU" in told.stderr) == refused, told.stderr
+        assert (told.returncode != 0) == refused
 
 
 @dataclass

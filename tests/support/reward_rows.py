@@ -24,6 +24,7 @@ def job(model: Path, **reward: Any) -> JobConfig:
         "actor": {"model": {"path": str(model)}},
         "data": {"max_prompt_length": P, "max_response_length": T},
         "reward": reward,
+        "trainer": {"device": "cpu"},
     })  # fmt: skip
 
 
