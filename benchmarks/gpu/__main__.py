@@ -76,6 +76,7 @@ PARTS = {
     "steps": Part("services:steps", 120, "PPO through real services"),
     "twice": Part("correctness:twice", 60, "the same bits twice"),
     "peaks": Part("memory:peaks", 90, "peak memory beside the planner's"),
+    "hybrid": Part("hybrid:hybrid", 100, "what it costs that actor and rollout share the GPU"),
     "handover": Part("speed:handover", 70, "new weights from actor to rollout, GB/s"),
     "tests": Part("services:tests", 90, "the tests with the mark gpu"),
     "vllm": Part("services:vllm", 120, "vLLM asleep and awake"),
