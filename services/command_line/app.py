@@ -246,7 +246,8 @@ def graph(
     format: Annotated[GraphFormat, typer.Option(help="Output format.")] = GraphFormat.TEXT,
 ) -> None:
     """Print the calls of a step in their order, with the columns that each reads and writes."""
-    step = rolemesh.step_graph(job_of(config, overrides))
+    job = job_of(config, overrides)
+    step = rolemesh.step_graph(job)
     typer.echo(step.to_mermaid() if format is GraphFormat.MERMAID else step.to_text())
 
 

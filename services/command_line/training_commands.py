@@ -18,11 +18,13 @@ def run(config: ConfigArgument, overrides: Overrides = None) -> None:
     placement.strategy defines the groups; by default each role is in its own group.
     """
     fork_roles()
-    rolemesh.run(job_of(config, overrides))
+    job = job_of(config, overrides)
+    rolemesh.run(job)
 
 
 @app.command(epilog="Example: rolemesh sft job.yaml data.messages_key=conversation trainer.total_epochs=2")
 def sft(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Train on given responses, with only the actor (docs/sft.md): `run` with algorithm.page=sft."""
     fork_roles()
-    rolemesh.run(job_of(config, overrides, "algorithm.page=sft"))
+    job = job_of(config, overrides, "algorithm.page=sft")
+    rolemesh.run(job)

@@ -48,6 +48,19 @@ def test_a_job_without_its_model_names_the_command_that_makes_it(
     assert "data/gsm8k/train.parquet" in rolemesh(*run)
 
 
+@pytest.mark.parametrize("command", ["run", "sft", "graph", "plan"])
+def test_a_misspelt_key_is_named_before_torch_is_imported(command: str, tmp_path: Path) -> None:
+    """The plug-in runs where the job file is read, and not in the process that forks roles."""
+    plugin, job = tmp_path / "telling.py", tmp_path / "job.yaml"
+    plugin.write_text('import sys; print("torch" in sys.modules)')
+    job.write_text(f"plugins: [{plugin}]\ntrainer: {{total_trainig_steps: 2}}")
+    arguments = (sys.executable, "-m", "rolemesh", command, str(job))
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "did you mean 'trainer.total_training_steps'" in ended.stderr
+    assert ended.stdout == "False\n"
+
+
 # What the end of a process must still do, and an object that only the end of the interpreter would free.
 LEFT = """
 import atexit, threading
