@@ -219,6 +219,21 @@ def test_light():
     note("light")
     open(HERE / "begun", "w").close()
 """
+WAITS_FOR_LAST = """
+from beside import *
+
+def test_light():
+    note("light")
+    with open(HERE / "last") as last:  # until the last file's test opens it
+        last.read()
+"""
+LAST = """
+from beside import *
+
+def test_light():
+    note("last")
+    open(HERE / "last", "w").close()
+"""
 DIES = """
 from beside import *
 
@@ -246,14 +261,17 @@ def passed(ran: subprocess.CompletedProcess[str], count: int) -> None:
 
 
 def test_one_process_runs_the_heavy_tests_and_another_the_light_ones_beside_them(tmp_path: Path) -> None:
-    beside(tmp_path, a=WAITS, b=HEAVY, c=HEAVY, begins=BEGINS, light=LIGHT)
-    os.mkfifo(tmp_path / "tests" / "begun")
-    passed(run_pytest(tmp_path, "-n", "2", "--no-loadscope-reorder"), 1 + 4 + 4 + 1 + 20)
+    """The first then helps with the light ones, and begins with the last file."""
+    beside(tmp_path, a=WAITS, b=HEAVY, c=HEAVY, begins=BEGINS, d=WAITS_FOR_LAST, light=LIGHT, z=LAST)
+    for fifo in ("begun", "last"):
+        os.mkfifo(tmp_path / "tests" / fifo)
+    passed(run_pytest(tmp_path, "-n", "2", "--no-loadscope-reorder"), 1 + 4 + 4 + 1 + 1 + 20 + 1)
     ran = notes(tmp_path)
-    (process,) = {process for process, name in ran if name != "light"}
+    (process,) = {process for process, name in ran if name not in ("light", "last")}
     assert {other for other, name in ran if name == "light"} - {process}
-    names = [name for _, name in ran if name != "light"]
-    assert names == ["test_a.py"] + ["test_b.py"] * 4 + ["test_c.py"] * 4  # each file's at a stretch
+    names = [name for of, name in ran if of == process]
+    heavy = ["test_a.py"] + ["test_b.py"] * 4 + ["test_c.py"] * 4  # each file's at a stretch
+    assert names[:10] == [*heavy, "last"]
 
 
 def test_the_longest_heavy_file_comes_first_unless_an_order_is_asked_for(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Distribute tests over the test processes of xdist so that two heavy tests never run at once.
 
 One test process gets every test with the mark `processes` (`heavy_tests.py`): file by file, the longest first.
-The others go through the light tests. Once the heavy tests are done, it helps with the light ones. Once the
-light tests are done, the others end, and heavy tests still run one at a time.
+The others go through the light tests. Once the heavy tests are done, it helps with the light ones, beginning
+with the last file, so that hardly any file's fixtures are made twice. Once the light tests are done, the
+others end, and heavy tests still run one at a time.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                     heavy.sort(key=lambda unit: -LONGEST.get(unit.removeprefix("heavy "), 0))
                 if heavy:
                     return heavy[0]
+                last = next(reversed(self.workqueue), "").partition("::")[0]
+                return next((unit for unit in self.workqueue if unit.partition("::")[0] == last), None)
             return next((unit for unit in self.workqueue if not unit.startswith("heavy ")), None)
 
         def _assign_work_unit(self, node: Any) -> None:
