@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,16 @@ from rolemesh.models.tiny import make_tiny_model
 from rolemesh.weights import region
 
 pytest_plugins = ["heavy_tests", "heavy_scheduling"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without collecting garbage: nearly all objects stay, and looking at them takes seconds."""
+    gc.disable()
+    found = yield
+    gc.enable()
+    gc.freeze()  # and later collections need not look at them, either
+    return found
 
 
 @pytest.fixture(scope="session", params=["qwen2", "qwen3", "llama"])

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import inspect
 import multiprocessing.context
 import multiprocessing.process
 import os
@@ -62,7 +61,7 @@ FORKING = {"os.fork", "os.forkpty", "os.posix_spawn", "multiprocessing.start"}
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     folders = tuple(f"{config.rootpath / folder}{os.sep}" for folder in FOLDERS)
-    starts = functools.cache(functools.partial(starts_processes, folders=folders))
+    starts = functools.cache(functools.partial(starts_processes, folders=folders, light={}))
     for item in items:
         if any(starts(function) for function in functions_of(item)):
             item.add_marker(pytest.mark.processes)
@@ -79,18 +78,19 @@ def functions_of(item: pytest.Item) -> Iterator[Callable[..., Any]]:
     yield from (value for value in parameters if isinstance(value, FunctionType | functools.partial))
 
 
-def starts_processes(function: Callable[..., Any], folders: tuple[str, ...]) -> bool:
+def starts_processes(function: Callable[..., Any], folders: tuple[str, ...], light: dict[int, object]) -> bool:
     """Return whether the function can reach the start of a process through names.
 
     Args:
         function: a test or a fixture.
         folders: the code that is followed.
+        light: what is known to reach none, by its id; what this function reaches is added if it reaches none.
     """
     waiting: list[object] = [function]
     seen: dict[int, object] = {}  # with the objects, as the id of one that is gone is used again
     while waiting:
         thing = waiting.pop()
-        if id(thing) in seen:
+        if id(thing) in seen or id(thing) in light:
             continue
         seen[id(thing)] = thing
         if isinstance(thing, FunctionType) and f"{thing.__module__}.{thing.__name__}" in STARTERS_OF_LITTLE:
@@ -102,6 +102,7 @@ def starts_processes(function: Callable[..., Any], folders: tuple[str, ...]) -> 
         ):
             return True
         waiting += _named_by(thing, folders)
+    light |= seen
     return False
 
 
@@ -127,7 +128,7 @@ def _named_by(thing: object, folders: tuple[str, ...]) -> Iterable[object]:
     found = [thing.__globals__[name] for name in names if name in thing.__globals__]
     modules = [vars(module) for module in found if isinstance(module, ModuleType)]
     found += [module[name] for module in modules for name in names if name in module]
-    return found + list(inspect.getclosurevars(thing).nonlocals.values())
+    return found + [cell.cell_contents for cell in thing.__closure__ or ()]
 
 
 @functools.cache
