@@ -114,6 +114,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 self.workqueue.move_to_end(unit, last=False)
                 super()._assign_work_unit(node)
 
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            """Forget units that are complete: xdist counts through all that it knows after each test."""
+            super().mark_test_complete(node, item_index, duration)
+            unit = self._split_scope(self.registered_collections[node][item_index])
+            if all(self.assigned_work[node][unit].values()):
+                del self.assigned_work[node][unit]
+
         def _reschedule(self, node: Any) -> None:
             """Keep three tests at a process: it begins a test only when it knows the next one."""
             while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
