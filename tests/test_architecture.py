@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -30,19 +30,24 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def imports(path: Path, types: bool = True) -> Iterator[str]:
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
+def imports(path: Path, types: bool = True) -> tuple[str, ...]:
     """Full names of the modules that a file imports, anywhere in it; `types`: also those for types alone."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    tree = ast.parse(path.read_text())
-    if not types:
-        tree = WithoutTypes().visit(tree)
-    for node in ast.walk(tree):
+    names: list[str] = []
+    for node in nodes(path) if types else ast.walk(WithoutTypes().visit(ast.parse(path.read_text()))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            names += (f"{module}.{alias.name}" for alias in node.names)
+    return tuple(names)
 
 
 class WithoutTypes(ast.NodeTransformer):
@@ -84,7 +89,7 @@ def test_services_never_import_each_other(path: Path) -> None:
 @pytest.mark.parametrize("path", OURS, ids=name_of)
 def test_nothing_runs_what_it_is_sent(path: Path) -> None:
     assert [name for name in imports(path) if name.split(".")[0] in FORBIDDEN_MODULES] == []
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
     forbidden = FORBIDDEN_CALLS - {"exec"} if path in SANDBOX else FORBIDDEN_CALLS
     assert [dotted(call.func) for call in calls if dotted(call.func) in forbidden] == []
     shells = [keyword for call in calls for keyword in call.keywords if keyword.arg == "shell"]
@@ -130,7 +135,7 @@ def test_a_batch_reaches_a_model_by_one_check() -> None:
     made = re.compile("(Actor|Critic|Reference|Reward|Rollout)Worker|load_role")
     makers, askers = set(), set()
     for path in OURS:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and any(
                 made.fullmatch(dotted(part).split(".")[-1])
                 for part in (node.func, *node.args)
