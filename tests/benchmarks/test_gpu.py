@@ -8,6 +8,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from forks import FORKS
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import correctness, memory, prepare, sharding, speed
@@ -40,7 +41,8 @@ def test_an_update_counts_as_many_operations_as_its_products_have(tmp_path: Path
     assert figures["tflops"]["ours"] * 1e12 * median == pytest.approx(flops)
 
 
-def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "PROCESSES", FORKS)  # with CUDA they cannot be forks
     figures = sharding.sharded("cpu", tmp_path)
     assert (figures["ranks"], figures["backend"]) == (2, "gloo")
     assert all(figures[f"float32 {name}"]["difference"]["norm"] < 1e-5 for name in sharding.SETTINGS)

@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from forks import FORKS
 from in_process import recorded, small_job, train, workers
 from interrupted import NOISY, assert_same_end, contents, steps, train_and_stop_in
+from ranked import exit_codes
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
@@ -65,32 +67,27 @@ async def test_grpo_resumed_ends_bit_for_bit_where_an_unbroken_run_ends(
     assert_same_end(job, whole)
 
 
+def die_in_step_3(job: JobConfig) -> None:
+    torch.set_num_threads(1)
+
+    async def run() -> None:
+        with workers(job) as roles:
+            run = Run(job, load_tokenizer(job.actor.model))
+            training = asyncio.create_task(run.train(roles))
+            async for _ in run.status.watch(after_step=2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            await training
+
+    asyncio.run(run())
+
+
 async def test_a_run_killed_in_a_step_resumes_from_the_last_save_and_doubles_no_step(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=2", "trainer.test_freq=2")
-    code = (
-        "import asyncio, os, signal, sys, torch\n"
-        "torch.set_num_threads(1)\n"
-        "from in_process import workers\n"
-        "from rolemesh.config import load_job\n"
-        "from rolemesh.models.loading import load_tokenizer\n"
-        "from rolemesh.services.controller.run.loop import Run\n"
-        "async def main():\n"
-        "    job = load_job(sys.argv[1])\n"
-        "    with workers(job) as roles:\n"
-        "        run = Run(job, load_tokenizer(job.actor.model))\n"
-        "        training = asyncio.create_task(run.train(roles))\n"
-        "        async for record in run.status.watch(after_step=2):\n"
-        "            os.kill(os.getpid(), signal.SIGKILL)\n"
-        "asyncio.run(main())\n"
-    )
-    (tmp_path / "job.yaml").write_text(job.to_yaml())
-    paths = os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, str(tmp_path / "job.yaml"), env={**os.environ, "PYTHONPATH": paths}
-    )
-    assert await process.wait() == -signal.SIGKILL
+    process = FORKS.Process(target=die_in_step_3, args=(job,))
+    process.start()
+    assert await exit_codes([process]) == [-signal.SIGKILL]
     assert steps(job) == [0, 1, 2, 3]  # step 3 was recorded, and no checkpoint holds it
     await train(job)
     assert_same_end(job, unbroken)

@@ -9,13 +9,12 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import server_process
+from forks import own_server, server_process
 
 from rolemesh.services.processes import fork_server
 from rolemesh.services.processes.fork_server import ForkServer
@@ -41,22 +40,15 @@ print("to the output")
 """
 
 
-def new_server() -> ForkServer:
-    """Start a server that imports what NOTING's command needs."""
-    return server_process(
-        ["rolemesh.services.command_line.app", "rolemesh.graph", "rolemesh.services.controller.main"]
-    )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with closing(new_server()) as started:
-        yield started
+@pytest.fixture
+def server() -> ForkServer:
+    """The server that other tests have, too; it has imported all that a role needs. No test ends it."""
+    return own_server()
 
 
 @pytest.fixture
 def forking(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> ForkServer:
-    """Let this process's launcher have a server that no test ends."""
+    """Let this process's launcher have that server."""
     monkeypatch.setattr(fork_server, "server", server)
     return server
 
@@ -125,7 +117,8 @@ async def test_its_end_is_told_and_its_pipe_closes_when_the_launcher_ends(tmp_pa
 async def test_if_the_server_is_killed_its_forks_end_and_the_next_process_is_one_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(new_server()) as server:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the server has it: to change it, a fork imports torch
+    with closing(server_process(["rolemesh.services.command_line.app"])) as server:
         monkeypatch.setattr(fork_server, "server", server)
         lost = [(await started(tmp_path / name, ends="never"))[0] for name in "ab"]
         ends = [os.pidfd_open(process.pid) for process in lost]
