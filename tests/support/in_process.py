@@ -80,7 +80,7 @@ def small_job(directory: Path, model: Path, run: str, *overrides: str) -> JobCon
         },
         "rollout": {"n": 2},
         "critic": {"optim": {"lr": 1e-3}, "ppo_micro_batch_size_per_gpu": 4},
-        "reward": {"custom_reward_function": {"path": str(directory / "reward.py")}},
+        "reward": {"custom_reward_function": {"path": str(directory / "reward.py")}, "num_workers": 1},
         "trainer": {
             "experiment_name": run,
             "default_local_dir": str(directory / run),
