@@ -24,7 +24,7 @@ from rolemesh.services.controller.run.loop import Run
 from rolemesh.telemetry import metrics
 
 LOCAL = "127.0.0.1:0"
-OVERRIDES = (*TALKS, "trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.test_freq=3")
+OVERRIDES = (*TALKS, "trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=2")
 PLACEMENTS = {name: [f"placement.strategy={name}"] for name, groups in strategies().items() if groups} | {
     "three environments": ["placement.replicas.environment=3", "placement.replicas.rollout=2"],
     "0 steps ahead": ["placement.replicas.environment=2", "rollout.mode=async", "trainer.max_staleness=0"],
@@ -99,7 +99,7 @@ async def test_a_death_in_the_middle_of_conversations_changes_no_bit(
 
 @pytest.fixture
 def killing(tmp_path: Path) -> Iterator[FatalEcho]:
-    fatal = FatalEcho(tmp_path, "act", after=28, whom="launcher")
+    fatal = FatalEcho(tmp_path, "act", after=16, whom="launcher")
     yield fatal
     forget(str(fatal.file))
 

@@ -39,13 +39,18 @@ PLACEMENTS = {name: [f"placement.strategy={name}"] for name, groups in strategie
 }
 
 
+# PPO has every role, and goes everywhere. GRPO has several answers to a prompt, and goes to a few.
+CASES = [("ppo", placement) for placement in PLACEMENTS]
+CASES += [("grpo", placement) for placement in ("standalone", "collocate", "replicas", "0 steps ahead")]
+
+
 def checkpoint(job: JobConfig) -> dict[str, bytes]:
     """Weights, optimizer states, counters and KL coefficient, byte for byte."""
     last = job.run_dir / "global_step_2"
     return {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*") if path.is_file()}
 
 
-@pytest.fixture(scope="module", params=ALGORITHMS)
+@pytest.fixture(scope="module")
 async def in_process(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[JobConfig, tuple[str, ...]]:
@@ -55,7 +60,7 @@ async def in_process(
     return job, overrides
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("in_process", "placement"), CASES, indirect=["in_process"])
 async def test_steps_over_grpc_equal_steps_in_process_bit_for_bit(
     in_process: tuple[JobConfig, tuple[str, ...]], placement: str, tiny_model: Path, tmp_path: Path
 ) -> None:

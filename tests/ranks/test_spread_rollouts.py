@@ -54,7 +54,7 @@ pytestmark = pytest.mark.timeout(900)  # whole runs, of up to eight processes ea
 AT_ONCE = 30  # calls; a server refuses streams beyond its limit
 CALL_S = 300.0  # in which every call must have ended, on a machine with other work
 LOCAL = "127.0.0.1:0"
-SAVED = ("trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.test_freq=3", "rollout.n=4")
+SAVED = ("trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=2", "rollout.n=4")
 TWO_RANKS = {
     "standalone": "{actor: 2, critic: 2, reference: 2}",
     "split-collocate": "{policy: 2, judges: 2}",
@@ -86,7 +86,7 @@ async def test_every_placement_of_two_ranks_ends_with_the_same_bits(tiny_model: 
         job = small_job(tmp_path / strategy, tiny_model, "run", *SAVED, *placed, traced)
         await train_on_ranks(job)
         ended[strategy] = outcome(job)
-    assert len(ended["standalone"][0]) == 4  # the validation before training, and three steps
+    assert len(ended["standalone"][0]) == 3  # the validation before training, and two steps
     traces = {path.name for path in (tmp_path / "hybrid" / "run" / "profile" / "step_2").glob("rollout*")}
     assert sum("rank-1" in name for name in traces) == 1 < len(traces)
     assert [strategy for strategy in ended if ended[strategy] != ended["standalone"]] == []

@@ -11,7 +11,7 @@ from rolemesh.config import JobConfig
 
 def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, bytes]]:
     """Return every metric of every step, and the last checkpoint byte for byte."""
-    last = job.run_dir / "global_step_3"
+    last = job.run_dir / f"global_step_{job.trainer.total_training_steps}"
     files = {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*") if path.is_file()}
     assert {"actor/model.safetensors", "critic/model.safetensors"} <= files.keys()
     return recorded(job), files
