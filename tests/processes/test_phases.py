@@ -47,13 +47,11 @@ CASES = [
     Fall("load", 0),
     Fall("forward", 1, time=2),
     Fall("learn", 0, time=3),
-    Fall("learn", 1, time=4),
     Fall("hold_weights", 1, time=2),
     Fall("copy_checkpoint", 0, time=2),
     Fall("write_rows", 1, time=2),
     Fall("park", 0, time=3),
-    Fall("learn", 1, SIGSTOP, time=3),
-    Fall("write_rows", 0, SIGSTOP, time=2),
+    Fall("learn", 1, SIGSTOP, time=4),
 ]
 
 

@@ -53,6 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "critic": ("critic", {"critic": {"ppo_epochs": 2, "shuffle": True}}),
     "critic, offloaded": ("critic", {"critic": {"model": {"fsdp_config": OFFLOAD}}}),
 }
+EVERYWHERE = ("actor", "critic", "offloaded", "critic, offloaded")
 
 
 def job_of(model: Path, directory: Path, sections: dict[str, Any]) -> JobConfig:
@@ -137,17 +138,20 @@ class Memory(TorchDispatchMode):
         ]
 
 
-def places(operations: Sequence[str], begun: bool) -> set[int]:
+def places(operations: Sequence[str], begun: bool, everywhere: bool) -> set[int]:
     """Return operations at which an update shall fail: some over all of it, and those around optimizer steps.
 
     Args:
         operations: of an update that fails nowhere.
         begun: whether the optimizer has made steps before. Else it allocates the moments of one parameter
             after another; five operations before the first step, those of the last one are missing.
+        everywhere: else in a pass and after a step alone.
     """
     steps = [number for number, name in enumerate(operations, 1) if "_fused_adamw" in name]
     assert len(steps) >= 2
     third = len(operations) // 3
+    if not everywhere:
+        return {steps[-1]} if begun else {2 * third, steps[0] + 1}
     return {third, steps[-1]} if begun else {1, 2 * third, steps[0] - 5, steps[0] + 1, len(operations)}
 
 
@@ -167,7 +171,7 @@ async def test_after_a_failure_anywhere_a_loaded_worker_trains_as_an_untouched_o
         async with counted.of(untouched):
             expected = await untouched.update(batch_of(1))
         await worker.load_checkpoint(start)
-        for place in places(counted.operations, begun=start is not None):
+        for place in places(counted.operations, begun=start is not None, everywhere=case in EVERYWHERE):
             memory = Memory(place)
             async with memory.of(worker):
                 with pytest.raises(torch.OutOfMemoryError) as failure:
@@ -236,8 +240,7 @@ POISONS = {
 ON_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("actor", {"actor": {"use_kl_loss": True, "entropy_coeff": 0.01}}),
     "moved": ("actor", {"actor": {"fsdp_config": {"param_offload": True} | OFFLOAD}}),
-    "adapter": CASES["adapter"],
-    "chosen tokens": CASES["chosen tokens"],
+    "adapter, chosen tokens": ("actor", merge(CASES["adapter"][1], CASES["chosen tokens"][1])),
     "critic": ("critic", {}),
 }
 
@@ -327,7 +330,7 @@ def survive_on_ranks(ranks: Ranks, directory: Path, model: Path) -> None:
         for name in names:
             object.__setattr__(seats[name], "orders", leader.orders(name))
         for case in ON_RANKS:
-            tokens = [*POISONS] if case == "plain" else [252, 254]
+            tokens = [*POISONS] if case == "plain" else [254]
             await survive(workers[f"{case}, failing"], workers[f"{case}, untouched"], tokens)
         await leader.close()
 
