@@ -55,7 +55,7 @@ def rollout(folder: Path, model: Path) -> Iterator[RolloutWorker]:
     worker.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def by_tool_agent(folder: Path, model: Path, rollout: RolloutWorker) -> DataProto:
     return await rows_of(weighing_job(folder, model, "tool_agent"), rollout)
 
@@ -219,7 +219,7 @@ async def test_a_page_trains_on_programs_and_twice_with_the_same_bits(
         (tmp_path / run).mkdir()
         job = weighing_job(
             tmp_path / run, model, "brief", "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2",
-            f"trainer.rollout_data_dir={dumps}", "trainer.test_freq=1", "data.max_prompt_length=48",
+            f"trainer.rollout_data_dir={dumps}", "trainer.test_freq=2", "data.max_prompt_length=48",
             "data.max_response_length=80",
         )  # fmt: skip
         summary = await train(job)
