@@ -83,6 +83,9 @@ def peaks(device: str, directory: Path) -> dict[str, Any]:
     job = job_of(directory, model, scale, device)
     for role in ("critic", "reference", "rollout"):
         figures[role], _ = asyncio.run(_at_work(role, job, scale, device))
+    whole = job_of(directory, model, scale, device, {"reference": {"model": {"dtype": "float32"}}})
+    figures["reference, float32"], _ = asyncio.run(_at_work("reference", whole, scale, device))
+    figures["reference_equals_actor"] = asyncio.run(_judges_alike(job, scale))
     check(
         max(norms) - min(norms) <= 2e-2 * max(norms), f"checkpointing or offload changes the gradient: {norms}"
     )
@@ -91,12 +94,27 @@ def peaks(device: str, directory: Path) -> dict[str, Any]:
         check(measured[0] > measured[1] > measured[2], f"neither saves memory: {measured}")
         between = [figures[f"actor, {name}"]["between_steps_bytes"] for name in ("plain", "optimizer_offload")]
         check(between[1] < 0.5 * between[0], f"optimizer_offload frees too little between steps: {between}")
-        for name, figure in figures.items():
+        held = [figures[name]["between_steps_bytes"] for name in ("reference", "reference, float32")]
+        check(held[0] < 0.6 * held[1], f"the reference holds {held[0]} bytes, in float32 {held[1]}")
+        for name in [name for name in figures if name != "reference_equals_actor"]:
+            figure = figures[name]
             # It does not subtract offloaded activations, nor count the rows that engine hf adds for equal bits.
             if "offload" not in name and name != "rollout":
                 ratio = figure["ratio"]
                 check(PEAK[0] <= ratio <= PEAK[1], f"{name}: the planner says {ratio:.2f} of the peak")
     return figures
+
+
+async def _judges_alike(job: JobConfig, scale: Scale) -> bool:
+    """Whether actor and reference compute the same bits before the first update, as their KL of 0 needs."""
+    rows, found = rows_of(scale, uneven=True), []
+    for role in ("actor", "reference"):
+        worker: Any = ROLES[role](job)
+        found.append(next(iter((await worker.compute_log_probs(rows)).tensors.values())))
+        worker.close()
+        del worker
+    check(torch.equal(*found), "the reference's log-probs are not the actor's before the first update")
+    return True
 
 
 async def _at_work(role: str, job: JobConfig, scale: Scale, device: str) -> tuple[dict[str, Any], float]:

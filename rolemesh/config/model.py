@@ -35,8 +35,9 @@ class ModelConfig(Config):
     )
     dtype: Precision = Field(
         "auto",
-        description="type of matrix products (autocast); weights and optimizer stay float32. auto: bfloat16 "
-        "on a GPU, float32 on a CPU and on GPUs before Ampere",
+        description="type of matrix products (autocast), in which models that are not trained hold their "
+        "weights; trained weights and the optimizer stay float32. auto: bfloat16 on a GPU, float32 on a CPU "
+        "and on GPUs before Ampere",
     )
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from rolemesh.config.model import AMPERE, ModelConfig, chosen_dtype
@@ -185,6 +187,62 @@ def load_state(file: Path) -> dict[str, Tensor]:
     """
     with reading(file), safe_open(file, framework="pt") as tensors:
         return {name: tensors.get_tensor(name) for name in list(tensors.keys())}
+
+
+@torch.no_grad()
+def hold_frozen(model: nn.Module, dtype: str) -> None:
+    """Freeze a model, and hold its matrices in the type of its products: 2 bytes a parameter, and no casts.
+
+    Under autocast it computes the same bits as with float32 weights. Autocast would round the weights of linear
+    layers in every pass; here they are rounded once. Whatever it leaves in float32 stays in float32: norms,
+    heads for scores, and experts that are one tensor. An embedding is held in `dtype` only if no number in it
+    changes, as in a model that was saved in `dtype`; the rows that it returns are float32. If it would change,
+    a head that is tied to it becomes a copy.
+
+    Args:
+        model: its weights are float32.
+        dtype: a ModelConfig's; with float32 the weights stay as they are.
+    """
+    model.requires_grad_(False)
+    kind: torch.dtype = getattr(torch, dtype)
+    if kind == torch.float32:
+        return
+    users: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            users.setdefault(id(weight), []).append(module)
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if all(map(_is_linear, users[id(weight)])):
+                weight.data = weight.data.to(kind)
+            elif _is_linear(module) and not _is_exact(weight, users[id(weight)], kind):
+                setattr(module, name, nn.Parameter(weight.to(kind), requires_grad=False))
+    for module in model.modules():
+        if type(module) is nn.Embedding and _is_exact(module.weight, users[id(module.weight)], kind):
+            module.weight.data = module.weight.data.to(kind)
+            module.register_forward_hook(lambda _module, _inputs, rows: rows.float())
+
+
+def hold_frozen_blocks(model: nn.Module, dtype: str, parts: Sequence[nn.Module]) -> None:
+    """Freeze a model that will be sharded, and hold the linear layers of these blocks as hold_frozen does.
+
+    The model may be on the device `meta`. Nothing is known of its embedding there, so that stays float32 with
+    whatever is outside of the blocks.
+    """
+    model.requires_grad_(False)
+    for linear in filter(_is_linear, (module for part in parts for module in part.modules())):
+        for weight in linear.parameters(recurse=False):
+            weight.data = weight.data.to(getattr(torch, dtype))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) in (nn.Linear, Conv1D)  # a subclass may use its weights in another way
+
+
+def _is_exact(table: Tensor, users: Sequence[nn.Module], dtype: torch.dtype) -> bool:
+    """Return whether modules compute the same with their embedding table in another type."""
+    is_plain = all(type(user) in (nn.Embedding, nn.Linear) for user in users)
+    return is_plain and torch.equal(table.to(dtype).float(), table.float())
 
 
 def _load(

@@ -361,7 +361,7 @@ AttentionInterface.register(PACKED, packed_attention)
 AttentionInterface.register("sdpa", padded_attention)
 
 
-def remove_padding(body: Any, role: str) -> None:
+def remove_padding(body: Any, role: str, dtype: str = "float32") -> None:
     """Switch a model to packed attention, and test that it works.
 
     The test lays two short rows with a common prefix end to end; they must give the same numbers as separately.
@@ -370,22 +370,22 @@ def remove_padding(body: Any, role: str) -> None:
     Args:
         body: a transformers model without its head.
         role: for the message.
+        dtype: in which the role computes.
 
     Raises:
         InvalidConfig: the model gives other numbers or an error; the message says to set use_remove_padding.
     """
-    device = next(body.parameters()).device
-    columns = torch.arange(7, device=device)
-    mask = columns < torch.tensor([[7], [4]], device=device)
-    ids, positions = columns.expand(2, 7), columns.expand(2, 7)
-    ids = torch.where(torch.tensor([[False], [True]], device=device) & (columns == 3), 5, ids)
-    with torch.no_grad():
+    device, kind = next(body.parameters()).device, getattr(torch, dtype)
+    columns, near = torch.arange(7, device=device), 1e-3 if kind == torch.float32 else 0.1
+    mask, positions = columns < torch.tensor([[7], [4]], device=device), columns.expand(2, 7)
+    ids = torch.where(torch.tensor([[False], [True]], device=device) & (columns == 3), 5, columns)
+    with torch.no_grad(), torch.autocast(device.type, kind, enabled=kind != torch.float32):
         alone = body(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
         try:
             body.set_attn_implementation(PACKED)
             inputs, places = pack(ids, mask, positions)
             together = body(**inputs, use_cache=False).last_hidden_state[0][places[mask]]
-            if not torch.allclose(together, alone.last_hidden_state[mask], rtol=1e-3, atol=1e-4):
+            if not torch.allclose(together, alone.last_hidden_state[mask], near, near / 10):
                 raise InvalidConfig("rows laid end to end change each other's numbers")
         except (InvalidConfig, RuntimeError, TypeError, ValueError) as error:
             raise InvalidConfig(

@@ -57,14 +57,14 @@ class RewardModel:
         """
         role, on, ranks = "reward.reward_model", torch.device(device), ranks or Ranks.alone()
         config = with_dtype(config, role, on)
-        root = load_score_model(config, role, ranks, fsdp or FsdpConfig(), on, seed=0)
+        root = load_score_model(config, role, ranks, fsdp or FsdpConfig(), on, seed=0, frozen=True)
         if not root.model.has_trained_head:
             raise ModelNotFound(
                 f"{role}: {config.path} is not a reward model: it has no score head (a sequence- or "
                 "token-classification directory has one)"
             )
         if config.use_remove_padding:
-            root(lambda model: remove_padding(model.body, role))
+            root(lambda model: remove_padding(model.body, role, config.dtype))
         if ranks.ulysses:
             key = f"{role}.ulysses_sequence_parallel_size"
             check_heads(root.model.body.config.get_text_config(), ranks.ulysses.size, key)

@@ -20,14 +20,21 @@ from torch import Tensor, nn
 
 from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.models.heads import ScoreHead, ScoreModel
-from rolemesh.models.loading import load_causal_lm, load_outline, model_directory, named_weights
+from rolemesh.models.loading import (
+    hold_frozen,
+    hold_frozen_blocks,
+    load_causal_lm,
+    load_outline,
+    model_directory,
+    named_weights,
+)
 from rolemesh.models.lora import Adapter
 from rolemesh.models.saving import save_model
 from rolemesh.models.sequence import DTYPES
 from rolemesh.ranks.agreement import on_first
 from rolemesh.ranks.files import TensorFiles, copied, write_rows
 from rolemesh.ranks.ranks import Ranks
-from rolemesh.ranks.sharding import Root, local, own_rows, reshard, shard, whole
+from rolemesh.ranks.sharding import Root, blocks, local, own_rows, reshard, shard, whole
 
 log = logging.getLogger(__name__)
 WEIGHTS_FILE = "model.safetensors"
@@ -40,6 +47,8 @@ def load_policy(
     fsdp: FsdpConfig,
     device: torch.device,
     adapt: Callable[[Any], Adapter] | None = None,
+    *,
+    frozen: bool = False,
 ) -> tuple[Root, Adapter | None]:
     """Load a causal LM with float32 weights in evaluation mode, sharded over the ranks.
 
@@ -50,19 +59,25 @@ def load_policy(
         fsdp: how to shard.
         device: of this rank.
         adapt: adds an adapter to the model, which may be on the device `meta`.
+        frozen: it is never trained, so its matrices are held in the type of their products (hold_frozen).
 
     Raises:
         ModelNotFound: the directory is absent, incomplete, or not a causal LM.
         InvalidConfig: the adapter does not fit the model; or as `shard`.
     """
     if ranks.size == 1:
-        root = Root(load_causal_lm(config, role).to(device))
+        root = Root(load_causal_lm(config, role))
+        if frozen:
+            hold_frozen(root, config.dtype)
+        root.to(device)
         return root, adapt(root.model) if adapt else None
     outline = load_outline(config, role)
     source = _source_of(outline, model_directory(config, role))
     filled = _Filling.of(outline, source, ranks)
     root = Root(outline if filled else load_causal_lm(config, role))
     adapter = adapt(root.model) if adapt else None
+    if frozen:
+        hold_frozen_blocks(root, config.dtype, blocks(root.model))
     _shard(root, ranks, fsdp, config.dtype, device, filled)
     if adapter:
         adapter.begin()
@@ -70,12 +85,19 @@ def load_policy(
 
 
 def load_score_model(
-    config: ModelConfig, role: str, ranks: Ranks, fsdp: FsdpConfig, device: torch.device, seed: int
+    config: ModelConfig,
+    role: str,
+    ranks: Ranks,
+    fsdp: FsdpConfig,
+    device: torch.device,
+    seed: int,
+    *,
+    frozen: bool = False,
 ) -> Root:
     """Load a ScoreModel in evaluation mode, sharded over the ranks.
 
     Args:
-        config, role, ranks, fsdp, device: as load_policy's.
+        config, role, ranks, fsdp, device, frozen: as load_policy's.
         seed: of a new head.
 
     Raises:
@@ -83,13 +105,18 @@ def load_score_model(
         InvalidConfig: as `shard`.
     """
     if ranks.size == 1:
-        return Root(ScoreModel.load(config, role, seed=seed).to(device))
+        root = Root(ScoreModel.load(config, role, seed=seed))
+        if frozen:
+            hold_frozen(root, config.dtype)
+        return root.to(device)
     outline = ScoreModel.outline(config, role)
     head = ScoreHead(outline.body.config.hidden_size, seed)
     outline.has_trained_head = head.load(model_directory(config, role))
     source = _score_source(outline, model_directory(config, role), head)
     filled = _Filling.of(outline, source, ranks)
     root = Root(outline if filled else ScoreModel.load(config, role, seed=seed))
+    if frozen:
+        hold_frozen_blocks(root, config.dtype, blocks(root.model))
     _shard(root, ranks, fsdp, config.dtype, device, filled)
     return root
 

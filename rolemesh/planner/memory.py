@@ -1,9 +1,9 @@
 """Estimates the bytes that a role needs on its device.
 
-The model follows Rolemesh's trainers. Weights are always float32. bfloat16 is the type of matrix products
+The model follows Rolemesh's trainers. Trained weights are float32. bfloat16 is the type of matrix products
 (torch.autocast), which keeps a copy of each matrix during a pass. Gradients are float32, and AdamW has two
-float32 moments. So a trained parameter takes 16 bytes and a frozen one 4. With an adapter, all of the model's
-own parameters are frozen.
+float32 moments. So a trained parameter takes 16 bytes. One of a role that only judges takes 2 in bfloat16, and
+has no copy. With an adapter, all of the policy's own parameters are frozen, and take 4.
 
 Rows are assumed to have the full length S = P + T, with or without padding. The allocator's fragmentation,
 kernels' scratch memory and the CUDA context (about half a GiB) are not counted.
@@ -114,10 +114,11 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
     spec = ROLES[role]
     dtype, weights = spec.model(job).dtype, shape.parameters(scores=spec.scores)
     head = 0 if spec.scores else logits_bytes(job, role, shape, copies=2)
-    passing = forward_bytes(shape, tokens, dtype) + cast_bytes(shape, dtype, spread)
-    gathered = gathered_bytes(weights, shape, dtype) if spread.shards > 1 else 0
-    held = on_device * FLOAT32 * weights // spread.shards
-    return Memory(weights=held, activations=passing + head + gathered)
+    passing = forward_bytes(shape, tokens, dtype) + head
+    passing += frozen_cast_bytes(shape, dtype, ranks, scores=spec.scores)
+    passing += gathered_bytes(weights, shape, dtype) if spread.shards > 1 else 0
+    held = on_device * frozen_bytes(shape, dtype, ranks, scores=spec.scores) // spread.shards
+    return Memory(weights=held, activations=passing)
 
 
 def tokens_of_pass(job: JobConfig, role: str) -> int:
@@ -131,6 +132,31 @@ def tokens_of_pass(job: JobConfig, role: str) -> int:
     if budget is None:
         return pass_rows(job) * width
     return min(budget, job.data.train_batch_size * job.rollout.n * width)
+
+
+def frozen_bytes(shape: ModelShape, dtype: str, ranks: int = 1, *, scores: bool) -> int:
+    """Return the bytes of the weights of a role that is not trained (rolemesh.models.loading.hold_frozen).
+
+    Experts and norms stay float32. The embedding does, too, if its file has more digits than `dtype`; then a
+    head that is tied to it is a copy in `dtype`. If the file's type is not known, it is assumed to be `dtype`.
+    With several ranks all that is outside of the blocks stays float32.
+    """
+    whole, saved = FLOAT32 * shape.parameters(scores=scores), FLOAT32 - WIDTH[dtype]
+    linear = shape.multiplied_parameters - shape.routed_parameters
+    if ranks > 1 or not saved:
+        return whole - saved * linear
+    table, head = shape.hidden * shape.vocabulary, 0 if scores else shape.head_parameters
+    is_exact = shape.stored in ("", dtype)
+    is_copied = not (is_exact or scores or head)
+    return whole - saved * (linear + head + is_exact * table) + is_copied * WIDTH[dtype] * table
+
+
+def frozen_cast_bytes(shape: ModelShape, dtype: str, ranks: int = 1, *, scores: bool) -> int:
+    """Return the bytes of autocast's copies in a role that is not trained: of matrices that stay float32."""
+    if dtype == "float32":
+        return 0
+    sharded = 0 if scores else shape.head_parameters
+    return WIDTH[dtype] * (shape.routed_parameters if ranks == 1 else sharded)
 
 
 # ------------------------------------------------------------------------------------ training

@@ -23,6 +23,8 @@ from rolemesh.planner.memory import (
     Shapes,
     block_bytes,
     forward_bytes,
+    frozen_bytes,
+    frozen_cast_bytes,
     kv_bytes_per_token,
     tokens_of_pass,
     vllm_memory,
@@ -41,8 +43,11 @@ def least_memory(job: JobConfig, role: str, shapes: Shapes) -> Memory:
     if role == "rollout":
         width = WIDTH[job.rollout.dtype] if job.engine.reserves_memory else FLOAT32
         return Memory(weights=width * shape.policy_parameters)
-    whole = FLOAT32 * shape.parameters(scores=ROLES[role].scores)
-    if not ROLES[role].trained or job.trainer.val_only:
+    spec = ROLES[role]
+    if not spec.trained:
+        return Memory(weights=frozen_bytes(shape, spec.model(job).dtype, scores=spec.scores))
+    whole = FLOAT32 * shape.parameters(scores=spec.scores)
+    if job.trainer.val_only:
         return Memory(weights=whole)
     adapts = role == "actor" and job.actor.model.lora_rank > 0
     learnt = FLOAT32 * shape.trained_parameters(job.actor.model) if adapts else whole
@@ -167,7 +172,8 @@ def least_on_gpu(job: JobConfig, role: str, shapes: Shapes) -> Memory:
     model = ROLES[role].model(job)
     if isinstance(model, TrainedModelConfig):
         return _least_of_update(job, role, shape, model, least)
-    passing = forward_bytes(shape, _width(job), model.dtype) + _cast_blocks(shape, model.dtype)
+    casts = frozen_cast_bytes(shape, model.dtype, scores=ROLES[role].scores)
+    passing = forward_bytes(shape, _width(job), model.dtype) + casts
     return replace(least, activations=passing)
 
 

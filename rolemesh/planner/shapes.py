@@ -23,6 +23,7 @@ NAMES = {
     "heads": ("num_attention_heads", "n_head", "num_heads"),
     "vocabulary": ("vocab_size",),
 }
+TYPES = {"BF16": "bfloat16", "F16": "float16"}  # in the header of a safetensors file
 MLP_NAMES = ("intermediate_size", "n_inner", "ffn_dim")
 
 
@@ -41,6 +42,8 @@ class ModelShape:
         intermediate: width of the MLP (of all experts that a token is routed to).
         vocabulary: rows of the embedding.
         matrices: of the blocks: the module's name, rows plus columns.
+        routed_parameters: those of `multiplied_parameters` that are of experts.
+        stored: the type of the embedding in the weight files, e.g. bfloat16; empty: not known.
     """
 
     body_parameters: int
@@ -54,6 +57,8 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     matrices: tuple[tuple[str, int], ...] = ()
+    routed_parameters: int = 0
+    stored: str = ""
 
     @property
     def policy_parameters(self) -> int:
@@ -104,7 +109,8 @@ def read_shape(config: ModelConfig, role: str) -> ModelShape:
     directory = described_directory(config, role)
     settings = _settings(directory, role)
     hidden, layers, heads, vocabulary = (_number(settings, key, directory, role) for key in NAMES)
-    tensors = _stored(directory, settings) or _built(directory, config, role)
+    stored = _stored(directory, settings)
+    tensors = {name: shape for name, (shape, _) in stored.items()} or _built(directory, config, role)
     intermediate = next((settings[n] for n in MLP_NAMES if settings.get(n)), 4 * hidden)
     routed = settings.get("num_experts_per_tok") or 0
     experts = settings.get("num_experts") or settings.get("num_local_experts") or 0
@@ -113,15 +119,16 @@ def read_shape(config: ModelConfig, role: str) -> ModelShape:
         intermediate = routed * (settings.get("moe_intermediate_size") or intermediate)
     sizes = {name: math.prod(shape) for name, shape in tensors.items()}
     body = {name: size for name, size in sizes.items() if not name.startswith(HEADS)}
-    multiplied = sum(
-        size * (share if ".experts." in name else 1.0)
+    multiplied = {
+        name: size * (share if ".experts." in name else 1.0)
         for name, size in body.items()
         if len(tensors[name]) > 1 and tensors[name][0] != vocabulary
-    )
+    }
+    tables = [kind for shape, kind in stored.values() if len(shape) > 1 and shape[0] == vocabulary]
     return ModelShape(
         body_parameters=sum(body.values()),
         head_parameters=sum(size for name, size in sizes.items() if name.startswith("lm_head.")),
-        multiplied_parameters=round(multiplied),
+        multiplied_parameters=round(sum(multiplied.values())),
         hidden=hidden,
         layers=layers,
         heads=heads,
@@ -134,6 +141,8 @@ def read_shape(config: ModelConfig, role: str) -> ModelShape:
             for name in body
             if len(tensors[name]) == 2 and tensors[name][0] != vocabulary
         ),
+        routed_parameters=round(sum(size for name, size in multiplied.items() if ".experts." in name)),
+        stored=TYPES.get(tables[0], "float32") if tables else "",
     )
 
 
@@ -155,9 +164,9 @@ def _number(settings: Mapping[str, Any], key: str, directory: Path, role: str) -
     raise ModelNotFound(f"{role}: {directory / 'config.json'} has no {NAMES[key][0]}")
 
 
-def _stored(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Read names and shapes from the headers of the directory's *.safetensors; empty if there are none."""
-    tensors: dict[str, tuple[int, ...]] = {}
+def _stored(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Read names, shapes and types in the headers of the directory's *.safetensors; empty if there are none."""
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         try:
             with file.open("rb") as opened:
@@ -170,7 +179,7 @@ def _stored(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[int
             ) from error
         if (there := file.stat().st_size) != (wanted := 8 + length + max(ends, default=0)):
             raise ModelNotFound(f"{file} is incomplete: expected {wanted} bytes by its header; got {there}")
-        tensors |= {name: tuple(t["shape"]) for name, t in header.items() if name != "__metadata__"}
+        tensors |= {n: (tuple(t["shape"]), t["dtype"]) for n, t in header.items() if n != "__metadata__"}
     if settings.get("tie_word_embeddings"):  # some writers store the tied head as well
         tensors.pop("lm_head.weight", None)
     return tensors

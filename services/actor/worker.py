@@ -54,6 +54,7 @@ class PolicyWorker(LocalWorker):
         micro_batches: how rows are split for forward passes.
         seat: as LocalWorker's.
         adapt: adds an adapter to the model.
+        frozen: the model is never trained.
 
     Raises:
         ModelNotFound: the model directory is absent or incomplete.
@@ -70,17 +71,18 @@ class PolicyWorker(LocalWorker):
         micro_batches: MicroBatches,
         seat: Seat | None,
         adapt: Callable[[Any], Adapter] | None = None,
+        frozen: bool = False,
     ) -> None:
         super().__init__(role, seat)
         self.job, self.role = job, role
         self.device = resolve_device(job.trainer.device)
         self.config = config = with_dtype(config, role, self.device)
         ranks = self.seat.ranks
-        self.root, self.adapter = load_policy(config, role, ranks, fsdp, self.device, adapt)
+        self.root, self.adapter = load_policy(config, role, ranks, fsdp, self.device, adapt, frozen=frozen)
         self.methods = methods(job)
         self.validator = BatchValidator.of(self.methods, role, vocabulary_of(self.model))
         if config.use_remove_padding:
-            self.root(lambda model: remove_padding(model.get_decoder(), role))
+            self.root(lambda model: remove_padding(model.get_decoder(), role, config.dtype))
         if ranks.ulysses:
             key = f"{role}.ulysses_sequence_parallel_size"
             check_heads(self.model.config.get_text_config(), ranks.ulysses.size, key)
@@ -144,8 +146,9 @@ class ReferenceWorker(PolicyWorker):
 
     def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
         size = job.reference.log_prob_micro_batch_size_per_gpu
-        cut = MicroBatches.of(job, "reference", job.reference_model, size)
-        super().__init__(job, "reference", job.reference_model, job.reference.fsdp_config, cut, seat)
+        model, fsdp = job.reference_model, job.reference.fsdp_config
+        cut = MicroBatches.of(job, "reference", model, size)
+        super().__init__(job, "reference", model, fsdp, cut, seat, frozen=True)
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:

@@ -65,7 +65,7 @@ class CriticWorker(LocalWorker):
         self.methods = methods(job)
         self.validator = BatchValidator.of(self.methods, "critic", vocabulary_of(self.model.body))
         if self.config.use_remove_padding:
-            self.root(lambda model: remove_padding(model.body, "critic"))
+            self.root(lambda model: remove_padding(model.body, "critic", self.config.dtype))
         if ranks.ulysses:
             key = "critic.ulysses_sequence_parallel_size"
             check_heads(self.model.body.config.get_text_config(), ranks.ulysses.size, key)

@@ -295,7 +295,7 @@ async def test_a_role_is_added_in_one_place(tiny_model: Path) -> None:
 
     on_a_device = dataclasses.replace(judge, on_device=lambda job: True, scores=True, pass_rows=lambda job: 4)
     with ROLES.adding(on_a_device):
-        job = make_job(sections)
+        job = make_job(sections).with_dtypes("cpu")
         shapes = role_shapes(job)
         weights = 4 * shapes["actor"].score_parameters
         assert least_memory(job, "judge", shapes).weights == weights

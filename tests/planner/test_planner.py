@@ -162,11 +162,20 @@ def test_available_memory_is_some_of_the_machine() -> None:
 # --------------------------------------------------------------------------------------- memory
 
 
-def test_a_trained_parameter_takes_16_bytes_and_a_fixed_one_4() -> None:
+def test_a_trained_parameter_takes_16_bytes_and_a_fixed_one_2() -> None:
     job, shapes = ppo(), dict.fromkeys(MODELLED, LLAMA_7B)
     actor = role_memory(job, "actor", shapes, H100)
     assert (actor.weights, actor.gradients, actor.optimizer) == (26_953_662_464, 26_953_662_464, 53_907_324_928)
-    assert role_memory(job, "reference", shapes, H100).weights == 26_953_662_464
+    norms = 32 * 2 * 4096 + 4096  # stay float32
+    assert role_memory(job, "reference", shapes, H100).weights == 13_476_831_232 + 2 * norms
+    stored = dict.fromkeys(MODELLED, replace(LLAMA_7B, stored="float32"))  # so does the embedding
+    assert role_memory(job, "reference", stored, H100).weights == 13_476_831_232 + 2 * (norms + 131_072_000)
+    tied = dict.fromkeys(MODELLED, replace(LLAMA_7B, stored="float32", head_parameters=0))
+    assert role_memory(job, "reference", tied, H100) == role_memory(job, "reference", stored, H100)  # a copy
+    spread = role_memory(job, "reference", shapes, H100, ranks=2)  # outside of the blocks all does
+    assert spread.weights == (13_476_831_232 + 2 * (norms + 2 * 131_072_000)) // 2
+    plain = ppo(reference={"model": {"dtype": "float32"}})
+    assert role_memory(plain, "reference", shapes, H100).weights == 26_953_662_464
     critic = role_memory(job, "critic", shapes, H100)
     assert critic.weights == 4 * (6_607_343_616 + 4097)
     halved = role_memory(job, "actor", shapes, H100, ranks=2)
@@ -449,7 +458,9 @@ def test_the_greedy_division_is_the_best_of_all(shape: ModelShape, memory: int, 
 def test_a_job_is_refused_below_its_least_memory_and_at_no_byte_more() -> None:
     shapes, job = dict.fromkeys(MODELLED, LLAMA_1B), ppo()
     policy, score = LLAMA_1B.policy_parameters, LLAMA_1B.score_parameters
-    least = 16 * policy + 4 * policy + 4 * policy + 16 * score
+    reference = least_memory(job, "reference", shapes).total
+    assert 2 * policy < reference < 2.6 * policy  # LLAMA_1B has more outside of its blocks than a Llama
+    least = 16 * policy + 4 * policy + reference + 16 * score
     refuse_what_cannot_fit(job, shapes, STANDALONE, least, "here")
     with pytest.raises(InvalidConfig, match=r"actor's optimizer.*actor\.model\.path.*collocate"):
         refuse_what_cannot_fit(job, shapes, STANDALONE, least - 1, "here")

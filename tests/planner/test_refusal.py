@@ -16,7 +16,7 @@ from rolemesh.planner.memory import Memory
 from rolemesh.planner.refusal import least_on_gpu, refuse_what_gpus_cannot_hold
 from rolemesh.planner.shapes import ModelShape
 
-# Eight blocks of width 1,024, whose matrices have 10 million parameters each; and a vocabulary of 10,000.
+# Eight blocks of width 1,024, whose matrices have 10 million parameters each; and a vocabulary of 9,000.
 SHAPE = ModelShape(
     body_parameters=90_000_000,
     head_parameters=10_000_000,
@@ -27,7 +27,7 @@ SHAPE = ModelShape(
     kv_heads=4,
     head_dim=64,
     intermediate=2048,
-    vocabulary=10_000,
+    vocabulary=9_000,
 )
 ROLES = ("actor", "rollout", "reference", "critic", "reward")
 SHAPES = dict.fromkeys(ROLES, SHAPE)
@@ -54,12 +54,12 @@ def least(role: str, **sections: Any) -> Memory:
     return least_on_gpu(job_of(**sections), role, SHAPES)
 
 
-def test_roles_that_judge_need_a_pass_of_one_row_and_autocasts_copies() -> None:
-    assert least("reference") == Memory(weights=4 * POLICY, activations=PASS + CASTS)
-    assert least("reward") == Memory(weights=4 * SCORER, activations=PASS + CASTS)
-    assert least("reference", reference={"model": {"dtype": "float32"}}).activations == (
-        WIDTH * (3 * 1024 * 4 + 3 * 2048 * 4)
-    )
+def test_roles_that_judge_need_weights_in_their_type_and_a_pass_of_one_row() -> None:
+    norms = 90_000_000 - 80_000_000 - 9_000 * 1024
+    assert least("reference") == Memory(weights=2 * POLICY + 2 * norms, activations=PASS)
+    assert least("reward") == Memory(weights=2 * SCORER + 2 * (norms + 1025), activations=PASS)
+    whole = least("reference", reference={"model": {"dtype": "float32"}})
+    assert whole == Memory(weights=4 * POLICY, activations=WIDTH * (3 * 1024 * 4 + 3 * 2048 * 4))
 
 
 def test_roles_that_train_need_what_the_blocks_store_for_one_row() -> None:
@@ -85,14 +85,14 @@ def test_whatever_is_gone_at_the_peak_does_not_count() -> None:
     assert [least(role, **only_validates) for role in ("actor", "critic", "reference")] == [
         Memory(weights=4 * POLICY),
         Memory(weights=4 * SCORER),
-        Memory(weights=4 * POLICY),
+        Memory(weights=least("reference").weights),
     ]
 
 
 def test_engines_need_a_cache_for_one_row() -> None:
     assert least("rollout") == Memory(weights=4 * POLICY, kv_cache=CACHE)
     # vLLM reads up to 8,192 tokens at a time, and samples from 256 rows' logits.
-    activations = 8192 * (3 * 1024 * 4 + 3 * 2048 * 2) + 256 * 10_000 * 4 * 2
+    activations = 8192 * (3 * 1024 * 4 + 3 * 2048 * 2) + 256 * 9_000 * 4 * 2
     vllm = {"name": "vllm"}
     assert least("rollout", rollout=vllm) == Memory(2 * POLICY, 0, 0, activations, CACHE)
     halves = least("rollout", rollout=vllm | {"tensor_model_parallel_size": 2})

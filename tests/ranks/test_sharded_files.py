@@ -62,9 +62,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alone = Ranks.alone()
     ScoreModel.load(ModelConfig(path=str(home / "llama")), "critic", seed=3).copy(alone)(home / "scores", alone)
     few = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
-    experts = Qwen3MoeConfig(
-        **few, vocab_size=64, num_experts=4, num_attention_heads=2, num_key_value_heads=2, head_dim=16
-    )
+    routed = {"num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 2}
+    experts = Qwen3MoeConfig(**few, **routed, vocab_size=64, num_key_value_heads=2, head_dim=16)
     Qwen3MoeForCausalLM(experts).save_pretrained(home / "experts")
     return home
 
@@ -109,6 +108,20 @@ def loads_the_same(ranks: Ranks, models: Path) -> None:
         ModelNotFound, match=r"actor: .*scores lacks 1 of the model's weights, e.g. 'lm_head.weight'"
     ):
         load_policy(config_of(models / "scores"), "actor", ranks, SHARDS, CPU)
+
+    rows = sequence_batch(4)
+    rows["input_ids"] = rows["input_ids"] % 64
+    for name in ("llama", "experts"):  # one is filled, the other loaded whole
+        config = config_of(models / name).model_copy(update={"dtype": "bfloat16"})
+        found = []
+        for frozen in (False, True):
+            root, _ = load_policy(config, "reference", ranks, SHARDS, CPU, frozen=frozen)
+            query = next(p for n, p in root.model.named_parameters() if n.endswith("q_proj.weight"))
+            assert query.dtype == local(query).dtype == (torch.bfloat16 if frozen else torch.float32)
+            with torch.no_grad():
+                stats = root(token_stats, rows, temperature=1.0, dtype="bfloat16")
+            found.append(stats.log_probs)
+        assert torch.equal(*found), name
 
 
 def test_two_ranks_load_what_one_process_loads(models: Path) -> None:
