@@ -26,39 +26,59 @@ PEAK = (0.6, 1.8)  # estimate over measurement
 
 
 def parking(device: str, directory: Path) -> dict[str, Any]:
-    """A role that sleeps leaves the device, as many bytes as the planner says, and trains on alike."""
+    """A role that sleeps leaves the device, as many bytes as the planner says, and trains on alike.
+
+    To judge it comes back without its optimizer. On a GPU what has not changed is not copied again.
+    """
     scale = SPEED[device]
     job = job_of(directory, make_model(directory / "model", scale), scale, device)
     rows, figures = rows_of(scale, uneven=False), {}
-    for role in ("actor", "critic"):
+    for role in ("actor", "critic", "reference"):
         worker: Any = ROLES[role](job)
-        asyncio.run(worker.update(rows))
-        state, before = planned(job, role).state, allocated(device)
-        seconds, moved = [], 0
-        for move in (worker.sleep, worker.wake, worker.sleep, worker.wake):  # the second time memory is pinned
-            began = synchronized(device)
-            moved = asyncio.run(move())
-            took = synchronized(device) - began
-            seconds.append(took)
-            if move == worker.sleep:
-                left = allocated(device)
-                check(
-                    device == "cpu" or left <= before - 0.98 * moved, f"{role}: {left} of {before} bytes stay"
-                )
-        check(MOVED[0] <= moved / state <= MOVED[1], f"{role} moved {moved} bytes; the planner says {state}")
-        asyncio.run(worker.update(rows))
+        memory = planned(job, role)
+        state, judges = memory.weights + memory.optimizer, role == "reference"
+        judge = worker.compute_values if role == "critic" else worker.compute_log_probs
+        use = judge if judges else worker.update
+        asyncio.run(use(rows))
+        before = allocated(device)
+        first, first_s = _moved(worker.sleep, device)
+        left = allocated(device)
+        check(device == "cpu" or left <= before - 0.98 * first, f"{role}: {left} of {before} bytes stay")
+        check(MOVED[0] <= first / state <= MOVED[1], f"{role} moved {first} bytes; the planner says {state}")
+        _moved(worker.wake, device)
+        asyncio.run(use(rows))
+        _, warm_s = _moved(worker.sleep, device)  # the second time memory is pinned
+        woken, woken_s = _moved(worker.wake, device)
+        awake = allocated(device)
+        asyncio.run(judge(rows))
+        unchanged, unchanged_s = _moved(worker.sleep, device)
+        _moved(worker.wake, device)
+        asyncio.run(use(rows))
+        check(MOVED[0] <= woken / memory.weights <= MOVED[1], f"{role}: {woken} bytes came back to judge")
+        check(unchanged == (0 if device == "cuda" else woken), f"{role}: {unchanged} bytes copied in vain")
         figures[role] = {
-            "moved_bytes": moved,
+            "moved_bytes": first,
             "planned_bytes": state,
             "allocated_before": before,
             "allocated_asleep": left,
-            "to_host_gb_s": moved / seconds[2] / 1e9,
-            "first_to_host_gb_s": moved / seconds[0] / 1e9,
-            "to_device_gb_s": moved / seconds[3] / 1e9,
+            "allocated_to_judge": awake,
+            "back_to_judge_bytes": woken,
+            "unchanged_copied_bytes": unchanged,
+            "unchanged_to_sleep_s": unchanged_s,
+            "to_host_gb_s": 0.0 if judges else first / warm_s / 1e9,
+            "first_to_host_gb_s": first / first_s / 1e9,
+            "to_device_gb_s": woken / woken_s / 1e9,
         }
         worker.close()
-        del worker
+        del worker, judge, use
     return figures
+
+
+def _moved(move: Any, device: str) -> tuple[int, float]:
+    """Bytes that a move copied, and its seconds."""
+    began = synchronized(device)
+    num_bytes = asyncio.run(move())
+    return num_bytes, synchronized(device) - began
 
 
 def peaks(device: str, directory: Path) -> dict[str, Any]:

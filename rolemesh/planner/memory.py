@@ -49,9 +49,9 @@ class Memory:
         return sum(self.parts().values())
 
     @property
-    def state(self) -> int:
-        """Bytes that move to the host when the role sleeps, and back when it wakes."""
-        return self.weights + self.optimizer
+    def changed(self) -> int:
+        """Bytes that an update changes, and that leave when the role sleeps: learnt weights and moments."""
+        return self.gradients + self.optimizer
 
     def parts(self) -> dict[str, int]:
         """Return the parts by name, in the order of declaration."""

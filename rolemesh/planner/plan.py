@@ -83,12 +83,30 @@ class Group:
         """Return the seconds per step of switching roles on a shared device.
 
         A role that is called twice in a row stays on the device. The next step starts with the role that is on
-        the device at the end of this one.
+        the device at the end of this one. A role comes with its weights, and for its update with the moments,
+        too. What it has changed since leaves with it.
         """
-        turns = [role for role in TURNS if role in self.roles and self.memory[role].state]
-        changes = [(a, b) for a, b in zip(turns, turns[1:] + turns[:1], strict=True) if a != b]
-        moved = sum(self.memory[out].state + self.memory[into].state for out, into in changes)
-        return moved / device.host_bandwidth
+        visits: list[tuple[str, bool]] = []  # role, and whether it is updated
+        for number, role in enumerate(TURNS):
+            if role in self.roles and self.memory[role].weights:
+                updates = role in TURNS[:number]
+                if visits and visits[-1][0] == role:
+                    updates |= visits.pop()[1]
+                visits.append((role, updates))
+        if len(visits) > 1 and visits[0][0] == visits[-1][0]:
+            visits[0] = (visits[0][0], visits[0][1] or visits.pop()[1])
+        if len(visits) < 2:
+            return 0.0
+        return sum(self._moved(role, updates, device) for role, updates in visits) / device.host_bandwidth
+
+    def _moved(self, role: str, updates: bool, device: Device) -> int:
+        """Return the bytes that come and leave with a role that is called in between."""
+        memory = self.memory[role]
+        comes = memory.weights + updates * memory.optimizer
+        leaves = updates * memory.changed
+        if role == "rollout" or device.shared:  # it gets new weights in between; a CPU keeps no copies
+            leaves = comes
+        return comes + leaves
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,11 +33,14 @@ class Optimizer:
         updates_per_step: optimizer steps in a training step, which share one learning rate.
         role: for messages and metrics.
         ranks: over which the model is sharded.
-        offload: given a function that lists the state's tensors, returns what moves them to host memory
-            between the steps; None: they stay on the device.
+        parks: given a function that lists the state's tensors, returns what moves them off the device; they
+            come back when they are needed. None: they stay on the device.
+        offload: whether it leaves the device after each step.
 
     Attributes:
         num_updates: steps made.
+        num_changes: how often the state or the weights were about to change: by a step, or by loading.
+        parking: of the state; None: it stays on the device.
         is_untouched: True if neither the model nor the state has changed since training would start: no step
             was begun, not even one that failed, and nothing was loaded.
     """
@@ -52,7 +55,8 @@ class Optimizer:
         updates_per_step: int = 1,
         role: str,
         ranks: Ranks | None = None,
-        offload: Callable[[Callable[[], Iterable[Tensor]]], Parking] | None = None,
+        parks: Callable[..., Parking] | None = None,
+        offload: bool = False,
     ) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         sharded = [local(parameter) is not parameter for parameter in self.parameters.values()]
@@ -60,7 +64,8 @@ class Optimizer:
         self.config, self.grad_clip, self.role = config, grad_clip, role
         self.num_training_steps, self.updates_per_step = num_training_steps, updates_per_step
         self.num_updates, self.is_untouched, self._ranks = 0, True, ranks or Ranks.alone()
-        self._parking = offload(self.tensors) if offload else None
+        self.num_changes, self._offload = 0, offload
+        self.parking = parks(self.tensors, changes=lambda: self.num_changes) if parks else None
         self._nonfinite = NONFINITE_GRADIENTS.labels(role)
         self._adamw = torch.optim.AdamW(
             self.parameters.values(),
@@ -97,6 +102,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
         self.is_untouched = False
+        self.num_changes += 1
         with self.on_device():
             try:
                 self._adamw.step()
@@ -110,15 +116,14 @@ class Optimizer:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the state on the device within the context, if it is offloaded; else nothing changes."""
-        if self._parking is None:
-            yield
-            return
-        self._parking.unpark()
+        """Have the state on the device within the context. It stays there afterwards, unless offloaded."""
+        if self.parking is not None:
+            self.parking.unpark()
         try:
             yield
         finally:
-            self._parking.park()
+            if self.parking is not None and self._offload:
+                self.parking.park()
 
     def _clip(self) -> Tensor:
         """Clip the gradients, and return their norm before that."""
@@ -172,6 +177,7 @@ class Optimizer:
         """
         names = set(self._owners(tensors).values())
         self.is_untouched = False
+        self.num_changes += 1
         with self.on_device():
             self._set_state(names, tensors)
         self.num_updates = num_updates

@@ -45,6 +45,7 @@ class LocalWorker:
 
     Attributes:
         parking: moves its device tensors away; None if it holds no device tensors or parks them itself.
+        on_demand: moves other tensors away with them. These come back only when a method uses them.
         loads: what each of the role's ranks did.
         validator: checks the batches of an rpc; rolemesh/rpc/serving/guard.py calls it, the worker does not.
     """
@@ -55,6 +56,7 @@ class LocalWorker:
         self.role = role
         self.seat = seat or Seat(ComputingThread(role))
         self.parking: Parking | None = None
+        self.on_demand: Parking | None = None
         self.loads = RankLoads(role)
         self._lines: dict[str, list[_Waiting]] = {}  # by method; changed by the event loop alone
 
@@ -103,11 +105,11 @@ class LocalWorker:
         return await threads.run_on(self.seat.thread, function, *args, **kwargs)
 
     async def sleep(self) -> int:
-        """Leave the device to another role. Return the bytes moved, of all ranks."""
+        """Leave the device to another role. Return the bytes copied, of all ranks."""
         return _sum_of_bytes(await self.run(self.park, self._parts()))
 
     async def wake(self) -> int:
-        """Return to the device. Return the bytes moved, of all ranks."""
+        """Return to the device. Return the bytes copied, of all ranks."""
         return _sum_of_bytes(await self.run(self.unpark, self._parts()))
 
     def _parts(self, **meta: Any) -> list[DataProto]:
@@ -118,7 +120,9 @@ class LocalWorker:
     def park(self, part: DataProto) -> DataProto:
         """Move this rank's tensors off its device. meta_info of the answer: `num_bytes`."""
         assert self.parking is not None, f"{self.role} shares a device and cannot leave it"
-        return DataProto({}, meta_info={"num_bytes": self.parking.park()})
+        # If the second fails, the role is still awake: the first are brought back when they are used.
+        num_bytes = self.on_demand.park() if self.on_demand else 0
+        return DataProto({}, meta_info={"num_bytes": num_bytes + self.parking.park()})
 
     @command
     def unpark(self, part: DataProto) -> DataProto:

@@ -3,19 +3,25 @@
 On CUDA the tensors are kept in pinned host memory. On a CPU, where device and host share memory, they are kept
 in an unnamed file. The tensor objects stay the same, and tied tensors stay tied: only their storages are
 emptied and refilled.
+
+Pinned memory keeps its copy while the tensors are on the device. What has not changed there since is not copied
+again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from io import BufferedRandom
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rolemesh.ranks.sharding import local, memory_of, reshard
 from rolemesh.wire.allocator import give_back_free_memory
@@ -50,18 +56,31 @@ class Parking:
         device: the device of the tensors.
         directory: for the file, created if absent. It must be on a disk: a directory in memory would release no
             memory.
+        changes: returns a number that changes before the tensors are written to in a way that their versions
+            may not show, as those of a DTensor's part do not.
+        shelf: where the bytes are kept; None: in pinned memory on CUDA, in the file on a CPU.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, directory: Path) -> None:
-        self._tensors, self._device = tensors, device
-        self._shelf: _Shelf = _Pinned() if device.type == "cuda" else _File(directory)
+    def __init__(
+        self,
+        tensors: Callable[[], Iterable[Tensor]],
+        device: torch.device,
+        directory: Path,
+        *,
+        changes: Callable[[], int] = lambda: 0,
+        shelf: Shelf | None = None,
+    ) -> None:
+        self._tensors, self._device, self._changes = tensors, device, changes
+        self._shelf: Shelf = shelf or (HostMemory() if device.type == "cuda" else _File(directory))
         self._parked: list[tuple[UntypedStorage, int]] = []
+        self._kept: dict[int, _Copy] = {}  # by place on the shelf
+        self._num_changes = 0  # when they were copied
 
     def park(self) -> int:
         """Move the tensors off the device and release their memory.
 
         Returns:
-            bytes moved; 0 if they are parked already.
+            bytes copied; 0 if they are parked already.
 
         Raises:
             OSError: the file could not be written. The tensors are unchanged.
@@ -72,19 +91,36 @@ class Parking:
         shared = _by_storage(t for t in self._tensors() if t.device.type == self._device.type)
         # Allocate all memory before the first tensor is moved: its new storage is empty until `take`.
         own = [storage if storage.resizable() else _like(storage) for storage, _ in shared]
-        self._shelf.put([_bytes(storage) for storage, _ in shared])
-        for (storage, tensors), mine in zip(shared, own, strict=True):
+        places = [*accumulate((storage.nbytes() for storage, _ in shared), initial=0)]
+        changed = self._changed(places, shared)
+        self._kept = {}  # until all is copied
+        self._shelf.put(changed, places[-1])
+        for place, (storage, tensors), mine in zip(places, shared, own, strict=False):
             if mine is not storage:
                 _move(tensors, mine)
             self._parked.append((mine, storage.nbytes()))
+            if self._shelf.keeps:
+                self._kept[place] = _Copy.of(mine, tensors)
         self._release()
-        return sum(num_bytes for _, num_bytes in self._parked)
+        return sum(len(source) for _, source in changed)
+
+    def _changed(
+        self, places: Sequence[int], shared: Sequence[tuple[UntypedStorage, list[Tensor]]]
+    ) -> list[tuple[int, Tensor]]:
+        """Return the storages that the shelf does not have as they are, each with its place."""
+        before, self._num_changes = self._num_changes, self._changes()
+        kept = self._kept if before == self._num_changes else {}
+        return [
+            (place, _bytes(storage))
+            for place, (storage, tensors) in zip(places, shared, strict=False)
+            if kept.get(place) != _Copy.of(storage, tensors)
+        ]
 
     def unpark(self) -> int:
         """Allocate memory and restore the tensors, bit for bit.
 
         Returns:
-            bytes moved; 0 if they are not parked.
+            bytes copied; 0 if they are not parked.
 
         Raises:
             RuntimeError: there is not enough memory. The tensors stay parked, and the call may be retried.
@@ -92,7 +128,7 @@ class Parking:
         try:
             for storage, num_bytes in self._parked:
                 storage.resize_(num_bytes)
-            self._shelf.take([_bytes(storage) for storage, _ in self._parked])
+            self._shelf.take([_bytes(storage) for storage, _ in self._parked])  # in order, from place 0
         except BaseException:
             self._release()
             raise
@@ -138,46 +174,85 @@ def _bytes(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class _Shelf(Protocol):
-    """Holds the bytes of parked tensors."""
+@dataclass(frozen=True)
+class _Copy:
+    """What the shelf has a copy of.
 
-    def put(self, sources: Sequence[Tensor]) -> None:
-        """Copy tensors in; each is uint8 of one dimension."""
+    Args:
+        storage: a weak reference; as long as it is there, no other storage has the same identity.
+        num_bytes: of the storage.
+        versions: torch's counts of the writes to each of its tensors.
+    """
+
+    storage: StorageWeakRef
+    num_bytes: int
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, storage: UntypedStorage, tensors: Sequence[Tensor]) -> _Copy:
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return cls(reference, storage.nbytes(), tuple(tensor._version for tensor in tensors))
+
+
+class Shelf(Protocol):
+    """Holds the bytes of parked tensors, end to end.
+
+    Attributes:
+        keeps: whether it still has them after `take`.
+    """
+
+    keeps: bool
+
+    def put(self, sources: Sequence[tuple[int, Tensor]], num_bytes: int) -> None:
+        """Copy tensors in, each uint8 of one dimension, to its place; there are `num_bytes` in all."""
         ...
 
     def take(self, targets: Sequence[Tensor]) -> None:
-        """Copy the bytes out, in the same order and sizes."""
+        """Copy all bytes out, in the order of their places."""
         ...
 
 
-class _Pinned:
-    """Pinned host memory. It is kept for reuse, because pinning costs more than copying."""
+class HostMemory:
+    """Host memory. It is kept for reuse, because pinning costs more than copying.
 
-    def __init__(self) -> None:
+    Args:
+        pinned: for copies from and to CUDA.
+    """
+
+    keeps = True
+
+    def __init__(self, pinned: bool = True) -> None:
         self._pieces: list[Tensor] = []
+        self._pinned = pinned
 
-    def put(self, sources: Sequence[Tensor]) -> None:
-        missing = -(-sum(len(source) for source in sources) // PIECE_BYTES) - len(self._pieces)
-        self._pieces += [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(missing)]
-        for part, piece in self._pairs(sources):
-            piece.copy_(part, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+    def put(self, sources: Sequence[tuple[int, Tensor]], num_bytes: int) -> None:
+        missing, pinned = -(-num_bytes // PIECE_BYTES) - len(self._pieces), self._pinned
+        self._pieces += [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in range(missing)]
+        for place, source in sources:
+            for part, piece in self._pairs(place, source):
+                piece.copy_(part, non_blocking=True)
+        self._finish()
 
     def take(self, targets: Sequence[Tensor]) -> None:
-        for part, piece in self._pairs(targets):
-            part.copy_(piece, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
+        place = 0
+        for target in targets:
+            for part, piece in self._pairs(place, target):
+                part.copy_(piece, non_blocking=True)
+            place += len(target)
+        self._finish()
 
-    def _pairs(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the tensors, laid end to end, with the pinned bytes of each part."""
-        at = 0
-        for tensor in tensors:
-            start = 0
-            while start < len(tensor):
-                piece, offset = divmod(at, PIECE_BYTES)
-                size = min(len(tensor) - start, PIECE_BYTES - offset)
-                yield tensor[start : start + size], self._pieces[piece][offset : offset + size]
-                start, at = start + size, at + size
+    def _finish(self) -> None:
+        if self._pinned:
+            torch.cuda.current_stream().synchronize()
+
+    def _pairs(self, place: int, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of a tensor with the memory of each part."""
+        start = 0
+        while start < len(tensor):
+            piece, offset = divmod(place + start, PIECE_BYTES)
+            size = min(len(tensor) - start, PIECE_BYTES - offset)
+            yield tensor[start : start + size], self._pieces[piece][offset : offset + size]
+            start += size
 
 
 class _File:
@@ -186,15 +261,18 @@ class _File:
     It is closed after each use, so data that has not reached the disk by then is never written.
     """
 
+    keeps = False
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._file: BufferedRandom | None = None
 
-    def put(self, sources: Sequence[Tensor]) -> None:
+    def put(self, sources: Sequence[tuple[int, Tensor]], num_bytes: int) -> None:
+        assert sum(len(source) for _, source in sources) == num_bytes, "a file that keeps nothing gets all"
         self._directory.mkdir(parents=True, exist_ok=True)
         with ExitStack() as unless_whole:
             file = unless_whole.enter_context(TemporaryFile(dir=self._directory, buffering=BUFFER_BYTES))
-            for source in sources:
+            for _, source in sources:
                 file.write(memory_of(source))
             file.flush()
             unless_whole.pop_all()

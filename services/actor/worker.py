@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -86,7 +86,9 @@ class PolicyWorker(LocalWorker):
         if ranks.ulysses:
             key = f"{role}.ulysses_sequence_parallel_size"
             check_heads(self.model.config.get_text_config(), ranks.ulysses.size, key)
-        self.parking = Parking(self._tensors, self.device, job.run_dir)
+        self.parking = Parking(
+            lambda: model_tensors(self.root), self.device, job.run_dir, changes=lambda: self.num_changes
+        )
         self._micro_batches = micro_batches
         self._temperature = job.temperature
 
@@ -95,9 +97,10 @@ class PolicyWorker(LocalWorker):
         """The transformers model; its weights are whole only within a call of `root`."""
         return self.root.model
 
-    def _tensors(self) -> Iterable[Tensor]:
-        """Return this rank's tensors on the device."""
-        return model_tensors(self.root)
+    @property
+    def num_changes(self) -> int:
+        """How often the weights were about to change."""
+        return 0
 
     def _stats(
         self, batch: DataProto, *, method: str = "compute_log_probs", **wanted: bool
@@ -184,7 +187,6 @@ class ActorWorker(PolicyWorker):
         self._home = Home.of(job)
         self._checkpoints = CheckpointWriter(self._home, "actor", self.seat.ranks, dtype=self.config.dtype)
         checkpoint_activations(self.model, actor.model, self.device)
-        offload = partial(Parking, device=self.device, directory=job.run_dir)
         self.optimizer = Optimizer(
             self.model,
             actor.optim,
@@ -193,14 +195,17 @@ class ActorWorker(PolicyWorker):
             updates_per_step=self.schedule.updates_per_step(job),
             role="actor",
             ranks=self.seat.ranks,
-            offload=offload if actor.fsdp_config.optimizer_offload else None,
+            parks=partial(Parking, device=self.device, directory=job.run_dir),
+            offload=actor.fsdp_config.optimizer_offload,
         )
+        self.on_demand = self.optimizer.parking
 
     def _adapter_of(self, actor: ActorConfig) -> Callable[[Any], Adapter]:
         return lambda model: Adapter(model, actor.model, actor.seed, self.seat.ranks)
 
-    def _tensors(self) -> Iterable[Tensor]:
-        return [*model_tensors(self.root), *self.optimizer.tensors()]
+    @property
+    def num_changes(self) -> int:
+        return self.optimizer.num_changes
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:

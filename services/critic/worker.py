@@ -70,7 +70,6 @@ class CriticWorker(LocalWorker):
             key = "critic.ulysses_sequence_parallel_size"
             check_heads(self.model.body.config.get_text_config(), ranks.ulysses.size, key)
         checkpoint_activations(self.model.body, self.config, self.device)
-        offload = partial(Parking, device=self.device, directory=job.run_dir)
         self.optimizer = Optimizer(
             self.model,
             critic.optim,
@@ -79,10 +78,15 @@ class CriticWorker(LocalWorker):
             updates_per_step=self.schedule.updates_per_step(job),
             role="critic",
             ranks=ranks,
-            offload=offload if self.config.fsdp_config.optimizer_offload else None,
+            parks=partial(Parking, device=self.device, directory=job.run_dir),
+            offload=self.config.fsdp_config.optimizer_offload,
         )
+        self.on_demand = self.optimizer.parking
         self.parking = Parking(
-            lambda: [*model_tensors(self.root), *self.optimizer.tensors()], self.device, job.run_dir
+            lambda: model_tensors(self.root),
+            self.device,
+            job.run_dir,
+            changes=lambda: self.optimizer.num_changes,
         )
 
     @property

@@ -336,6 +336,17 @@ def test_switches_move_what_leaves_and_what_enters() -> None:
     assert all(g.switching(H100) == 0 for g in plan.groups if len(g.roles) == 1)
 
 
+def test_what_judges_comes_without_moments_and_leaves_without_a_copy() -> None:
+    [group] = planner(gpus=1).plan("collocate", COLLOCATE).groups
+    policy, score = LLAMA_7B.policy_parameters, LLAMA_7B.score_parameters
+    # rollout, actor, reference, critic (judges and learns, as the rules need no device), actor (learns)
+    moved = 2 * 4 * policy + 4 * policy + group.memory["reference"].weights + (12 + 12) * (score + policy)
+    assert group.switching(H100) == pytest.approx(moved / H100.host_bandwidth)
+    # On a CPU all that came leaves again.
+    everything = 2 * (2 * 4 * policy + group.memory["reference"].weights + 12 * (score + policy))
+    assert group.switching(replace(H100, shared=True)) == pytest.approx(everything / H100.host_bandwidth)
+
+
 def test_groups_work_beside_each_other_and_roles_of_a_group_one_after_another() -> None:
     alone = planner(gpus=4).plan("standalone", STANDALONE)
     updates = [role_seconds(ppo(), role, dict.fromkeys(MODELLED, LLAMA_7B), H100)["update"] for role in

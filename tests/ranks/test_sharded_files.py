@@ -37,7 +37,7 @@ from rolemesh.training.checkpoint import CheckpointWriter, load_checkpoint
 from rolemesh.training.optimizer import Optimizer
 from rolemesh.weights import region
 from rolemesh.weights.held import HeldWeights
-from rolemesh.workers.parking import Parking, model_tensors
+from rolemesh.workers.parking import HostMemory, Parking, model_tensors
 
 CPU, SHARDS = torch.device("cpu"), FsdpConfig()
 TARGETS = ("q_proj", "down_proj")
@@ -162,7 +162,8 @@ class Trained:
             grad_clip=1.0,
             role=role,
             ranks=ranks,
-            offload=partial(Parking, device=CPU, directory=parked) if ranks.size == 2 else None,
+            parks=partial(Parking, device=CPU, directory=parked),
+            offload=ranks.size == 2,
         )
 
     def step(self, seed: int) -> None:
@@ -224,14 +225,19 @@ def saves(ranks: Ranks, directory: Path, models: Path) -> None:
                 first.root(loss_of, sequence_batch(2))
         first.step(1)
         expected = {n: whole(t).clone() for n, t in first.state().items()}
-        parking = Parking(first.tensors, CPU, directory / f"parked-{ranks.rank}")
+        memory, changes = HostMemory(pinned=False), lambda each=first: each.optimizer.num_changes
+        parking = Parking(first.tensors, CPU, directory, changes=changes, shelf=memory)
         with torch.no_grad():
             first.root(loss_of if role == "actor" else value_loss_of, sequence_batch(2))
         assert parking.park() > 0
         assert sum(local(p).untyped_storage().nbytes() for p in first.model.parameters()) == 0
         assert parking.unpark() > 0
+        assert parking.park() == 0
+        parking.unpark()
         assert differing(first.state(), expected) == []
         first.step(2)
+        assert parking.park() > 0  # though no version of a DTensor's part shows it
+        parking.unpark()
         learned = {n: whole(t) for n, t in first.state().items()}
         if ranks.rank == 0:
             one = Trained(Ranks.alone(), role, models / name, lora)

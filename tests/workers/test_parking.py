@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from sequences import sequence_batch
 from torch import Tensor, nn
 
+from rolemesh.config.job import make_job
 from rolemesh.config.model import ModelConfig, OptimConfig
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import load_causal_lm
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.training.optimizer import Optimizer
-from rolemesh.workers.parking import PIECE_BYTES, Parking, model_tensors
+from rolemesh.workers import parking as module
+from rolemesh.workers.parking import PIECE_BYTES, HostMemory, Parking, Shelf, model_tensors
 
 CPU = torch.device("cpu")
 
@@ -31,12 +36,15 @@ def num_bytes_in_memory(tensors: list[Tensor]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def check_parks(tensors: list[Tensor], directory: Path, device: torch.device = CPU) -> None:
+def check_parks(
+    tensors: list[Tensor], directory: Path, device: torch.device = CPU, shelf: Shelf | None = None
+) -> None:
     before, identities = bits(tensors), [id(tensor) for tensor in tensors]
-    parking = Parking(lambda: tensors, device, directory)
+    parking, moved = Parking(lambda: tensors, device, directory, shelf=shelf), 0
     for _ in range(2):
-        moved = parking.park()
-        assert moved > 0
+        copied = parking.park()
+        assert copied == (0 if parking._shelf.keeps else moved) if moved else copied > 0
+        moved = moved or copied
         assert num_bytes_in_memory(tensors) == 0
         assert parking.park() == 0
         assert parking.unpark() == moved
@@ -78,6 +86,7 @@ def test_tensors_that_share_memory_move_once_and_still_share(tmp_path: Path) -> 
     whole = torch.arange(PIECE_BYTES // 4 + 3.0)
     half, odd = whole[: len(whole) // 2], whole[1::2]
     check_parks([whole, half, odd], tmp_path)
+    check_parks([torch.ones(7), whole, half, odd], tmp_path, shelf=HostMemory(pinned=False))
     parking = Parking(lambda: [half, whole, odd], CPU, tmp_path)
     assert parking.park() == whole.nbytes
     parking.unpark()
@@ -153,6 +162,87 @@ def test_memory_that_cannot_be_had_leaves_everything_where_it_was(
     assert parking.park() == 12000
     parking.unpark()
     assert bits(tensors) == before
+
+
+def test_memory_keeps_what_has_not_changed(tmp_path: Path) -> None:
+    """A piece and more, a small tensor, and one that is there now and then, as gradients are."""
+    large, small, changes = torch.arange(PIECE_BYTES // 4 + 5.0), torch.ones(1000), 0
+    tensors = [large, small]
+    memory = HostMemory(pinned=False)
+    parking = Parking(lambda: tensors, CPU, tmp_path, changes=lambda: changes, shelf=memory)
+
+    def slept() -> int:
+        before = bits(tensors)
+        copied = parking.park()
+        assert num_bytes_in_memory(tensors) == 0
+        assert parking.unpark() == sum(len(each) for each in before)
+        assert bits(tensors) == before
+        return copied
+
+    assert [slept(), slept()] == [large.nbytes + small.nbytes, 0]
+    small += 1
+    assert [slept(), slept()] == [small.nbytes, 0]
+    for _ in range(2):  # two that get the same address, and have the same number of writes
+        tensors.append(torch.rand(1000))
+        assert [slept(), slept()] == [4000, 0]
+        tensors.pop()
+        assert slept() == 0
+    small.data.zero_()  # no version shows it
+    changes += 1
+    assert [slept(), slept()] == [large.nbytes + small.nbytes, 0]
+    small.data = torch.full((1000,), 3.0)
+    assert [slept(), slept()] == [small.nbytes, 0]
+    tensors.reverse()
+    assert [slept(), slept()] == [large.nbytes + small.nbytes, 0]
+
+
+@pytest.mark.parametrize("role", [ActorWorker, CriticWorker, ReferenceWorker])
+async def test_a_role_that_judges_comes_back_without_its_optimizer_and_leaves_without_a_copy(
+    role: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With memory that keeps its copies, as on a GPU."""
+    monkeypatch.setattr(module, "_File", lambda directory: HostMemory(pinned=False))
+    sections = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 4}
+    job = make_job(
+        {
+            "algorithm": {"use_kl_in_reward": True},
+            "data": {"train_batch_size": 16, "max_prompt_length": 6, "max_response_length": 10},
+            "trainer": {"device": "cpu", "default_local_dir": str(tmp_path)},
+            "actor": {"model": {"path": str(tiny_model)}, **sections},
+            "critic": sections,
+        }
+    )
+    worker, awake, batch = role(job), role(job), sequence_batch(16)
+    weights = num_bytes_in_memory(list({id(t): t for t in model_tensors(worker.root)}.values()))
+    moments, slept = 0, False
+
+    async def judged() -> None:
+        name = "compute_values" if role is CriticWorker else "compute_log_probs"
+        mine, theirs = [(await getattr(each, name)(batch)).tensors for each in (worker, awake)]
+        assert all(torch.equal(mine[column], theirs[column]) for column in theirs)
+
+    for _ in range(2):
+        if role is not ReferenceWorker:
+            assert await worker.update(batch) == await awake.update(batch)
+            moments = num_bytes_in_memory(worker.optimizer.tensors())
+            assert moments > 2 * (weights - 1000)  # buffers have none
+        assert await worker.sleep() == (weights + moments if moments or not slept else 0)
+        slept = True
+        for _ in range(2):
+            assert await worker.wake() == weights
+            await judged()
+            assert role is ReferenceWorker or num_bytes_in_memory(worker.optimizer.tensors()) == 0
+            assert await worker.sleep() == 0
+        await worker.wake()
+    if role is not ReferenceWorker:
+        for each in (worker, awake):
+            await each.load_checkpoint(None)
+        assert await worker.sleep() == weights
+        await worker.wake()
+        await judged()
+        assert await worker.update(batch) == await awake.update(batch)
+    worker.close()
+    awake.close()
 
 
 RESIDENT = """
