@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.workload import CORRECT, DTYPES, check, job_of, make_model, rows_of
+from benchmarks.gpu.workload import CORRECT, DTYPES, check, job_of, make_model, prompts_of, rows_of
+from rolemesh.config import JobConfig
+from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import named_weights
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.workers.numerics import prepare_device
 
 # Against float32 on the CPU, of numbers around 7: largest difference allowed.
 TOLERANCE = {"float32": 2e-4, "bfloat16": 0.3}
@@ -57,38 +61,48 @@ def log_probs(device: str, directory: Path) -> dict[str, Any]:
 
 
 def twice(device: str, directory: Path) -> dict[str, Any]:
-    """The same pass and the same update twice: are the bits equal?
+    """The same pass, the same update and the same generation twice: are the bits equal?
 
     The forward pass must have the same bits. Some kernels of the backward pass add in any order (attention's,
-    and index_add); with torch's deterministic algorithms they should not.
+    and index_add). With trainer.deterministic all bits must be equal.
     """
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at cuBLAS' first use
-    model, rows = make_model(directory / "model", CORRECT[device]), rows_of(CORRECT[device], uneven=True)
-    job = job_of(directory, model, CORRECT[device], device)
+    # As it runs first, in a process that could compute deterministically: cuBLAS reads this at its first use.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    scale = CORRECT[device]
+    model, rows = make_model(directory / "model", scale), rows_of(scale, uneven=True)
 
-    async def updated() -> tuple[Tensor, dict[str, Tensor], float]:
+    async def computed(job: JobConfig) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
         actor = ActorWorker(job)
-        before = (await actor.compute_log_probs(rows))["old_log_probs"]
+        found = {"log_probs": (await actor.compute_log_probs(rows))["old_log_probs"]}
         metrics = await actor.update(rows)
         weights = {name: tensor.detach().cpu().clone() for name, tensor in named_weights(actor.model).items()}
         actor.close()
-        return before, weights, metrics["actor/grad_norm"]
+        rollout = RolloutWorker(job)
+        parts = [part async for part in rollout.generate(prompts_of(scale))]
+        rollout.close()
+        answers = DataProto.concat(parts)
+        order = answers["row"].argsort()
+        found |= {f"generated {name}": column[order] for name, column in answers.tensors.items()}
+        return found, weights, metrics["actor/grad_norm"]
 
     figures: dict[str, Any] = {}
     for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic, warn_only=True)
-        (one, weights, norm), (other, again, norm_again) = (asyncio.run(updated()) for _ in range(2))
-        name = "deterministic algorithms" if deterministic else "as it runs"
+        job = job_of(directory, model, scale, device, {"trainer": {"deterministic": deterministic}})
+        prepare_device(["actor", "rollout"], job)
+        (one, weights, norm), (other, again, norm_again) = (asyncio.run(computed(job)) for _ in range(2))
+        name = "trainer.deterministic" if deterministic else "as it runs"
         differing = [key for key in weights if not torch.equal(weights[key], again[key])]
+        answers = [key for key in one if not torch.equal(one[key], other[key])]
         figures[name] = {
-            "log_probs_equal": torch.equal(one, other),
+            "log_probs_equal": "log_probs" not in answers,
+            "generated_equal": not answers,
             "weights_equal": not differing,
             "weights_that_differ": len(differing),
             "grad_norm_relative": abs(norm - norm_again) / norm,
         }
-        check(torch.equal(one, other), f"{name}: two passes over the same rows differ in their bits")
+        check("log_probs" not in answers, f"{name}: two passes over the same rows differ in their bits")
         check(abs(norm - norm_again) <= 1e-3 * norm, f"{name}: grad_norm {norm} and {norm_again}")
-    check(
-        device == "cuda" or figures["as it runs"]["weights_equal"], "two updates on a CPU differ in their bits"
-    )
+        must = deterministic or device == "cpu"
+        check(not (must and differing), f"{name}: two updates differ in {len(differing)} weights")
+        check(not (must and answers), f"{name}: two generations differ in {answers}")
     return figures

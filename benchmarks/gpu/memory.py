@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.workload import SPEED, Scale, check, job_of, make_model, rows_of, synchronized
+from benchmarks.gpu.workload import SPEED, Scale, check, job_of, make_model, prompts_of, rows_of, synchronized
 from rolemesh.config import JobConfig
-from rolemesh.dataproto import DataProto
 from rolemesh.planner.devices import GPUS
 from rolemesh.planner.memory import Memory, role_memory, role_shapes
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.workers.numerics import prepare_device
 
 ROLES = {"actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker, "rollout": RolloutWorker}
 # A model's smallest tensors and the allocator's rounding are not counted by the planner.
@@ -85,6 +85,7 @@ def peaks(device: str, directory: Path) -> dict[str, Any]:
     """Peak bytes of each role against the planner's, and what checkpointing and offloading save."""
     scale = SPEED[device]
     model = make_model(directory / "model", scale)
+    prepare_device(["actor"], job_of(directory, model, scale, device))  # segments that grow, as in a run
     checkpointed = {"enable_gradient_checkpointing": True}
     variants: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -151,12 +152,7 @@ async def _at_work(role: str, job: JobConfig, scale: Scale, device: str) -> tupl
     elif role == "reference":
         await worker.compute_log_probs(rows)
     else:
-        columns = {
-            "prompts": rows["input_ids"][:, : scale.prompt],
-            "prompt_mask": torch.ones(scale.rows, scale.prompt, dtype=torch.bool),
-            "seeds": torch.arange(scale.rows),
-        }
-        async for _ in worker.generate(DataProto(columns, {}, {"sampling": "train"})):
+        async for _ in worker.generate(prompts_of(scale)):
             pass
     memory = planned(job, role)
     figures: dict[str, Any] = {"planned_bytes": memory.total, "planned": memory.parts()}
@@ -166,6 +162,7 @@ async def _at_work(role: str, job: JobConfig, scale: Scale, device: str) -> tupl
             "measured_bytes": measured,
             "between_steps_bytes": allocated(device) - base,
             "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "segments_grow": any(each["is_expandable"] for each in torch.cuda.memory_snapshot()),
             "ratio": memory.total / measured,
         }
     worker.close()

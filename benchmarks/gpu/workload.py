@@ -120,6 +120,16 @@ def rows_of(scale: Scale, *, uneven: bool, seed: int = 0) -> DataProto:
     )
 
 
+def prompts_of(scale: Scale) -> DataProto:
+    """The prompts of rows_of's rows, for a rollout."""
+    columns = {
+        "prompts": rows_of(scale, uneven=False)["input_ids"][:, : scale.prompt],
+        "prompt_mask": torch.ones(scale.rows, scale.prompt, dtype=torch.bool),
+        "seeds": torch.arange(scale.rows),
+    }
+    return DataProto(columns, {}, {"sampling": "train"})
+
+
 def synchronized(device: str) -> float:
     """The time, when all that was begun on the device has ended."""
     if device == "cuda":

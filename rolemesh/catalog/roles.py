@@ -78,7 +78,7 @@ LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 PAGE = ("algorithm.adv_estimator", "algorithm.page", "algorithm.filter_groups.enable")
 SAMPLING = ("rollout.temperature", "rollout.top_k", "rollout.top_p", "rollout.do_sample")
 POLICY = ("actor.model.path", "actor.model.revision", "actor.model.trust_remote_code")
-PROFILED = ("trainer.profile_steps",)
+COMPUTING = ("trainer.profile_steps", "trainer.deterministic")
 PACKING = ("actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu", "trainer.balance_batch")
 TRAINING = (
     *("data.train_batch_size", "rollout.n", "trainer.total_training_steps"),
@@ -102,7 +102,7 @@ ROLES = Catalog(
         pass_rows=lambda job: job.actor.ppo_micro_batch_size_per_gpu,
         reads=(
             *("actor", "algorithm.rollout_correction", "trainer.balance_batch"),
-            *(*LENGTHS, *PAGE, *SAMPLING, *PROFILED, *TRAINING),
+            *(*LENGTHS, *PAGE, *SAMPLING, *COMPUTING, *TRAINING),
         ),
         meaning="the policy under training",
     ),
@@ -118,7 +118,7 @@ ROLES = Catalog(
         wanted=_called("rollout"),
         on_device=lambda job: job.engine.on_device,
         reads=(
-            *(*LENGTHS, *PAGE, *SAMPLING, *POLICY, *PROFILED, "trainer.weight_sync_timeout_s"),
+            *(*LENGTHS, *PAGE, *SAMPLING, *POLICY, *COMPUTING, "trainer.weight_sync_timeout_s"),
             *("rollout.val_kwargs.temperature", "rollout.val_kwargs.top_k", "rollout.val_kwargs.top_p"),
             *("rollout.val_kwargs.do_sample", "rollout.ignore_eos", "rollout.stop"),
             *("rollout.name", "rollout.options", "rollout.openai", "rollout.dtype", "rollout.max_num_seqs"),
@@ -140,7 +140,7 @@ ROLES = Catalog(
         model=lambda job: job.reference_model,
         model_key="reference.model",
         pass_rows=lambda job: job.reference.log_prob_micro_batch_size_per_gpu,
-        reads=("reference", *LENGTHS, *PAGE, *SAMPLING, *PROFILED, *PACKING),
+        reads=("reference", *LENGTHS, *PAGE, *SAMPLING, *COMPUTING, *PACKING),
         meaning="the policy that the actor is held close to",
     ),
     RoleSpec(
@@ -160,7 +160,7 @@ ROLES = Catalog(
         reads=(
             *("critic", "actor.ppo_mini_batch_size", "algorithm.rollout_correction.rollout_is"),
             *("algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.bypass_mode"),
-            *(*LENGTHS, *PROFILED, *PACKING, *TRAINING),
+            *(*LENGTHS, *COMPUTING, *PACKING, *TRAINING),
         ),
         meaning="the value model",
     ),
@@ -180,7 +180,7 @@ ROLES = Catalog(
         pass_rows=lambda job: job.reward.reward_model.micro_batch_size_per_gpu,
         reads=(
             *("reward", "algorithm.adv_estimator", "algorithm.gdpo_reward_keys"),
-            *("rollout.val_kwargs.n", "rollout.multi_turn.enable", *LENGTHS, *POLICY, *PROFILED),
+            *("rollout.val_kwargs.n", "rollout.multi_turn.enable", *LENGTHS, *POLICY, *COMPUTING),
         ),
         reads_files=("reward.custom_reward_function.path",),
         meaning="the reward of a response, by rule, function or model",
@@ -203,7 +203,7 @@ ROLES = Catalog(
             *("rollout.multi_turn.mcp_servers", "rollout.multi_turn.call_timeout_s"),
             *("rollout.multi_turn.episode_timeout_s", "rollout.multi_turn.on_tool_error"),
             *("rollout.multi_turn.max_episodes", "rollout.agent.default_agent_loop", "rollout.agent.external"),
-            *("reward.sandbox.timeout_s", "reward.sandbox.memory_limit_mb", "trainer.profile_steps"),
+            *("reward.sandbox.timeout_s", "reward.sandbox.memory_limit_mb", *COMPUTING),
         ),
         reads_files=("rollout.multi_turn.tool_config_path", "rollout.multi_turn.interaction_config_path"),
         meaning="the other side of conversations: tools and interactions",

@@ -77,6 +77,11 @@ class TrainerConfig(Config):
         "device, except one of the rollout alone; null: 1",
     )
     nnodes: int = Field(1, gt=0, description="verl's name: machines with n_gpus_per_node GPUs each")
+    deterministic: bool = Field(
+        False,
+        description="on a GPU, every kernel of a role adds in one order, so that two runs have the same bits; "
+        "slower. A kernel that cannot is an error that names it. Not for vLLM and openai",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
     rpc_timeout_s: float = Field(
         1800.0,

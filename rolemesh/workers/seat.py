@@ -12,13 +12,14 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from rolemesh.config import JobConfig
-from rolemesh.errors import RoleUnavailable
+from rolemesh.errors import RoleUnavailable, Unsupported
 from rolemesh.ranks.orders import Alone, Orders
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.threads import note_progress_with
 from rolemesh.weights.holder import Holder
 from rolemesh.workers import broken_device
 from rolemesh.workers.lease import Lease
+from rolemesh.workers.numerics import kernel_without_order
 from rolemesh.workers.traces import Traces
 
 P = ParamSpec("P")
@@ -65,6 +66,12 @@ class ComputingThread(ThreadPoolExecutor):
             try:
                 return job(*args, **kwargs)
             except Exception as error:
+                if kernel := kernel_without_order(error):
+                    raise Unsupported(
+                        f"trainer.deterministic is true, but {kernel} of {self._name} has no deterministic "
+                        "kernel on this device. Set trainer.deterministic to false, or choose another dtype or "
+                        "use_remove_padding, which take other kernels"
+                    ) from error
                 if (broken := broken_device.error_of_device(error)) is None:
                     raise
                 broken_device.report(error, self._name)

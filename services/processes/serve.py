@@ -46,6 +46,7 @@ from rolemesh.workers.commands import command_of as worker_command
 from rolemesh.workers.devices import described, resolve_device
 from rolemesh.workers.lease import Lease
 from rolemesh.workers.local import LocalWorker
+from rolemesh.workers.numerics import prepare_device
 from rolemesh.workers.seat import Seat
 
 log = logging.getLogger(__name__)
@@ -210,6 +211,7 @@ async def serve(
         RolemeshError: a role could not be loaded.
     """
     os.environ.update(own_gpu(os.environ))
+    prepare_device(roles, job)
     tune()
     torch.manual_seed(0)  # nothing should draw from it; if something does, every process draws the same
     setup_logging(log_format)

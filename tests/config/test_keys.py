@@ -132,6 +132,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "rolemesh/models/micro_batches.py: *": ("actor", "critic", "reference"),
     "rolemesh/models/*": OWNER,
+    "rolemesh/workers/numerics.py: allocator_settings *": (),  # no answer depends on the allocator
     "rolemesh/workers/*": ALL,
     **dict.fromkeys(("rolemesh/planner/*", "rolemesh/graph/*", "rolemesh/data/*", "rolemesh/config/*"), ()),
     "rolemesh/fingerprint.py: *": (),

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rolemesh.config.rollout import SamplingConfig
+from rolemesh.workers.numerics import running_sums
 
 
 def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
@@ -66,7 +67,7 @@ def sample(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[
     if sampling.greedy:
         tokens = logits.argmax(-1, keepdim=True)
     else:
-        cumulative = log_probs.exp().cumsum(-1)
+        cumulative = running_sums(log_probs.exp())
         total = cumulative[:, -1:].contiguous()
         tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
         # Rounding may make the product equal to the total; then take the last token with any mass.
@@ -85,7 +86,7 @@ def _distribution(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Ten
     if sampling.top_k > 0:
         ranked, ids = ranked[:, : sampling.top_k], ids[:, : sampling.top_k]
     mass = ranked.softmax(-1)
-    cut = mass.cumsum(-1) - mass >= sampling.top_p
+    cut = running_sums(mass) - mass >= sampling.top_p
     ranked = ranked.masked_fill(cut, -torch.inf).log_softmax(-1)
     log_probs = torch.full_like(scaled, -torch.inf).scatter(-1, ids, ranked)
     kept_ids = ids[:, : sampling.num_kept].masked_fill(cut[:, : sampling.num_kept], -1).int()

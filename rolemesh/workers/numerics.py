@@ -1,0 +1,71 @@
+"""What a process of roles decides before CUDA starts: its allocator, and in which order and type it adds."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rolemesh.catalog.roles import ROLES
+from rolemesh.config import JobConfig
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads either, at CUDA's first use
+_UNORDERED = re.compile(r"(\S+) does not have a deterministic implementation")
+
+
+def prepare_device(roles: Sequence[str], job: JobConfig) -> None:
+    """Set this process up for the roles that it will load. Call it before anything uses CUDA.
+
+    Products of float32 are of float32, not of TF32. With trainer.deterministic every kernel adds in one order,
+    and one that cannot raises an error (kernel_without_order).
+    """
+    os.environ.update(allocator_settings(roles, job, os.environ))
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    if job.trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # all that is read has been written
+
+
+def allocator_settings(roles: Sequence[str], job: JobConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of torch's allocator for a process of these roles; a setting of the user's stays.
+
+    Hardly two micro-batches have the same size. Where roles are trained, segments can grow, so that memory that
+    one left is of use to the next. vLLM does not sleep in such segments, so not in its processes.
+    """
+    vllm = "rollout" in roles and job.engine.reserves_memory
+    if vllm or not any(ROLES[role].trained for role in roles) or any(name in environment for name in ALLOCATOR):
+        return {}
+    return {ALLOCATOR[0]: "expandable_segments:True"}
+
+
+def kernel_without_order(error: BaseException) -> str:
+    """Return the kernel that an error names as not deterministic; empty: it is another error."""
+    found = _UNORDERED.search(str(error)) if isinstance(error, RuntimeError) else None
+    return found[1] if found else ""
+
+
+def running_sums(rows: Tensor) -> Tensor:
+    """Compute the sums of each row [B, V] up to each column, in one order.
+
+    torch has no deterministic cumsum on CUDA, because it adds up a single long row in any order. Of several
+    rows, each is added up by one block of threads, in one order.
+    """
+    if not (rows.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return rows.cumsum(-1)
+    with _unordered_kernels():
+        return torch.cat([rows, rows[:1]]).cumsum(-1)[:-1]
+
+
+@contextmanager
+def _unordered_kernels() -> Iterator[None]:
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
