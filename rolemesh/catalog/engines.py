@@ -15,8 +15,9 @@ class EngineSpec(Declaration):
     Args:
         keys: of the section `rollout` that only this engine, and others that name them, have.
         on_device: it computes on the rollout's device; false: other servers do.
-        reserves_memory: it holds its weights in rollout.dtype and reserves rollout.gpu_memory_utilization of
-            the device; false: float32 weights, and memory as rows need it. The planner counts with this.
+        reserves_memory: it holds its weights in rollout.dtype, in which the actor then publishes them, and
+            reserves rollout.gpu_memory_utilization of the device; false: float32 weights, and memory as rows
+            need it. The planner counts with this.
         check: a function that raises InvalidConfig if the engine is not installed.
     """
 

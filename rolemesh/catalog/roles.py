@@ -102,7 +102,7 @@ ROLES = Catalog(
         pass_rows=lambda job: job.actor.ppo_micro_batch_size_per_gpu,
         reads=(
             *("actor", "algorithm.rollout_correction", "trainer.balance_batch"),
-            *(*LENGTHS, *PAGE, *SAMPLING, *COMPUTING, *TRAINING),
+            *(*LENGTHS, *PAGE, *SAMPLING, *COMPUTING, *TRAINING, "rollout.name", "rollout.dtype"),
         ),
         meaning="the policy under training",
     ),

@@ -13,10 +13,11 @@ from rolemesh.errors import WeightsUnavailable
 from rolemesh.ranks.agreement import agreed, gather_texts
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest
-from rolemesh.weights.manifest import checksum, digest_of, lay_out, unpack
+from rolemesh.weights.manifest import checksum, digest_of, lay_out
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.source import Fits
 from rolemesh.weights.stripes import STRIPE_PIECES, HeldStripes, Stripes
+from rolemesh.weights.tensors import RegionTensors
 from rolemesh.weights.writing import Machines, Wanted, write_rows
 
 
@@ -80,10 +81,10 @@ class HeldVersion:
     def is_whole(self) -> bool:
         return self.num_verified == self.num_bytes and self.striped is None
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> RegionTensors:
         """Return views of the region, by name. Do not write to them. Each keeps the whole region in memory."""
         assert self.is_whole
-        return unpack(self.manifest, self.region.tensor())
+        return RegionTensors(self.manifest, self.region)
 
     async def beyond(self, offset: int) -> int:
         """Wait until more than `offset` bytes are verified (or all), and return how many are.
@@ -150,6 +151,8 @@ class HeldWeights:
         tensors: Hugging Face name to tensor, on any device; tied ones once
             (rolemesh.models.loading.named_weights). They are copied.
         deltas: name to a function that makes what is added to that tensor while copying; called one at a time.
+        dtype: in which the version has its floating-point tensors. A tensor is cast on its device, after its
+            delta was added. None: as they are.
         ranks: over which the tensors are sharded. Every rank makes the version.
         serve: serves this process's stripes, from its first call on, and returns host:port. It is called on the
             first rank of each machine but rank 0's. If a rank above 0 has none, rank 0 has all bytes.
@@ -169,11 +172,12 @@ class HeldWeights:
         deltas: Mapping[str, Callable[[], Tensor]] | None = None,
         ranks: Ranks | None = None,
         *,
+        dtype: torch.dtype | None = None,
         serve: Callable[[], str] | None = None,
         is_for_all: bool = False,
     ) -> None:
         ranks = ranks or Ranks.alone()
-        self._manifest = lay_out(version, tensors)
+        self._manifest = lay_out(version, tensors, dtype)
         machines = Machines.of(self._manifest.region_bytes, ranks)
         can_serve = not ranks.most(int(ranks.rank > 0 and serve is None))
         stripes, receivers = None, [0]
@@ -208,12 +212,12 @@ class HeldWeights:
         """True if the version is divided among several machines."""
         return self._striped is not None
 
-    async def fetch(self, fits: Fits | None = None) -> dict[str, Tensor]:
+    async def fetch(self, fits: Fits | None = None) -> RegionTensors:
         """WeightSource.fetch. Raises WeightsUnavailable, too, if this process has only stripes."""
         if self._striped:
             num_machines = self._striped.stripes.num_holders
             raise WeightsUnavailable(f"weights version {self.version} is dealt to {num_machines} machines")
-        tensors = unpack(self._manifest, self._region.tensor())
+        tensors = RegionTensors(self._manifest, self._region)
         if fits:
             fits(tensors)
         return tensors

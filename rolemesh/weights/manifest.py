@@ -67,15 +67,19 @@ def check_digest(digest: str) -> None:
         raise InvalidBatch(f"{digest[:80]!r} is not a digest: expected 64 hexadecimal digits in lower case")
 
 
-def lay_out(version: int, tensors: Mapping[str, Tensor]) -> WeightManifest:
-    """Place each tensor in the region, and return the manifest without the pieces' checksums."""
+def lay_out(version: int, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> WeightManifest:
+    """Place each tensor in the region, and return the manifest without the pieces' checksums.
+
+    Floating-point tensors have `dtype` there, if it is given.
+    """
     manifest, end = WeightManifest(version=version, piece_bytes=PIECE_BYTES), 0
     for name, tensor in tensors.items():
-        offset, num_bytes = aligned(end), tensor.numel() * tensor.element_size()  # whole, also if sharded
+        own = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        offset, num_bytes = aligned(end), tensor.numel() * own.itemsize  # whole, also if sharded
         manifest.weights.append(
             WeightSpec(
                 name=name,
-                dtype=Dtype.Name(TO_WIRE[tensor.dtype]),
+                dtype=Dtype.Name(TO_WIRE[own]),
                 shape=tensor.shape,
                 offset=offset,
                 num_bytes=num_bytes,

@@ -15,10 +15,11 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import WeightsUnavailable
 from rolemesh.v1.weights_pb2 import SharedRegion
 from rolemesh.weights.held import HeldWeights
-from rolemesh.weights.manifest import outline, read_manifest, unpack
+from rolemesh.weights.manifest import outline, read_manifest
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.weights.source import Fits, WeightSource
+from rolemesh.weights.tensors import RegionTensors
 
 
 def offer_of(source: WeightSource) -> DataProto:
@@ -63,7 +64,7 @@ class OfferedWeights:
         for path, name in meta_info["regions"]:
             region = WeightRegion.open(SharedRegion(path=path, name=name), manifest.region_bytes)
             if region is not None and region.is_sealed:
-                return unpack(manifest, region.tensor())
+                return RegionTensors(manifest, region)
         if not meta_info["sources"]:
             raise WeightsUnavailable(
                 f"weights version {self.version} is in memory of other ranks alone, which this one cannot map"

@@ -22,6 +22,7 @@ from rolemesh.ranks.sharding import is_in_rows, local, memory_of, own_rows, rows
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest, WeightSpec
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.stripes import Stripes
+from rolemesh.wire.dtypes import FROM_WIRE
 
 Part = tuple[int, int]  # first byte of a part of a region, and its end
 
@@ -192,6 +193,7 @@ class _Writer:
         rows = local(source).detach()
         if delta is not None:
             rows = rows + own_rows(delta, source)
+        rows = rows.to(FROM_WIRE[spec.dtype])  # before it leaves the device
         data, base = rows.cpu().contiguous().reshape(-1).view(torch.uint8), spec.offset + start
         for to in mine:
             for first, last in self._wanted.parts(to, base, spec.offset + end):

@@ -19,7 +19,7 @@ from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import Unsupported
 from rolemesh.home import Home
-from rolemesh.models.loading import load_tokenizer, named_weights, vocabulary_of, with_dtype
+from rolemesh.models.loading import load_tokenizer, named_weights, resolve_dtype, vocabulary_of, with_dtype
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packing import remove_padding
@@ -184,6 +184,7 @@ class ActorWorker(PolicyWorker):
         adapt = self._adapter_of(actor) if actor.model.lora_rank else None
         micro_batches = self.schedule.micro_batches
         super().__init__(job, "actor", actor.model, actor.fsdp_config, micro_batches, seat, adapt)
+        self._published_dtype = _published_dtype(job, self.device)
         self._home = Home.of(job)
         self._checkpoints = CheckpointWriter(self._home, "actor", self.seat.ranks, dtype=self.config.dtype)
         checkpoint_activations(self.model, actor.model, self.device)
@@ -291,7 +292,7 @@ class ActorWorker(PolicyWorker):
 
     @on_worker_thread
     def publish_weights(self, version: int) -> WeightSource:
-        """Copy the current weights, under a version."""
+        """Copy the current weights, under a version, in the dtype of the rollout's engine."""
         self.hold_weights(self._parts(version=version))
         held, self._held = self._held, None
         assert held is not None
@@ -308,6 +309,7 @@ class ActorWorker(PolicyWorker):
             self.adapter.base_weights() if self.adapter else named_weights(self.model),
             self.adapter.deltas() if self.adapter else {},
             ranks,
+            dtype=self._published_dtype,
             serve=holder.serve if holder else None,
             is_for_all=any({"actor", "rollout"} <= {*roles} for roles in self.job.groups.values()),
         )
@@ -370,3 +372,17 @@ class ActorWorker(PolicyWorker):
         if self.seat.holder:
             self.seat.holder.clear("a checkpoint was loaded")
         return DataProto()
+
+
+def _published_dtype(job: JobConfig, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of published weights: rollout.dtype, if the engine holds its weights in it; else None.
+
+    The engine would cast them anyway; cast here they are fewer bytes to copy and to send. `auto` is decided for
+    this role's device. A rollout on a device of another kind may need float32; then it refuses them.
+    """
+    dtype = job.rollout.dtype
+    if not job.engine.reserves_memory:
+        return None
+    chosen = resolve_dtype(dtype, "rollout.dtype", device) if dtype == "auto" else dtype
+    found: torch.dtype = getattr(torch, chosen)
+    return found

@@ -222,7 +222,13 @@ async def test_bfloat16_trains_float32_weights(tiny_model: Path) -> None:
     assert_close(exact["old_log_probs"], rounded["old_log_probs"], rtol=0.02, atol=0.05)
     metrics = await worker.update(batch)
     assert math.isfinite(metrics["actor/grad_norm"])
-    assert {w.dtype for w in (await (await worker.publish_weights(1)).fetch()).values()} == {torch.float32}
+    published = await (await worker.publish_weights(1)).fetch()
+    assert {w.dtype for w in published.values()} == {torch.float32}
+    # An engine that holds its weights in rollout.dtype gets them in it. hf holds float32 whatever the dtype.
+    vllm = ActorWorker(actor_job(tiny_model, {"model": model}, rollout={"name": "vllm", "dtype": "bfloat16"}))
+    await vllm.update(batch)
+    cast = await (await vllm.publish_weights(1)).fetch()
+    assert all(torch.equal(cast[name], weight.bfloat16()) for name, weight in published.items())
 
 
 async def test_padding_and_what_stands_in_it_change_nothing(tiny_model: Path) -> None:

@@ -348,6 +348,10 @@ def publishes(ranks: Ranks, models: Path) -> None:
             if ranks.rank == 0:
                 assert held.holding.digest == expected.holding.digest
                 assert held.holding.region.is_sealed == can_share
+        cast = HeldWeights(3, named_weights(root.model), ranks=ranks, dtype=torch.bfloat16)
+        if ranks.rank == 0:
+            alone = HeldWeights(3, expected.holding.tensors(), dtype=torch.bfloat16)
+            assert cast.holding.digest == alone.holding.digest
     region.CAN_SHARE = True
 
     config = config_of(models / "llama", lora_rank=2, target_modules=TARGETS)

@@ -6,13 +6,15 @@ two ranks."""
 import asyncio
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ from rolemesh.services.rollout.engines import load_engine
 from rolemesh.services.rollout.engines.sampling import log_distribution
 from rolemesh.services.rollout.engines.vllm import arguments
 from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.weights.held import HeldWeights
 
 pytestmark = pytest.mark.timeout(900)  # three processes import vLLM, on cores that other tests use too
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
@@ -216,7 +219,9 @@ async def test_after_each_of_ten_updates_it_is_the_actors_model(engine: Any, mod
     prompts = prompts_of(6)
     for version in range(1, 11):
         weights = weights_of(model, version)
-        await engine.load_weights(version, weights)
+        published = await HeldWeights(version, weights).fetch()
+        with no_file_of(published.region.num_bytes):  # vLLM reads the version where it lies
+            await engine.load_weights(version, published)
         read = await engine.read_weights()
         assert read.keys() == weights.keys()
         for name, weight in weights.items():
@@ -226,6 +231,19 @@ async def test_after_each_of_ten_updates_it_is_the_actors_model(engine: Any, mod
         with_weights(model, weights)  # the head is tied: a stale copy of it would show here
         assert_log_probs_agree(model, prompts, answer, engine._job.rollout)
         assert engine.version == version
+
+
+@contextmanager
+def no_file_of(num_bytes: int) -> Iterator[None]:
+    """This process can make no file of so many bytes, an anonymous one included."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes - 1, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"), tempfile.TemporaryFile() as file:
+            file.truncate(num_bytes)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @installed

@@ -5,6 +5,7 @@ vLLM changes the process it runs in (threads, process groups), so tests call thi
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ from vllm_rollouts import job_of
 
 from rolemesh.models.loading import load_outline, named_weights
 from rolemesh.services.rollout.engines.vllm import arguments
-from rolemesh.services.rollout.engines.vllm.tensor_file import tensor_file, tensors_in
+from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.manifest import lay_out
+from rolemesh.weights.region import WeightRegion
+from rolemesh.weights.tensors import RegionTensors
 
 
 def started(model: Path, dtype: str) -> tuple[Any, dict[str, Tensor]]:
@@ -41,10 +45,14 @@ def started(model: Path, dtype: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def updated(model: Path, dtype: str, num_updates: int) -> list[list[str]]:
-    """Update a model several times; return after each the names whose weights are not those of the update."""
+    """Update a model several times; return after each the names whose weights are not those of the update.
+
+    The publisher casts every other version, and vLLM the others.
+    """
     worker, own = started(model, dtype)
     generator = torch.Generator().manual_seed(3)
-    return [_wrong(worker, _version(own, generator), getattr(torch, dtype)) for _ in range(num_updates)]
+    kind: torch.dtype = getattr(torch, dtype)
+    return [_wrong(worker, _version(own, generator), kind, at % 2 == 0) for at in range(num_updates)]
 
 
 def refusal(model: Path, lacking: Sequence[str]) -> str:
@@ -54,7 +62,7 @@ def refusal(model: Path, lacking: Sequence[str]) -> str:
     for name in lacking:
         del weights[name]
     try:
-        _take(worker, weights)
+        _take(worker, weights, None)
     except ValueError as error:
         return str(error)
     return ""
@@ -64,19 +72,16 @@ def _version(own: dict[str, Tensor], generator: torch.Generator) -> dict[str, Te
     return {name: torch.randn(weight.shape, generator=generator) for name, weight in own.items()}
 
 
-def _take(worker: Any, weights: dict[str, Tensor]) -> None:
-    with tensor_file(weights) as file:
-        for name, room in tensors_in(*file).items():
-            room.copy_(weights[name])
-        worker.take_weights(*file)
+def _take(worker: Any, weights: dict[str, Tensor], dtype: torch.dtype | None) -> None:
+    published = asyncio.run(HeldWeights(1, weights, dtype=dtype).fetch())
+    worker.take_weights(*published.place)
 
 
-def _wrong(worker: Any, weights: dict[str, Tensor], dtype: torch.dtype) -> list[str]:
-    _take(worker, weights)
+def _wrong(worker: Any, weights: dict[str, Tensor], dtype: torch.dtype, is_cast: bool) -> list[str]:
+    _take(worker, weights, dtype if is_cast else None)
     wanted = {name: weight.to(dtype) for name, weight in weights.items()}
     wanted.setdefault("lm_head.weight", wanted["model.embed_tokens.weight"])  # tied
-    with tensor_file(wanted) as file:
-        found = worker.give_weights(*file)
-        read = tensors_in(*file)
-        wrong = [name for name in wanted if name not in found or not torch.equal(read[name], wanted[name])]
-    return wrong
+    manifest = lay_out(1, wanted)
+    read = RegionTensors(manifest, WeightRegion(manifest.region_bytes))
+    found = worker.give_weights(*read.place)
+    return [name for name in wanted if name not in found or not torch.equal(read[name], wanted[name])]

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from benchmarks.hostile_messages import field
 from rolemesh.errors import WeightsUnavailable
+from rolemesh.services.rollout.engines.fitting import check_fit
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest
 from rolemesh.weights import manifest as manifest_module
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.manifest import check_manifest, digest_of, outline, read_manifest, unpack
 from rolemesh.weights.region import CAN_SHARE, WeightRegion
 from rolemesh.weights.store import WeightStore
+from rolemesh.weights.tensors import RegionTensors
 from rolemesh.wire.limits import MAX_WEIGHT_AXES, MAX_WEIGHTS
 
 MIB = 1 << 20
@@ -65,6 +67,44 @@ async def test_held_weights_stay_what_they_were_when_the_model_learns_on():
     held = HeldWeights(0, tensors)
     tensors["a"] += 1
     assert torch.equal((await held.fetch())["a"], three_tensors()["a"])
+
+
+def test_a_version_in_another_dtype_has_each_sum_rounded_once():
+    """With eight bits, 1 + 2^-8 alone is 1. The delta makes it 1 + 2^-7, which fits."""
+    tensors = {"a": torch.tensor([1 + 2**-8]), "b": torch.tensor([1 + 2**-8]), "n": torch.tensor([7])}
+    held = HeldWeights(3, tensors, {"b": lambda: torch.tensor([2**-8])}, dtype=torch.bfloat16)
+    cast = {
+        "a": torch.tensor([1.0]).bfloat16(),
+        "b": torch.tensor([1.0078125]).bfloat16(),
+        "n": torch.tensor([7]),
+    }
+    assert held.holding.digest == HeldWeights(3, cast).holding.digest
+
+
+@shares
+async def test_another_process_maps_a_version_and_copies_no_byte():
+    held = await HeldWeights(1, {"a": torch.arange(MIB), "b": torch.ones(3).bfloat16()}).fetch()
+    before = num_mapped()
+    mapped = RegionTensors.at(held.place)
+    assert num_mapped() == before + 1
+    assert [mapped.keys(), mapped["b"].dtype] == [held.keys(), torch.bfloat16]
+    assert all(torch.equal(mapped[name], tensor) for name, tensor in held.items())
+    assert mapped.region.shared is not None
+    assert held.region.shared is not None
+    assert os.stat(mapped.region.shared.path).st_ino == os.stat(held.region.shared.path).st_ino
+    unsealed = RegionTensors(held.manifest, WeightRegion(held.manifest.region_bytes))
+    with pytest.raises(WeightsUnavailable, match="version 1 cannot be mapped from /proc/"):
+        RegionTensors.at(unsealed.place)
+
+
+def test_float32_fits_an_engine_of_a_smaller_dtype_and_never_the_other_way():
+    single, half = (
+        {"a": torch.zeros(2, dtype=dtype, device="meta")} for dtype in (torch.float32, torch.bfloat16)
+    )
+    check_fit(1, single, half)
+    check_fit(1, half, half)
+    with pytest.raises(WeightsUnavailable, match=r"a is \[2\] torch.bfloat16, not \[2\] torch.float32"):
+        check_fit(1, half, single)
 
 
 def test_a_digest_names_version_and_every_bit():
@@ -256,7 +296,10 @@ def test_where_no_file_may_be_so_large_the_memory_is_this_process_s_alone():
     region = held.holding.region
     assert (region.shared, region.is_sealed) == (None, False)
     assert held.holding.verified_until(region.num_bytes) == region.num_bytes
-    assert torch.equal(held.holding.tensors()["a"], torch.arange(MIB))
+    tensors = held.holding.tensors()
+    assert torch.equal(tensors["a"], torch.arange(MIB))
+    with pytest.raises(WeightsUnavailable, match="private memory"):
+        _ = tensors.place
 
 
 @shares

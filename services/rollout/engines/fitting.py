@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from rolemesh.errors import WeightsUnavailable
 
 
 def check_fit(version: int, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Compare names, shapes and dtypes with the model's.
+    """Compare names, shapes and dtypes with the model's. A float32 tensor fits one of a smaller dtype.
 
     Args:
         own: the model's weights by rolemesh.models.loading.named_weights; on any device.
@@ -23,7 +24,8 @@ def check_fit(version: int, tensors: Mapping[str, Tensor], own: Mapping[str, Ten
     wrong += [
         f"{name} is {list(tensors[name].shape)} {tensors[name].dtype}, not {list(mine.shape)} {mine.dtype}"
         for name, mine in own.items()
-        if name in tensors and (tensors[name].shape, tensors[name].dtype) != (mine.shape, mine.dtype)
+        if name in tensors
+        and not (tensors[name].shape == mine.shape and tensors[name].dtype in (mine.dtype, torch.float32))
     ]
     if wrong:
         raise WeightsUnavailable(

@@ -1,7 +1,7 @@
 """Engine `vllm`: AsyncLLM with continuous batching, on CUDA and on a CPU.
 
 engine.py is the engine. arguments.py maps each key of the job file. extension.py runs in vLLM's worker
-processes. tensor_file.py is the memory shared with these processes. owner.py ends them with this process.
+processes, and maps the memory of a version there. owner.py ends these processes with this one.
 
 Rows: the tokens of a row depend on its prompt, its seed, the weights and the sampling parameters. Its last bits
 also depend on which rows share a forward pass (1e-6 of a log-probability in float32). This may sometimes change

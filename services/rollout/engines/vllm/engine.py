@@ -28,8 +28,11 @@ from rolemesh.services.rollout.engines.vllm.arguments import (
     sampling_arguments,
 )
 from rolemesh.services.rollout.engines.vllm.reload import check_reload
-from rolemesh.services.rollout.engines.vllm.tensor_file import tensor_file, tensors_in
 from rolemesh.tasks import as_they_end
+from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.manifest import lay_out
+from rolemesh.weights.region import WeightRegion
+from rolemesh.weights.tensors import RegionTensors
 from rolemesh.workers.devices import resolve_device
 from rolemesh.workers.local import LocalWorker
 
@@ -74,7 +77,11 @@ class VllmEngine:
         self._job = job
         model_directory(job.actor.model, "rollout")  # whose weights vLLM reads
         outline = load_outline(job.actor.model, "rollout")
-        self.weights = named_weights(outline)
+        dtype: torch.dtype = getattr(torch, job.rollout.dtype)
+        self.weights = {
+            name: own.to(dtype) if own.is_floating_point() else own
+            for name, own in named_weights(outline).items()
+        }
         self.vocabulary: int = vocabulary_of(outline)
         self._ends, self._pad = end_tokens(job, declared_eos(job, outline))
         self._on_cpu = current_platform.device_type == "cpu"
@@ -153,14 +160,13 @@ class VllmEngine:
         async with self._changing:
             if self._asleep:
                 raise Unsupported("rollout: the engine sleeps, and takes no weights before it wakes")
-            with tensor_file(tensors) as file:
-                room = tensors_in(*file)
-                await asyncio.to_thread(lambda: [room[name].copy_(tensors[name]) for name in room])
-                async with self._paused():
-                    await self._on_all_ranks("take_weights", *file)
-                    if self._names_versions:
-                        await self._answer(self._living().update_weight_version(str(version)))
-                    self._version = version
+            held = tensors if isinstance(tensors, RegionTensors) else await _copy(version, tensors)
+            place = held.place
+            async with self._paused():
+                await self._on_all_ranks("take_weights", *place)
+                if self._names_versions:
+                    await self._answer(self._living().update_weight_version(str(version)))
+                self._version = version
 
     async def read_weights(self) -> dict[str, Tensor]:
         """Read back the weights in use, in rollout.dtype, under the names of `named_weights`.
@@ -170,11 +176,10 @@ class VllmEngine:
         """
         if self._job.rollout.tensor_model_parallel_size > 1:
             raise Unsupported("rollout: reading back the weights of several ranks is not supported")
-        dtype = getattr(torch, self._job.rollout.dtype)
-        with tensor_file({name: own.to(dtype) for name, own in self.weights.items()}) as file:
-            (found,) = await self._on_all_ranks("give_weights", *file)
-            read = tensors_in(*file)
-            return {name: read[name].clone() for name in found}
+        manifest = lay_out(self._version, self.weights)
+        read = RegionTensors(manifest, WeightRegion(manifest.region_bytes))
+        (found,) = await self._on_all_ranks("give_weights", *read.place)
+        return {name: read[name].clone() for name in found}
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -300,6 +305,12 @@ class _Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+async def _copy(version: int, tensors: Mapping[str, Tensor]) -> RegionTensors:
+    """Copy tensors of no region into one, which vLLM's processes can map."""
+    copy = await asyncio.to_thread(HeldWeights, version, tensors)
+    return await copy.fetch()
 
 
 @contextmanager

@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from rolemesh.services.rollout.engines.vllm.reload import whole_loads
-from rolemesh.services.rollout.engines.vllm.tensor_file import Place, tensors_in
+from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest
+from rolemesh.weights.region import WeightRegion
+from rolemesh.weights.tensors import RegionTensors
+from rolemesh.wire.dtypes import FROM_WIRE
 
 if TYPE_CHECKING:  # vLLM takes the second on a GPU that has Triton, else the first
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
@@ -39,13 +42,16 @@ class RolloutExtension:
     _file: Any  # the released memory: the matrices of _only_packed, then every storage
     _only_packed: list[tuple[Any, torch.Size, torch.dtype]]
 
-    def take_weights(self, path: str, num_bytes: int, places: list[Place]) -> None:
-        """Load the tensors of a tensor file, under their Hugging Face names, into vLLM's layers.
+    def take_weights(self, path: str, name: str, manifest: bytes) -> None:
+        """Load the tensors of a version, under their Hugging Face names, into vLLM's layers.
+
+        Each rank reads them where they lie, in the region.
 
         Raises:
+            WeightsUnavailable: the region cannot be mapped.
             ValueError: they leave a layer of vLLM's without some of its weights.
         """
-        weights = tensors_in(path, num_bytes, places)
+        weights = RegionTensors.at((path, name, manifest))
         # It warns at every load about a head that is tied to the embedding. What lacks weights raises here.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         with whole_loads(self.model_runner.get_model()):
@@ -62,20 +68,24 @@ class RolloutExtension:
             if layer.weight.numel():
                 _pack(layer, remove_weight=False)
 
-    def give_weights(self, path: str, num_bytes: int, places: list[Place]) -> list[str]:
-        """Write the layers' weights to a tensor file, under Hugging Face names. Works only with one rank.
+    def give_weights(self, path: str, name: str, manifest: bytes) -> list[str]:
+        """Write the layers' weights to a region, under Hugging Face names. Works only with one rank.
 
         A packed copy is read by multiplying it with the unit matrix, which is exact.
 
         Returns:
             the names of the tensors that were found.
         """
-        room = tensors_in(path, num_bytes, places)
+        wanted = WeightManifest.FromString(manifest)
+        region = WeightRegion.open_to_fill(SharedRegion(path=path, name=name), wanted.region_bytes)
+        assert region is not None, "the engine holds the region meanwhile"
+        specs = {spec.name: spec for spec in wanted.weights}
         found = []
-        for name, tensor in self._hugging_face_weights():
-            if name in room:
-                room[name].copy_(tensor)
-                found.append(name)
+        for full, tensor in self._hugging_face_weights():
+            if (spec := specs.get(full)) is not None:
+                weight = tensor.to("cpu", FROM_WIRE[spec.dtype]).contiguous()
+                region.write(spec.offset, memoryview(_bytes_of(weight)))
+                found.append(full)
         return found
 
     def _hugging_face_weights(self) -> Iterator[tuple[str, Tensor]]:
