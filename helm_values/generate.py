@@ -19,6 +19,8 @@ from rolemesh.catalog.pages import PAGES
 from rolemesh.catalog.roles import ROLES, stateless_roles
 from rolemesh.config import JobConfig
 from rolemesh.config.placement import strategies
+from rolemesh.planner.devices import GIB
+from rolemesh.planner.host import HF_BYTES, RANK_BYTES, VLLM_BYTES
 
 CHARTS = Path(__file__).parents[1] / "charts"
 CHART = CHARTS / "rlhf-job"
@@ -145,6 +147,10 @@ def defaults() -> str:
             for name, page in PAGES.items()
         },
         "elsewhere": [name for name, engine in ENGINES.items() if not engine.on_device],
+        "inDtype": [name for name, engine in ENGINES.items() if engine.reserves_memory],
+        "hostGiB": {
+            name: size // GIB for name, size in (("vllm", VLLM_BYTES), ("perGpu", RANK_BYTES), ("hf", HF_BYTES))
+        },
         "ray": ray_version(),
         "job": JobConfig().model_dump(mode="json", exclude={"placement"}),
     }

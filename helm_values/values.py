@@ -68,13 +68,22 @@ class RoleValues(Config):
     resources: Resources = Field(Resources(), description="resources per pod, without GPUs")
 
 
+class RolloutValues(RoleValues):
+    billionParameters: float = Field(
+        0,
+        ge=0,
+        description="parameters of job.actor.model in billions, e.g. 7.6; a memory limit that is too small for "
+        "a version of them is refused; 0: unknown",
+    )
+
+
 def _needs(cpu: int, memory: str) -> Resources:
     return Resources(requests={"cpu": cpu, "memory": memory}, limits={"memory": memory})
 
 
 class RolesValues(Config):
     actor: RoleValues = RoleValues(gpus=1, resources=_needs(4, "64Gi"))
-    rollout: RoleValues = RoleValues(gpus=1, resources=_needs(4, "32Gi"))
+    rollout: RolloutValues = RolloutValues(gpus=1, resources=_needs(4, "32Gi"))
     reference: RoleValues = RoleValues(gpus=1, resources=_needs(4, "32Gi"))
     critic: RoleValues = RoleValues(gpus=1, resources=_needs(4, "64Gi"))
     reward: RoleValues = RoleValues(gpus=0, resources=_needs(2, "4Gi"))

@@ -20,6 +20,7 @@ from rolemesh.planner.memory import (
     Shapes,
     block_bytes,
     kv_bytes_per_token,
+    published_width,
     tokens_of_pass,
     vllm_memory,
 )
@@ -246,20 +247,22 @@ def generation_seconds(job: JobConfig, shape: ModelShape, device: Device, rows: 
 
 
 def handover_seconds(job: JobConfig, shapes: Shapes, device: Device, ranks: int, *, together: bool) -> float:
-    """Return the seconds to bring the actor's float32 weights to the rollouts.
+    """Return the seconds to bring the actor's weights to the rollouts.
 
-    A machine first gets the rows of its part that its ranks lack, unless they have a copy of the model (HSDP).
-    If actor and rollout share a group, each machine gets all. Else the machines send their parts at the same
-    time to a rollout, which relays to the others.
+    They leave the actor's devices in the dtype of the rollout's engine, and go to the engine's devices from
+    host memory. On a CPU both are copies in memory. A machine first gets the rows of its part that its ranks
+    lack, unless they have a copy of the model (HSDP). If actor and rollout share a group, each machine gets
+    all. Else the machines send their parts at the same time to a rollout, which relays to the others.
 
     Args:
         ranks: of the actor.
         together: whether actor and rollout share a group.
     """
-    num_bytes = FLOAT32 * shapes["actor"].policy_parameters
+    num_bytes = published_width(job.with_dtypes(device.kind)) * shapes["actor"].policy_parameters
     machines = -(-ranks // device.per_node)
     elsewhere = 0 if Spread.of(job, "actor", ranks).shards <= device.per_node else 1 - 1 / machines
-    copied, sent = 2 * num_bytes / device.memory_bandwidth, num_bytes / device.wire_bandwidth
+    rate = device.memory_bandwidth if device.shared else device.host_bandwidth
+    copied, sent = 2 * num_bytes / rate, num_bytes / device.wire_bandwidth
     if together:
         return copied + elsewhere * sent
     received = sent if machines == 1 else max(sent / machines, sent / STREAMS_GAIN)

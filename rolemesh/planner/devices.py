@@ -148,6 +148,14 @@ def cpu(memory_bytes: int, *, flops: float = 1e11, bandwidth: float = 1e10, bloc
     )
 
 
+def memory_limit() -> int | None:
+    """Return the memory limit of this container in bytes; None without one, or without Linux's cgroup v2."""
+    try:
+        return int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):  # no control group, or no limit ("max")
+        return None
+
+
 def available_memory() -> int:
     """Return the bytes that processes can still allocate on this machine, within a container's limit."""
     try:

@@ -107,7 +107,7 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
         if not device.shared:
             return memory
         # On a CPU the published version is in the same memory; rank 0 holds what all ranks have written.
-        return replace(memory, weights=memory.weights + FLOAT32 * policy // ranks)
+        return replace(memory, weights=memory.weights + published_width(job) * policy // ranks)
     if role == "critic":
         scored = shape.score_parameters
         return trained(scored, scored, shape, job.critic_model, tokens, 0, spread, on_device)
@@ -119,6 +119,11 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
     passing += gathered_bytes(weights, shape, dtype) if spread.shards > 1 else 0
     held = on_device * frozen_bytes(shape, dtype, ranks, scores=spec.scores) // spread.shards
     return Memory(weights=held, activations=passing)
+
+
+def published_width(job: JobConfig) -> int:
+    """Return the bytes of a parameter of a published version; no dtype of the job is auto."""
+    return WIDTH[job.rollout.dtype] if job.engine.reserves_memory else FLOAT32
 
 
 def tokens_of_pass(job: JobConfig, role: str) -> int:
@@ -290,7 +295,8 @@ def vllm_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
     """Return the memory of engine vllm on one of a replica's tensor_model_parallel_size devices.
 
     It has its share of the weights in rollout.dtype. The KV cache gets the rest of gpu_memory_utilization; on a
-    CPU, at most what max_num_seqs rows need. It must have room for at least one sequence.
+    CPU, at most what max_num_seqs rows need. It must have room for at least one sequence. On a CPU the version
+    that was fetched is in the same memory.
     """
     rollout, width = job.rollout, job.data.max_prompt_length + job.data.max_response_length
     devices = rollout.tensor_model_parallel_size
@@ -302,4 +308,5 @@ def vllm_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
     sequence = width * kv_bytes_per_token(shape, rollout.dtype) // devices
     if device.shared:
         left = min(left, rollout.max_num_seqs * sequence)
-    return Memory(weights, 0, 0, activations, max(left, sequence))
+    copies = 2 if device.shared else 1
+    return Memory(copies * weights, 0, 0, activations, max(left, sequence))

@@ -13,6 +13,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import CHUNKS_PER_BATCH
 from rolemesh.planner.cost import handover_seconds, role_seconds
 from rolemesh.planner.devices import Device
+from rolemesh.planner.host import HostMemory, host_memory
 from rolemesh.planner.memory import Memory, Shapes, role_memory
 from rolemesh.planner.spread import smallest
 
@@ -60,6 +61,7 @@ class Group:
         devices: number of devices; 0 for a group without a model.
         ranks: of each replica, over which its models are spread.
         memory: of each role, on each of the devices.
+        host: of a pod with a rollout on GPUs; None without one.
         seconds: of each role, by phase.
     """
 
@@ -69,6 +71,7 @@ class Group:
     ranks: int
     memory: Mapping[str, Memory]
     seconds: Mapping[str, Mapping[str, float]]
+    host: HostMemory | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -307,7 +310,9 @@ class Planner:
             device, count = self.cluster.device, max(1, devices)
             memory = {role: role_memory(self.job, role, self.shapes, device, ranks) for role in roles}
             seconds = {role: role_seconds(self.job, role, self.shapes, device, count, ranks) for role in roles}
-            self._groups[roles, devices, ranks] = Group("", roles, devices, ranks, memory, seconds)
+            engines = min(ranks, device.per_node) if any(ROLES[role].trained for role in roles) else 1
+            host = None if device.shared else host_memory(self.job, self.shapes, roles, engines)
+            self._groups[roles, devices, ranks] = Group("", roles, devices, ranks, memory, seconds, host)
         return self._groups[roles, devices, ranks]
 
     def _ranks(self, roles: Sequence[str], devices: int) -> int:

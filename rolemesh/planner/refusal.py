@@ -26,6 +26,7 @@ from rolemesh.planner.memory import (
     frozen_bytes,
     frozen_cast_bytes,
     kv_bytes_per_token,
+    published_width,
     tokens_of_pass,
     vllm_memory,
 )
@@ -41,8 +42,7 @@ def least_memory(job: JobConfig, role: str, shapes: Shapes) -> Memory:
         return Memory()
     shape = shapes[role]
     if role == "rollout":
-        width = WIDTH[job.rollout.dtype] if job.engine.reserves_memory else FLOAT32
-        return Memory(weights=width * shape.policy_parameters)
+        return Memory(weights=published_width(job) * shape.policy_parameters)
     spec = ROLES[role]
     if not spec.trained:
         return Memory(weights=frozen_bytes(shape, spec.model(job).dtype, scores=spec.scores))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import yaml
@@ -103,6 +104,12 @@ def notes(plan: Plan) -> list[str]:
     for group in plan.groups:
         if (missing := group.peak_bytes - memory) > 0:
             lines.append(f"each GPU of {group.name} misses {human_size(missing)}")
+        if group.host is not None:
+            parts = ", ".join(f"{name} {human_size(size)}" for name, size in asdict(group.host).items() if size)
+            lines.append(
+                f"a pod of {group.name} needs about {human_size(group.host.total)} of host memory for its "
+                f"rollout ({parts})"
+            )
         if group.ranks > 1:
             engines = ", and an engine of its own" if group.memory.get("rollout", Memory()).total else ""
             lines.append(
@@ -152,6 +159,7 @@ def to_json(plans: Sequence[Plan]) -> list[dict[str, Any]]:
                     "name": group.name,
                     "devices": group.devices,
                     "peak_bytes": group.peak_bytes,
+                    "host": asdict(group.host) if group.host else {},
                     "roles": {role: memory.parts() for role, memory in group.memory.items()},
                 }
                 for group in plan.groups

@@ -27,6 +27,8 @@ from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
 from rolemesh.fingerprint import fingerprint
+from rolemesh.planner.devices import memory_limit
+from rolemesh.planner.host import refuse_small_limit
 from rolemesh.ranks.following import follow
 from rolemesh.ranks.leading import Leader
 from rolemesh.ranks.orders import Command
@@ -131,7 +133,10 @@ def load_role(role: str, job: JobConfig, store: WeightStore, seat: Seat) -> tupl
     """
     spec = ROLES[role]
     if job.on_device(role):
-        log.info("%s computes on %s", role, described(resolve_device(job.trainer.device)))
+        device = resolve_device(job.trainer.device)
+        log.info("%s computes on %s", role, described(device))
+        if role == "rollout" and device.type == "cuda" and (limit := memory_limit()) is not None:
+            refuse_small_limit(job, limit)
     worker: LocalWorker = spec.load()(job, seat)
     service, servicer = load(spec.service), load(spec.servicer)
     if not spec.serves_weights:

@@ -160,6 +160,20 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
         {"job": FOUR_RANKS},
         "a pod of group rollout has 1 GPUs: set roles.rollout.gpus to 4",
     ),
+    "a memory limit below a version of the weights": (  # 2 bytes of each parameter, and vLLM's processes
+        {"roles": {"rollout": {"billionParameters": 14.8}}, "job": {"rollout": {"name": "vllm"}}},
+        "group rollout has a memory limit of 32Gi, but its rollout takes about 34.6 GiB of host memory: 7.0 "
+        "GiB for its processes, and 27.6 GiB for weights of roles.rollout.billionParameters 14.8: raise the",
+    ),
+    "a memory limit below a version and an engine asleep": (  # 44.7 GiB, twice
+        {
+            "placement": {"strategy": "hybrid"},
+            "job": {"rollout": {"name": "vllm"}},
+            "roles": {"rollout": {"billionParameters": 24}},
+        },
+        "a pod of group policy has a memory limit of 96Gi, but its rollout takes about 96.4 GiB of host memory"
+        ": 7.0 GiB for its processes, and 89.4 GiB",
+    ),
     "no room for the run": (
         {"storage": {"workspace": {"size": ""}}},
         "neither a size nor an existingClaim: set one",

@@ -219,6 +219,7 @@ def test_vllm_takes_its_share_of_the_device() -> None:
     small = replace(H100, memory_bytes=16 * GIB)
     assert role_memory(job, "rollout", {"rollout": LLAMA_7B}, small).kv_cache == 1024 * 2**19  # one sequence
     machine = role_memory(job, "rollout", {"rollout": LLAMA_7B}, cpu(2048 * GIB))
+    assert machine.weights == 2 * 2 * 6_738_415_616  # the fetched version too
     assert machine.kv_cache == 256 * 1024 * 2**19  # of a CPU's memory no more than max_num_seqs rows fill
 
 

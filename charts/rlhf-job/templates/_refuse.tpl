@@ -75,6 +75,7 @@
 {{- fail (printf "autoscaling.%s.minReplicas is more than its maxReplicas: lower it" (first $group.roles)) }}
 {{- end }}
 {{- include "rlhf-job.refuse.ranks" (list $ $group) }}
+{{- include "rlhf-job.refuse.host" (list $ $group) }}
 {{- if gt (int $group.gpus) (int $.Values.gpu.perNode) }}
 {{- fail (printf "a pod of group %s requests %d GPUs, but a node has %d (gpu.perNode): lower gpus of %s, or spread its models over several pods by placement.ranks" $group.name (int $group.gpus) (int $.Values.gpu.perNode) (join ", " $group.roles)) }}
 {{- end }}
@@ -108,6 +109,30 @@
 {{- end }}
 {{- if and $scaler (eq ($scaler.scaler | default "") "keda") }}
 {{- include "rlhf-job.refuse.crd" (list $ "keda.sh/v1alpha1/ScaledObject" (printf "autoscaling.%s.scaler is keda" $role) "KEDA" "set it to hpa") }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Refuse a memory limit that is too small for a rollout on GPUs, of (list $ GROUP). The pod checks this, too, and
+knows its model (rolemesh/planner/host.py). */}}
+{{- define "rlhf-job.refuse.host" -}}
+{{- $ := first . }}{{ $group := last . }}
+{{- $limit := dig "limits" "memory" "" $group.resources }}
+{{- if and $limit $group.gpus (has "rollout" $group.models) }}
+{{- $job := include "rlhf-job.job" $ | fromJson }}
+{{- $known := $.Files.Get "files/defaults.json" | fromJson }}
+{{- $billions := $.Values.roles.rollout.billionParameters | float64 }}
+{{- $engines := div (int $group.ranks) (int $group.pods) | float64 }}
+{{- $inDtype := has $job.rollout.name $known.inDtype }}
+{{- $width := and $inDtype (ne $job.rollout.dtype "float32") | ternary 2.0 4.0 }}
+{{- $processes := $known.hostGiB.hf }}
+{{- if $inDtype }}{{ $processes = addf $known.hostGiB.vllm (mulf $known.hostGiB.perGpu (subf $job.rollout.tensor_model_parallel_size 1)) }}{{ end }}
+{{- $version := divf (mulf $billions $width 1e9) 1073741824 }}
+{{- $weights := $version }}
+{{- if and $job.rollout.free_cache_engine (gt (len $group.models) 1) }}{{ $weights = addf $version (mulf $engines $version) }}{{ end }}
+{{- $needed := addf (mulf $engines $processes) $weights }}
+{{- if gt $needed (divf (include "rlhf-job.number" $limit | float64) 1073741824000) }}
+{{- fail (printf "a pod of group %s has a memory limit of %v, but its rollout takes about %.1f GiB of host memory: %.1f GiB for its processes, and %.1f GiB for weights of roles.rollout.billionParameters %v: raise the memory of roles.rollout.resources" $group.name $limit $needed (mulf $engines $processes) $weights $billions) }}
 {{- end }}
 {{- end }}
 {{- end }}
