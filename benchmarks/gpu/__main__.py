@@ -78,6 +78,8 @@ PARTS = {
     "peaks": Part("memory:peaks", 90, "peak memory beside the planner's"),
     "hybrid": Part("hybrid:hybrid", 100, "what it costs that actor and rollout share the GPU"),
     "handover": Part("speed:handover", 70, "new weights from actor to rollout, GB/s"),
+    "parking-3b": Part("large:parked", 90, "3e9 parameters with their moments sleep and wake"),
+    "handover-3b": Part("large:handed_over", 90, "3e9 new weights in bfloat16, each copy timed, beside IPC"),
     "tests": Part("services:tests", 90, "the tests with the mark gpu"),
     "vllm": Part("services:vllm", 120, "vLLM asleep and awake"),
 }
