@@ -153,7 +153,7 @@ def overrides(directory: Path, model: Path, name: str) -> list[str]:
         "actor.ppo_mini_batch_size=4",
         "actor.ppo_micro_batch_size_per_gpu=4",
         "rollout.n=2",
-        "reward={custom_reward_function: {path: reward/digits.py}}",
+        "reward={custom_reward_function: {path: reward/digits.py}, num_workers: 1}",
         f"trainer.default_local_dir={directory / name}",
         "trainer.total_training_steps=1",
         "trainer.logger=[file]",

@@ -4,19 +4,14 @@ A rule takes the response's text and the row's ground truth. It returns a number
 the score does not say whether the answer is correct, "acc". To add a rule, add a file here, its data sources to
 RULES and a case to default_compute_score.
 
-Scoring processes import this module, so neither it nor a rule may import torch or pydantic at the top.
+Scoring processes import this module, so neither it nor a rule may import torch or pydantic at the top. A rule
+is imported with the first row that needs it: all rules take as long as the rest that such a process imports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
-
-from rolemesh.rules import gsm8k
-from rolemesh.services.reward.functions import dapo, math, math_verify, prime_code
-from rolemesh.services.reward.functions.verl import dapo as verl_dapo
-from rolemesh.services.reward.functions.verl import gsm8k as verl_gsm8k
-from rolemesh.services.reward.functions.verl import hendrycks as verl_math
 
 if TYPE_CHECKING:
     from rolemesh.config.reward import RewardConfig
@@ -108,6 +103,9 @@ def default_compute_score(
     as_verl = config.rules == "verl"
     match rule_of(data_source, config):
         case "gsm8k":
+            from rolemesh.rules import gsm8k
+            from rolemesh.services.reward.functions.verl import gsm8k as verl_gsm8k
+
             by_mark = verl_gsm8k.compute_score if as_verl else gsm8k.compute_score
             return by_mark(
                 solution_str,
@@ -116,12 +114,22 @@ def default_compute_score(
                 answer_chars=config.answer_chars,
             )
         case "math":
+            from rolemesh.services.reward.functions import math
+            from rolemesh.services.reward.functions.verl import hendrycks as verl_math
+
             by_box = verl_math.compute_score if as_verl else math.compute_score
             return by_box(solution_str, ground_truth)
         case "dapo":
+            from rolemesh.services.reward.functions import dapo
+            from rolemesh.services.reward.functions.verl import dapo as verl_dapo
+
             by_line = verl_dapo.compute_score if as_verl else dapo.compute_score
             return by_line(solution_str, ground_truth, answer_chars=config.answer_chars)
         case "math_verify":
+            from rolemesh.services.reward.functions import math_verify
+
             return math_verify.compute_score(solution_str, ground_truth, exact=not as_verl)
         case _:
+            from rolemesh.services.reward.functions import prime_code
+
             return prime_code.compute_score(solution_str, ground_truth, config=config)
