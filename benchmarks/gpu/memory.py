@@ -162,7 +162,10 @@ async def _at_work(role: str, job: JobConfig, scale: Scale, device: str) -> tupl
             "measured_bytes": measured,
             "between_steps_bytes": allocated(device) - base,
             "reserved_bytes": torch.cuda.max_memory_reserved(),
-            "segments_grow": any(each["is_expandable"] for each in torch.cuda.memory_snapshot()),
+            "segments_grow": any(
+                each["is_expandable"]
+                for each in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            ),
             "ratio": memory.total / measured,
         }
     worker.close()

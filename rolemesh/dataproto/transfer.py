@@ -24,11 +24,11 @@ def on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         return [tensor.to(device) for tensor in tensors]
     sizes = [-(-tensor.nbytes // ALIGNED) * ALIGNED if tensor.device.type == "cpu" else 0 for tensor in tensors]
     host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    parts = host.split(sizes)
+    parts = host.split(sizes)  # type: ignore[no-untyped-call]
     for part, tensor in zip(parts, tensors, strict=True):
         if len(part):
             _seen_as(part, tensor).copy_(tensor)
-    there = host.to(device, non_blocking=True).split(sizes)
+    there = host.to(device, non_blocking=True).split(sizes)  # type: ignore[no-untyped-call]
     return [
         _seen_as(part, tensor) if len(part) else tensor.to(device)
         for part, tensor in zip(there, tensors, strict=True)

@@ -29,7 +29,8 @@ def prepare_device(roles: Sequence[str], job: JobConfig) -> None:
     if job.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # all that is read has been written
+        # all that is read has been written
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def allocator_settings(roles: Sequence[str], job: JobConfig, environment: Mapping[str, str]) -> dict[str, str]:
