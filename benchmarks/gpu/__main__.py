@@ -76,7 +76,7 @@ PARTS = {
     "steps": Part("services:steps", 120, "PPO through real services"),
     "twice": Part("correctness:twice", 60, "the same bits twice"),
     "peaks": Part("memory:peaks", 90, "peak memory beside the planner's"),
-    "hybrid": Part("hybrid:hybrid", 100, "what it costs that actor and rollout share the GPU"),
+    "hybrid": Part("hybrid:hybrid", 120, "what it costs that actor and rollout share the GPU"),
     "handover": Part("speed:handover", 70, "new weights from actor to rollout, GB/s"),
     "parking-3b": Part("large:parked", 90, "3e9 parameters with their moments sleep and wake"),
     "handover-3b": Part("large:handed_over", 90, "3e9 new weights in bfloat16, each copy timed, beside IPC"),
@@ -174,6 +174,7 @@ def run_here(name: str, device: str, directory: Path) -> None:
         result = {
             "state": state,
             "why": f"{type(error).__name__}: {error}" if state == "failed" else str(error),
+            "figures": getattr(error, "figures", {}),
         }
     sys.stderr.flush()
     (directory / "result.part").write_text(json.dumps(result))

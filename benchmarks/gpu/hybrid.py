@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.gpu.workload import check
+from benchmarks.gpu.workload import Missed
 from benchmarks.steps import stepper
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
@@ -23,7 +23,8 @@ from rolemesh.services.controller.main import new_client, until_ready
 from rolemesh.services.processes.role_processes import role_processes
 from rolemesh.telemetry import timeline
 
-STEPS = 4  # the first two make memory and choose kernels
+STEPS = 3
+WANTED = 0.15  # of a step
 SYNC = ("publish_weights", "update_weights")
 
 
@@ -42,7 +43,7 @@ class Sizes:
 
 
 SIZES = {
-    "cuda": Sizes(896, 24, 14, 4864, 151936, prompts=64, responses=8, tokens=512),
+    "cuda": Sizes(896, 24, 14, 4864, 151936, prompts=32, responses=8, tokens=256),
     "cpu": Sizes(64, 2, 4, 128, 512, prompts=4, responses=2, tokens=12),
 }
 
@@ -55,10 +56,11 @@ def hybrid(device: str, directory: Path) -> dict[str, Any]:
     sizes = SIZES[device]
     job = job_of(directory, sizes, device)
     steps = asyncio.run(timed(job))
-    busiest = min(steps[2:], key=lambda step: step["shared"])
-    if device == "cuda":
-        check(busiest["shared"] < 0.15, f"switches and new weights take {busiest['shared']:.0%} of a step")
-    return {f"step {number}": step for number, step in enumerate(steps, 1)}
+    figures = {f"step {number}": step for number, step in enumerate(steps, 1)}
+    least = min(step["shared"] for step in steps[1:])  # the first makes memory and chooses kernels
+    if device == "cuda" and least > WANTED:
+        raise Missed(f"switches and new weights take {least:.0%} of a step; wanted {WANTED:.0%}", figures)
+    return figures
 
 
 async def timed(job: JobConfig) -> list[dict[str, float]]:

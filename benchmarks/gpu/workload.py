@@ -143,5 +143,18 @@ def check(holds: bool, what: str) -> None:
         raise AssertionError(what)
 
 
+class Missed(AssertionError):
+    """A figure is not what is wanted; all figures of the part are kept.
+
+    Args:
+        what: which one, and its value.
+        figures: of the part.
+    """
+
+    def __init__(self, what: str, figures: dict[str, Any]) -> None:
+        super().__init__(what)
+        self.figures = figures
+
+
 class Skipped(Exception):
     """A part cannot run here; the message says why."""
