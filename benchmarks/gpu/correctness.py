@@ -9,11 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.workload import CORRECT, DTYPES, check, job_of, make_model, prompts_of, rows_of
+from benchmarks.gpu.workload import (
+    CORRECT,
+    DTYPES,
+    check,
+    job_of,
+    make_model,
+    prompts_of,
+    rows_of,
+    synchronized,
+)
 from rolemesh.config import JobConfig
+from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.models.loading import named_weights
+from rolemesh.models.loading import load_causal_lm, named_weights
+from rolemesh.models.packed.probe import remove_padding
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.critic.worker import CriticWorker
 from rolemesh.services.rollout.worker import RolloutWorker
@@ -45,6 +57,7 @@ def log_probs(device: str, directory: Path) -> dict[str, Any]:
         expected = await computed("cpu", "float32", packed=False)
         figures: dict[str, Any] = {}
         for dtype in DTYPES[device]:
+            figures[f"{dtype} probe"] = probed(device, dtype, model)
             for packed in (False, True):
                 found = await computed(device, dtype, packed)
                 for name, column in expected.items():
@@ -58,6 +71,28 @@ def log_probs(device: str, directory: Path) -> dict[str, Any]:
         return figures
 
     return asyncio.run(measured())
+
+
+def probed(device: str, dtype: str, model: Path) -> dict[str, Any]:
+    """Try a model without padding, as roles do when they load, twice.
+
+    Returns:
+        Seconds of each time, of which the first loads the kernels; and how often the second ran the kernel for
+        uneven lengths: in each layer, in bfloat16 on a GPU.
+    """
+    body = load_causal_lm(ModelConfig(path=str(model)), "actor").to(device).get_decoder()
+    seconds, began = [], synchronized(device)
+    remove_padding(body, "actor", dtype)
+    seconds.append(synchronized(device) - began)
+    body.set_attn_implementation("sdpa")
+    began = synchronized(device)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        remove_padding(body, "actor", dtype)
+        seconds.append(synchronized(device) - began)
+    num_kernels = sum(event.name == "torch_attn::_varlen_attn" for event in profiled.events() or ())
+    expected = CORRECT[device].layers if (device, dtype) == ("cuda", "bfloat16") else 0
+    check(num_kernels == expected, f"{dtype}: varlen attention ran {num_kernels} times, not {expected}")
+    return {"seconds": seconds, "varlen_attention": num_kernels}
 
 
 def twice(device: str, directory: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ STEPS = 3
 ADDITIONS = Scale(64, 2, 259, 32, 32, 12, 8)
 TESTS = (
     "tests/models/test_packing.py",
+    "tests/models/test_probe.py",
     "tests/workers/test_parking.py",
     "tests/processes/test_broken_devices.py",
 )

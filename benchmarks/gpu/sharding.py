@@ -19,7 +19,7 @@ from rolemesh.algos.aggregation import BatchCounts
 from rolemesh.config.model import FsdpConfig, ModelConfig, OptimConfig, TrainedModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import load_causal_lm, named_weights
-from rolemesh.models.packing import remove_padding
+from rolemesh.models.packed.probe import remove_padding
 from rolemesh.models.sequence import token_stats
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.rendezvous import Rendezvous, local_store, own_gpu
@@ -131,7 +131,7 @@ def _trained(
     root = Root(model if config else model.to(device))
     if config:
         shard(root, ranks, config, None if dtype == "float32" else torch.bfloat16)  # as a role does
-    root(lambda model: remove_padding(model.get_decoder(), "actor"))
+    root(lambda model: remove_padding(model.get_decoder(), "actor", dtype))
     where = torch.device(device)
     checkpointing = TrainedModelConfig(enable_gradient_checkpointing=True, enable_activation_offload=True)
     checkpoint_activations(root.model, checkpointing, where)

@@ -11,7 +11,8 @@ from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.errors import ModelNotFound
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import with_dtype
-from rolemesh.models.packing import is_packed, remove_padding
+from rolemesh.models.packed.attention import is_packed
+from rolemesh.models.packed.probe import remove_padding
 from rolemesh.models.sequence import autocast, lay_out
 from rolemesh.models.sharded import load_score_model
 from rolemesh.ranks.ranks import Ranks

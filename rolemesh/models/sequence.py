@@ -20,7 +20,8 @@ from rolemesh.errors import InvalidBatch
 from rolemesh.models.chunks import MIN_MATRIX_ROWS
 from rolemesh.models.distribution import TokenStats, Wanted, distribution_stats
 from rolemesh.models.heads import ScoreModel
-from rolemesh.models.packing import is_packed, pack
+from rolemesh.models.packed.attention import is_packed
+from rolemesh.models.packed.layout import pack
 from rolemesh.ranks.ulysses import Ulysses
 from rolemesh.wire.limits import MAX_CONTEXTS
 
@@ -42,7 +43,7 @@ def lay_out(
 
     Args:
         input_ids, attention_mask, position_ids: [b, S].
-        packed: lay the rows' tokens end to end, with shared prefixes once; rolemesh/models/packing.py.
+        packed: lay the rows' tokens end to end, with shared prefixes once; rolemesh/models/packed/.
 
     Returns:
         The inputs of the model's body; and [b, S], the index of each position in its flattened output

@@ -40,7 +40,7 @@ class Ulysses:
         """Take this rank's part of the tokens of a forward pass.
 
         Args:
-            inputs: of the model's body, as rolemesh.models.packing.pack makes them for N tokens.
+            inputs: of the model's body, as rolemesh.models.packed.layout.pack makes them for N tokens.
             places: [n], some of the N tokens.
 
         Returns:

@@ -22,7 +22,7 @@ from rolemesh.home import Home
 from rolemesh.models.loading import load_tokenizer, named_weights, resolve_dtype, vocabulary_of, with_dtype
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.packing import remove_padding
+from rolemesh.models.packed.probe import remove_padding
 from rolemesh.models.sequence import check_sequences, token_stats
 from rolemesh.models.sharded import copy_policy, load_policy, read_policy
 from rolemesh.ranks.agreement import on_first

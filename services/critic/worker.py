@@ -18,7 +18,7 @@ from rolemesh.home import Home
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import named_weights, vocabulary_of, with_dtype
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.packing import remove_padding
+from rolemesh.models.packed.probe import remove_padding
 from rolemesh.models.sequence import check_sequences, token_values
 from rolemesh.models.sharded import load_score_model, read_score_model
 from rolemesh.ranks.ulysses import check_heads

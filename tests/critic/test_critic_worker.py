@@ -27,7 +27,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, InvalidConfig, UpdateFailed
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.micro_batches import MicroBatches
-from rolemesh.models.packing import remove_padding
+from rolemesh.models.packed.probe import remove_padding
 from rolemesh.models.sequence import token_values
 from rolemesh.services.critic.worker import CriticWorker, value_objective
 

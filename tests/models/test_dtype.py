@@ -17,7 +17,8 @@ from rolemesh.config.job import DTYPE_KEYS, make_job
 from rolemesh.config.model import JudgingModelConfig, chosen_dtype
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_causal_lm, with_dtype
-from rolemesh.models.packing import pack, packed_attention, padded_attention
+from rolemesh.models.packed.attention import packed_attention, padded_attention
+from rolemesh.models.packed.layout import pack
 from rolemesh.services.rollout.engines.hf.attention import Reading
 
 HEADS, SHARED, WIDTH = 6, 2, 8

@@ -16,11 +16,11 @@ from transformers import modeling_utils
 
 from rolemesh.config.model import TrainedModelConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidConfig
 from rolemesh.models import chunks, distribution
 from rolemesh.models.distribution import head
 from rolemesh.models.heads import ScoreModel
-from rolemesh.models.packing import pack, padded_width, remove_padding
+from rolemesh.models.packed.layout import pack, padded_width
+from rolemesh.models.packed.probe import remove_padding
 from rolemesh.models.sequence import token_stats, token_values
 from rolemesh.training.loop import checkpoint_activations
 
@@ -199,19 +199,6 @@ def test_attention_pads_a_row_by_a_quarter_at_most() -> None:
     assert len(set(widths)) < 40
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [("Gemma2", {"head_dim": 8}), ("Bloom", {}), ("Mamba", {})],
-    ids=["soft cap", "no attention interface", "no attention"],
-)
-def test_what_cannot_go_without_padding_is_refused(kind: str, settings: dict[str, Any]) -> None:
-    body = causal_lm(kind, torch.float32, **settings).get_decoder()
-    with pytest.raises(
-        InvalidConfig, match=r"actor\.model\.use_remove_padding is true, but .*; set it to false"
-    ):
-        remove_padding(body, "actor")
-
-
 # ---------------------------------------------------------------------------- logits in chunks
 
 
@@ -283,7 +270,7 @@ def test_packed_rows_give_the_numbers_of_padded_ones_in_bfloat16_on_a_gpu() -> N
         model, rows = causal_lm(kind, torch.float32).cuda(), uneven(9).to("cuda")
         with torch.no_grad():
             padded = token_stats(model, rows, temperature=0.7, dtype="bfloat16")
-            remove_padding(model.get_decoder(), "actor")
+            remove_padding(model.get_decoder(), "actor", "bfloat16")
             packed = token_stats(model, rows, temperature=0.7, dtype="bfloat16")
         assert_close(packed.log_probs, padded.log_probs, rtol=0.05, atol=0.1)
         assert not torch.equal(packed.log_probs, padded.log_probs)

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
-from rolemesh.models.packing import remove_padding
+from rolemesh.models.packed.probe import remove_padding
 from rolemesh.models.sequence import check_sequences, token_stats
 from rolemesh.services.controller.stages.experience import join
 from rolemesh.wire.limits import MAX_CONTEXTS

@@ -25,7 +25,7 @@ from rolemesh.home import Home
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import load_causal_lm, named_weights
 from rolemesh.models.lora import Adapter
-from rolemesh.models.packing import remove_padding
+from rolemesh.models.packed.probe import remove_padding
 from rolemesh.models.sequence import token_stats, token_values
 from rolemesh.models.sharded import copy_policy, load_policy, load_score_model, read_policy, read_score_model
 from rolemesh.models.tiny import make_tiny_model

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from rolemesh.models.packing import for_each_head
+from rolemesh.models.packed.attention import for_each_head
 
 GROUPED_ATTENTION = "rolemesh_grouped"  # name under which transformers finds it
 

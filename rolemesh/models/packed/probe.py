@@ -1,0 +1,98 @@
+"""Try a model without padding when a role loads it, before anything is generated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rolemesh.errors import InvalidConfig
+from rolemesh.models.packed.attention import KERNEL_TYPES, PACKED, NoKernel, check_capability
+from rolemesh.models.packed.layout import pack
+from rolemesh.models.sequence import DTYPES, autocast
+
+# Largest difference of a token's hidden state, relative to the mean norm, by the type of matrix products.
+TOLERANCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
+
+# Errors of the machine, which say nothing about the architecture. Those of CUDA's libraries, of its driver, of
+# a CPU's allocator and of a connection between ranks have no class of their own.
+OF_THE_MACHINE = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
+WORDS_OF_THE_MACHINE = ("CUDA error", "CUDA driver error", "DefaultCPUAllocator", "gloo/transport")
+
+
+def remove_padding(body: Any, role: str, dtype: str = "float32") -> None:
+    """Switch a model to packed attention, and test that it works where and as the role computes.
+
+    The test lays two short rows with a common prefix end to end; they must give the same numbers as separately.
+    It detects every architecture in which tokens interact outside of transformers' attention interface, and
+    runs the kernel that later passes run. Every rank of a role calls it, within a call of its Root.
+
+    Args:
+        body: a transformers model without its head, on the role's device.
+        role: for the message.
+        dtype: in which the role computes, a ModelConfig's with `auto` decided.
+
+    Raises:
+        InvalidConfig: without padding the model gives other numbers or an error; or the device has no kernel
+            for it; or its numbers are not finite. The message says what to set.
+        torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError: the machine failed, not the model.
+    """
+    device = body.get_input_embeddings().weight.device  # with offloaded shards the first to be gathered there
+    ids, mask, positions = (column.to(device) for column in probe_rows())
+    key = f"{role}.model.use_remove_padding"
+    with torch.no_grad(), autocast(device, dtype):
+        alone = body(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
+        expected = alone.last_hidden_state[mask]
+        if not expected.isfinite().all():
+            raise InvalidConfig(
+                f"{role}: {type(body).__name__} gives numbers that are not finite, with {role}.model.dtype "
+                f"{dtype}: its weights are damaged, or too large for this type"
+            )
+        try:
+            if device.type == "cuda" and DTYPES[dtype] in KERNEL_TYPES:
+                check_capability(torch.cuda.get_device_capability(device))
+            body.set_attn_implementation(PACKED)
+            inputs, places = pack(ids, mask, positions)
+            found = body(**inputs, use_cache=False).last_hidden_state[0][places[mask]]
+            if not are_close(found, expected, TOLERANCE[dtype]):
+                raise InvalidConfig("rows laid end to end change each other's numbers")
+        except NoKernel as error:
+            raise InvalidConfig(
+                f"{key} is true and {role}.model.dtype is {dtype}, but {error}; set {key} to false, or "
+                f"{role}.model.dtype to float32"
+            ) from error
+        except (InvalidConfig, RuntimeError, TypeError, ValueError) as error:
+            if is_of_the_machine(error):
+                raise
+            raise InvalidConfig(
+                f"{key} is true, but {type(body).__name__} cannot run without padding ({error}); set it to "
+                "false"
+            ) from error
+
+
+def probe_rows() -> tuple[Tensor, Tensor, Tensor]:
+    """Make two rows whose first three tokens are equal.
+
+    Returns:
+        Tokens, mask (bool) and positions, [2, 7] each.
+    """
+    columns = torch.arange(7)
+    mask = columns < torch.tensor([[7], [4]])
+    ids = torch.where(torch.tensor([[False], [True]]) & (columns == 3), 5, columns)
+    return ids, mask, columns.expand(2, 7)
+
+
+def are_close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Return whether each hidden state [n, H] is as expected, up to this part of their mean norm.
+
+    Of the mean, since the token that a model pads with may have a hidden state of 0. NaN is never close.
+    """
+    distances = torch.linalg.vector_norm((found - expected).float(), dim=-1)
+    return bool((distances <= tolerance * torch.linalg.vector_norm(expected.float(), dim=-1).mean()).all())
+
+
+def is_of_the_machine(error: Exception) -> bool:
+    """Return whether the machine failed: no memory, a broken or missing device, a lost rank."""
+    return isinstance(error, OF_THE_MACHINE) or any(words in str(error) for words in WORDS_OF_THE_MACHINE)
