@@ -1,7 +1,9 @@
 """Compute statistics of the distributions over the vocabulary from hidden states, a chunk of tokens at a time.
 
 The logits of a batch are far larger than its hidden states: with a vocabulary of 152,000, 0.6 MB of float32 per
-token. Therefore only one chunk's logits are in memory at a time. The backward pass recomputes them.
+token. Therefore only one chunk's logits are in memory at a time. The backward pass recomputes them. Without
+gradients a CPU takes a chunk apart into blocks that fit in its caches, and a GPU takes a block as large as its
+memory allows.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rolemesh.models.chunks import MIN_MATRIX_ROWS, tokens_at_once
+from rolemesh.models.chunks import MIN_MATRIX_ROWS, tokens_at_once, tokens_in_block
 
-BLOCK_LOGITS = 2**20  # logits in a block without gradients, so that it fits in the CPU's caches
+BLOCK_LOGITS = 2**20  # logits in a CPU's block without gradients, so that it fits in the caches
 NO_MASS = -1e30  # a logit whose exp() is 0; -inf or the lowest float would make gradients NaN
 
 
@@ -68,13 +70,16 @@ class Wanted(NamedTuple):
         if self.temperature not in (0, 1):
             logits = logits / self.temperature
         log_softmax = torch.log_softmax(logits, -1)
+        del logits  # so that at most two copies of a block exist at once
         log_probs = log_softmax.gather(-1, place)[:, 0]
         entropys = squares = None
-        if self.entropy:
-            with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
-                entropys = -(log_softmax.exp() * log_softmax).sum(-1)
+        if self.entropy and self.entropy_gradient and torch.is_grad_enabled():
+            entropys = -(log_softmax.exp() * log_softmax).sum(-1)
+        elif self.entropy:
+            fixed = log_softmax.detach()
+            entropys = fixed.exp().mul_(fixed).sum(-1).neg_()
         if self.sum_pi_squared:
-            squares = (2 * log_softmax.detach()).exp().sum(-1)
+            squares = (2 * log_softmax.detach()).exp_().sum(-1)
         return TokenStats(log_probs, entropys, squares)
 
 
@@ -97,19 +102,29 @@ def distribution_stats(
         hidden, drawn = hidden[again], drawn[again]
         kept_ids = None if kept_ids is None else kept_ids[again]
 
+    learns, memory_bytes = torch.is_grad_enabled(), device_memory(hidden.device)
+
     def of_chunk(hidden: Tensor, drawn: Tensor, kept_ids: Tensor | None) -> TokenStats:
+        if learns or memory_bytes is not None:
+            return wanted.of(head(model, output, hidden), drawn, kept_ids)
         logits = head(model, output, hidden)
-        if torch.is_grad_enabled():
-            return wanted.of(logits, drawn, kept_ids)
         parts = _cut(logits.numel() // BLOCK_LOGITS, logits, drawn, kept_ids)
         return _joined([wanted.of(*part) for part in parts])
 
-    chunks = _cut(len(hidden) // tokens_at_once(model.config.vocab_size), hidden, drawn, kept_ids)
-    if len(chunks) == 1 or not torch.is_grad_enabled():
+    num_chunks = len(hidden) // tokens_at_once(vocabulary := model.config.vocab_size)
+    if memory_bytes is not None and not learns:  # few large blocks: each launches its kernels anew
+        num_chunks = -(-len(hidden) // tokens_in_block(vocabulary, memory_bytes))
+    chunks = _cut(num_chunks, hidden, drawn, kept_ids)
+    if len(chunks) == 1 or not learns:
         stats = _joined([of_chunk(*chunk) for chunk in chunks])
     else:
         stats = _joined([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
     return stats.each(lambda column: column[:num_tokens])
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Return the bytes of a GPU's whole memory; None of a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _cut(

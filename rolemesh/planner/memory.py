@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.model import TrainedModelConfig
-from rolemesh.models.chunks import tokens_at_once
+from rolemesh.models.chunks import BLOCK_BYTES, tokens_at_once, tokens_in_block
 from rolemesh.planner.devices import Device
 from rolemesh.planner.shapes import ModelShape, read_shape
 from rolemesh.planner.spread import Spread
@@ -101,6 +101,8 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
         learnt = shape.trained_parameters(job.actor.model)
         policy = shape.policy_parameters
         memory = trained(learnt, policy, shape, job.actor.model, tokens, head, spread, on_device)
+        judging = judging_bytes(job, role, shape, tokens, device, ranks)  # when there are no gradients
+        memory = replace(memory, activations=max(memory.activations, judging - memory.gradients))
         whole = FLOAT32 * policy // spread.shards
         if job.actor.model.lora_rank:
             memory = replace(memory, weights=memory.weights + on_device * whole)
@@ -112,13 +114,28 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
         scored = shape.score_parameters
         return trained(scored, scored, shape, job.critic_model, tokens, 0, spread, on_device)
     spec = ROLES[role]
+    held = frozen_bytes(shape, spec.model(job).dtype, ranks, scores=spec.scores)
+    judging = judging_bytes(job, role, shape, tokens, device, ranks)
+    return Memory(weights=on_device * held // spread.shards, activations=judging)
+
+
+def judging_bytes(
+    job: JobConfig, role: str, shape: ModelShape, tokens: int, device: Device, ranks: int
+) -> int:
+    """Return the peak bytes of a pass without gradients: its activations, logits, casts and gathered weights.
+
+    Args:
+        tokens: of a micro-batch on one rank.
+        ranks: of the role's group.
+    """
+    spec, spread = ROLES[role], Spread.of(job, role, ranks)
     dtype, weights = spec.model(job).dtype, shape.parameters(scores=spec.scores)
-    head = 0 if spec.scores else logits_bytes(job, role, shape, copies=2)
-    passing = forward_bytes(shape, tokens, dtype) + head
-    passing += frozen_cast_bytes(shape, dtype, ranks, scores=spec.scores)
-    passing += gathered_bytes(weights, shape, dtype) if spread.shards > 1 else 0
-    held = on_device * frozen_bytes(shape, dtype, ranks, scores=spec.scores) // spread.shards
-    return Memory(weights=held, activations=passing)
+    head = 0 if spec.scores else block_of_logits_bytes(job, role, shape, device)
+    casts = cast_bytes(shape, dtype, spread)
+    if not spec.trained:
+        casts = frozen_cast_bytes(shape, dtype, ranks, scores=spec.scores)
+    gathered = gathered_bytes(weights, shape, dtype) if spread.shards > 1 else 0
+    return forward_bytes(shape, tokens, dtype) + head + casts + gathered
 
 
 def published_width(job: JobConfig) -> int:
@@ -243,9 +260,22 @@ def block_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
 
 def logits_bytes(job: JobConfig, role: str, shape: ModelShape, *, copies: int) -> int:
     """Return the peak bytes of the policy's head: float32 copies of a chunk of the logits."""
+    tokens = min(_predicted(job, role), 2 * tokens_at_once(shape.vocabulary))
+    return copies * tokens * shape.vocabulary * FLOAT32
+
+
+def block_of_logits_bytes(job: JobConfig, role: str, shape: ModelShape, device: Device) -> int:
+    """Return the peak bytes of the policy's head without gradients; a GPU has a larger block."""
+    if device.shared:
+        return logits_bytes(job, role, shape, copies=2)
+    tokens = min(_predicted(job, role), tokens_in_block(shape.vocabulary, device.memory_bytes))
+    return BLOCK_BYTES * tokens * shape.vocabulary
+
+
+def _predicted(job: JobConfig, role: str) -> int:
+    """Return the tokens of a micro-batch whose logits are computed."""
     width = job.data.max_prompt_length + job.data.max_response_length
-    predicted = tokens_of_pass(job, role) * (job.data.max_response_length + 1) // width
-    return copies * min(predicted, 2 * tokens_at_once(shape.vocabulary)) * shape.vocabulary * FLOAT32
+    return tokens_of_pass(job, role) * (job.data.max_response_length + 1) // width
 
 
 def cast_bytes(shape: ModelShape, dtype: str, spread: Spread) -> int:

@@ -22,7 +22,7 @@ from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import model_directory
 from rolemesh.planner.cost import Pass, role_seconds
 from rolemesh.planner.devices import GIB, GPUS, Device, available_memory, cpu, human_size, parse_size
-from rolemesh.planner.memory import kv_bytes_per_token, logits_bytes, role_memory
+from rolemesh.planner.memory import judging_bytes, kv_bytes_per_token, logits_bytes, role_memory
 from rolemesh.planner.plan import Cluster, Planner
 from rolemesh.planner.refusal import least_memory, least_on_gpu, refuse_what_cannot_fit
 from rolemesh.planner.search import as_grouping, partitions, search
@@ -241,6 +241,20 @@ def test_activations_are_block_inputs_one_block_with_its_gradients_logits_and_ca
     dynamic = ppo(actor={"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 8192})
     assert role_memory(dynamic, "actor", {"actor": LLAMA_7B}, H100) == checkpointed
     assert role_memory(dynamic, "critic", {"critic": LLAMA_7B}, H100).activations > checkpointed.activations
+
+
+@pytest.mark.parametrize(("memory_gib", "tokens"), [(80, 4104), (4, 1048)])
+def test_log_probs_take_a_block_of_logits_as_large_as_the_gpu_allows(memory_gib: int, tokens: int) -> None:
+    """Of 8 rows 8 · 513 tokens are predicted. In 4 GiB a block has 2**25 logits, at 8 bytes a sixteenth."""
+    gpu = replace(H100, memory_bytes=memory_gib * GIB)
+    block = 8192 * (3 * 4096 * 4 + 3 * 11008 * 2)
+    judged = role_memory(ppo(), "reference", {"reference": LLAMA_7B}, gpu)
+    assert judged.activations == block + 8 * tokens * 32000
+    # The actor judges without gradients. Of a small model with a large vocabulary this may be the peak.
+    small = replace(LLAMA_7B, layers=2, multiplied_parameters=10**6, body_parameters=10**6, vocabulary=10**6)
+    trained = role_memory(ppo(), "actor", {"actor": small}, gpu)
+    judging = judging_bytes(ppo(), "actor", small, 8192, gpu, ranks=1)
+    assert trained.activations + trained.gradients >= judging
 
 
 @settings(max_examples=60, deadline=None)
