@@ -73,6 +73,7 @@ PARTS = {
     "sharded": Part("sharding:sharded", 110, "FSDP2 on NCCL, offload, checkpointing, publishing from shards"),
     "parking": Part("memory:parking", 70, "memory is free while a role sleeps"),
     "update": Part("speed:update", 90, "tokens per second and MFU beside plain torch"),
+    "head": Part("head:head", 90, "kernels and seconds of log-probs at V = 151,936; errors of bfloat16 logits"),
     "steps": Part("services:steps", 120, "PPO through real services"),
     "twice": Part("correctness:twice", 60, "the same bits twice"),
     "peaks": Part("memory:peaks", 90, "peak memory beside the planner's"),

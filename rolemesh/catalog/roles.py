@@ -125,6 +125,7 @@ ROLES = Catalog(
             *("rollout.tensor_model_parallel_size", "rollout.gpu_memory_utilization"),
             *("rollout.free_cache_engine", "rollout.max_num_batched_tokens", "rollout.enable_chunked_prefill"),
             *("rollout.enable_prefix_caching", "rollout.enforce_eager", "rollout.disable_log_stats"),
+            "actor.head_dtype",
         ),
         meaning="generation",
     ),
@@ -140,7 +141,7 @@ ROLES = Catalog(
         model=lambda job: job.reference_model,
         model_key="reference.model",
         pass_rows=lambda job: job.reference.log_prob_micro_batch_size_per_gpu,
-        reads=("reference", *LENGTHS, *PAGE, *SAMPLING, *COMPUTING, *PACKING),
+        reads=("reference", "actor.head_dtype", *LENGTHS, *PAGE, *SAMPLING, *COMPUTING, *PACKING),
         meaning="the policy that the actor is held close to",
     ),
     RoleSpec(

@@ -67,6 +67,11 @@ class PolicyLossConfig(Config):
 
 class ActorConfig(Config):
     model: PolicyModelConfig = PolicyModelConfig()
+    head_dtype: Literal["model", "float32"] = Field(
+        "model",
+        description="type of the policy's logits in actor, reference and rollout; float32 leaves them "
+        "unrounded, so that actor and engine agree more closely; model: the dtype of each",
+    )
     optim: OptimConfig = OptimConfig()
     fsdp_config: TrainedFsdpConfig = TrainedFsdpConfig()
     ulysses_sequence_parallel_size: Ulysses = 1

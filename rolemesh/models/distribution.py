@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rolemesh.models.chunks import MIN_MATRIX_ROWS, tokens_at_once, tokens_in_block
+from rolemesh.models.heads import VocabularyHead
 
 BLOCK_LOGITS = 2**20  # logits in a CPU's block without gradients, so that it fits in the caches
 NO_MASS = -1e30  # a logit whose exp() is 0; -inf or the lowest float would make gradients NaN
@@ -84,7 +85,13 @@ class Wanted(NamedTuple):
 
 
 def distribution_stats(
-    model: Any, output: Any, hidden: Tensor, drawn: Tensor, kept_ids: Tensor | None, wanted: Wanted
+    model: Any,
+    output: Any,
+    hidden: Tensor,
+    drawn: Tensor,
+    kept_ids: Tensor | None,
+    wanted: Wanted,
+    vocabulary_head: VocabularyHead | None = None,
 ) -> TokenStats:
     """Compute TokenStats [n] of the tokens that were sampled after the hidden states.
 
@@ -95,6 +102,7 @@ def distribution_stats(
         drawn: [n], ids of the sampled tokens.
         kept_ids: [n, K], ids that could be sampled, padded with -1; None: any token.
         wanted: which statistics to compute.
+        vocabulary_head: stands for the model's own head; None: that itself.
     """
     num_tokens = len(hidden)
     if 0 < num_tokens < MIN_MATRIX_ROWS:
@@ -106,8 +114,8 @@ def distribution_stats(
 
     def of_chunk(hidden: Tensor, drawn: Tensor, kept_ids: Tensor | None) -> TokenStats:
         if learns or memory_bytes is not None:
-            return wanted.of(head(model, output, hidden), drawn, kept_ids)
-        logits = head(model, output, hidden)
+            return wanted.of(head(model, output, hidden, vocabulary_head), drawn, kept_ids)
+        logits = head(model, output, hidden, vocabulary_head)
         parts = _cut(logits.numel() // BLOCK_LOGITS, logits, drawn, kept_ids)
         return _joined([wanted.of(*part) for part in parts])
 
@@ -144,7 +152,7 @@ def _joined(parts: list[TokenStats]) -> TokenStats:
     return TokenStats(torch.cat(first), entropys, squares)
 
 
-def head(model: Any, output: Any, hidden: Tensor) -> Tensor:
+def head(model: Any, output: Any, hidden: Tensor, vocabulary_head: VocabularyHead | None = None) -> Tensor:
     """Compute logits [n, V] from hidden states [n, H], as the model does from its body's output.
 
     transformers has no function for this step. Each causal LM has it in its own `forward`, with a scale
@@ -156,21 +164,28 @@ def head(model: Any, output: Any, hidden: Tensor) -> Tensor:
         model: a transformers causal LM.
         output: the output of its body; its other fields are kept.
         hidden: [n, H].
+        vocabulary_head: as in distribution_stats.
     """
     body = model.get_decoder()
     answer = type(output)(**{**output, "last_hidden_state": hidden[None]})
     answered = copy.copy(body)  # not a new module: Falcon-H1 reads the scale of its logits from the body
     answered.forward = lambda *_, **__: answer
     ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-    logits: Tensor = _with_module(model, body, answered)(input_ids=ids, use_cache=False).logits[0]
+    called = with_head(with_module(model, body, answered), vocabulary_head)
+    logits: Tensor = called(input_ids=ids, use_cache=False).logits[0]
     return logits
 
 
-def _with_module(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+def with_head(model: Any, vocabulary_head: VocabularyHead | None) -> Any:
+    """Make a shallow copy of a causal LM with another head for its own; None: return the model itself."""
+    return model if vocabulary_head is None else with_module(model, vocabulary_head.linear, vocabulary_head)
+
+
+def with_module(model: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """Make a shallow copy of the model with one module replaced, at any depth."""
     if model is old:
         return new
     [name] = [name for name, child in model.named_children() if any(each is old for each in child.modules())]
     made = copy.copy(model)
-    made._modules = model._modules | {name: _with_module(model.get_submodule(name), old, new)}
+    made._modules = model._modules | {name: with_module(model.get_submodule(name), old, new)}
     return made

@@ -1,9 +1,10 @@
-"""Heads that give one number per token: the critic's value, the reward model's score."""
+"""Heads: a policy's under autocast, and those that give one number per token (the critic's value, a score)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,130 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
 from rolemesh.config.model import ModelConfig
+from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_body, load_body_outline, load_score_head, model_directory
 from rolemesh.ranks.agreement import on_first
 from rolemesh.ranks.files import copied, write_rows
 from rolemesh.ranks.ranks import Ranks
+
+
+class VocabularyHead(nn.Module):
+    """Stands for a policy's linear head where matrix products are in a narrow type.
+
+    Hidden states and weight are rounded to that type, as autocast does, and products are summed in float32.
+    What differs from autocast: the weight's gradient is float32, so that the sum over many chunks of tokens is
+    as exact as one chunk; and the weight is cast once for all passes within `kept`. With `wide` the logits stay
+    float32 (as with vLLM's head_dtype: float32; MiniMax-M1, arXiv:2506.13585). bfloat16 would round those
+    between 8 and 16 to multiples of 1/16.
+
+    Args:
+        linear: the model's head; its weights are used, not copied.
+        dtype: of the products' operands, bfloat16 or float16.
+        wide: logits are float32; else they are rounded to `dtype`.
+    """
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype, wide: bool) -> None:
+        super().__init__()
+        self.linear, self._dtype = linear, dtype
+        self._logits = torch.float32 if wide else dtype
+        self._keeps = False
+        self._cast: Tensor | None = None
+
+    @classmethod
+    def of(cls, model: Any, dtype: torch.dtype, head_dtype: str, role: str) -> VocabularyHead | None:
+        """Make the head that a policy has in autocast to `dtype`; None if the model's own does as well.
+
+        Args:
+            model: a transformers causal LM, with its adapter.
+            dtype: of matrix products.
+            head_dtype: actor.head_dtype.
+            role: for the message.
+
+        Raises:
+            InvalidConfig: head_dtype is float32, and the model's head is not a plain matrix.
+        """
+        linear = model.get_output_embeddings()
+        if dtype not in (torch.bfloat16, torch.float16):
+            return None
+        if type(linear) is nn.Linear:
+            return cls(linear, dtype, head_dtype == "float32")
+        if head_dtype == "float32":
+            raise InvalidConfig(
+                f"{role}: actor.head_dtype is float32, but the head of {type(model).__name__} is not a plain "
+                f"matrix ({type(linear).__name__}); set head_dtype to model"
+            )
+        return None
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, H], the model's own."""
+        return self.linear.weight
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Cast the weight at most once within the context, where it must not change."""
+        outer, self._keeps = self._keeps, True
+        try:
+            yield
+        finally:
+            self._keeps = outer
+            if not outer:
+                self._cast = None
+
+    def _narrow_weight(self) -> Tensor:
+        if self._cast is not None:
+            return self._cast
+        narrow = self.weight.detach().to(self._dtype)
+        if self._keeps and self.weight.dtype != self._dtype:  # else it is the weight's own memory
+            self._cast = narrow
+        return narrow
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map hidden states [..., H] to logits [..., V]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            rows, narrow = hidden.flatten(0, -2), self._narrow_weight()
+            logits = head_product(rows, self.weight, narrow, self._logits)
+            if self.linear.bias is not None:
+                logits = logits + self.linear.bias.to(self._dtype).to(logits.dtype)
+        return logits.view(*hidden.shape[:-1], -1)
+
+
+class HeadProduct(torch.autograd.Function):
+    """Computes logits [n, V] of hidden states [n, H], and the float32 gradient of the weight [V, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, narrow: Tensor, logits: torch.dtype) -> Tensor:
+        rounded = hidden.to(narrow.dtype)
+        ctx.save_for_backward(rounded, narrow)
+        ctx.hidden, ctx.weight = hidden.dtype, weight.dtype
+        return product(rounded, narrow.t(), logits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rounded, narrow = ctx.saved_tensors
+        gradient = gradient.to(narrow.dtype)
+        of_hidden = of_weight = None
+        with torch.autocast(gradient.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                of_hidden = product(gradient, narrow, ctx.hidden)
+            if ctx.needs_input_grad[1]:
+                of_weight = product(gradient.t(), rounded, ctx.weight)
+        return of_hidden, of_weight, None, None
+
+
+head_product: Callable[..., Tensor] = HeadProduct.apply
+
+
+def product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply matrices [n, k] and [k, m] of one narrow type; sums are float32, and rounded to `dtype` once.
+
+    A GPU does so at the speed of the narrow type. A CPU has no such kernel, and multiplies in `dtype`.
+    """
+    if dtype == one.dtype:
+        return one @ other
+    if one.is_cuda:
+        return torch.mm(one, other, out_dtype=dtype)
+    return one.to(dtype) @ other.to(dtype)
 
 
 class ScoreHead(nn.Module):

@@ -9,7 +9,7 @@ one thread 16 were enough for every shape tried.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.models.chunks import MIN_MATRIX_ROWS
 from rolemesh.models.distribution import TokenStats, Wanted, distribution_stats
-from rolemesh.models.heads import ScoreModel
+from rolemesh.models.heads import ScoreModel, VocabularyHead
 from rolemesh.models.packed.attention import is_packed
 from rolemesh.models.packed.layout import pack
 from rolemesh.ranks.ulysses import Ulysses
@@ -183,6 +183,7 @@ def token_stats(
     entropy: bool = True,
     entropy_gradient: bool = False,
     sum_pi_squared: bool = False,
+    vocabulary_head: VocabularyHead | None = None,
     ulysses: Ulysses | None = None,
 ) -> TokenStats:
     """Return statistics of the response tokens under the distribution that they were sampled from.
@@ -201,6 +202,7 @@ def token_stats(
         entropy: compute it too.
         entropy_gradient: whether gradient flows through it.
         sum_pi_squared: compute it too; no gradient flows through it.
+        vocabulary_head: stands for the model's own head; None: that itself, under autocast.
         ulysses: the ranks that compute these rows together; None: this one alone.
 
     Returns:
@@ -216,10 +218,10 @@ def token_stats(
     if ulysses is not None:
         inputs, mine, before = ulysses.part(inputs, before)
         drawn, kept_ids = drawn[mine], None if kept_ids is None else kept_ids[mine]
-    with autocast(mask.device, dtype):
+    with autocast(mask.device, dtype), vocabulary_head.kept() if vocabulary_head else nullcontext():
         output = body(**inputs)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, before)
-        stats = distribution_stats(model, output, hidden, drawn, kept_ids, wanted)
+        stats = distribution_stats(model, output, hidden, drawn, kept_ids, wanted, vocabulary_head)
     if ulysses is not None:
         stats = stats.each(lambda cells: ulysses.whole(cells, mine, num_tokens))
     return stats.each(lambda cells: scatter(cells, mask))

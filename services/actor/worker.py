@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import Unsupported
 from rolemesh.home import Home
+from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import load_tokenizer, named_weights, resolve_dtype, vocabulary_of, with_dtype
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packed.probe import remove_padding
-from rolemesh.models.sequence import check_sequences, token_stats
+from rolemesh.models.sequence import DTYPES, check_sequences, token_stats
 from rolemesh.models.sharded import copy_policy, load_policy, read_policy
 from rolemesh.ranks.agreement import on_first
 from rolemesh.ranks.ranks import Ranks
@@ -58,8 +59,8 @@ class PolicyWorker(LocalWorker):
 
     Raises:
         ModelNotFound: the model directory is absent or incomplete.
-        InvalidConfig: the device does not exist or has no such dtype, or the architecture cannot run without
-            padding.
+        InvalidConfig: the device does not exist or has no such dtype, the architecture cannot run without
+            padding, or its head cannot have float32 logits.
     """
 
     def __init__(
@@ -86,6 +87,8 @@ class PolicyWorker(LocalWorker):
         if ranks.ulysses:
             key = f"{role}.ulysses_sequence_parallel_size"
             check_heads(self.model.config.get_text_config(), ranks.ulysses.size, key)
+        head_dtype = job.actor.head_dtype
+        self.vocabulary_head = VocabularyHead.of(self.model, DTYPES[config.dtype], head_dtype, role)
         self.parking = Parking(
             lambda: model_tensors(self.root), self.device, job.run_dir, changes=lambda: self.num_changes
         )
@@ -101,6 +104,10 @@ class PolicyWorker(LocalWorker):
     def num_changes(self) -> int:
         """How often the weights were about to change."""
         return 0
+
+    def _one_cast(self) -> AbstractContextManager[None]:
+        """Within the context the head's weight does not change, and is cast at most once."""
+        return self.vocabulary_head.kept() if self.vocabulary_head else nullcontext()
 
     def _stats(
         self, batch: DataProto, *, method: str = "compute_log_probs", **wanted: bool
@@ -125,9 +132,10 @@ class PolicyWorker(LocalWorker):
         """
         entropy, sum_pi_squared = (bool(part.meta_info.get(name)) for name in ("entropy", "sum_pi_squared"))
         columns: dict[str, Tensor] = {}
-        for at, _ in self._micro_batches.passes(part, self.seat.ranks):
-            rows = part.select_idxs(at).to(self.device)
-            with self.adapter.off() if self.adapter and part.meta_info.get("adapter_off") else nullcontext():
+        adapter = self.adapter if part.meta_info.get("adapter_off") else None
+        with adapter.off() if adapter else nullcontext(), self._one_cast():
+            for at, _ in self._micro_batches.passes(part, self.seat.ranks):
+                rows = part.select_idxs(at).to(self.device)
                 stats = self.root(
                     token_stats,
                     rows,
@@ -135,12 +143,13 @@ class PolicyWorker(LocalWorker):
                     dtype=self.config.dtype,
                     entropy=entropy,
                     sum_pi_squared=sum_pi_squared,
+                    vocabulary_head=self.vocabulary_head,
                     ulysses=self.seat.ranks.ulysses,
                 )
-            for name, cells in stats._asdict().items():
-                if cells is not None:
-                    column = columns.setdefault(name, cells.new_zeros(part["response_mask"].shape).cpu())
-                    column[at] = torch.where(rows["response_mask"], cells, 0).cpu()
+                for name, cells in stats._asdict().items():
+                    if cells is not None:
+                        column = columns.setdefault(name, cells.new_zeros(part["response_mask"].shape).cpu())
+                        column[at] = torch.where(rows["response_mask"], cells, 0).cpu()
         return DataProto(columns)
 
 
@@ -269,7 +278,10 @@ class ActorWorker(PolicyWorker):
         """Train on this rank's rows of a mini-batch (rolemesh.training.loop.learn)."""
         returns = ("log_probs", "old_log_probs", "response_mask") if policy_loss_of(self.job).corrects else ()
         ranks, micro_batches = self.seat.ranks, self._micro_batches
-        return learn(part, self.root, self.device, self.optimizer, micro_batches, ranks, self._loss, returns)
+        with self._one_cast():
+            return learn(
+                part, self.root, self.device, self.optimizer, micro_batches, ranks, self._loss, returns
+            )
 
     def _loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         stats = self.root(
@@ -279,6 +291,7 @@ class ActorWorker(PolicyWorker):
             dtype=self.config.dtype,
             entropy=self.job.actor.entropy_coeff != 0,
             entropy_gradient=True,
+            vocabulary_head=self.vocabulary_head,
             ulysses=self.seat.ranks.ulysses,
         )
         if policy_loss_of(self.job).corrects:

@@ -11,7 +11,7 @@ import pytest
 from forks import FORKS
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import correctness, memory, prepare, sharding, speed
+from benchmarks.gpu import correctness, head, memory, prepare, sharding, speed
 
 
 def test_parts_that_need_no_gpu_pass_on_a_cpu(tmp_path: Path) -> None:
@@ -28,6 +28,8 @@ def test_parts_that_need_no_gpu_pass_on_a_cpu(tmp_path: Path) -> None:
     handed = speed.handover("cpu", room("handed"))
     assert handed["bytes"] == parked["actor"]["planned_bytes"] // 3
     assert correctness.twice("cpu", room("twice"))["as it runs"]["weights_equal"]
+    off = head.head("cpu", room("head"))["errors"]
+    assert off["float32"]["gradient, 30 chunks"] < off["autocast"]["gradient, 30 chunks"] / 2
 
 
 def test_an_update_counts_as_many_operations_as_its_products_have(tmp_path: Path) -> None:

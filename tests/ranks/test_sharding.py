@@ -19,9 +19,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rolemesh.config.model import FsdpConfig, ModelConfig, OptimConfig, TrainedModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
+from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import load_causal_lm
 from rolemesh.models.packed.probe import remove_padding
-from rolemesh.models.sequence import token_stats
+from rolemesh.models.sequence import DTYPES, token_stats
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import Root, blocks, gradient_norm, reshard, shard, whole
@@ -130,7 +131,8 @@ def test_several_ranks_learn_what_one_process_learns(
 
 def gradient(root: Root, batch: DataProto, num_tokens: int, dtype: str) -> dict[str, Tensor]:
     """The gradient of the sum of log-probs, with matrix products in this type; and the log-probs."""
-    stats = root(token_stats, batch, temperature=1.0, dtype=dtype)
+    vocabulary_head = VocabularyHead.of(root.model, DTYPES[dtype], "float32", "actor")
+    stats = root(token_stats, batch, temperature=1.0, dtype=dtype, vocabulary_head=vocabulary_head)
     torch.autograd.backward(stats.log_probs.sum() / num_tokens)
     found = {n: whole(p.grad) for n, p in root.model.named_parameters() if p.grad is not None}
     return found | {"log_probs": stats.log_probs.detach()}
@@ -152,9 +154,8 @@ def computes_in_bfloat16(ranks: Ranks, models: Path, cases: Sequence[tuple[str, 
         assert {p.grad.dtype for p in many.model.parameters()} == {torch.float32}
         exact = gradient(Root(load(models / name, **options)), batch, num_tokens, "float32")
         alone = gradient(Root(load(models / name, **options)), batch, num_tokens, "bfloat16")
-        one = Root(load(models / name, **options))
-        log_probs = one(token_stats, batch[mine], temperature=1.0, dtype="bfloat16").log_probs
-        assert torch.equal(found.pop("log_probs"), log_probs), name  # to the bit
+        one = gradient(Root(load(models / name, **options)), batch[mine], num_tokens, "bfloat16")
+        assert torch.equal(found.pop("log_probs"), one["log_probs"]), name  # to the bit
 
         def distance(part: str, got: dict[str, Tensor], want: dict[str, Tensor] = exact) -> float:
             return float((got[part] - want[part]).norm() / want[part].norm())

@@ -237,15 +237,17 @@ async def test_answers_may_take_part_in_training(tiny_model: Path):
     worker.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
-async def test_lower_precision_generates_close_log_probs(tiny_model: Path, dtype: str):
+async def test_lower_precision_generates_close_log_probs_and_closer_ones_with_float32_logits(tiny_model: Path):
     answers = []
-    for precision in ("float32", dtype):
-        worker = RolloutWorker(job_of(tiny_model, dtype=precision))
+    for precision, head_dtype in (("float32", "model"), ("bfloat16", "model"), ("bfloat16", "float32")):
+        job = job_of(tiny_model, dtype=precision)
+        actor = job.actor.model_copy(update={"head_dtype": head_dtype})
+        worker = RolloutWorker(job.model_copy(update={"actor": actor}))
         answers.append(await generated(worker, prompts_of(5)))
         worker.close()
-    first = [answer["rollout_log_probs"][:, 0] for answer in answers]
-    assert (first[0] - first[1]).abs().max() < 0.05
+    exact, rounded, wide = (answer["rollout_log_probs"][:, 0] for answer in answers)
+    assert (rounded - exact).abs().max() < 0.05
+    assert (wide - exact).abs().mean() < (rounded - exact).abs().mean()
 
 
 @pytest.mark.parametrize(

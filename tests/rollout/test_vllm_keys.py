@@ -62,6 +62,9 @@ def test_the_keys_reach_vllm(model_directory: Path):
     with arguments.restored_environment():
         arguments.prepare_environment(torch.device("cpu"))
         given = arguments.engine_arguments(job, outline)
+        wide = job.model_copy(update={"actor": job.actor.model_copy(update={"head_dtype": "float32"})})
+        with_overrides = arguments.engine_arguments(wide, outline)
+    assert with_overrides == given | {"hf_overrides": {"head_dtype": "float32"}}
     assert {ours: given[theirs] for ours, theirs in arguments.ENGINE.items()} == keys  # prompts whole, on a CPU
     assert given["max_model_len"] == P + T
     assert given["max_logprobs"] == 5

@@ -36,6 +36,7 @@ class Model(Protocol):
     """What a batch needs of its engine."""
 
     model: Any
+    called: Any  # the model with the head that the job wants
     device: torch.device
     dtype: torch.dtype
     ends: Tensor
@@ -164,7 +165,7 @@ class Batch:
     def _forward(self, ids: Tensor, positions: Tensor, reading: Pass, wanted: int | Tensor) -> Tensor:
         """Compute the logits [b, n, V] of the tokens [b, n], or of those that `wanted` names."""
         with self._engine.precision():
-            output = self._engine.model(
+            output = self._engine.called(
                 input_ids=ids,
                 position_ids=positions,
                 use_cache=False,

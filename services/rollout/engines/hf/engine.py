@@ -13,6 +13,8 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, Unsupported
+from rolemesh.models.distribution import with_head
+from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import load_causal_lm, named_weights, resolve_dtype, vocabulary_of
 from rolemesh.services.rollout.engines.ending import end_tokens
 from rolemesh.services.rollout.engines.fitting import check_fit
@@ -45,11 +47,16 @@ class HfEngine:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.model = load_causal_lm(job.actor.model, "rollout").to(self.device)
         self.model.set_attn_implementation(GROUPED_ATTENTION)
+        self.called = self.model
+        if job.actor.head_dtype == "float32":
+            self.called = with_head(
+                self.model, VocabularyHead.of(self.model, self.dtype, job.actor.head_dtype, "rollout")
+            )
         _check_lengths(self.model.config, job)
         ends, self.pad = end_tokens(job, self.model.generation_config.eos_token_id)
         self.ends = torch.tensor(ends, device=self.device)
         with self.precision():
-            self.min_rows = neutral_rows(self.model, max(PROBED_ROWS, self.max_num_seqs))
+            self.min_rows = neutral_rows(self.called, max(PROBED_ROWS, self.max_num_seqs))
         self._frees_memory = job.rollout.free_cache_engine
         self._parking = Parking(self._own_tensors, self.device, job.run_dir)
         # Only shapes and dtypes: the weights themselves are moved away while the engine sleeps.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from rolemesh.models.heads import VocabularyHead
+
 MIN_ROWS = 16
 
 
@@ -24,11 +26,15 @@ def neutral_rows(model: nn.Module, most: int) -> int:
     Returns:
         `most`, halved as long as the outputs of all layers stay equal, at least MIN_ROWS.
     """
-    linears = {module.weight.shape: module for module in model.modules() if isinstance(module, nn.Linear)}
+    linears = {
+        (type(module), module.weight.shape): module
+        for module in model.modules()
+        if isinstance(module, (nn.Linear, VocabularyHead))
+    }
     generator = torch.Generator().manual_seed(0)
     tried = []
     for linear in linears.values():
-        inputs = torch.randn(most, linear.in_features, generator=generator).to(linear.weight)
+        inputs = torch.randn(most, linear.weight.shape[1], generator=generator).to(linear.weight)
         tried.append((linear, inputs, linear(inputs)))
     rows = most
     while rows > MIN_ROWS:

@@ -143,7 +143,7 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
         model: the causal LM on the device `meta`.
 
     Raises:
-        InvalidConfig: the installed vLLM does not support trainer.device, or the model there.
+        InvalidConfig: the installed vLLM does not support trainer.device, the model there, or float32 logits.
     """
     from vllm.platforms import current_platform
 
@@ -177,6 +177,9 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
         arguments["max_num_batched_tokens"] = max(rollout.max_num_batched_tokens, arguments["max_model_len"])
     elif rollout.free_cache_engine:
         arguments["enable_sleep_mode"] = True
+    if job.actor.head_dtype == "float32":
+        _check_head_type()
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     return arguments
 
 
@@ -216,6 +219,17 @@ def _check_experts(model: Any) -> None:
         raise InvalidConfig(
             f"rollout: the model is a mixture of experts ({experts}), whose updates vLLM on a CPU computes "
             "wrongly; set rollout.name to hf, or use a GPU"
+        )
+
+
+def _check_head_type() -> None:
+    """Versions of vLLM without this method read head_dtype for pooling models alone."""
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    if not hasattr(LogitsProcessor, "_apply_head"):
+        raise InvalidConfig(
+            "actor.head_dtype is float32, but the installed vLLM rounds the logits of models that generate; "
+            "install vLLM 0.32, or set actor.head_dtype to model"
         )
 
 
