@@ -119,9 +119,7 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
     return Memory(weights=on_device * held // spread.shards, activations=judging)
 
 
-def judging_bytes(
-    job: JobConfig, role: str, shape: ModelShape, tokens: int, device: Device, ranks: int
-) -> int:
+def judging_bytes(job: JobConfig, role: str, shape: ModelShape, tokens: int, device: Device, ranks: int) -> int:
     """Return the peak bytes of a pass without gradients: its activations, logits, casts and gathered weights.
 
     Args:
