@@ -144,7 +144,7 @@ def _trained(
         counts = BatchCounts.of(rows["response_mask"])
         own = rows[ranks.rank :: ranks.size] if config else rows
         for first in range(0, len(own), 3):
-            _backward(root, own[first : first + 3].to(where), counts, dtype)
+            _backward(root, own[first : first + 3], counts, dtype, where)
         norms.append(optimizer.step())
     memory = {"allocated_bytes": torch.cuda.memory_allocated() - base} if device == "cuda" else {}
     weights = named_weights(root.model)
@@ -155,9 +155,10 @@ def _trained(
     return gathered, norms[0], memory
 
 
-def _backward(root: Root, rows: DataProto, counts: BatchCounts, dtype: str) -> None:
+def _backward(root: Root, rows: DataProto, counts: BatchCounts, dtype: str, device: torch.device) -> None:
+    stats = root(token_stats, rows, temperature=1.0, device=device, dtype=dtype, entropy=False)
+    rows = rows.to(device)
     mask = rows["response_mask"]
-    stats = root(token_stats, rows, temperature=1.0, dtype=dtype, entropy=False)
     loss = -torch.where(mask, stats.log_probs * rows["advantages"], 0).sum() / counts.num_tokens
     torch.autograd.backward(loss)
 

@@ -28,6 +28,7 @@ from rolemesh.dataproto.column import (
     positions,
 )
 from rolemesh.dataproto.equality import same_array, same_tensor, same_value
+from rolemesh.dataproto.transfer import on_device
 from rolemesh.errors import InvalidBatch
 
 if TYPE_CHECKING:
@@ -353,7 +354,8 @@ class DataProto:
 
     def to(self, device: torch.device | str) -> DataProto:
         """Return the batch with its tensors on `device`."""
-        return self._map(lambda tensor: tensor.to(device), lambda column: column, len(self))
+        moved = on_device(self.tensors, torch.device(device))
+        return DataProto(moved, dict(self.non_tensors), dict(self.meta_info), self.num_rows)
 
     # -------------------------------------------------------------- tensordict
 

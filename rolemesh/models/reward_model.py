@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rolemesh.config.model import FsdpConfig, ModelConfig
+from rolemesh.dataproto.transfer import on_device
 from rolemesh.errors import ModelNotFound
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import with_dtype
@@ -82,22 +83,22 @@ class RewardModel:
         """Compute the head's output at each row's last token that is not padding. Every rank calls it.
 
         Args:
-            input_ids, attention_mask, position_ids: [B, S] integers or bool; padding on either side.
+            input_ids, attention_mask, position_ids: [B, S] integers or bool, on the CPU; padding on
+                either side.
 
         Returns:
             [B] float32, on the CPU.
         """
-        ids, positions = input_ids.to(self.device), position_ids.to(self.device)
-        columns = torch.arange(ids.shape[1], device=self.device)
-        last = (attention_mask.to(self.device) * columns).argmax(-1, keepdim=True)
-        mask = attention_mask.to(self.device).long().scatter(1, last, 1)  # a row without tokens gets one
-        inputs, places = lay_out(ids, mask, positions, is_packed(self.model.body))
+        last = (attention_mask * torch.arange(input_ids.shape[1])).argmax(-1, keepdim=True)
+        mask = attention_mask.long().scatter(1, last, 1)  # a row without tokens gets one
+        inputs, places = lay_out(input_ids, mask, position_ids, is_packed(self.model.body), self.device)
         return self.root(self._scores, inputs, places.gather(1, last)[:, 0]).float().cpu()
 
     def _scores(self, model: ScoreModel, inputs: dict[str, Any], last: Tensor) -> Tensor:
-        ulysses, num_rows = self._ulysses, len(last)
+        ulysses, num_rows, mine = self._ulysses, len(last), last[:0]
         if ulysses is not None:
             inputs, mine, last = ulysses.part(inputs, last)
+        inputs, last, mine = on_device((inputs, last, mine), self.device)
         with autocast(self.device, self.config.dtype):
             hidden = model(**inputs).flatten(0, 1)
         scores: Tensor = model.score(hidden[last])

@@ -9,6 +9,7 @@ one thread 16 were enough for every shape tried.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rolemesh.dataproto import DataProto
+from rolemesh.dataproto.transfer import on_device
 from rolemesh.errors import InvalidBatch
 from rolemesh.models.chunks import MIN_MATRIX_ROWS
 from rolemesh.models.distribution import TokenStats, Wanted, distribution_stats
@@ -25,6 +27,7 @@ from rolemesh.models.packed.layout import pack
 from rolemesh.ranks.ulysses import Ulysses
 from rolemesh.wire.limits import MAX_CONTEXTS
 
+CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -34,7 +37,7 @@ def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
 
 
 def lay_out(
-    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, packed: bool
+    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, packed: bool, device: torch.device
 ) -> tuple[dict[str, Any], Tensor]:
     """Prepare a forward pass over rows, with padding or without.
 
@@ -42,21 +45,22 @@ def lay_out(
     as several: a token sees its own context alone.
 
     Args:
-        input_ids, attention_mask, position_ids: [b, S].
+        input_ids, attention_mask, position_ids: [b, S] on the CPU.
         packed: lay the rows' tokens end to end, with shared prefixes once; rolemesh/models/packed/.
 
     Returns:
         The inputs of the model's body; and [b, S], the index of each position in its flattened output
-        (arbitrary for padding).
+        (arbitrary for padding). Both are still on the CPU.
     """
     if (part := contexts(attention_mask, position_ids)).any():
         num_parts = part.amax(1) + 1
         row = torch.arange(len(part), device=part.device).repeat_interleave(num_parts)
         first = num_parts.cumsum(0) - num_parts
         own = part[row] == (torch.arange(len(row), device=part.device) - first[row])[:, None]
-        inputs, places = _laid_out(input_ids[row], attention_mask[row] * own, position_ids[row], packed)
+        columns = input_ids[row], attention_mask[row] * own, position_ids[row]
+        inputs, places = _laid_out(*columns, packed, device)
         return inputs, places.gather(0, first[:, None] + part)
-    return _laid_out(input_ids, attention_mask, position_ids, packed)
+    return _laid_out(input_ids, attention_mask, position_ids, packed, device)
 
 
 def contexts(attention_mask: Tensor, position_ids: Tensor) -> Tensor:
@@ -67,35 +71,63 @@ def contexts(attention_mask: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def _laid_out(
-    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, packed: bool
+    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, packed: bool, device: torch.device
 ) -> tuple[dict[str, Any], Tensor]:
     rows, width = input_ids.shape
     if not packed:
         ids, mask, positions = steady_rows(input_ids, attention_mask, position_ids)
         places = torch.arange(rows * width, device=ids.device).view(rows, width)
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}, places
-    inputs, places = pack(input_ids, attention_mask, position_ids)
+    inputs, places = pack(input_ids, attention_mask, position_ids, device)
     return {**inputs, "use_cache": False}, places
 
 
-def before_responses(rows: DataProto, packed: bool) -> tuple[dict[str, Any], Tensor]:
+def before_responses(rows: DataProto, packed: bool, device: torch.device) -> tuple[dict[str, Any], Tensor]:
     """Prepare a forward pass that predicts the response tokens; it leaves out each row's last token.
 
     Args:
-        rows: the columns of roles.SEQUENCE [b, ...].
-        packed: as in lay_out.
+        rows: the columns of roles.SEQUENCE [b, ...], on the CPU.
+        packed, device: as in lay_out.
 
     Returns:
         The inputs of the model's body; and [tokens], the index in its flattened output of the token before each
-        response token.
+        response token. Both are still on the CPU.
     """
     ids, attended, positions = (rows[name] for name in ("input_ids", "attention_mask", "position_ids"))
     fed = attended[:, :-1].bool()
     if packed:
         fed = fed & (attended[:, 1:].bool() | (attended.sum(1, keepdim=True) == 1))
-    inputs, places = lay_out(ids[:, :-1], fed.to(attended.dtype), positions[:, :-1], packed)
+    inputs, places = lay_out(ids[:, :-1], fed.to(attended.dtype), positions[:, :-1], packed, device)
     mask = rows["response_mask"]
     return inputs, places[:, -mask.shape[1] :][mask]
+
+
+def of_the_loss(rows: DataProto, device: torch.device, reads: Collection[str] = ()) -> DataProto:
+    """Return the columns of a micro-batch that its loss reads, on the device.
+
+    Args:
+        rows: on the CPU.
+        device: that computes.
+        reads: columns that are wanted even if they only say where the tokens of the pass are.
+    """
+    unread = {"input_ids", "attention_mask", "position_ids", "kept_ids"} - set(reads)
+    return DataProto({name: tensor for name, tensor in rows.tensors.items() if name not in unread}).to(device)
+
+
+def gathered(passes: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
+    """Copy the numbers of all micro-batches to the CPU, when the last one has been given to the device.
+
+    Args:
+        passes: the rows of each micro-batch, and its numbers [b, T] on the device.
+        mask: response_mask [B, T].
+
+    Returns:
+        [B, T], 0 where the mask is False.
+    """
+    cells = torch.cat([cells for _, cells in passes]).cpu()
+    column = cells.new_zeros(mask.shape)
+    column[torch.cat([at for at, _ in passes])] = cells
+    return torch.where(mask, column, 0)
 
 
 def scatter(cells: Tensor, mask: Tensor) -> Tensor:
@@ -179,6 +211,7 @@ def token_stats(
     rows: DataProto,
     *,
     temperature: float,
+    device: torch.device = CPU,
     dtype: str = "float32",
     entropy: bool = True,
     entropy_gradient: bool = False,
@@ -195,9 +228,9 @@ def token_stats(
 
     Args:
         model: a transformers causal LM.
-        rows: the columns of roles.SEQUENCE [b, ...], on the model's device; kept_ids [b, T, K] where sampling
-            truncates.
+        rows: the columns of roles.SEQUENCE [b, ...], on the CPU; kept_ids [b, T, K] where sampling truncates.
         temperature: logits are divided by it; 0 (greedy) counts as 1.
+        device: that computes.
         dtype: a ModelConfig's.
         entropy: compute it too.
         entropy_gradient: whether gradient flows through it.
@@ -206,11 +239,12 @@ def token_stats(
         ulysses: the ranks that compute these rows together; None: this one alone.
 
     Returns:
-        float32 (float64 of a float64 model). Cells where response_mask is False hold some finite number.
+        On the device, float32 (float64 of a float64 model). Cells where response_mask is False hold some finite
+        number.
     """
     body = model.get_decoder()
-    inputs, before = before_responses(rows, is_packed(body))
-    mask = rows["response_mask"]
+    inputs, before = before_responses(rows, is_packed(body), device)
+    mask, mine = rows["response_mask"], before[:0]
     drawn = rows["input_ids"][:, -mask.shape[1] :][mask]
     kept_ids = rows["kept_ids"][mask].long() if "kept_ids" in rows else None
     wanted = Wanted(temperature, entropy, entropy_gradient, sum_pi_squared)
@@ -218,7 +252,10 @@ def token_stats(
     if ulysses is not None:
         inputs, mine, before = ulysses.part(inputs, before)
         drawn, kept_ids = drawn[mine], None if kept_ids is None else kept_ids[mine]
-    with autocast(mask.device, dtype), vocabulary_head.kept() if vocabulary_head else nullcontext():
+    inputs, before, drawn, kept_ids, mask, mine = on_device(
+        (inputs, before, drawn, kept_ids, mask, mine), device
+    )
+    with autocast(device, dtype), vocabulary_head.kept() if vocabulary_head else nullcontext():
         output = body(**inputs)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, before)
         stats = distribution_stats(model, output, hidden, drawn, kept_ids, wanted, vocabulary_head)
@@ -228,23 +265,29 @@ def token_stats(
 
 
 def token_values(
-    model: ScoreModel, rows: DataProto, *, dtype: str = "float32", ulysses: Ulysses | None = None
+    model: ScoreModel,
+    rows: DataProto,
+    *,
+    device: torch.device = CPU,
+    dtype: str = "float32",
+    ulysses: Ulysses | None = None,
 ) -> Tensor:
     """Compute the critic's value [b, T] before each response token is sampled; float64 for a float64 model,
     else float32.
 
     Args:
         model: body and value head.
-        rows: the columns of roles.SEQUENCE [b, ...], on the model's device.
+        rows: the columns of roles.SEQUENCE [b, ...], on the CPU.
+        device: that computes.
         dtype: a ModelConfig's.
         ulysses: the ranks that compute these rows together; None: this one alone.
     """
-    mask = rows["response_mask"]
-    inputs, before = before_responses(rows, is_packed(model.body))
-    num_tokens = len(before)
+    inputs, before = before_responses(rows, is_packed(model.body), device)
+    mask, mine, num_tokens = rows["response_mask"], before[:0], len(before)
     if ulysses is not None:
         inputs, mine, before = ulysses.part(inputs, before)
-    with autocast(mask.device, dtype):
+    inputs, before, mask, mine = on_device((inputs, before, mask, mine), device)
+    with autocast(device, dtype):
         hidden = model(**inputs).flatten(0, 1)
     values = model.score(hidden.index_select(0, before))
     return scatter(values if ulysses is None else ulysses.whole(values, mine, num_tokens), mask)

@@ -166,7 +166,6 @@ def train(
 def learn(
     part: DataProto,
     model: nn.Module,
-    device: torch.device,
     optimizer: Optimizer,
     micro_batches: MicroBatches,
     ranks: Ranks,
@@ -181,7 +180,6 @@ def learn(
     Args:
         part: the rank's rows, on the CPU. meta_info has `mini_batch`, the BatchCounts of the whole mini-batch.
         model: the model that the optimizer trains; the Root of one that may be sharded.
-        device: that it computes on.
         optimizer: makes one step.
         micro_batches: cuts the rows.
         ranks: all of which call this.
@@ -201,7 +199,7 @@ def learn(
     model.train()
     try:
         for at, counts in micro_batches.passes(part, ranks):
-            rows = part.select_idxs(at).to(device)
+            rows = part.select_idxs(at)
             loss, own = loss_of(rows, mini_batch)
             torch.autograd.backward(loss if counts else 0 * loss)
             if not counts:

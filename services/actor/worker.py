@@ -19,12 +19,13 @@ from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import Unsupported
 from rolemesh.home import Home
+from rolemesh.models.distribution import TokenStats
 from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import load_tokenizer, named_weights, resolve_dtype, vocabulary_of, with_dtype
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packed.probe import remove_padding
-from rolemesh.models.sequence import DTYPES, check_sequences, token_stats
+from rolemesh.models.sequence import DTYPES, check_sequences, gathered, of_the_loss, token_stats
 from rolemesh.models.sharded import copy_policy, load_policy, read_policy
 from rolemesh.ranks.agreement import on_first
 from rolemesh.ranks.ranks import Ranks
@@ -131,26 +132,29 @@ class PolicyWorker(LocalWorker):
         with the adapter's base model.
         """
         entropy, sum_pi_squared = (bool(part.meta_info.get(name)) for name in ("entropy", "sum_pi_squared"))
-        columns: dict[str, Tensor] = {}
+        passes: list[tuple[Tensor, TokenStats]] = []
         adapter = self.adapter if part.meta_info.get("adapter_off") else None
         with adapter.off() if adapter else nullcontext(), self._one_cast():
             for at, _ in self._micro_batches.passes(part, self.seat.ranks):
-                rows = part.select_idxs(at).to(self.device)
                 stats = self.root(
                     token_stats,
-                    rows,
+                    part.select_idxs(at),
                     temperature=self._temperature,
+                    device=self.device,
                     dtype=self.config.dtype,
                     entropy=entropy,
                     sum_pi_squared=sum_pi_squared,
                     vocabulary_head=self.vocabulary_head,
                     ulysses=self.seat.ranks.ulysses,
                 )
-                for name, cells in stats._asdict().items():
-                    if cells is not None:
-                        column = columns.setdefault(name, cells.new_zeros(part["response_mask"].shape).cpu())
-                        column[at] = torch.where(rows["response_mask"], cells, 0).cpu()
-        return DataProto(columns)
+                passes.append((at, stats))
+        names = [name for name, cells in passes[0][1]._asdict().items() if cells is not None] if passes else []
+        return DataProto(
+            {
+                name: gathered([(at, getattr(stats, name)) for at, stats in passes], part["response_mask"])
+                for name in names
+            }
+        )
 
 
 class ReferenceWorker(PolicyWorker):
@@ -279,24 +283,25 @@ class ActorWorker(PolicyWorker):
         returns = ("log_probs", "old_log_probs", "response_mask") if policy_loss_of(self.job).corrects else ()
         ranks, micro_batches = self.seat.ranks, self._micro_batches
         with self._one_cast():
-            return learn(
-                part, self.root, self.device, self.optimizer, micro_batches, ranks, self._loss, returns
-            )
+            return learn(part, self.root, self.optimizer, micro_batches, ranks, self._loss, returns)
 
     def _loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         stats = self.root(
             token_stats,
             rows,
             temperature=self._temperature,
+            device=self.device,
             dtype=self.config.dtype,
             entropy=self.job.actor.entropy_coeff != 0,
             entropy_gradient=True,
             vocabulary_head=self.vocabulary_head,
             ulysses=self.seat.ranks.ulysses,
         )
-        if policy_loss_of(self.job).corrects:
+        loss = policy_loss_of(self.job)
+        if loss.corrects:
             rows["log_probs"] = stats.log_probs.detach()
-        return policy_objective(stats.log_probs, stats.entropys, rows, mini_batch, self.job)
+        read = of_the_loss(rows, self.device, loss.reads)
+        return policy_objective(stats.log_probs, stats.entropys, read, mini_batch, self.job)
 
     def _mismatch(self, rows: DataProto) -> Metrics:
         """Measure how far the policy under training is from the engine's, in bypass_mode."""

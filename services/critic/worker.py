@@ -19,7 +19,7 @@ from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import named_weights, vocabulary_of, with_dtype
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packed.probe import remove_padding
-from rolemesh.models.sequence import check_sequences, token_values
+from rolemesh.models.sequence import check_sequences, gathered, of_the_loss, token_values
 from rolemesh.models.sharded import load_score_model, read_score_model
 from rolemesh.ranks.ulysses import check_heads
 from rolemesh.roles import Metrics, methods
@@ -107,12 +107,16 @@ class CriticWorker(LocalWorker):
     @torch.no_grad()
     def forward(self, part: DataProto) -> DataProto:
         """Compute values [B, T] of this rank's rows."""
-        values = torch.zeros(part["response_mask"].shape, dtype=self.model.score.weight.dtype)
-        for at, _ in self.schedule.micro_batches.passes(part, self.seat.ranks):
-            rows = part.select_idxs(at).to(self.device)
-            predicted = self.root(token_values, rows, dtype=self.config.dtype, ulysses=self.seat.ranks.ulysses)
-            values[at] = torch.where(rows["response_mask"], predicted, 0).cpu()
-        return DataProto({"values": values})
+        passes = [
+            (at, self._values(part.select_idxs(at)))
+            for at, _ in self.schedule.micro_batches.passes(part, self.seat.ranks)
+        ]
+        return DataProto({"values": gathered(passes, part["response_mask"])})
+
+    def _values(self, rows: DataProto) -> Tensor:
+        how = {"device": self.device, "dtype": self.config.dtype, "ulysses": self.seat.ranks.ulysses}
+        values: Tensor = self.root(token_values, rows, **how)
+        return values
 
     @on_worker_thread
     def update(self, batch: DataProto) -> Metrics:
@@ -136,11 +140,10 @@ class CriticWorker(LocalWorker):
     def learn(self, part: DataProto) -> DataProto:
         """Train on this rank's rows of a mini-batch (rolemesh.training.loop.learn)."""
         ranks, micro_batches = self.seat.ranks, self.schedule.micro_batches
-        return learn(part, self.root, self.device, self.optimizer, micro_batches, ranks, self._loss)
+        return learn(part, self.root, self.optimizer, micro_batches, ranks, self._loss)
 
     def _loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
-        values = self.root(token_values, rows, dtype=self.config.dtype, ulysses=self.seat.ranks.ulysses)
-        return value_objective(values, rows, mini_batch, self.job.critic)
+        return value_objective(self._values(rows), of_the_loss(rows, self.device), mini_batch, self.job.critic)
 
     @on_worker_thread
     def begin_checkpoint(self, directory: Path) -> None:

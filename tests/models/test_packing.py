@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from float64 import in_float64
+from torch.nn.attention.varlen import varlen_attn
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 from transformers import modeling_utils
@@ -19,11 +21,13 @@ from rolemesh.dataproto import DataProto
 from rolemesh.models import chunks, distribution
 from rolemesh.models.distribution import head
 from rolemesh.models.heads import ScoreModel
+from rolemesh.models.packed import attention
 from rolemesh.models.packed.layout import pack, padded_width
 from rolemesh.models.packed.probe import remove_padding
 from rolemesh.models.sequence import token_stats, token_values
 from rolemesh.training.loop import checkpoint_activations
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
@@ -67,9 +71,10 @@ def uneven(num_rows: int, *, prompt: int = 30, response: int = 40, seed: int = 0
     )
 
 
-def stats_and_gradients(model: Any, rows: DataProto) -> list[torch.Tensor]:
+def stats_and_gradients(model: Any, rows: DataProto, device: torch.device = CPU) -> list[torch.Tensor]:
     model.zero_grad()
-    stats = token_stats(model, rows, temperature=0.7, entropy_gradient=True, sum_pi_squared=True)
+    how = {"temperature": 0.7, "entropy_gradient": True, "sum_pi_squared": True}
+    stats = token_stats(model, rows, device=device, **how)
     assert stats.entropys is not None and stats.sum_pi_squared is not None  # noqa: PT018
     weights = (
         torch.linspace(-1, 1, stats.log_probs.numel()).view(stats.log_probs.shape).to(stats.log_probs.device)
@@ -264,16 +269,27 @@ def test_log_probs_at_a_large_vocabulary_need_little_more_than_a_chunk_of_logits
 
 
 @pytest.mark.gpu
-def test_packed_rows_give_the_numbers_of_padded_ones_in_bfloat16_on_a_gpu() -> None:
+def test_packed_rows_give_the_numbers_of_padded_ones_in_bfloat16_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """There attention is the kernel for uneven lengths, and keeps its window."""
-    for kind in ("Qwen2", "Mistral"):
-        model, rows = causal_lm(kind, torch.float32).cuda(), uneven(9).to("cuda")
+    windows: list[tuple[int, int]] = []
+
+    def counted(*inputs: Any, window_size: tuple[int, int], **options: Any) -> Any:
+        windows.append(window_size)
+        return varlen_attn(*inputs, window_size=window_size, **options)
+
+    monkeypatch.setattr(attention, "varlen_attn", counted)
+    for kind, window in (("Qwen2", (-1, 0)), ("Mistral", (4, 0))):
+        model, rows = causal_lm(kind, torch.float32).cuda(), uneven(9)
+        stats = partial(token_stats, model, rows, temperature=0.7, device=CUDA, dtype="bfloat16")
         with torch.no_grad():
-            padded = token_stats(model, rows, temperature=0.7, dtype="bfloat16")
+            padded = stats()
             remove_padding(model.get_decoder(), "actor", "bfloat16")
-            packed = token_stats(model, rows, temperature=0.7, dtype="bfloat16")
+            windows.clear()
+            packed = stats()
         assert_close(packed.log_probs, padded.log_probs, rtol=0.05, atol=0.1)
-        assert not torch.equal(packed.log_probs, padded.log_probs)
+        assert windows == [window] * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize(
@@ -305,7 +321,7 @@ def test_activations_go_to_the_host_where_the_job_says_so_and_there_is_a_device(
 @pytest.mark.gpu
 def test_activations_on_the_host_leave_the_gradients_and_free_the_gpu() -> None:
     """Without the inputs of the layers the peak is lower by most of their size."""
-    rows, layers, width = uneven(64).to("cuda"), 16, 256
+    rows, layers, width = uneven(64), 16, 256
     peaks, gradients = [], []
     for offload in (False, True):
         model = causal_lm("Qwen2", torch.float32, num_hidden_layers=layers, hidden_size=width).cuda().train()
@@ -314,7 +330,7 @@ def test_activations_on_the_host_leave_the_gradients_and_free_the_gpu() -> None:
         remove_padding(model.get_decoder(), "actor")
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        gradients.append([gradient.cpu() for gradient in stats_and_gradients(model, rows)])
+        gradients.append([gradient.cpu() for gradient in stats_and_gradients(model, rows, CUDA)])
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del model
     num_tokens = pack(rows["input_ids"], rows["attention_mask"], rows["position_ids"])[0]["input_ids"].numel()

@@ -45,8 +45,7 @@ def test_shares_add_up_means_are_over_all_tokens_and_extremes_stay_extremes() ->
 
     def learn_alone(mini_batch: DataProto, counts: BatchCounts) -> list[DataProto]:
         part = DataProto(mini_batch.tensors, meta_info={"mini_batch": counts})
-        cpu = torch.device("cpu")
-        return [learn(part, model, cpu, optimizer, micro_batches, Ranks.alone(), loss_of, ["seen"])]
+        return [learn(part, model, optimizer, micro_batches, Ranks.alone(), loss_of, ["seen"])]
 
     metrics = train(batch, optimizer, schedule, learn_alone, report=report)
     assert metrics.pop("grad_norm") > 0

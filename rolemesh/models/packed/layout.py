@@ -21,6 +21,8 @@ SMALLEST_WIDTH = 16  # widths up to 128 are its multiples; beyond, there are fou
 # torch's CPU attention kernel sums over blocks of 512 columns, and MKL over up to 384 columns in one piece.
 BLOCK, PIECE = 512, 384
 
+CPU = torch.device("cpu")
+
 Integers = NDArray[np.int64]
 Truths = NDArray[np.bool_]
 
@@ -65,10 +67,6 @@ class Places:
         arrays = (tokens, first, (~is_first).nonzero()[0], again, tokens[again])
         return cls(*map(torch.from_numpy, arrays))
 
-    def to(self, device: torch.device) -> Places:
-        fields = (self.tokens, self.first, self.others, self.again, self.repeated)
-        return Places(*(tensor.to(device) for tensor in fields))
-
 
 @dataclass(frozen=True)
 class Segments:
@@ -93,19 +91,22 @@ class Segments:
     ulysses: Ulysses | None = None
 
 
-def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> tuple[dict[str, Any], Tensor]:
+def pack(
+    input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, device: torch.device = CPU
+) -> tuple[dict[str, Any], Tensor]:
     """Prepare a forward pass over the tokens of rows; shared prefixes occur once.
 
     Args:
-        input_ids, attention_mask, position_ids: [b, S]; a row may have no token, but at least one row has some.
+        input_ids, attention_mask, position_ids: [b, S] on the CPU; a row may have no token, but at least one
+            row has some.
+        device: that will compute the pass.
 
     Returns:
-        The model's inputs: input_ids and position_ids [1, N], and segments. And [b, S], the index of each
-        cell's token among the N (arbitrary for padding).
+        The model's inputs, still on the CPU: input_ids and position_ids [1, N], and segments. And [b, S], the
+        index of each cell's token among the N (arbitrary for padding).
     """
-    device = input_ids.device
-    ids, positions = (x.to("cpu", torch.int64).numpy().ravel() for x in (input_ids, position_ids))
-    mask = attention_mask.bool().cpu().numpy()
+    ids, positions = (x.to(torch.int64).numpy().ravel() for x in (input_ids, position_ids))
+    mask = attention_mask.bool().numpy()
     lengths = mask.sum(1)
     widths = np.array([padded_width(int(length)) for length in lengths])
     inside = np.arange(lengths.max()) < lengths[:, None]  # [b, longest]: rows are left-aligned here
@@ -131,24 +132,24 @@ def pack(input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> tup
     )
     fed = np.tile(cell_of, copies)
     laid = {"input_ids": ids[None, fed], "position_ids": positions[None, fed]}
-    inputs = {name: torch.from_numpy(column).to(device) for name, column in laid.items()}
-    return {**inputs, "segments": segments}, torch.from_numpy(places).view(mask.shape).to(device)
+    inputs = {name: torch.from_numpy(column) for name, column in laid.items()}
+    return {**inputs, "segments": segments}, torch.from_numpy(places).view(mask.shape)
 
 
 def segments_of(
     table: Integers, new: Truths, lengths: Integers, widths: Integers, device: torch.device
 ) -> Segments:
-    """Make the Segments of rows; for the arguments see Places.of."""
+    """Make the Segments of rows for a pass on a device; for the other arguments see Places.of."""
     of_width, num_rows = (array.tolist() for array in np.unique(widths[widths > 0], return_counts=True))
     rows = None
     if device.type == "cuda":
-        rows = Places.of(table, new, lengths, lengths, np.arange(len(lengths))).to(device)
+        rows = Places.of(table, new, lengths, lengths, np.arange(len(lengths)))
     return Segments(
-        torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32)).to(device),
+        torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32)),
         int(lengths.max()),
         rows,
         tuple(zip(num_rows, of_width, strict=True)),
-        Places.of(table, new, lengths, widths, widths.argsort(kind="stable")).to(device),
+        Places.of(table, new, lengths, widths, widths.argsort(kind="stable")),
         int(new.sum()),
     )
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rolemesh.dataproto.transfer import on_device
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.packed.attention import KERNEL_TYPES, PACKED, NoKernel, check_capability
 from rolemesh.models.packed.layout import pack
@@ -40,7 +41,8 @@ def remove_padding(body: Any, role: str, dtype: str = "float32") -> None:
         torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError: the machine failed, not the model.
     """
     device = body.get_input_embeddings().weight.device  # with offloaded shards the first to be gathered there
-    ids, mask, positions = (column.to(device) for column in probe_rows())
+    rows = probe_rows()
+    ids, mask, positions = on_device(rows, device)
     key = f"{role}.model.use_remove_padding"
     with torch.no_grad(), autocast(device, dtype):
         alone = body(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
@@ -54,7 +56,7 @@ def remove_padding(body: Any, role: str, dtype: str = "float32") -> None:
             if device.type == "cuda" and DTYPES[dtype] in KERNEL_TYPES:
                 check_capability(torch.cuda.get_device_capability(device))
             body.set_attn_implementation(PACKED)
-            inputs, places = pack(ids, mask, positions)
+            inputs, places = on_device(pack(*rows, device), device)
             found = body(**inputs, use_cache=False).last_hidden_state[0][places[mask]]
             if not are_close(found, expected, TOLERANCE[dtype]):
                 raise InvalidConfig("rows laid end to end change each other's numbers")
