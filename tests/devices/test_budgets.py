@@ -1,0 +1,108 @@
+"""What one call of a role may ask of a GPU: kernels, copies with their bytes, waits and casts.
+
+The calls are of 16 rows of up to 16 tokens in four micro-batches, with a model of two layers in bfloat16,
+packed. An update makes two optimizer steps. A change that does less passes; then lower its row. A failure says
+what was measured. To see every row as it is now, set one limit of each to 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from inspect import isawaitable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generation import generated, prompts_of
+from generation import job_of as rollout_job
+from gpu_jobs import ROWS, gpu_job
+from pretended_gpu import Budget, PretendedGpu
+from sequences import sequence_batch
+
+from rolemesh.config.model import ModelConfig
+from rolemesh.models.reward_model import RewardModel
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.services.rollout.worker import RolloutWorker
+
+# fmt: off
+BUDGETS: dict[str, Budget] = {
+    "actor.compute_log_probs": Budget(
+        kernels=672, to_device=72, to_device_bytes=76_320, to_host=28,
+        to_host_bytes=10_480, waits=12, casts=88, weight_casts=84,
+    ),
+    "actor.update": Budget(
+        kernels=2036, to_device=80, to_device_bytes=77_600, to_host=12,
+        to_host_bytes=4080, waits=28, casts=292, weight_casts=84,
+    ),
+    "actor.publish_weights": Budget(
+        kernels=0, to_device=0, to_device_bytes=0, to_host=26,
+        to_host_bytes=560_128, waits=0, casts=0, weight_casts=0,
+    ),
+    "critic.compute_values": Budget(
+        kernels=596, to_device=72, to_device_bytes=76_320, to_host=16,
+        to_host_bytes=4720, waits=8, casts=80, weight_casts=80,
+    ),
+    "critic.update": Budget(
+        kernels=1840, to_device=80, to_device_bytes=77_600, to_host=12,
+        to_host_bytes=4080, waits=20, casts=268, weight_casts=80,
+    ),
+    "reference.compute_log_probs": Budget(
+        kernels=636, to_device=72, to_device_bytes=76_320, to_host=20,
+        to_host_bytes=7280, waits=12, casts=88, weight_casts=84,
+    ),
+    # One pass of 16 rows.
+    "reward_model.score": Budget(
+        kernels=142, to_device=18, to_device_bytes=27_812, to_host=4,
+        to_host_bytes=4416, waits=1, casts=17, weight_casts=20,
+    ),
+    # 4 rows of 16 tokens, all at once.
+    "rollout.generate": Budget(
+        kernels=2388, to_device=9, to_device_bytes=1232, to_host=4,
+        to_host_bytes=1344, waits=2, casts=288, weight_casts=336,
+    ),
+}
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def calls(
+    gpu: PretendedGpu, tiny_model: Path, tiny_reward_model: Path
+) -> Iterator[dict[str, Callable[[], Any]]]:
+    """Each call, on workers that this file shares."""
+    job, batch = gpu_job(tiny_model), sequence_batch(ROWS)
+    columns = [batch[name] for name in ("input_ids", "attention_mask", "position_ids")]
+    with gpu.here():
+        reward_model = RewardModel.load(ModelConfig(path=str(tiny_reward_model), dtype="bfloat16"), "cuda")
+    engine = rollout_job(tiny_model, dtype="bfloat16", ignore_eos=True)
+    with (
+        gpu.worker(ActorWorker, job) as actor,
+        gpu.worker(CriticWorker, job) as critic,
+        gpu.worker(ReferenceWorker, job) as reference,
+        gpu.worker(RolloutWorker, engine) as rollout,
+    ):
+        yield {
+            "actor.compute_log_probs": lambda: actor.compute_log_probs(batch),
+            "actor.update": lambda: actor.update(batch),
+            "actor.publish_weights": lambda: actor.publish_weights(1),
+            "critic.compute_values": lambda: critic.compute_values(batch),
+            "critic.update": lambda: critic.update(batch),
+            "reference.compute_log_probs": lambda: reference.compute_log_probs(batch),
+            "reward_model.score": lambda: reward_model.score(*columns),
+            "rollout.generate": lambda: generated(rollout, prompts_of(4)),
+        }
+
+
+@pytest.mark.usefixtures("here", "step_by_step")  # else how often the engine tidies up depends on time
+@pytest.mark.parametrize("name", BUDGETS)
+async def test_a_call_keeps_its_budget(
+    gpu: PretendedGpu, calls: dict[str, Callable[[], Any]], name: str
+) -> None:
+    if name.endswith("update"):
+        await calls[name]()  # the first one allocates the optimizer's state
+    gpu.record.clear()
+    answer = calls[name]()
+    if isawaitable(answer):
+        await answer
+    if over := gpu.record.over(BUDGETS[name]):
+        pytest.fail(f"{name} is over its budget\n{over}", pytrace=False)

@@ -1,0 +1,85 @@
+"""The roles on a pretended GPU: every method keeps CUDA's rules, and attention runs in the right kernel."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_jobs import ROWS, gpu_job
+from pretended_gpu import PretendedGpu
+from sequences import sequence_batch
+
+from rolemesh.dataproto import DataProto
+from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
+from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.weights.held import HeldWeights
+
+# Every pair of two keys' values is in one of them: the job's keys, and the kernel of attention.
+WAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "packed": ({}, "varlen"),
+    "packed, float32, recomputed": ({"dtype": "float32", "checkpointing": True}, "efficient"),
+    "padded, recomputed, by tokens": ({"packed": False, "checkpointing": True, "by_tokens": True}, "efficient"),
+    "padded, float32": ({"packed": False, "dtype": "float32"}, "efficient"),
+    "packed, by tokens, float32": ({"by_tokens": True, "dtype": "float32"}, "efficient"),
+}
+ways = pytest.mark.parametrize(("way", "kernel"), WAYS.values(), ids=WAYS)
+
+
+def check_answer(answer: DataProto, batch: DataProto) -> None:
+    """All on the host, 0 where nothing was sampled."""
+    assert len(answer) == len(batch)
+    for column in answer.tensors.values():
+        assert column.device.type == "cpu"
+        assert column.isfinite().all()
+        assert not column[~batch["response_mask"]].any()
+
+
+def kernels_of(gpu: PretendedGpu) -> dict[str, int]:
+    return gpu.record.names("attention")
+
+
+@ways
+async def test_an_actor_judges_learns_and_publishes(
+    gpu: PretendedGpu, tiny_model: Path, way: dict[str, Any], kernel: str
+) -> None:
+    batch = sequence_batch(ROWS)
+    with gpu.worker(ActorWorker, gpu_job(tiny_model, **way)) as worker:
+        gpu.record.clear()
+        check_answer(await worker.compute_log_probs(batch), batch)
+        assert set(kernels_of(gpu)) == {f"{kernel} forward"}
+        gpu.record.clear()
+        metrics = await worker.update(batch)
+        passes = kernels_of(gpu)
+        source = await worker.publish_weights(1)
+    assert math.isfinite(metrics["actor/pg_loss"])
+    assert set(passes) == {f"{kernel} forward", f"{kernel} backward"}
+    recomputed = 2 if way.get("checkpointing") else 1
+    assert passes[f"{kernel} forward"] == recomputed * passes[f"{kernel} backward"]
+    assert isinstance(source, HeldWeights)
+    assert all(tensor.device.type == "cpu" for tensor in source.holding.tensors().values())
+
+
+@ways
+async def test_a_critic_judges_and_learns(
+    gpu: PretendedGpu, tiny_model: Path, way: dict[str, Any], kernel: str
+) -> None:
+    batch = sequence_batch(ROWS)
+    with gpu.worker(CriticWorker, gpu_job(tiny_model, **way)) as worker:
+        gpu.record.clear()
+        check_answer(await worker.compute_values(batch), batch)
+        metrics = await worker.update(batch)
+    assert math.isfinite(metrics["critic/vf_loss"])
+    assert set(kernels_of(gpu)) == {f"{kernel} forward", f"{kernel} backward"}
+
+
+@ways
+async def test_a_reference_judges(
+    gpu: PretendedGpu, tiny_model: Path, way: dict[str, Any], kernel: str
+) -> None:
+    batch = sequence_batch(ROWS)
+    with gpu.worker(ReferenceWorker, gpu_job(tiny_model, **way)) as worker:
+        gpu.record.clear()
+        check_answer(await worker.compute_log_probs(batch), batch)
+    assert set(kernels_of(gpu)) == {f"{kernel} forward"}
