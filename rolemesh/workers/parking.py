@@ -125,6 +125,8 @@ class Parking:
         Raises:
             RuntimeError: there is not enough memory. The tensors stay parked, and the call may be retried.
         """
+        if not self._parked:
+            return 0
         try:
             for storage, num_bytes in self._parked:
                 storage.resize_(num_bytes)

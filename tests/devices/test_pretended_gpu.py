@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from rolemesh.algos import covariance
-from rolemesh.models import packing, sequence
-from rolemesh.models.packing import pack
+from rolemesh.dataproto.transfer import on_device
+from rolemesh.models import sequence
+from rolemesh.models.packed import attention
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 
@@ -141,7 +142,7 @@ def test_a_token_attends_to_its_own_row_through_the_kernel_for_uneven_lengths(gp
         ones = torch.ones(5, 1, 8, dtype=torch.bfloat16, device="cuda")
         args = (ones, ones, value.contiguous(), bounds, bounds, 3, 3)
         whole, two = (
-            packing.varlen_attn(*args, window_size=window)[:, 0, 0].tolist() for window in ((-1, 0), (1, 0))
+            attention.varlen_attn(*args, window_size=window)[:, 0, 0].tolist() for window in ((-1, 0), (1, 0))
         )
     assert whole == [1, 2, 10, 15, 30]
     assert two == [1, 2, 10, 15, 40]
@@ -158,8 +159,14 @@ def centred_by_the_host(values: Tensor, mask: Tensor) -> Tensor:
     return values.double() - values.double().cpu()[mask.cpu()].mean(0, keepdim=True)
 
 
+def places_left_on_the_host(value: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    inputs, *others = on_device(value, device)
+    segments = replace(inputs["segments"], rows=value[0]["segments"].rows)
+    return ({**inputs, "segments": segments}, *others)
+
+
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
-    "packing": (packing.Places, "to", lambda places, device: places, r"packing\.py:\d+"),
+    "packing": (sequence, "on_device", places_left_on_the_host, r"packed/attention\.py:\d+"),
     "scatter": (sequence, "scatter", scattered_on_the_host, "masked_scatter"),
 }
 
@@ -213,7 +220,7 @@ def test_the_kernel_for_uneven_lengths_refuses_what_a_gpus_would(
         rows = torch.ones(4, 1, given["width"], dtype=given["dtype"], device="cuda")
         bounds = given["bounds"].to("cuda")
         with pytest.raises(RuntimeError, match=demand):
-            packing.varlen_attn(rows, rows, rows, bounds, bounds, given["longest"], given["longest"])
+            attention.varlen_attn(rows, rows, rows, bounds, bounds, given["longest"], given["longest"])
 
 
 async def test_a_wait_that_was_added_to_a_pass_is_over_its_budget(
@@ -225,12 +232,12 @@ async def test_a_wait_that_was_added_to_a_pass_is_over_its_budget(
         await worker.compute_log_probs(batch)
         budget: Budget = gpu.record.spent()
 
-        def measured(*columns: Tensor) -> Any:
-            inputs, places = pack(*columns)
-            assert math.isfinite(inputs["input_ids"].float().mean().item())
-            return inputs, places
+        def measured(value: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+            moved = on_device(value, device)
+            assert math.isfinite(moved[1].float().mean().item())
+            return moved
 
-        monkeypatch.setattr(sequence, "pack", measured)
+        monkeypatch.setattr(sequence, "on_device", measured)
         gpu.record.clear()
         await worker.compute_log_probs(batch)
     assert f"waits: {budget.waits + 1}, of {budget.waits} at most" in gpu.record.over(budget)

@@ -180,6 +180,7 @@ def varlen_backward(
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
+    "aten::mm.dtype": lambda one, other, dtype: one.to(dtype) @ other.to(dtype),
     "torch_attn::_varlen_attn": varlen,
     "torch_attn::_varlen_attn_backward": varlen_backward,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -33,6 +34,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "current_device": lambda: 0,
     "is_bf16_supported": lambda *_, **__: True,
     "get_device_capability": lambda *_: (9, 0),
+    "get_device_properties": lambda *_: SimpleNamespace(name="pretended", total_memory=80 << 30),
     "empty_cache": lambda: None,
     "is_current_stream_capturing": lambda: False,
     "_lazy_init": lambda: None,
@@ -98,7 +100,7 @@ class PretendedGpu(TorchDispatchMode):
         device = kwargs.get("device")
         makes_here = bool(here) if device is None else torch.device(device).type == "cuda"
         if not here and not makes_here:
-            return func(*args, **kwargs)
+            return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
         check_devices(operation, args, tensors)
         Backward.note_forward()
         count(self.record, operation, args, kwargs, makes_here)
