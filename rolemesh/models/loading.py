@@ -204,7 +204,23 @@ def hold_frozen(model: nn.Module, dtype: str) -> None:
         dtype: a ModelConfig's; with float32 the weights stay as they are.
     """
     model.requires_grad_(False)
-    kind: torch.dtype = getattr(torch, dtype)
+    _hold(model, getattr(torch, dtype))
+
+
+@torch.no_grad()
+def hold_base(model: nn.Module, dtype: str) -> None:
+    """Hold the frozen weights below an adapter as hold_frozen does, each only if no number in it changes.
+
+    Published and exported weights are sums of these and of the adapter's products, so nothing is rounded.
+
+    Args:
+        model: its weights are float32; those of the adapter require gradients.
+        dtype: as hold_frozen's.
+    """
+    _hold(model, getattr(torch, dtype), exactly=True)
+
+
+def _hold(model: nn.Module, kind: torch.dtype, exactly: bool = False) -> None:
     if kind == torch.float32:
         return
     users: dict[int, list[nn.Module]] = {}
@@ -213,9 +229,12 @@ def hold_frozen(model: nn.Module, dtype: str) -> None:
             users.setdefault(id(weight), []).append(module)
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.requires_grad:
+                continue
             if all(map(_is_linear, users[id(weight)])):
-                weight.data = weight.data.to(kind)
-            elif _is_linear(module) and not _is_exact(weight, users[id(weight)], kind):
+                if not exactly or torch.equal(weight.to(kind).float(), weight):
+                    weight.data = weight.data.to(kind)
+            elif not exactly and _is_linear(module) and not _is_exact(weight, users[id(weight)], kind):
                 setattr(module, name, nn.Parameter(weight.to(kind), requires_grad=False))
     for module in model.modules():
         if type(module) is nn.Embedding and _is_exact(module.weight, users[id(module.weight)], kind):

@@ -207,6 +207,8 @@ class Adapter:
         for name, tensor in self.base_weights().items():
             checksum.update(name.encode())
             rows = whole(tensor).detach().cpu().contiguous()
+            if rows.dtype in (torch.bfloat16, torch.float16):  # held so (rolemesh.models.loading.hold_base)
+                rows = rows.float()
             checksum.update(memory_of(rows))
         return checksum.hexdigest()
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.models.heads import ScoreHead, ScoreModel
 from rolemesh.models.loading import (
+    hold_base,
     hold_frozen,
     hold_frozen_blocks,
     load_causal_lm,
@@ -59,7 +60,8 @@ def load_policy(
         fsdp: how to shard.
         device: of this rank.
         adapt: adds an adapter to the model, which may be on the device `meta`.
-        frozen: it is never trained, so its matrices are held in the type of their products (hold_frozen).
+        frozen: it is never trained, so its matrices are held in the type of their products (hold_frozen). With
+            one rank the model below an adapter is held so, too (hold_base).
 
     Raises:
         ModelNotFound: the directory is absent, incomplete, or not a causal LM.
@@ -67,10 +69,10 @@ def load_policy(
     """
     if ranks.size == 1:
         root = Root(load_causal_lm(config, role))
-        if frozen:
-            hold_frozen(root, config.dtype)
-        root.to(device)
-        return root, adapt(root.model) if adapt else None
+        adapter = adapt(root.model) if adapt else None
+        if frozen or adapter:
+            (hold_frozen if frozen else hold_base)(root, config.dtype)
+        return root.to(device), adapter
     outline = load_outline(config, role)
     source = _source_of(outline, model_directory(config, role))
     filled = _Filling.of(outline, source, ranks)

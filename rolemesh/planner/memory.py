@@ -3,7 +3,8 @@
 The model follows Rolemesh's trainers. Trained weights are float32. bfloat16 is the type of matrix products
 (torch.autocast), which keeps a copy of each matrix during a pass. Gradients are float32, and AdamW has two
 float32 moments. So a trained parameter takes 16 bytes. One of a role that only judges takes 2 in bfloat16, and
-has no copy. With an adapter, all of the policy's own parameters are frozen, and take 4.
+has no copy. With an adapter, all of the policy's own parameters are frozen. They take 4, or 2 if they
+were saved in bfloat16.
 
 Rows are assumed to have the full length S = P + T, with or without padding. The allocator's fragmentation,
 kernels' scratch memory and the CUDA context (about half a GiB) are not counted.
@@ -101,11 +102,14 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
         learnt = shape.trained_parameters(job.actor.model)
         policy = shape.policy_parameters
         memory = trained(learnt, policy, shape, job.actor.model, tokens, head, spread, on_device)
+        if is_base_held(job, shape, ranks):
+            casts = cast_bytes(shape, job.actor.model.dtype, spread)
+            memory = replace(memory, activations=memory.activations - casts)
         judging = judging_bytes(job, role, shape, tokens, device, ranks)  # when there are no gradients
         memory = replace(memory, activations=max(memory.activations, judging - memory.gradients))
-        whole = FLOAT32 * policy // spread.shards
         if job.actor.model.lora_rank:
-            memory = replace(memory, weights=memory.weights + on_device * whole)
+            base = on_device * base_bytes(job, shape, ranks) // spread.shards
+            memory = replace(memory, weights=memory.weights + base)
         if not device.shared:
             return memory
         # On a CPU the published version is in the same memory; rank 0 holds what all ranks have written.
@@ -130,7 +134,7 @@ def judging_bytes(job: JobConfig, role: str, shape: ModelShape, tokens: int, dev
     dtype, weights = spec.model(job).dtype, shape.parameters(scores=spec.scores)
     head = 0 if spec.scores else block_of_logits_bytes(job, role, shape, device)
     casts = cast_bytes(shape, dtype, spread)
-    if not spec.trained:
+    if not spec.trained or (role == "actor" and is_base_held(job, shape, ranks)):
         casts = frozen_cast_bytes(shape, dtype, ranks, scores=spec.scores)
     gathered = gathered_bytes(weights, shape, dtype) if spread.shards > 1 else 0
     return forward_bytes(shape, tokens, dtype) + head + casts + gathered
@@ -169,6 +173,19 @@ def frozen_bytes(shape: ModelShape, dtype: str, ranks: int = 1, *, scores: bool)
     is_exact = shape.stored in ("", dtype)
     is_copied = not (is_exact or scores or head)
     return whole - saved * (linear + head + is_exact * table) + is_copied * WIDTH[dtype] * table
+
+
+def is_base_held(job: JobConfig, shape: ModelShape, ranks: int = 1) -> bool:
+    """Return whether the actor's frozen weights are held in its dtype (rolemesh.models.loading.hold_base)."""
+    model = job.actor.model
+    return model.lora_rank > 0 and ranks == 1 and shape.stored == model.dtype
+
+
+def base_bytes(job: JobConfig, shape: ModelShape, ranks: int = 1) -> int:
+    """Return the bytes of the weights below an adapter, of all ranks."""
+    if is_base_held(job, shape, ranks):
+        return frozen_bytes(shape, job.actor.model.dtype, scores=False)
+    return FLOAT32 * shape.policy_parameters
 
 
 def frozen_cast_bytes(shape: ModelShape, dtype: str, ranks: int = 1, *, scores: bool) -> int:

@@ -21,10 +21,12 @@ from rolemesh.planner.memory import (
     WIDTH,
     Memory,
     Shapes,
+    base_bytes,
     block_bytes,
     forward_bytes,
     frozen_bytes,
     frozen_cast_bytes,
+    is_base_held,
     kv_bytes_per_token,
     published_width,
     tokens_of_pass,
@@ -50,8 +52,10 @@ def least_memory(job: JobConfig, role: str, shapes: Shapes) -> Memory:
     if job.trainer.val_only:
         return Memory(weights=whole)
     adapts = role == "actor" and job.actor.model.lora_rank > 0
-    learnt = FLOAT32 * shape.trained_parameters(job.actor.model) if adapts else whole
-    return Memory(weights=whole + adapts * learnt, gradients=learnt, optimizer=2 * learnt)
+    if not adapts:
+        return Memory(weights=whole, gradients=whole, optimizer=2 * whole)
+    learnt = FLOAT32 * shape.trained_parameters(job.actor.model)
+    return Memory(weights=base_bytes(job, shape) + learnt, gradients=learnt, optimizer=2 * learnt)
 
 
 def refuse_what_cannot_fit(
@@ -190,7 +194,8 @@ def _least_of_update(
     stored = FLOAT32 * shape.hidden * _width(job) * shape.layers if checkpoints else block * shape.layers
     if model.enable_activation_offload:
         stored = 0
-    casts = 0 if adapts and checkpoints else _cast_blocks(shape, model.dtype)
+    held = role == "actor" and is_base_held(job, shape)
+    casts = 0 if held or (adapts and checkpoints) else _cast_blocks(shape, model.dtype)
     mini_batch = job.critic_mini_batch_size if role == "critic" else job.actor.ppo_mini_batch_size
     has_gradients = mini_batch * job.rollout.n * _width(job) > tokens_of_pass(job, role)
     passing = replace(

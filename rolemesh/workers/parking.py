@@ -89,6 +89,8 @@ class Parking:
         if self._parked:
             return 0
         shared = _by_storage(t for t in self._tensors() if t.device.type == self._device.type)
+        if not shared:
+            return 0
         # Allocate all memory before the first tensor is moved: its new storage is empty until `take`.
         own = [storage if storage.resizable() else _like(storage) for storage, _ in shared]
         places = [*accumulate((storage.nbytes() for storage, _ in shared), initial=0)]
@@ -281,9 +283,7 @@ class _File:
         self._file = cast(BufferedRandom, file)
 
     def take(self, targets: Sequence[Tensor]) -> None:
-        if self._file is None:  # nothing was put
-            assert not targets
-            return
+        assert self._file is not None, "nothing was put"
         self._file.seek(0)
         for target in targets:
             read = self._file.readinto(memory_of(target))

@@ -21,7 +21,7 @@ from rolemesh.errors import Unsupported
 from rolemesh.home import Home
 from rolemesh.models.distribution import TokenStats
 from rolemesh.models.heads import VocabularyHead
-from rolemesh.models.loading import load_tokenizer, named_weights, resolve_dtype, vocabulary_of, with_dtype
+from rolemesh.models.loading import load_tokenizer, named_weights, vocabulary_of, with_dtype
 from rolemesh.models.lora import Adapter
 from rolemesh.models.micro_batches import MicroBatches
 from rolemesh.models.packed.probe import remove_padding
@@ -32,6 +32,7 @@ from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.ulysses import check_heads
 from rolemesh.roles import Metrics, methods
 from rolemesh.services.actor.objective import check_policy_loss, choose_tokens, policy_loss_of, policy_objective
+from rolemesh.services.actor.publishing import published_dtype
 from rolemesh.training.checkpoint import CheckpointWriter, WriteModel, load_checkpoint
 from rolemesh.training.loop import Schedule, checkpoint_activations, learn, refuse_float16, update
 from rolemesh.training.optimizer import Optimizer
@@ -197,7 +198,7 @@ class ActorWorker(PolicyWorker):
         adapt = self._adapter_of(actor) if actor.model.lora_rank else None
         micro_batches = self.schedule.micro_batches
         super().__init__(job, "actor", actor.model, actor.fsdp_config, micro_batches, seat, adapt)
-        self._published_dtype = _published_dtype(job, self.device)
+        self._published_dtype = published_dtype(job, self.device, self.config.dtype)
         self._home = Home.of(job)
         self._checkpoints = CheckpointWriter(self._home, "actor", self.seat.ranks, dtype=self.config.dtype)
         checkpoint_activations(self.model, actor.model, self.device)
@@ -390,17 +391,3 @@ class ActorWorker(PolicyWorker):
         if self.seat.holder:
             self.seat.holder.clear("a checkpoint was loaded")
         return DataProto()
-
-
-def _published_dtype(job: JobConfig, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of published weights: rollout.dtype, if the engine holds its weights in it; else None.
-
-    The engine would cast them anyway; cast here they are fewer bytes to copy and to send. `auto` is decided for
-    this role's device. A rollout on a device of another kind may need float32; then it refuses them.
-    """
-    dtype = job.rollout.dtype
-    if not job.engine.reserves_memory:
-        return None
-    chosen = resolve_dtype(dtype, "rollout.dtype", device) if dtype == "auto" else dtype
-    found: torch.dtype = getattr(torch, chosen)
-    return found

@@ -25,6 +25,7 @@ from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.models import sharded
 from rolemesh.models.loading import hold_frozen, load_causal_lm
 from rolemesh.models.reward_model import RewardModel
 from rolemesh.models.sequence import token_stats
@@ -59,15 +60,15 @@ def stored_in(dtype: torch.dtype, model: Path, into: Path) -> Path:
     return into
 
 
-def job_of(model: Path, dtype: str, packed: bool) -> JobConfig:
+def job_of(model: Path, dtype: str, packed: bool, **keys: Any) -> JobConfig:
     setting = {"dtype": dtype, "use_remove_padding": packed}
     return make_job(
         {
             "algorithm": {"use_kl_in_reward": True},
             "data": {"train_batch_size": 8, "max_prompt_length": 6, "max_response_length": 10},
             "trainer": {"device": "cpu", "default_local_dir": str(model / "run")},
-            "actor": {"ppo_mini_batch_size": 8, "model": {"path": str(model), **setting}},
-            "reference": {"model": setting},
+            "actor": {"ppo_mini_batch_size": 8, "model": {"path": str(model), **setting, **keys}},
+            "reference": {} if keys else {"model": setting},
         }
     )
 
@@ -157,3 +158,33 @@ def test_a_reward_model_gives_the_same_scores(tiny_model: Path, tmp_path: Path) 
     assert casts.number == 0
     assert frozen.model.score.weight.dtype == torch.float32
     assert torch.equal(plain.score(*columns), scores)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, HALF])
+async def test_an_adapters_base_is_held_where_no_number_changes(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype
+) -> None:
+    """Training, published weights and the base's checksum have the bits of float32 weights."""
+    model = stored_in(stored, tiny_model, tmp_path / "model")
+    job = job_of(model, "bfloat16", True, lora_rank=4)
+    held, batch = ActorWorker(job), sequence_batch(8)
+    with monkeypatch.context() as as_before:
+        as_before.setattr(sharded, "hold_base", lambda root, dtype: None)
+        plain = ActorWorker(job)
+    kinds = {p.dtype for p in held.model.parameters() if p.dim() > 1 and not p.requires_grad}
+    assert kinds == {stored}
+    assert all(p.dtype == torch.float32 for p in held.model.parameters() if p.requires_grad)
+    for _ in range(2):
+        (mine, casts), (theirs, more) = (judged(each, "old_log_probs") for each in (held, plain))
+        assert torch.equal(mine, theirs)
+        # Seven matrices and three biases a layer; biases of 0 have no more digits in any type.
+        assert (more - casts >= 2 * 10) == (stored == HALF)
+        assert await held.update(batch) == await plain.update(batch)
+    weights, others = [await (await each.publish_weights(1)).fetch() for each in (held, plain)]
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    assert all(torch.equal(weights[name], others[name]) for name in others)
+    assert held.adapter is not None
+    assert plain.adapter is not None
+    assert held.adapter._base_checksum == plain.adapter._base_checksum
+    for each in (held, plain):
+        each.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def test_gradients_and_moments_are_the_adapters_alone(tiny_model: Path) -> None:
     assert (of_all.weights, of_all.gradients, of_all.optimizer) == (4 * base, 4 * base, 8 * base)
     least = least_memory(job, "actor", shapes)
     assert least.parts() | {"activations": 0} == memory.parts() | {"activations": 0}
+    half = job_of(tiny_model, lora_rank=8, dtype="bfloat16")
+    stored = {"actor": replace(shapes["actor"], stored="bfloat16")}
+    held, cast = (role_memory(half, "actor", each, H100) for each in (stored, shapes))
+    assert cast.weights == memory.weights
+    # All but five norms of 64 numbers and the biases of q, k and v, which are counted as those are.
+    vectors = 5 * 64 + 2 * (64 + 2 * 32)
+    assert held.weights == 2 * base + 2 * vectors + 4 * adapter
+    assert cast.activations - held.activations == 2 * shapes["actor"].multiplied_parameters
+    least = least_memory(half, "actor", stored)
+    assert least.parts() | {"activations": 0} == held.parts() | {"activations": 0}
 
 
 def test_the_reference_in_the_actor_takes_as_long_as_the_actors_own_pass(tiny_model: Path) -> None:
