@@ -16,8 +16,12 @@ from benchmarks.gpu.workload import SPEED, Scale, check, job_of, make_model, row
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import named_weights
 from rolemesh.planner.memory import role_shapes
+from rolemesh.ranks.sharding import memory_of
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.region import WeightRegion
+from rolemesh.weights.staging import BUFFER_BYTES
 
 ROUNDS = 5
 REPEATS = 4
@@ -133,7 +137,10 @@ def matrix_rate(device: str) -> float:
 
 
 def handover(device: str, directory: Path) -> dict[str, Any]:
-    """GB/s of new weights: the actor copies them into the region, hashes them, and a rollout takes them."""
+    """GB/s of new weights: the actor copies them into the region, hashes them, and a rollout takes them.
+
+    `copies` has the rates of the single copies of a bfloat16 version.
+    """
     scale = SPEED[device]
     job = job_of(directory, make_model(directory / "model", scale), scale, device)
     actor, rollout = ActorWorker(job), RolloutWorker(job)
@@ -160,6 +167,7 @@ def handover(device: str, directory: Path) -> dict[str, Any]:
     theirs: dict[str, Tensor] = named_weights(rollout._engine.model)  # type: ignore[attr-defined]
     for name, tensor in named_weights(actor.model).items():
         check(torch.equal(tensor.cpu(), theirs[name].cpu()), f"{name} of the rollout is not the actor's")
+    copies = copy_rates(named_weights(actor.model), device)
     actor.close()
     rollout.close()
     best = {name: min(values[2:]) for name, values in seconds.items()}  # the first turn makes the pages
@@ -167,4 +175,42 @@ def handover(device: str, directory: Path) -> dict[str, Any]:
         "bytes": num_bytes,
         "seconds": {name: values[1:] for name, values in seconds.items()},
         "gb_per_second": {name: num_bytes / value / 1e9 for name, value in best.items()},
+        "copies": copies,
     }
+
+
+def copy_rates(weights: dict[str, Tensor], device: str) -> dict[str, float]:
+    """Return GB/s of a bfloat16 version, the best of some turns.
+
+    `pageable` casts and copies each tensor to new host memory; `pinned` casts and copies all to one pinned
+    buffer; `write` writes the pages of a region by one thread; `publish` is HeldWeights, which does the last
+    two at the same time, with several threads.
+    """
+    num_bytes = sum(2 * tensor.numel() for tensor in weights.values())
+    buffer = torch.empty(BUFFER_BYTES // 2, dtype=torch.bfloat16, pin_memory=device == "cuda")
+    data, seconds = memory_of(buffer), dict[str, list[float]]()
+
+    def pinned() -> None:
+        for tensor in weights.values():
+            cast = tensor.bfloat16().flatten()
+            for at in range(0, len(cast), len(buffer)):
+                part = cast[at : at + len(buffer)]
+                buffer[: len(part)].copy_(part, non_blocking=True)
+
+    def write() -> None:
+        region = WeightRegion(num_bytes)
+        for at in range(0, num_bytes, len(data)):
+            region.write(at, data[: num_bytes - at])
+
+    turns: dict[str, Callable[[], object]] = {
+        "pageable": lambda: [tensor.bfloat16().cpu() for tensor in weights.values()],
+        "pinned": pinned,
+        "write": write,
+        "publish": lambda: HeldWeights(1, weights, dtype=torch.bfloat16),
+    }
+    for _ in range(REPEATS):
+        for name, turn in turns.items():
+            began = synchronized(device)
+            turn()
+            seconds.setdefault(name, []).append(synchronized(device) - began)
+    return {name: num_bytes / min(values) / 1e9 for name, values in seconds.items()}

@@ -21,6 +21,7 @@ from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import is_in_rows, local, memory_of, own_rows, rows_of, whole
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest, WeightSpec
 from rolemesh.weights.region import WeightRegion
+from rolemesh.weights.staging import Staging
 from rolemesh.weights.stripes import Stripes
 from rolemesh.wire.dtypes import FROM_WIRE
 
@@ -134,6 +135,7 @@ def write_rows(
             writer.give(spec, held[:, at], source, delta)
             del delta, source
         writer.exchange([(manifest.weights[at].offset, held[:, at]) for at in turn])
+    writer.finish()
     with agreed(ranks):
         if writer.failure is not None:
             raise writer.failure
@@ -181,6 +183,7 @@ class _Writer:
         self._wanted, self._ranks = wanted, ranks
         self._machines = wanted.machines
         self._outbox: dict[int, list[Tensor]] = {}  # by receiver
+        self._staging: Staging | None = None  # of what lies on a GPU
 
     def give(self, spec: WeightSpec, held: Tensor, source: Tensor, delta: Tensor | None) -> None:
         """Write this rank's rows of a tensor that are for its machine, and keep the others for `exchange`."""
@@ -194,14 +197,28 @@ class _Writer:
         if delta is not None:
             rows = rows + own_rows(delta, source)
         rows = rows.to(FROM_WIRE[spec.dtype])  # before it leaves the device
-        data, base = rows.cpu().contiguous().reshape(-1).view(torch.uint8), spec.offset + start
+        data, base = rows.contiguous().reshape(-1).view(torch.uint8), spec.offset + start
+        if any(to != self._machines.first[rank] for to in mine):
+            data = data.cpu()  # for the exchange
         for to in mine:
             for first, last in self._wanted.parts(to, base, spec.offset + end):
                 part = data[first - base : last - base]
-                if to == self._machines.first[rank]:
+                if to != self._machines.first[rank]:
+                    self._outbox.setdefault(to, []).append(part)
+                elif part.device.type == "cpu":
                     self._write(first, part)
                 else:
-                    self._outbox.setdefault(to, []).append(part)
+                    self._stage(first, part)
+
+    def _stage(self, at: int, data: Tensor) -> None:
+        if self._staging is None:
+            self._staging = Staging(self._write, data.device)
+        self._staging.put(at, data)
+
+    def finish(self) -> None:
+        """Write what is still on its way from the device."""
+        if self._staging is not None:
+            self._staging.finish()
 
     def exchange(self, turn: Sequence[tuple[int, Tensor]]) -> None:
         """Send what was kept, and write what comes from the ranks of other machines. Every rank calls it.

@@ -27,6 +27,7 @@ def test_parts_that_need_no_gpu_pass_on_a_cpu(tmp_path: Path) -> None:
     assert parked["actor"]["moved_bytes"] > parked["actor"]["planned_bytes"] > 0
     handed = speed.handover("cpu", room("handed"))
     assert handed["bytes"] == parked["actor"]["planned_bytes"] // 3
+    assert handed["copies"].keys() == {"pageable", "pinned", "write", "publish"}
     assert correctness.twice("cpu", room("twice"))["as it runs"]["weights_equal"]
     off = head.head("cpu", room("head"))["errors"]
     assert off["float32"]["gradient, 30 chunks"] < off["autocast"]["gradient, 30 chunks"] / 2

@@ -18,6 +18,7 @@ from rolemesh.weights import manifest as manifest_module
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.manifest import check_manifest, digest_of, outline, read_manifest, unpack
 from rolemesh.weights.region import CAN_SHARE, WeightRegion
+from rolemesh.weights.staging import BUFFER_BYTES, Staging
 from rolemesh.weights.store import WeightStore
 from rolemesh.weights.tensors import RegionTensors
 from rolemesh.wire.limits import MAX_WEIGHT_AXES, MAX_WEIGHTS
@@ -79,6 +80,40 @@ def test_a_version_in_another_dtype_has_each_sum_rounded_once():
         "n": torch.tensor([7]),
     }
     assert held.holding.digest == HeldWeights(3, cast).holding.digest
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 7, 64, 1000])
+def test_staging_writes_every_byte_once_at_its_place(buffer_bytes: int):
+    """Parts of many sizes, none of them in order; some are larger than a buffer."""
+    generator = torch.Generator().manual_seed(buffer_bytes)
+    sizes = [0, 1, 6, 7, 8, 63, 64, 65, 200, 0, 3, 999]
+    data = [torch.randint(1, 256, (size,), generator=generator, dtype=torch.uint8) for size in sizes]
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    region, counts = torch.zeros(sum(sizes), dtype=torch.uint8), torch.zeros(sum(sizes), dtype=torch.int64)
+
+    def write(at: int, part: Tensor) -> None:
+        region[at : at + len(part)] = part
+        counts[at : at + len(part)] += 1
+
+    staging = Staging(write, torch.device("cpu"), buffer_bytes)
+    for number in torch.randperm(len(sizes), generator=generator).tolist():
+        staging.put(starts[number], data[number])
+    staging.finish()
+    assert torch.equal(region, torch.cat(data))
+    assert (counts == 1).all()
+
+
+@pytest.mark.gpu
+def test_a_version_of_a_gpus_tensors_is_that_of_the_cpus():
+    """More bytes than both buffers; bases are cast after their delta was added."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"a": 3 * BUFFER_BYTES // 4 + 5, "b": 1000, "c": BUFFER_BYTES, "d": 1, "e": BUFFER_BYTES // 8}
+    tensors = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
+    for dtype in (None, torch.bfloat16):
+        theirs = HeldWeights(1, on_gpu, {"b": lambda: torch.ones(1000).cuda()}, dtype=dtype).holding
+        mine = HeldWeights(1, tensors, {"b": lambda: torch.ones(1000)}, dtype=dtype).holding
+        assert theirs.digest == mine.digest
 
 
 @shares

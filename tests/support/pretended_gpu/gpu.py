@@ -27,6 +27,15 @@ from rolemesh.workers.seat import ComputingThread, Seat
 
 W = TypeVar("W", bound=LocalWorker)
 
+
+class _Event:
+    """A mark in the stream, which has been passed: whatever was begun here has ended."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 # What torch.cuda answers: one Hopper.
 ANSWERS: dict[str, Callable[..., Any]] = {
     "is_available": lambda: True,
@@ -38,6 +47,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "empty_cache": lambda: None,
     "is_current_stream_capturing": lambda: False,
     "_lazy_init": lambda: None,
+    "Event": _Event,
 }
 
 
@@ -100,7 +110,8 @@ class PretendedGpu(TorchDispatchMode):
         device = kwargs.get("device")
         makes_here = bool(here) if device is None else torch.device(device).type == "cuda"
         if not here and not makes_here:
-            return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+            kwargs.pop("pin_memory", None)  # only a driver can pin
+            return func(*args, **kwargs)
         check_devices(operation, args, tensors)
         Backward.note_forward()
         count(self.record, operation, args, kwargs, makes_here)
