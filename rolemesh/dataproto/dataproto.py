@@ -127,19 +127,17 @@ class DataProto:
             columns = {**self.non_tensors, name: value}
         num_rows = None if self.columns == [name] else self.num_rows
         checked = DataProto(tensors, columns, num_rows=num_rows)
-        self.tensors, self.non_tensors = checked.tensors, checked.non_tensors
-        self.num_rows = checked.num_rows
+        self.tensors, self.non_tensors, self.num_rows = checked.tensors, checked.non_tensors, checked.num_rows
 
     def _rows(self, index: Index) -> DataProto:
+        if isinstance(index, int | np.integer):
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"row {index} of a batch of {len(self)}")
+            at = int(index) % len(self)
+            index = slice(at, at + 1)
         if isinstance(index, slice):
             count = len(range(len(self))[index])
             return self._map(lambda tensor: tensor[index], lambda column: column[index], count)
-        if isinstance(index, int | np.integer):
-            at = int(index)
-            if not -len(self) <= at < len(self):
-                raise IndexError(f"row {at} of a batch of {len(self)}")
-            at %= len(self)
-            return self._map(lambda tensor: tensor[at : at + 1], lambda column: column[at : at + 1], 1)
         return self.select_idxs(index)
 
     def _map(self, tensor_fn: Any, column_fn: Any, num_rows: int) -> DataProto:
@@ -355,7 +353,7 @@ class DataProto:
     def to(self, device: torch.device | str) -> DataProto:
         """Return the batch with its tensors on `device`."""
         moved = on_device(self.tensors, torch.device(device))
-        return DataProto(moved, dict(self.non_tensors), dict(self.meta_info), self.num_rows)
+        return DataProto(moved, self.non_tensors, dict(self.meta_info), self.num_rows)
 
     # -------------------------------------------------------------- tensordict
 
