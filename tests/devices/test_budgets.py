@@ -28,33 +28,33 @@ from rolemesh.services.rollout.worker import RolloutWorker
 # fmt: off
 BUDGETS: dict[str, Budget] = {
     "actor.compute_log_probs": Budget(
-        kernels=672, to_device=72, to_device_bytes=76_320, to_host=28,
-        to_host_bytes=10_480, waits=12, casts=88, weight_casts=84,
+        kernels=575, to_device=4, to_device_bytes=69_760, to_host=2,
+        to_host_bytes=1280, waits=0, casts=69, weight_casts=80,
     ),
     "actor.update": Budget(
-        kernels=2036, to_device=80, to_device_bytes=77_600, to_host=12,
-        to_host_bytes=4080, waits=28, casts=292, weight_casts=84,
+        kernels=1954, to_device=8, to_device_bytes=71_264, to_host=0,
+        to_host_bytes=0, waits=16, casts=266, weight_casts=80,
     ),
     "actor.publish_weights": Budget(
         kernels=0, to_device=0, to_device_bytes=0, to_host=26,
-        to_host_bytes=560_128, waits=0, casts=0, weight_casts=0,
+        to_host_bytes=560_128, waits=2, casts=0, weight_casts=0,
     ),
     "critic.compute_values": Budget(
-        kernels=596, to_device=72, to_device_bytes=76_320, to_host=16,
-        to_host_bytes=4720, waits=8, casts=80, weight_casts=80,
+        kernels=521, to_device=4, to_device_bytes=69_072, to_host=1,
+        to_host_bytes=640, waits=0, casts=60, weight_casts=80,
     ),
     "critic.update": Budget(
-        kernels=1840, to_device=80, to_device_bytes=77_600, to_host=12,
-        to_host_bytes=4080, waits=20, casts=268, weight_casts=80,
+        kernels=1772, to_device=8, to_device_bytes=70_560, to_host=0,
+        to_host_bytes=0, waits=12, casts=248, weight_casts=80,
     ),
     "reference.compute_log_probs": Budget(
-        kernels=636, to_device=72, to_device_bytes=76_320, to_host=20,
-        to_host_bytes=7280, waits=12, casts=88, weight_casts=84,
+        kernels=469, to_device=4, to_device_bytes=69_760, to_host=1,
+        to_host_bytes=640, waits=0, casts=68, weight_casts=0,
     ),
     # One pass of 16 rows.
     "reward_model.score": Budget(
-        kernels=142, to_device=18, to_device_bytes=27_812, to_host=4,
-        to_host_bytes=4416, waits=1, casts=17, weight_casts=20,
+        kernels=108, to_device=1, to_device_bytes=17_712, to_host=1,
+        to_host_bytes=64, waits=0, casts=15, weight_casts=0,
     ),
     # 4 rows of 16 tokens, all at once.
     "rollout.generate": Budget(

@@ -28,12 +28,16 @@ from rolemesh.workers.seat import ComputingThread, Seat
 W = TypeVar("W", bound=LocalWorker)
 
 
-class _Event:
-    """A mark in the stream, which has been passed: whatever was begun here has ended."""
+class _Stream:
+    """The only stream, or a mark in it. Whatever was begun has ended, but who waits for it is counted."""
+
+    def __init__(self, work: Record) -> None:
+        self._work = work
 
     def record(self) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self._work.add("wait", "synchronize")
 
 
 # What torch.cuda answers: one Hopper.
@@ -47,7 +51,6 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "empty_cache": lambda: None,
     "is_current_stream_capturing": lambda: False,
     "_lazy_init": lambda: None,
-    "Event": _Event,
 }
 
 
@@ -205,13 +208,16 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
     Only the threads of its workers, and those in `here`, compute on it.
     """
     torch._C._ensureCUDADeviceGuardSet()
+    gpu = PretendedGpu()
     with pytest.MonkeyPatch.context() as patch:
         for name, answer in ANSWERS.items():
             patch.setattr(torch.cuda, name, answer)
+        for name in ("current_stream", "Event"):
+            patch.setattr(torch.cuda, name, lambda *_, **__: _Stream(gpu.record))
         plain = torch.autograd.backward
         patch.setattr(torch.autograd, "backward", functools.partial(run_backward, plain))
         # clip_grad_norm_ and AdamW have kernels for lists of tensors, but only of these types.
         patch.setattr(
             _foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, GpuTensor]
         )
-        yield PretendedGpu()
+        yield gpu

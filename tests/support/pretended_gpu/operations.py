@@ -127,6 +127,8 @@ def _count_copy(
             kind = "cast of a weight" if isinstance(source, nn.Parameter) else "cast"
             record.add(kind, f"{_short(source.dtype)} -> {_short(target)}")
         record.add("kernel", name)
+    elif not source.numel():
+        return
     elif to_here:
         record.add("to device", name, source.nbytes)
     elif not _is_meta(kwargs.get("device")):
