@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rolemesh.models.chunks import MIN_MATRIX_ROWS, tokens_at_once, tokens_in_block
+from rolemesh.models.chunks import (
+    BLOCK_BYTES,
+    LEARNT_BYTES,
+    MIN_MATRIX_ROWS,
+    tokens_at_once,
+    tokens_in_block,
+)
 from rolemesh.models.heads import VocabularyHead
 
 BLOCK_LOGITS = 2**20  # logits in a CPU's block without gradients, so that it fits in the caches
@@ -120,8 +126,11 @@ def distribution_stats(
         return _joined([wanted.of(*part) for part in parts])
 
     num_chunks = len(hidden) // tokens_at_once(vocabulary := model.config.vocab_size)
-    if memory_bytes is not None and not learns:  # few large blocks: each launches its kernels anew
-        num_chunks = -(-len(hidden) // tokens_in_block(vocabulary, memory_bytes))
+    if (
+        memory_bytes is not None
+    ):  # few and large: each launches its kernels anew, and adds to the whole gradient
+        logit_bytes = LEARNT_BYTES if learns else BLOCK_BYTES
+        num_chunks = -(-len(hidden) // tokens_in_block(vocabulary, memory_bytes, logit_bytes))
     chunks = _cut(num_chunks, hidden, drawn, kept_ids)
     if len(chunks) == 1 or not learns:
         stats = _joined([of_chunk(*chunk) for chunk in chunks])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.model import TrainedModelConfig
-from rolemesh.models.chunks import BLOCK_BYTES, tokens_at_once, tokens_in_block
+from rolemesh.models.chunks import BLOCK_BYTES, LEARNT_BYTES, tokens_at_once, tokens_in_block
 from rolemesh.planner.devices import Device
 from rolemesh.planner.shapes import ModelShape, read_shape
 from rolemesh.planner.spread import Spread
@@ -98,7 +98,7 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
     on_device = 0 if spread.is_offloaded and not device.shared else 1
     if role == "actor":
         # log-softmax and the gradients of gather and log-softmax; with an entropy bonus also exp and product
-        head = logits_bytes(job, role, shape, copies=4 if job.actor.entropy_coeff == 0 else 5)
+        head = logits_bytes(job, role, shape, device, copies=4 if job.actor.entropy_coeff == 0 else 5)
         learnt = shape.trained_parameters(job.actor.model)
         policy = shape.policy_parameters
         memory = trained(learnt, policy, shape, job.actor.model, tokens, head, spread, on_device)
@@ -273,16 +273,19 @@ def block_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
     return tokens * (norms + attention + mlp)
 
 
-def logits_bytes(job: JobConfig, role: str, shape: ModelShape, *, copies: int) -> int:
+def logits_bytes(job: JobConfig, role: str, shape: ModelShape, device: Device, *, copies: int) -> int:
     """Return the peak bytes of the policy's head: float32 copies of a chunk of the logits."""
-    tokens = min(_predicted(job, role), 2 * tokens_at_once(shape.vocabulary))
+    most = 2 * tokens_at_once(shape.vocabulary)
+    if not device.shared:
+        most = tokens_in_block(shape.vocabulary, device.memory_bytes, LEARNT_BYTES)
+    tokens = min(_predicted(job, role), most)
     return copies * tokens * shape.vocabulary * FLOAT32
 
 
 def block_of_logits_bytes(job: JobConfig, role: str, shape: ModelShape, device: Device) -> int:
     """Return the peak bytes of the policy's head without gradients; a GPU has a larger block."""
     if device.shared:
-        return logits_bytes(job, role, shape, copies=2)
+        return logits_bytes(job, role, shape, device, copies=2)
     tokens = min(_predicted(job, role), tokens_in_block(shape.vocabulary, device.memory_bytes))
     return BLOCK_BYTES * tokens * shape.vocabulary
 

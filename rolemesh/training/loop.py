@@ -214,7 +214,7 @@ def learn(
         raise
     finally:
         model.eval()
-    facts = {"totals": {name: _total(of_name) for name, of_name in shares.items()}, "grad_norm": grad_norm}
+    facts = {"totals": _totals(shares), "grad_norm": grad_norm}
     return DataProto({name: torch.cat(columns) for name, columns in passed.items() if columns}, meta_info=facts)
 
 
@@ -228,12 +228,19 @@ def _abandon(model: nn.Module) -> None:
     torch.autograd.backward(torch.zeros((), requires_grad=True))
 
 
-def _total(shares: Sequence[Tensor | TokenMean]) -> list[float]:
-    """Sum the shares of a rank's micro-batches: [sum], or [sum, number of tokens]."""
-    means = [share for share in shares if isinstance(share, TokenMean)]
-    if means:
-        return [float(sum(mean.total for mean in means)), int(sum(mean.num_tokens for mean in means))]
-    return [float(sum(share for share in shares if isinstance(share, Tensor)))]
+def _totals(shares: Mapping[str, Sequence[Tensor | TokenMean]]) -> dict[str, list[float]]:
+    """Sum the shares of a rank's micro-batches, by name: [sum], or [sum, number of tokens].
+
+    All numbers come from the device as one copy; float64 has every float32 and every number of tokens.
+    """
+    sums: dict[str, list[Any]] = {}
+    for name, of_name in shares.items():
+        means = [share for share in of_name if isinstance(share, TokenMean)]
+        parts = [[mean.total for mean in means], [mean.num_tokens for mean in means]] if means else [of_name]
+        sums[name] = [sum(part) for part in parts]
+    totals = [total.double() for each in sums.values() for total in each]
+    numbers = iter(torch.stack(totals).tolist() if totals else [])
+    return {name: [next(numbers) for _ in each] for name, each in sums.items()}
 
 
 def _over_ranks(totals: Sequence[Mapping[str, Sequence[float]]]) -> Metrics:

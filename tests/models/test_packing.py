@@ -335,5 +335,5 @@ def test_activations_on_the_host_leave_the_gradients_and_free_the_gpu() -> None:
         del model
     num_tokens = pack(rows["input_ids"], rows["attention_mask"], rows["position_ids"])[0]["input_ids"].numel()
     assert peaks[0] - peaks[1] > 0.5 * layers * num_tokens * width * 4
-    for mine, theirs in zip(*gradients, strict=True):
-        assert_close(mine, theirs)
+    for mine, theirs in zip(*gradients, strict=True):  # kernels of a GPU add in any order
+        assert (mine - theirs).norm() <= 1e-4 * theirs.norm()

@@ -228,10 +228,14 @@ def test_activations_are_block_inputs_one_block_with_its_gradients_logits_and_ca
     inputs = 32 * 8192 * 4096 * 4
     norms, attention, mlp = 2 * 4096 * (4 + 4 + 2), 4 * 4096 * 2, 4 * 11008 * 2
     block = 8192 * (norms + attention + mlp)
-    logits = 4 * 2 * 1048 * 32000 * 4  # a chunk has 2**25 of them, 1,048 tokens', or up to twice as many
+    logits = 4 * 8 * 513 * 32000 * 4  # of all tokens at once: a chunk may have 2**28 logits, 8,388 tokens'
     casts = 2 * (6_476_005_376 + 131_072_000)
     checkpointed = role_memory(ppo(), "actor", {"actor": LLAMA_7B}, H100)
-    assert logits_bytes(ppo(), "actor", LLAMA_7B, copies=4) == logits
+    assert logits_bytes(ppo(), "actor", LLAMA_7B, H100, copies=4) == logits
+    small = replace(H100, memory_bytes=4 * GIB)  # 2**24 logits, at 16 bytes a sixteenth
+    assert logits_bytes(ppo(), "actor", LLAMA_7B, small, copies=4) == 4 * 524 * 32000 * 4
+    # On a CPU a chunk has 2**25 logits, 1,048 tokens', or up to twice as many.
+    assert logits_bytes(ppo(), "actor", LLAMA_7B, cpu(64 * GIB), copies=4) == 4 * 2 * 1048 * 32000 * 4
     assert checkpointed.activations == inputs + 2 * block + logits + casts
     whole = ppo(actor={"model": {"enable_gradient_checkpointing": False}})
     assert role_memory(whole, "actor", {"actor": LLAMA_7B}, H100).activations == 33 * block + logits + casts

@@ -108,7 +108,7 @@ def packed_attention(
     strange = softcap is not None or s_aux is not None or position_bias is not None
     if segments is None or strange or not getattr(module, "is_causal", True):
         raise InvalidConfig("its attention is not plain causal attention")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if segments.ulysses is not None:
         q, k, v = (segments.ulysses.to_heads(x)[: segments.num_tokens] for x in (q, k, v))
         output = attention_by_row(q, k, v, segments, scaling, sliding_window)
