@@ -79,8 +79,8 @@ class TrainerConfig(Config):
     nnodes: int = Field(1, gt=0, description="verl's name: machines with n_gpus_per_node GPUs each")
     deterministic: bool = Field(
         False,
-        description="on a GPU, every kernel of a role adds in one order, so that two runs have the same bits; "
-        "slower. A kernel that cannot is an error that names it. Not for vLLM and openai",
+        description="on a GPU, every kernel of a role adds in one order, so that a call has the same bits "
+        "twice; slower. A kernel that cannot is an error that names it. Not for vLLM and openai",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU, else cpu")
     rpc_timeout_s: float = Field(

@@ -126,7 +126,11 @@ def gathered(passes: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
     """
     cells = torch.cat([cells for _, cells in passes]).cpu()
     column = cells.new_zeros(mask.shape)
-    column[torch.cat([at for at, _ in passes])] = cells
+    rows = [at for at, _ in passes]
+    for at, own in zip(
+        rows, cells.split([len(at) for at in rows]), strict=True
+    ):  # the last counts, if one is twice
+        column[at] = own
     return torch.where(mask, column, 0)
 
 

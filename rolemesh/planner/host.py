@@ -59,15 +59,20 @@ def host_memory(job: JobConfig, shapes: Shapes, roles: Sequence[str], engines: i
     return HostMemory(engines * processes, version, engines * version if sleeps else 0)
 
 
-def refuse_small_limit(job: JobConfig, limit_bytes: int) -> None:
+def refuse_small_limit(job: JobConfig, limit_bytes: int, engines: int = 1) -> None:
     """Refuse a rollout on a GPU in a container whose memory limit is too small for a version of the weights.
+
+    Args:
+        job: the job.
+        limit_bytes: of the container.
+        engines: in it, one for each rank of a group that trains.
 
     Raises:
         InvalidConfig: with the bytes that it needs.
         ModelNotFound: as role_shapes.
     """
     roles = next(roles for roles in job.groups.values() if "rollout" in roles)
-    needed = host_memory(job, role_shapes(job, ["rollout"]), roles)
+    needed = host_memory(job, role_shapes(job, ["rollout"]), roles, engines)
     if needed is None or needed.total <= limit_bytes:
         return
     parts = ", ".join(f"{name} {human_size(size)}" for name, size in asdict(needed).items() if size)

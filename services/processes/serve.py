@@ -136,7 +136,7 @@ def load_role(role: str, job: JobConfig, store: WeightStore, seat: Seat) -> tupl
         device = resolve_device(job.trainer.device)
         log.info("%s computes on %s", role, described(device))
         if role == "rollout" and device.type == "cuda" and (limit := memory_limit()) is not None:
-            refuse_small_limit(job, limit)
+            refuse_small_limit(job, limit, engines=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     worker: LocalWorker = spec.load()(job, seat)
     service, servicer = load(spec.service), load(spec.servicer)
     if not spec.serves_weights:

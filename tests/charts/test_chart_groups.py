@@ -227,14 +227,14 @@ def test_a_job_file_pasted_under_job_is_the_same_job(path: Path, tmp_path: Path)
 def test_resources_of_roles_that_take_turns() -> None:
     """The most CPU and GPUs of any, the sum of the memory; a group's own numbers win."""
     actor = {"requests": {"cpu": "1500m", "memory": "1.5Gi"}, "limits": {"cpu": 2, "memory": "2Gi"}}
-    rollout = {"requests": {"cpu": 1, "memory": "512Mi"}, "limits": {"memory": "12G"}}
+    rollout = {"requests": {"cpu": 1, "memory": "512Mi"}, "limits": {"memory": "2G"}}
     roles = {"actor": {"gpus": 1, "resources": actor}, "rollout": {"gpus": 2, "resources": rollout}}
     engine = {"rollout": {"name": "vllm", "tensor_model_parallel_size": 2}}
     values = {"placement": {"strategy": "hybrid"}, "roles": roles, "job": engine}
     container = _containers(values)["demo-policy"]
     assert container["resources"] == {
         "requests": {"cpu": "1500m", "memory": "2Gi"},
-        "limits": {"memory": str(2 * 1024**3 + 12 * 10**9), "nvidia.com/gpu": 2},
+        "limits": {"memory": str(2 * 1024**3 + 2 * 10**9), "nvidia.com/gpu": 2},
     }
     assert container["args"][-1] == "trainer.device=cuda"
     without = _containers({"roles": {"actor": {"gpus": 0}}})["demo-actor"]

@@ -71,13 +71,19 @@ async def test_held_weights_stay_what_they_were_when_the_model_learns_on():
 
 
 def test_a_version_in_another_dtype_has_each_sum_rounded_once():
-    """With eight bits, 1 + 2^-8 alone is 1. The delta makes it 1 + 2^-7, which fits."""
-    tensors = {"a": torch.tensor([1 + 2**-8]), "b": torch.tensor([1 + 2**-8]), "n": torch.tensor([7])}
-    held = HeldWeights(3, tensors, {"b": lambda: torch.tensor([2**-8])}, dtype=torch.bfloat16)
+    """With eight bits, 1 + 2^-8 alone is 1. The delta makes it 1 + 2^-7, which fits. A vector stays float32."""
+    tensors = {
+        "a": torch.tensor([[1 + 2**-8]]),
+        "b": torch.tensor([[1 + 2**-8]]),
+        "n": torch.tensor([[7]]),
+        "v": torch.tensor([1 + 2**-8]),
+    }
+    held = HeldWeights(3, tensors, {"b": lambda: torch.tensor([[2**-8]])}, dtype=torch.bfloat16)
     cast = {
-        "a": torch.tensor([1.0]).bfloat16(),
-        "b": torch.tensor([1.0078125]).bfloat16(),
-        "n": torch.tensor([7]),
+        "a": torch.tensor([[1.0]]).bfloat16(),
+        "b": torch.tensor([[1.0078125]]).bfloat16(),
+        "n": torch.tensor([[7]]),
+        "v": torch.tensor([1 + 2**-8]),
     }
     assert held.holding.digest == HeldWeights(3, cast).holding.digest
 

@@ -118,7 +118,7 @@ knows its model (rolemesh/planner/host.py). */}}
 {{- define "rlhf-job.refuse.host" -}}
 {{- $ := first . }}{{ $group := last . }}
 {{- $limit := dig "limits" "memory" "" $group.resources }}
-{{- if and $limit $group.gpus (has "rollout" $group.models) }}
+{{- if and $limit $group.gpus (has "rollout" $group.models) $.Values.roles.rollout.billionParameters }}
 {{- $job := include "rlhf-job.job" $ | fromJson }}
 {{- $known := $.Files.Get "files/defaults.json" | fromJson }}
 {{- $billions := $.Values.roles.rollout.billionParameters | float64 }}
@@ -132,7 +132,7 @@ knows its model (rolemesh/planner/host.py). */}}
 {{- if and $job.rollout.free_cache_engine (gt (len $group.models) 1) }}{{ $weights = addf $version (mulf $engines $version) }}{{ end }}
 {{- $needed := addf (mulf $engines $processes) $weights }}
 {{- if gt $needed (divf (include "rlhf-job.number" $limit | float64) 1073741824000) }}
-{{- fail (printf "a pod of group %s has a memory limit of %v, but its rollout takes about %.1f GiB of host memory: %.1f GiB for its processes, and %.1f GiB for weights of roles.rollout.billionParameters %v: raise the memory of roles.rollout.resources" $group.name $limit $needed (mulf $engines $processes) $weights $billions) }}
+{{- fail (printf "a pod of group %s has a memory limit of %v, but its rollout takes about %.1f GiB of host memory: %.1f GiB for its processes, and %.1f GiB for weights of roles.rollout.billionParameters %v: raise the memory of roles.rollout.resources, or of groups.%s.resources" $group.name $limit $needed (mulf $engines $processes) $weights $billions $group.name) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -24,11 +24,16 @@ def check_fit(version: int, tensors: Mapping[str, Tensor], own: Mapping[str, Ten
     wrong += [
         f"{name} is {list(tensors[name].shape)} {tensors[name].dtype}, not {list(mine.shape)} {mine.dtype}"
         for name, mine in own.items()
-        if name in tensors
-        and not (tensors[name].shape == mine.shape and tensors[name].dtype in (mine.dtype, torch.float32))
+        if name in tensors and not (tensors[name].shape == mine.shape and _can_cast(tensors[name].dtype, mine))
     ]
     if wrong:
+        only_types = all(name in tensors and tensors[name].shape == mine.shape for name, mine in own.items())
         raise WeightsUnavailable(
             f"version {version} does not fit the rollout's model in {len(wrong)} tensors: "
             + "; ".join(sorted(wrong)[:5])
+            + ("; name rollout.dtype, which auto decides anew on each device" if only_types else "")
         )
+
+
+def _can_cast(dtype: torch.dtype, mine: Tensor) -> bool:
+    return dtype == mine.dtype or (mine.is_floating_point() and dtype == torch.float32)

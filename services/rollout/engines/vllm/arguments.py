@@ -177,7 +177,7 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
         arguments["max_num_batched_tokens"] = max(rollout.max_num_batched_tokens, arguments["max_model_len"])
     elif rollout.free_cache_engine:
         arguments["enable_sleep_mode"] = True
-    if job.actor.head_dtype == "float32":
+    if job.actor.head_dtype == "float32" and rollout.dtype != "float32":
         _check_head_type()
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     return arguments
