@@ -128,7 +128,7 @@ def gathered(passes: Sequence[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
     column = cells.new_zeros(mask.shape)
     rows = [at for at, _ in passes]
     for at, own in zip(
-        rows, cells.split([len(at) for at in rows]), strict=True
+        rows, torch.split(cells, [len(at) for at in rows]), strict=True
     ):  # the last counts, if one is twice
         column[at] = own
     return torch.where(mask, column, 0)

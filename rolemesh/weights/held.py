@@ -151,8 +151,8 @@ class HeldWeights:
         tensors: Hugging Face name to tensor, on any device; tied ones once
             (rolemesh.models.loading.named_weights). They are copied.
         deltas: name to a function that makes what is added to that tensor while copying; called one at a time.
-        dtype: in which the version has its floating-point tensors of two axes or more. A tensor is cast on its
-            device, after its delta was added. None: as they are.
+        dtype: in which the version has its floating-point tensors of two axes or more, and vectors in
+            float32. A tensor is cast on its device, after its delta was added. None: as they are.
         ranks: over which the tensors are sharded. Every rank makes the version.
         serve: serves this process's stripes, from its first call on, and returns host:port. It is called on the
             first rank of each machine but rank 0's. If a rank above 0 has none, rank 0 has all bytes.

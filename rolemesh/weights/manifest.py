@@ -70,13 +70,14 @@ def check_digest(digest: str) -> None:
 def lay_out(version: int, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> WeightManifest:
     """Place each tensor in the region, and return the manifest without the pieces' checksums.
 
-    Floating-point tensors of two axes or more have `dtype` there, if it is given. Vectors stay as they are:
-    they are few bytes, and an engine may hold one in float32 (the router's bias of DeepSeek-V3).
+    Floating-point tensors of two axes or more have `dtype` there, if it is given. Vectors have float32 then:
+    they are few bytes, and an engine may hold one so (the router's bias of DeepSeek-V3).
     """
     manifest, end = WeightManifest(version=version, piece_bytes=PIECE_BYTES), 0
     for name, tensor in tensors.items():
-        is_cast = dtype is not None and tensor.is_floating_point() and tensor.dim() > 1
-        own = dtype if dtype is not None and is_cast else tensor.dtype
+        own = tensor.dtype
+        if dtype is not None and tensor.is_floating_point():
+            own = dtype if tensor.dim() > 1 else torch.promote_types(own, torch.float32)
         offset, num_bytes = aligned(end), tensor.numel() * own.itemsize  # whole, also if sharded
         manifest.weights.append(
             WeightSpec(

@@ -32,8 +32,8 @@ BUDGETS: dict[str, Budget] = {
         to_host_bytes=1280, waits=0, casts=69, weight_casts=80,
     ),
     "actor.update": Budget(
-        kernels=1954, to_device=8, to_device_bytes=71_264, to_host=0,
-        to_host_bytes=0, waits=16, casts=266, weight_casts=80,
+        kernels=1938, to_device=8, to_device_bytes=71264, to_host=2,
+        to_host_bytes=112, waits=2, casts=280, weight_casts=80,
     ),
     "actor.publish_weights": Budget(
         kernels=0, to_device=0, to_device_bytes=0, to_host=26,
@@ -44,8 +44,8 @@ BUDGETS: dict[str, Budget] = {
         to_host_bytes=640, waits=0, casts=60, weight_casts=80,
     ),
     "critic.update": Budget(
-        kernels=1772, to_device=8, to_device_bytes=70_560, to_host=0,
-        to_host_bytes=0, waits=12, casts=248, weight_casts=80,
+        kernels=1752, to_device=8, to_device_bytes=70560, to_host=2,
+        to_host_bytes=80, waits=2, casts=258, weight_casts=80,
     ),
     "reference.compute_log_probs": Budget(
         kernels=469, to_device=4, to_device_bytes=69_760, to_host=1,
@@ -56,9 +56,9 @@ BUDGETS: dict[str, Budget] = {
         kernels=108, to_device=1, to_device_bytes=17_712, to_host=1,
         to_host_bytes=64, waits=0, casts=15, weight_casts=0,
     ),
-    # 4 rows of 16 tokens, all at once.
+    # 4 rows of 16 tokens, all at once. How often the engine tidies up, for 16 kernels, depends on time.
     "rollout.generate": Budget(
-        kernels=2388, to_device=9, to_device_bytes=1232, to_host=4,
+        kernels=2452, to_device=9, to_device_bytes=1232, to_host=4,
         to_host_bytes=1344, waits=2, casts=288, weight_casts=336,
     ),
 }

@@ -71,6 +71,8 @@ UNBOUND_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 # Its methods run in vLLM's worker processes, which import it by this name.
 EXTENSION = "rolemesh.services.rollout.engines.vllm.extension.RolloutExtension"
 
+HEAD_IN_FLOAT32 = {"head_dtype": "float32"}  # in the model's own configuration
+
 # Set for the ranks of this process's group, which vLLM's processes must not take for theirs.
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -179,7 +181,7 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
         arguments["enable_sleep_mode"] = True
     if job.actor.head_dtype == "float32" and rollout.dtype != "float32":
         _check_head_type()
-        arguments["hf_overrides"] = {"head_dtype": "float32"}
+        arguments["hf_overrides"] = HEAD_IN_FLOAT32
     return arguments
 
 
