@@ -299,10 +299,10 @@ def _predicted(job: JobConfig, role: str) -> int:
 def cast_bytes(shape: ModelShape, dtype: str, spread: Spread) -> int:
     """Return the bytes of autocast's copies of the matrices; none in float32.
 
-    Sharded blocks are gathered in this type, and only the head's matrix is copied.
+    Sharded blocks are gathered in this type, and only the head's matrix is copied, also if it is tied.
     """
     blocks = 0 if spread.shards > 1 else shape.multiplied_parameters
-    return 0 if dtype == "float32" else (blocks + shape.head_parameters) * WIDTH[dtype]
+    return 0 if dtype == "float32" else (blocks + shape.hidden * shape.vocabulary) * WIDTH[dtype]
 
 
 def forward_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
