@@ -19,6 +19,7 @@ from rolemesh.planner.memory import role_shapes
 from rolemesh.ranks.sharding import memory_of
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.rollout.worker import RolloutWorker
+from rolemesh.training.usage import update_flops
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.staging import BUFFER_BYTES
@@ -63,7 +64,7 @@ def update(device: str, directory: Path) -> dict[str, Any]:
     )
     seconds = {name: values[2:] for name, values in seconds.items()}  # the first two warm up
     tokens = rows["input_ids"].numel()
-    flops, ceiling = model_flops(job_shape := role_shapes(job)["actor"], scale), matrix_rate(device)
+    flops, ceiling = update_flops(job_shape := role_shapes(job)["actor"], rows), matrix_rate(device)
     rates = {name: tokens / statistics.median(values) for name, values in seconds.items()}
     achieved = {name: flops / statistics.median(values) for name, values in seconds.items()}
     ratios = [ours / theirs for ours, theirs in zip(*seconds.values(), strict=True)]
@@ -112,16 +113,6 @@ class PlainUpdate:
         logits = self._model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[:, :-1]
         drawn = ids[:, -self._scale.response :, None]
         return logits.float().log_softmax(-1).gather(-1, drawn)[..., 0]  # type: ignore[no-any-return]
-
-
-def model_flops(shape: Any, scale: Scale) -> float:
-    """Operations of a forward and a backward pass over all rows; the head over the response tokens alone."""
-    width = scale.prompt + scale.response
-    body = 6 * shape.multiplied_parameters * scale.rows * width
-    head = 6 * shape.head_parameters * scale.rows * scale.response
-    # causal: half of the matrix; two products forward and four backward
-    attention = 6 * shape.layers * shape.heads * shape.head_dim * scale.rows * width * width
-    return float(body + head + attention)
 
 
 def matrix_rate(device: str) -> float:

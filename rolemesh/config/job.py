@@ -175,6 +175,18 @@ class JobConfig(Config):
         return num_ranks(self.placement, group, roles, on_device, self.trainer.world_size)
 
     @property
+    def num_devices(self) -> int:
+        """Devices of all replicas: one for each rank; of a rollout with one rank, for each of its engine's."""
+        count = 0
+        for group, roles in self.groups.items():
+            if any(self.on_device(role) for role in roles):
+                ranks = self.num_ranks(group)
+                if "rollout" in roles and ranks == 1:
+                    ranks = self.rollout.tensor_model_parallel_size
+                count += self.num_replicas(group) * ranks
+        return count
+
+    @property
     def rows_at_once(self) -> int:
         """Rows that one replica of the rollout decodes at once; each of its ranks has an engine."""
         [group] = (group for group, roles in self.groups.items() if "rollout" in roles)

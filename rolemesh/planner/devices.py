@@ -18,6 +18,7 @@ UNITS = {"B": 1} | {
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 GIB = 2**30
+SHARE_REACHED = 0.5  # of a GPU's rate by its data sheet, by large matrix products in training
 FILE_BANDWIDTH = 1.5e9  # bytes per second; on a CPU, a sleeping role's tensors are in a file
 # Of all-gathers among processes of one machine by gloo, over the loopback interface (benchmarks/plan.py).
 GLOO_BANDWIDTH = 1e9
@@ -109,7 +110,8 @@ def _gpu(
 
     In training, large matrix products reach about half of the data sheet's rate, copies about three quarters.
     """
-    flops = {"bfloat16": half * 5e11, "float16": half * 5e11, "float32": single * 5e11}
+    half, single = (tera * 1e12 * SHARE_REACHED for tera in (half, single))
+    flops = {"bfloat16": half, "float16": half, "float32": single}
     memory, link, network, host = memory * 7.5e8, link * 7.5e8, network * 7.5e8, host * 7.5e8
     return Device(name, memory_gib * GIB, flops, memory, link, network, host)
 
@@ -125,6 +127,31 @@ GPUS = {
     "l40s": _gpu("L40S", 48, 362, 91.6, 864, 32, 12.5, 32),
     "rtx4090": _gpu("RTX 4090", 24, 165, 82.6, 1008, 32, 12.5, 32),
 }
+
+# The names by which CUDA knows GPUs of these rates. Others of a family have other rates (H100 PCIe, H20), and a
+# slice of a GPU (MIG) has a part of them.
+CUDA_NAMES = {
+    "NVIDIA A100-SXM4-40GB": "a100",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100-PCIE-40GB": "a100",
+    "NVIDIA A100 80GB PCIe": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+}
+
+
+def peak_flops(cuda_name: str, dtype: str) -> float | None:
+    """Return the FLOP/s of a GPU's dense matrix products by its data sheet; None: the GPU is not known.
+
+    Args:
+        cuda_name: as CUDA names the GPU, e.g. `NVIDIA H100 80GB HBM3`.
+        dtype: of the products.
+    """
+    gpu = GPUS.get(CUDA_NAMES.get(cuda_name, ""))
+    return gpu.flops[dtype] / SHARE_REACHED if gpu else None
 
 
 def cpu(memory_bytes: int, *, flops: float = 1e11, bandwidth: float = 1e10, block_s: float = 4e-4) -> Device:

@@ -36,6 +36,7 @@ from rolemesh.services.actor.publishing import published_dtype
 from rolemesh.training.checkpoint import CheckpointWriter, WriteModel, load_checkpoint
 from rolemesh.training.loop import Schedule, checkpoint_activations, learn, refuse_float16, update
 from rolemesh.training.optimizer import Optimizer
+from rolemesh.training.usage import GpuUsage
 from rolemesh.validation import BatchValidator
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.source import WeightSource
@@ -214,6 +215,8 @@ class ActorWorker(PolicyWorker):
             offload=actor.fsdp_config.optimizer_offload,
         )
         self.on_demand = self.optimizer.parking
+        epochs, num_ranks = self.schedule.epochs, self.seat.ranks.size
+        self.usage = GpuUsage("actor", self.config, self.device, num_ranks, epochs)
 
     def _adapter_of(self, actor: ActorConfig) -> Callable[[Any], Adapter]:
         return lambda model: Adapter(model, actor.model, actor.seed, self.seat.ranks)
@@ -255,19 +258,20 @@ class ActorWorker(PolicyWorker):
             UpdateFailed: a gradient is not finite; that optimizer step was skipped.
         """
         self.loads.take()  # of log-probs: which of them are computed together depends on when rows come
-        metrics = update(
-            self.methods["actor.update"],
-            batch,
-            self.optimizer,
-            self.schedule,
-            self._learn_on_ranks,
-            self._prepare if policy_loss_of(self.job).choose else None,
-            self._mismatch if policy_loss_of(self.job).corrects else None,
-        )
+        with self.usage.measured(batch) as used:
+            metrics = update(
+                self.methods["actor.update"],
+                batch,
+                self.optimizer,
+                self.schedule,
+                self._learn_on_ranks,
+                self._prepare if policy_loss_of(self.job).choose else None,
+                self._mismatch if policy_loss_of(self.job).corrects else None,
+            )
         if self.job.actor.use_kl_loss:
             metrics["kl_coef"] = self.job.actor.kl_loss_coef
         metrics = {name if "/" in name else f"actor/{name}": value for name, value in metrics.items()}
-        return metrics | self.loads.take()
+        return metrics | self.loads.take() | used
 
     def _prepare(self, mini_batch: DataProto) -> DataProto:
         """Add the column that the loss chooses from the whole mini-batch."""
@@ -276,7 +280,7 @@ class ActorWorker(PolicyWorker):
 
     def _learn_on_ranks(self, mini_batch: DataProto, counts: BatchCounts) -> Sequence[DataProto]:
         dealt = Deal.of(mini_batch, self._micro_batches, self.seat.ranks, mini_batch=list(counts))
-        return dealt.by_part(self.learn(dealt.parts))
+        return dealt.by_part(self.usage.seen(self.learn(dealt.parts)))
 
     @command
     def learn(self, part: DataProto) -> DataProto:
@@ -284,7 +288,8 @@ class ActorWorker(PolicyWorker):
         returns = ("log_probs", "old_log_probs", "response_mask") if policy_loss_of(self.job).corrects else ()
         ranks, micro_batches = self.seat.ranks, self._micro_batches
         with self._one_cast():
-            return learn(part, self.root, self.optimizer, micro_batches, ranks, self._loss, returns)
+            answer = learn(part, self.root, self.optimizer, micro_batches, ranks, self._loss, returns)
+        return self.usage.noted(answer)
 
     def _loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         stats = self.root(

@@ -26,6 +26,7 @@ from rolemesh.roles import Metrics, methods
 from rolemesh.training.checkpoint import CheckpointWriter, load_checkpoint
 from rolemesh.training.loop import Schedule, checkpoint_activations, learn, refuse_float16, update
 from rolemesh.training.optimizer import Optimizer
+from rolemesh.training.usage import GpuUsage
 from rolemesh.validation import BatchValidator
 from rolemesh.workers.commands import Deal, command
 from rolemesh.workers.devices import resolve_device
@@ -82,6 +83,7 @@ class CriticWorker(LocalWorker):
             offload=self.config.fsdp_config.optimizer_offload,
         )
         self.on_demand = self.optimizer.parking
+        self.usage = GpuUsage("critic", self.config, self.device, ranks.size, critic.ppo_epochs)
         self.parking = Parking(
             lambda: model_tensors(self.root),
             self.device,
@@ -128,19 +130,20 @@ class CriticWorker(LocalWorker):
         """
         method = self.methods["critic.update"]
         self.loads.take()  # of values: which of them are computed together depends on when rows come
-        metrics = update(method, batch, self.optimizer, self.schedule, self._learn_on_ranks)
-        return {f"critic/{name}": value for name, value in metrics.items()} | self.loads.take()
+        with self.usage.measured(batch) as used:
+            metrics = update(method, batch, self.optimizer, self.schedule, self._learn_on_ranks)
+        return {f"critic/{name}": value for name, value in metrics.items()} | self.loads.take() | used
 
     def _learn_on_ranks(self, mini_batch: DataProto, counts: BatchCounts) -> Sequence[DataProto]:
         micro_batches = self.schedule.micro_batches
         dealt = Deal.of(mini_batch, micro_batches, self.seat.ranks, mini_batch=list(counts))
-        return dealt.by_part(self.learn(dealt.parts))
+        return dealt.by_part(self.usage.seen(self.learn(dealt.parts)))
 
     @command
     def learn(self, part: DataProto) -> DataProto:
         """Train on this rank's rows of a mini-batch (rolemesh.training.loop.learn)."""
         ranks, micro_batches = self.seat.ranks, self.schedule.micro_batches
-        return learn(part, self.root, self.optimizer, micro_batches, ranks, self._loss)
+        return self.usage.noted(learn(part, self.root, self.optimizer, micro_batches, ranks, self._loss))
 
     def _loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         return value_objective(self._values(rows), of_the_loss(rows, self.device), mini_batch, self.job.critic)

@@ -142,6 +142,7 @@ def test_processes_take_the_next_gpu_and_are_refused_when_all_are_given() -> Non
         "critic-0": ["1"],
         "reward-0": [],  # rules have nothing there
     }
+    assert standalone.num_devices == 5
     assert gpus_by_process(job({"strategy": "hybrid"}), ["0", "1"]) == {"policy-0": ["0"], "judges-0": ["1"]}
     assert gpus_by_process(job({"strategy": "collocate"}), ["4"]) == {"all-0": ["4"]}
     assert set(map(tuple, gpus_by_process(standalone, []).values())) == {()}
@@ -161,6 +162,7 @@ def test_an_engine_of_several_ranks_gets_as_many_gpus() -> None:
     two_ranks = job({"strategy": "split-collocate"}, rollout={"name": "vllm", "tensor_model_parallel_size": 2})
     given = gpus_by_process(two_ranks, ["0", "1", "2", "3"])
     assert given == {"policy-0": ["0"], "judges-0": ["1"], "rollout-0": ["2", "3"]}
+    assert two_ranks.num_devices == 4
     with pytest.raises(InvalidConfig, match=r"tensor_model_parallel_size is 2 .* use 1 GPUs"):
         gpus_by_process(two_ranks, ["0"], ("rollout",))
 
@@ -175,6 +177,7 @@ def test_several_ranks_get_a_gpu_each() -> None:
         "critic-0": ["7"],
         "reward-0": [],
     }
+    assert ranked.num_devices == 8
     hybrid = job({"strategy": "hybrid", "ranks": {"policy": 2}})
     assert gpus_by_process(hybrid, ["0", "1", "2"]) == {"policy-0": ["0", "1"], "judges-0": ["2"]}
     with pytest.raises(InvalidConfig, match=r"ranks is 2 for actor, but the job may use 1 GPUs"):

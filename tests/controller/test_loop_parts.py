@@ -23,7 +23,7 @@ from rolemesh.services.controller.run.checkpoints import Checkpoints, Controller
 from rolemesh.services.controller.run.stopwatch import Stopwatch
 from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.services.controller.stages.advantages import apply_kl_penalty, compute_advantages
-from rolemesh.services.controller.stages.batch_metrics import batch_metrics, staleness_metrics
+from rolemesh.services.controller.stages.batch_metrics import batch_metrics, staleness_metrics, throughput
 from rolemesh.services.controller.stages.validation import validation_metrics
 
 MASK = tensor([[True, True, True], [True, False, False]])
@@ -86,6 +86,14 @@ def test_metrics_of_a_batch_are_over_sampled_tokens() -> None:
         "perf/total_num_tokens": 7.0,
     }
     assert {key: metrics[key] for key in expected} == expected
+
+
+def test_throughput_is_of_the_job_on_a_cpu_and_of_each_device_on_gpus() -> None:
+    job = make_job({"placement": {"strategy": "hybrid", "ranks": {"policy": 3}}})  # and one for the critic
+    tokens = {"perf/total_num_tokens": 120.0}
+    assert throughput(tokens, job, 2.0) == 60
+    for suffix in ("", "/critic"):  # which alone is trained during trainer.critic_warmup
+        assert throughput(tokens | {f"perf/max_memory_allocated_gb{suffix}": 3.0}, job, 2.0) == 15
 
 
 def test_the_spread_over_sampled_tokens_and_what_the_critic_explains_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from pretended_gpu import PretendedGpu
 from sequences import sequence_batch
 
 from rolemesh.dataproto import DataProto
+from rolemesh.planner.shapes import read_shape
+from rolemesh.roles import Metrics
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.training.usage import update_flops
 from rolemesh.weights.held import HeldWeights
 
 # Every pair of two keys' values is in one of them: the job's keys, and the kernel of attention.
@@ -36,6 +40,19 @@ def check_answer(answer: DataProto, batch: DataProto) -> None:
         assert not column[~batch["response_mask"]].any()
 
 
+RATES = {"bfloat16": 989e12, "float32": 67e12}  # of the GPU that is pretended
+
+
+def check_usage(worker: ActorWorker | CriticWorker, metrics: Metrics, batch: DataProto, seconds: float) -> None:
+    """The update took no longer than its call: its share of the peak rate is at least the call's."""
+    role = worker.role
+    flops = update_flops(read_shape(worker.config, role), batch, scores=role == "critic")
+    assert metrics[f"perf/mfu/{role}"] >= flops / seconds / RATES[worker.config.dtype]
+    suffix = "" if role == "actor" else "/critic"
+    assert metrics[f"perf/max_memory_allocated_gb{suffix}"] == 3
+    assert metrics[f"perf/max_memory_reserved_gb{suffix}"] == 4
+
+
 def kernels_of(gpu: PretendedGpu) -> dict[str, int]:
     return gpu.record.names("attention")
 
@@ -50,7 +67,9 @@ async def test_an_actor_judges_learns_and_publishes(
         check_answer(await worker.compute_log_probs(batch), batch)
         assert set(kernels_of(gpu)) == {f"{kernel} forward"}
         gpu.record.clear()
+        began = time.perf_counter()
         metrics = await worker.update(batch)
+        check_usage(worker, metrics, batch, time.perf_counter() - began)
         passes = kernels_of(gpu)
         source = await worker.publish_weights(1)
     assert math.isfinite(metrics["actor/pg_loss"])
@@ -69,7 +88,9 @@ async def test_a_critic_judges_and_learns(
     with gpu.worker(CriticWorker, gpu_job(tiny_model, **way)) as worker:
         gpu.record.clear()
         check_answer(await worker.compute_values(batch), batch)
+        began = time.perf_counter()
         metrics = await worker.update(batch)
+        check_usage(worker, metrics, batch, time.perf_counter() - began)
     assert math.isfinite(metrics["critic/vf_loss"])
     assert set(kernels_of(gpu)) == {f"{kernel} forward", f"{kernel} backward"}
 

@@ -36,6 +36,7 @@ from rolemesh.services.controller.run.profile import check_profile_steps, profil
 from rolemesh.services.controller.run.run_dir import MetricsFile, answers, dump, read_metrics, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
 from rolemesh.services.controller.service.status import RunStatus, State
+from rolemesh.services.controller.stages.batch_metrics import throughput
 from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.controller.stages.dynamic_sampling import DynamicSampling, SearchStopped
 from rolemesh.services.controller.stages.experience import fan_out
@@ -267,7 +268,7 @@ class Run:
             **metrics,
             **self._stopwatch.take(),
             "timing_s/step": seconds,
-            "perf/throughput": metrics["perf/total_num_tokens"] / seconds,
+            "perf/throughput": throughput(metrics, self.job, seconds),
         }
 
     async def _validate(self, number: int) -> Metrics:

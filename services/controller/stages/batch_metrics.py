@@ -11,10 +11,12 @@ from torch import Tensor
 
 from rolemesh.agents.turns import written
 from rolemesh.algos.aggregation import Aggregation, BatchCounts, masked_mean
+from rolemesh.config import JobConfig
 from rolemesh.config.actor import ActorConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics
 from rolemesh.services.controller.conversations.conversation import CLOCK
+from rolemesh.training.usage import PEAK_MEMORY
 
 MAX_TURNS_TOLD = 16  # each is a metric of its own
 
@@ -51,6 +53,18 @@ def batch_metrics(batch: DataProto, actor: ActorConfig) -> Metrics:
     if "conversation" in batch:
         metrics |= _conversations(batch)
     return metrics
+
+
+def throughput(metrics: Metrics, job: JobConfig, seconds: float) -> float:
+    """Return the tokens of a step in a second, on GPUs divided by their number.
+
+    Args:
+        metrics: of the step. Trained roles on GPUs tell their peak memory, and those on a CPU do not.
+        job: its placement says how many GPUs there are; those of servers of engine openai do not count.
+        seconds: of the step.
+    """
+    on_gpus = any(name in metrics for names in PEAK_MEMORY.values() for name in names)
+    return metrics["perf/total_num_tokens"] / seconds / (job.num_devices if on_gpus else 1)
 
 
 def _conversations(batch: DataProto) -> Metrics:
