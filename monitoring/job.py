@@ -141,7 +141,7 @@ def _speed() -> list[Panel]:
     return [
         lines(
             "Throughput, tokens per second",
-            "Prompt and response tokens of a step, divided by its duration.",
+            "Prompt and response tokens of a step, divided by its duration, and on GPUs by their number.",
             step("perf/throughput", "tokens/s"),
             least=0,
         ),
@@ -173,7 +173,32 @@ def _speed() -> list[Panel]:
             width=12,
             least=0,
         ),
+        lines(
+            "MFU of the updates",
+            "Operations of an update in a second, as a share of the GPUs' peak rate. Empty on a CPU.",
+            step("perf/mfu/actor", "actor"),
+            step("perf/mfu/critic", "critic"),
+            unit="percentunit",
+            width=12,
+            least=0,
+        ),
+        lines(
+            "Peak GPU memory",
+            "The most that tensors took in a process since it began, and that torch held. Empty on a CPU.",
+            _gibibytes("perf/max_memory_allocated_gb", "actor, tensors"),
+            _gibibytes("perf/max_memory_reserved_gb", "actor, held"),
+            _gibibytes("perf/max_memory_allocated_gb/critic", "critic, tensors"),
+            _gibibytes("perf/max_memory_reserved_gb/critic", "critic, held"),
+            unit="bytes",
+            width=12,
+            least=0,
+        ),
     ]
+
+
+def _gibibytes(name: str, legend: str) -> Query:
+    """Query a metric of the last step that is in GiB, in bytes."""
+    return Query(f"2^30 * {step(name, legend).expr}", legend)
 
 
 def _stale() -> list[Panel]:

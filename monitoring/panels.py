@@ -50,6 +50,17 @@ def process(metric: str) -> str:
     return f"{run(metric)} and on (namespace, pod) {role('rolemesh_role_ready')}"
 
 
+def gpu(metric: str) -> str:
+    """Select a metric of NVIDIA's DCGM exporter for the GPUs of the chosen roles' pods.
+
+    The exporter puts a GPU's pod into the labels `pod` and `namespace`. Unless its scrape honours them, these
+    are the exporter's own, and those of the GPU's pod begin with `exported_`.
+    """
+    for label in ("pod", "namespace"):
+        metric = f'label_replace({metric}, "{label}", "$1", "exported_{label}", "(.+)")'
+    return f"{metric} and on (namespace, pod) {role('rolemesh_role_ready')}"
+
+
 def step(name: str, legend: str) -> Query:
     """Query a metric of the last step. max() merges the pods of a controller that was restarted."""
     return Query("max({})".format(run("rolemesh_step_metric", f'name="{name}"')), legend)

@@ -9,6 +9,7 @@ from monitoring.panels import (
     Panel,
     Query,
     board,
+    gpu,
     lines,
     process,
     quantile,
@@ -29,6 +30,7 @@ def roles() -> Dashboard:
         "Ranks": _ranks(),
         "Turns on a shared device": _lease(),
         "Taken": _taken(),
+        "GPUs, by NVIDIA's DCGM exporter": _gpus(),
     }
     return board("roles", DESCRIPTION, rows, roles=True)
 
@@ -194,7 +196,7 @@ def _taken() -> list[Panel]:
         ),
         lines(
             "GPU memory",
-            "GPU memory held by the process's torch, without an engine's own processes.",
+            "GPU memory held by the process's torch, without that of vLLM's own processes.",
             Query(process("rolemesh_device_bytes"), "{{pod}}"),
             unit="bytes",
             least=0,
@@ -207,6 +209,32 @@ def _taken() -> list[Panel]:
                 f"{role('rolemesh_role_ready')}",
                 "{{pod}}",
             ),
+            least=0,
+        ),
+    ]
+
+
+def _gpus() -> list[Panel]:
+    """Panels on the GPUs of the pods, as NVIDIA's exporter sees them; empty without it."""
+    return [
+        lines(
+            "Memory of the GPUs",
+            "Memory that all processes hold on a GPU of the pod, those of vLLM included.",
+            Query(f"2^20 * ({gpu('DCGM_FI_DEV_FB_USED')})", "{{pod}} {{gpu}}"),
+            unit="bytes",
+            least=0,
+        ),
+        lines(
+            "Share of the time that a GPU is busy",
+            "Share of time in which at least one kernel runs on a GPU of the pod.",
+            Query(f"0.01 * ({gpu('DCGM_FI_DEV_GPU_UTIL')})", "{{pod}} {{gpu}}"),
+            unit="percentunit",
+            least=0,
+        ),
+        lines(
+            "Last Xid",
+            "The last Xid, an error that NVIDIA's driver reports, of a GPU of the pod; 0: there was none.",
+            Query(gpu("DCGM_FI_DEV_XID_ERRORS"), "{{pod}} {{gpu}}"),
             least=0,
         ),
     ]

@@ -47,6 +47,11 @@ class Question:
         return found
 
 
+def is_of_gpus(selector: promql.VectorSelector) -> bool:
+    """Whether it is of DCGM's exporter, which knows pods and no runs: a query joins it with what knows both."""
+    return (selector.name or "").startswith("DCGM_")
+
+
 def boards() -> dict[str, dict[str, Any]]:
     """The dashboards as Grafana reads them."""
     return {path.stem: json.loads(path.read_text()) for path in BOARDS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "monitoring" / "prometheus.yml"
@@ -63,14 +64,47 @@ class Prometheus:
         return result
 
 
+GPU_LABELS = ("gpu", "UUID", "Hostname", "namespace", "pod", "container")
+GPU_VALUES = {"DCGM_FI_DEV_FB_USED": 1024.0, "DCGM_FI_DEV_GPU_UTIL": 50.0, "DCGM_FI_DEV_XID_ERRORS": 0.0}
+
+
+class GpuExporter:
+    """Metrics of DCGM's exporter that dashboards and alerts ask for: there is no GPU that it could watch."""
+
+    def __init__(self, registry: CollectorRegistry, address: str) -> None:
+        self._gauges = {name: Gauge(name, "of a GPU", GPU_LABELS, registry=registry) for name in GPU_VALUES}
+        self.address = address
+
+    def show(self, pods: Iterable[str]) -> None:
+        """Show a GPU of each of the pods."""
+        for number, pod in enumerate(sorted(pods)):
+            labels = (str(number), f"GPU-{number}", "here", "local", pod, "roles")
+            for name, value in GPU_VALUES.items():
+                self._gauges[name].labels(*labels).set(value)
+
+
 @contextmanager
-def prometheus(directory: Path, targets: str, interval: str) -> Iterator[Prometheus]:
+def gpu_exporter() -> Iterator[GpuExporter]:
+    """Serve a GpuExporter."""
+    registry = CollectorRegistry()
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    try:
+        yield GpuExporter(registry, f"127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def prometheus(directory: Path, targets: str, interval: str, gpus: str) -> Iterator[Prometheus]:
     """Prometheus with the project's own configuration.
 
     Args:
         directory: for its data and its log.
         targets: pattern of the targets files, in place of the configuration's.
         interval: between scrapes, and between evaluations of rules.
+        gpus: address of an exporter of GPUs, which is scraped as a pod of its own.
     """
     config = yaml.safe_load(CONFIG.read_text())
     config["global"] = {
@@ -81,6 +115,9 @@ def prometheus(directory: Path, targets: str, interval: str) -> Iterator[Prometh
     config["rule_files"] = [str((CONFIG.parent / file).resolve()) for file in config["rule_files"]]
     (scraped,) = config["scrape_configs"]
     scraped["file_sd_configs"][0] |= {"files": [targets], "refresh_interval": interval}
+    own = {"namespace": "gpu-operator", "pod": "dcgm-exporter"}  # and its pods' become exported_…
+    static = [{"targets": [gpus], "labels": own}]
+    config["scrape_configs"].append({"job_name": "dcgm", "static_configs": static})
     (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
     program = shutil.which("prometheus")
     assert program, INSTALL

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import shutil
 import time
 from collections import defaultdict
@@ -15,7 +16,7 @@ from echoing import PLUGIN, TALKS, make_talkative
 from in_process import small_job
 from launched import DEADLINE_S, rolemesh, written
 from questions import Question, of_panels, of_rules, of_variables
-from real_prometheus import INSTALL, Prometheus, prometheus
+from real_prometheus import INSTALL, Prometheus, gpu_exporter, prometheus
 from serving import gate
 
 # Something for every panel: roles that share a device and roles that do not, a critic, KL in reward and loss,
@@ -39,6 +40,8 @@ EVERYTHING = (
 STOPS = [20, 44]
 NUM_SCRAPES = 3
 SCRAPED_EVERY = "500ms"
+# Metrics of a step that there are on a GPU alone.
+ON_A_GPU = re.compile(r'name="perf/(mfu|max_memory_\w+)(/|")')
 VARIABLES = {"namespace": "local", "job": "run", "role": ".+", "datasource": "-", "__rate_interval": "1h"}
 # The agent `echo`, which tells at these conversations of the training data, and waits there with open episodes.
 STOPPING = """
@@ -79,7 +82,8 @@ async def test_every_panel_and_alert_asks_for_what_a_run_shows(tmp_path: Path) -
     with (
         gate(tmp_path / "told") as told,
         gate(tmp_path / "doors") as doors,
-        prometheus(tmp_path, str(tmp_path / "*.targets.json"), SCRAPED_EVERY) as asked,
+        gpu_exporter() as gpus,
+        prometheus(tmp_path, str(tmp_path / "*.targets.json"), SCRAPED_EVERY, gpus.address) as asked,
     ):
         agent.write_text(
             PLUGIN.read_text() + STOPPING.format(stops=STOPS, told=str(told.path), doors=str(doors.path))
@@ -89,6 +93,7 @@ async def test_every_panel_and_alert_asks_for_what_a_run_shows(tmp_path: Path) -
             for _ in STOPS:
                 async with asyncio.timeout(DEADLINE_S):
                     await told.passed(launched.ended())
+                    gpus.show(pods(tmp_path))
                     await scraped(asked, pods(tmp_path))
                 doors.open(1)
             code, output = await launched.end()
@@ -128,8 +133,9 @@ async def scraped(asked: Prometheus, processes: set[str]) -> None:
 def _labels(asked: Prometheus) -> dict[str, set[str]]:
     """Metric to the labels of its series, of every process of the run."""
     labels: dict[str, set[str]] = defaultdict(set)
-    for series in asked.series('{rolemesh_job!=""}'):
-        labels[series["__name__"]] |= series.keys()
+    for selector in ('{rolemesh_job!=""}', '{__name__=~"DCGM_.+"}'):
+        for series in asked.series(selector):
+            labels[series["__name__"]] |= series.keys()
     return labels
 
 
@@ -138,6 +144,8 @@ def _panel(
 ) -> list[str]:
     problems = _names(question, labels)
     series = asked.over_time(question.expr, start, end, 0.5)
+    if ON_A_GPU.search(question.expr):
+        return problems
     if not any(math.isfinite(float(value)) for one in series for _, value in one["values"]):
         problems.append(f"{question.where}: is empty: {question.expr}")
     if not any(one["metric"].keys() >= set(question.legend) for one in series):
