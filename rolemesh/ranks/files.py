@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from rolemesh.home import Home
 from rolemesh.ranks.agreement import agreed, broadcast_text
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import is_first_copy, is_in_rows, local, memory_of, rows_of, whole
+from rolemesh.weights.staging import Staging
 
 # safetensors' names of types, in the order in which it lays out tensors.
 TYPES = {
@@ -75,13 +77,45 @@ class HostRows:
     rows: Tensor | None
 
     @classmethod
-    def of(cls, tensor: Tensor, ranks: Ranks) -> HostRows:
+    def of(cls, tensor: Tensor, ranks: Ranks, copies: HostCopies) -> HostRows:
         """Copy a tensor. Every rank calls it, because one whose parts are not rows is gathered."""
         source = tensor if is_in_rows(tensor) else whole(tensor)
-        rows = None
-        if is_first_copy(source, ranks):
-            rows = local(source).detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        rows = copies.of(local(source).detach()) if is_first_copy(source, ranks) else None
         return cls(tensor.dtype, tensor.shape, rows_of(source).start, rows)
+
+
+class HostCopies:
+    """Copies tensors to host memory. Those on a GPU pass pinned buffers, and the device runs on meanwhile."""
+
+    def __init__(self) -> None:
+        self._staging: Staging | None = None
+        self._starts: list[int] = []  # of each staged copy, as if they lay end to end
+        self._staged: list[Tensor] = []  # their bytes
+        self._end = 0
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a contiguous copy. That of a tensor on a GPU is whole after `finish`."""
+        if tensor.device.type != "cuda" or not tensor.numel():
+            return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._starts.append(self._end)
+        self._staged.append(copy.view(-1).view(torch.uint8))
+        if self._staging is None:
+            self._staging = Staging(self._write, tensor.device)
+        self._staging.put(self._end, tensor.contiguous().view(-1).view(torch.uint8))
+        self._end += tensor.nbytes
+        return copy
+
+    def finish(self) -> None:
+        """Wait for what is still on its way from the device."""
+        if self._staging is not None:
+            self._staging.finish()
+
+    def _write(self, at: int, data: Tensor) -> None:
+        """Fill a part of one copy; Staging joins no two."""
+        number = bisect_right(self._starts, at) - 1
+        start = at - self._starts[number]
+        self._staged[number][start : start + len(data)] = data
 
 
 def copied(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, HostRows]:
@@ -91,7 +125,10 @@ def copied(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, HostRows]:
         tensors: whole or sharded, on any device; the same names and shapes on every rank.
         ranks: the role's.
     """
-    return {name: HostRows.of(tensor, ranks) for name, tensor in tensors.items()}
+    copies = HostCopies()
+    rows = {name: HostRows.of(tensor, ranks, copies) for name, tensor in tensors.items()}
+    copies.finish()
+    return rows
 
 
 def write_rows(

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gpu_jobs import ROWS, gpu_job
 from pretended_gpu import PretendedGpu
+from pretended_gpu.tensors import held
 from sequences import sequence_batch
+from torch import Tensor
 
 from rolemesh.dataproto import DataProto
+from rolemesh.models.loading import named_weights
 from rolemesh.planner.shapes import read_shape
 from rolemesh.roles import Metrics
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
@@ -104,3 +108,31 @@ async def test_a_reference_judges(
         gpu.record.clear()
         check_answer(await worker.compute_log_probs(batch), batch)
     assert set(kernels_of(gpu)) == {f"{kernel} forward"}
+
+
+async def test_a_checkpoint_leaves_the_gpu_through_pinned_memory_and_comes_back_bit_for_bit(
+    gpu: PretendedGpu, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Every copy is into a buffer, which the device does not wait for; only the buffers are waited for."""
+    job = gpu_job(tiny_model, trainer={"default_local_dir": str(tmp_path)})
+    with gpu.worker(ActorWorker, job) as worker:
+        await worker.update(sequence_batch(ROWS, seed=1))
+        gpu.record.clear()
+        await worker.begin_checkpoint(tmp_path / "saved")
+        copies, waits = gpu.record.names("to host"), gpu.record.names("wait")
+        await worker.finish_checkpoint(tmp_path / "saved")
+        kept = of_the_gpu(gpu, worker)
+        await worker.update(sequence_batch(ROWS, seed=2))
+        await worker.load_checkpoint(tmp_path / "saved")
+        back = of_the_gpu(gpu, worker)
+    assert set(copies) == {"aten::copy_"}
+    assert copies["aten::copy_"] >= len(kept)
+    assert waits == {"synchronize": 4}  # two buffers of the weights, and two of the moments
+    assert all(torch.equal(kept[name], back[name]) for name in kept)
+
+
+def of_the_gpu(gpu: PretendedGpu, worker: ActorWorker) -> dict[str, Tensor]:
+    """Copies of the weights and moments that lie there."""
+    with gpu.here():
+        tensors = named_weights(worker.model) | worker.optimizer.state_tensors()
+        return {name: held(x.detach()).clone() for name, x in tensors.items() if x.device.type == "cuda"}
