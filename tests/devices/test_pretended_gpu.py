@@ -131,7 +131,8 @@ async def test_in_float32_a_gpu_computes_and_learns_what_a_cpu_does(
     (judged, moments, metrics), of_cpu = found["cuda"], found["cpu"]
     assert_close(judged, of_cpu[0], rtol=1e-5, atol=1e-5)
     assert_close(moments, of_cpu[1], rtol=1e-4, atol=1e-7)
-    assert metrics == pytest.approx(of_cpu[2], rel=1e-4, abs=1e-6)
+    learnt = {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+    assert learnt == pytest.approx(of_cpu[2], rel=1e-4, abs=1e-6)
 
 
 def test_a_token_attends_to_its_own_row_through_the_kernel_for_uneven_lengths(gpu: PretendedGpu) -> None:
