@@ -1,4 +1,4 @@
-"""The Ray actor of one rank. Ray's workers import this file, which imports neither torch nor Ray."""
+"""What Ray imports: the actor of one rank, and a hook of `ray start`. It imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -9,8 +9,21 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 CONTAINER_LOG = Path("/proc/1/fd/1")  # of a rank in a pod: the standard output of the pod's first process
+
+
+def without_client_server(parameters: Any, is_head: bool) -> None:
+    """Keep `ray start --head` from serving Ray's clients, by default on port 10001 of all interfaces.
+
+    The launcher is on the head and needs no client. No option of `ray start` leaves the server out.
+
+    Args:
+        parameters: Ray's RayParams of the node, which this changes.
+        is_head: whether the node is a head; only a head has the server.
+    """
+    parameters.ray_client_server_port = None
 
 
 class RayRank:

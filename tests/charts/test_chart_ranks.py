@@ -159,6 +159,14 @@ def test_rollouts_reach_the_weights_of_every_pod_of_the_actor() -> None:
 
 
 def test_ray_pods_are_restricted_have_the_job_s_keys_and_belong_to_its_gang() -> None:
+    in_queue = {"scheduler": "kueue", "queue": "lab"}
+    for pod in actors(TWO_PODS | {"gang": in_queue}):
+        said = {**pod["metadata"]["labels"], **pod["metadata"]["annotations"]}
+        assert (said["kueue.x-k8s.io/queue-name"], said["kueue.x-k8s.io/pod-group-name"]) == (
+            "lab",
+            "demo-gang",
+        )
+        assert said["kueue.x-k8s.io/pod-group-total-count"] == "5"
     values = TWO_PODS | {"tls": {"mode": "certManager"}, "gang": {"scheduler": "volcano"}}
     for pod in actors(values):
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
@@ -172,11 +180,15 @@ def test_ray_pods_are_restricted_have_the_job_s_keys_and_belong_to_its_gang() ->
     assert gang["spec"]["minMember"] == 5  # two of the actor, and critic, reward, rollout
 
 
-def test_the_controller_suspends_a_ray_cluster_and_may_change_no_other() -> None:
+def test_the_controller_suspends_a_ray_cluster_and_may_change_no_other_and_helm_test_needs_it() -> None:
     things = objects(TWO_PODS)
     (job,) = of_kind(things, "Job")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert "--scale-down=raycluster/demo-actor" in container["args"]
+    (test,) = of_kind(things, "Pod")  # of `helm test`
+    assert "--need=raycluster/demo-actor" in test["spec"]["containers"][0]["args"]
+    for asking in (container, test["spec"]["containers"][0]):
+        assert "--actor=kubernetes:demo-actor:50051" in asking["args"]
     (role,) = of_kind(things, "Role")
     (rule,) = (rule for rule in role["rules"] if rule["apiGroups"] == ["ray.io"])
     assert rule["resourceNames"] == ["demo-actor"]

@@ -9,16 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
+import grpc
 import pytest
 from in_process import recorded, small_job
 from launched import DEADLINE_S, gated, rolemesh, written
 from left import listening, marked, none_is_left
+from rendering import objects, of_kind
 from serving import gate, served
 
 from rolemesh.config import JobConfig
@@ -26,6 +29,7 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.main import drive
 from rolemesh.services.controller.run.loop import Run
+from rolemesh.services.processes.ray_cluster import LOCAL_SETTINGS
 from rolemesh.services.processes.role_processes import role_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -86,6 +90,7 @@ async def test_by_processes_by_torchrun_and_by_ray_though_a_rank_dies_the_bits_a
         processes = marked(mark)
         assert sum(b"ray::RayRank" in command(pid) for pid in processes) == 2
         assert all(address.is_loopback for address in listening(processes))
+        assert no_dashboard(processes)
         victim = json.loads((by_ray.run_dir / "logs" / "actor-0-rank-1.address.json").read_text())["pid"]
         os.kill(victim, signal.SIGKILL)
         code, output = await launched.end()
@@ -103,6 +108,12 @@ def command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it ended meanwhile
         return b""
+
+
+def no_dashboard(pids: set[int]) -> bool:
+    """Whether the process that would have Ray's dashboard is there, and listens on nothing."""
+    found = {pid for pid in pids if b"ray/dashboard/dashboard.py" in command(pid)}
+    return len(found) == 1 and not listening(found)
 
 
 @asynccontextmanager
@@ -170,6 +181,57 @@ def test_ranks_for_which_ray_has_no_room_are_an_error_with_what_was_asked_and_wh
         "The cluster has 127.0.0.1 (CPU 2, GPU 0); free: CPU 2, GPU 0. Lower placement.ranks"
     )
     assert reserved == "2 seats"
+
+
+def test_a_head_that_the_chart_starts_asks_for_a_token_and_has_no_dashboard_and_no_server_of_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mark, token = new_mark(monkeypatch), "0" * 64
+    with head_of_the_chart(mark, token) as address:
+        processes = marked(mark)
+        commands = b"".join(map(command, processes))
+        assert b"raylet" in commands
+        assert b"ray.util.client.server" not in commands
+        assert no_dashboard(processes)
+        assert asked(address) == asked(address, "1" * 64) == grpc.StatusCode.UNAUTHENTICATED
+        assert asked(address, token) == grpc.StatusCode.OK
+
+
+@contextmanager
+def head_of_the_chart(mark: str, token: str) -> Iterator[str]:
+    """Start the Ray of a RayCluster's head pod on the loopback interface; yield its address."""
+    roles = {"actor": {"gpus": 16}}
+    (cluster,) = of_kind(objects({"placement": {"ranks": {"actor": 16}}, "roles": roles}), "RayCluster")
+    head = cluster["spec"]["headGroupSpec"]
+    (container,) = head["template"]["spec"]["containers"]
+    here = {"node-ip-address": "127.0.0.1", "port": "0", "node-manager-port": "0", "num-cpus": "1"}
+    with tempfile.TemporaryDirectory(prefix="rolemesh-ray-", ignore_cleanup_errors=True) as directory:
+        given = head["rayStartParams"] | here | {"num-gpus": "0", "temp-dir": directory}
+        options = [f"--{name}" + f"={value}" * (value != "true") for name, value in given.items()]
+        environment = os.environ | LOCAL_SETTINGS | {
+            "KUBERAY_GEN_RAY_START_CMD": f"ray start --head {' '.join(options)} --block",  # as KubeRay makes it
+            "RAY_AUTH_MODE": cluster["spec"]["authOptions"]["mode"],
+            "RAY_AUTH_TOKEN": token,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }  # fmt: skip
+        # `rolemesh --help` in place of `rolemesh serve`
+        start = [*container["command"], "--help"]
+        try:
+            output = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+            assert output.returncode == 0, output.stdout + output.stderr
+            yield (Path(directory) / "ray_current_cluster").read_text()
+        finally:
+            for pid in marked(mark):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def asked(address: str, token: str = "") -> grpc.StatusCode:
+    """Ask the head of a cluster for its nodes, as a stranger or with a token."""
+    metadata = [("authorization", f"Bearer {token}")] if token else []
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        method = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
+        return method.future(b"", metadata=metadata, timeout=DEADLINE_S).code()
 
 
 async def test_where_ray_is_not_installed_a_launcher_says_so_before_any_process_starts(

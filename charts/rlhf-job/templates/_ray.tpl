@@ -1,6 +1,7 @@
 {{/* A group of several pods, of (list $ GROUP POD): KubeRay starts a Ray node in each. The head pod has rank 0, and the
 launcher, which starts the ranks by Ray. Its probe fails if rank 0 hangs, and passes while nobody listens: then the launcher
-waits for pods, or starts the ranks anew, and to restart the head would end the other nodes' Ray, too. Each node offers Ray as many CPUs as it has ranks. spec.suspend is the
+waits for pods, or starts the ranks anew, and to restart the head would end the other nodes' Ray, too. The hook leaves out the
+server of Ray's clients, which `ray start` has no option for. Each node offers Ray as many CPUs as it has ranks. spec.suspend is the
 controller's: true at the end of a run. */}}
 {{- define "rlhf-job.rayCluster" -}}
 {{- $ := index . 0 }}{{ $group := index . 1 }}{{ $pod := index . 2 }}
@@ -13,7 +14,7 @@ controller's: true at the end of a run. */}}
       "startupProbe" (dict "tcpSocket" (dict "port" 6380) "periodSeconds" 2 "failureThreshold" 150)
       "readinessProbe" (dict "tcpSocket" (dict "port" 6380) "periodSeconds" 5)
       "livenessProbe" (dict "tcpSocket" (dict "port" 6380) "periodSeconds" 10 "failureThreshold" 6) }}
-{{- $start := `eval "$(printf %s "$KUBERAY_GEN_RAY_START_CMD" | sed "s/ --block//")"; exec rolemesh "$@"` }}
+{{- $start := `export RAY_START_HOOK=rolemesh.services.processes.ray_rank.without_client_server; eval "$(printf %s "$KUBERAY_GEN_RAY_START_CMD" | sed "s/ --block//")"; exec rolemesh "$@"` }}
 {{- $head := merge (dict "command" (list "sh" "-euc" $start "rolemesh") "args" (append $pod.args "placement.launcher=ray")
       "probes" (merge $isLive (omit $pod.probes "livenessProbe"))) (omit $pod "probes" "command" "args") }}
 {{- $follower := merge (dict "command" (list "sh" "-euc") "args" (list "exec $KUBERAY_GEN_RAY_START_CMD") "follows" true
