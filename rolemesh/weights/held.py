@@ -13,7 +13,7 @@ from rolemesh.errors import WeightsUnavailable
 from rolemesh.ranks.agreement import agreed, gather_texts
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest
-from rolemesh.weights.manifest import checksum, digest_of, lay_out
+from rolemesh.weights.manifest import checksum, checksums, digest_of, lay_out
 from rolemesh.weights.region import WeightRegion
 from rolemesh.weights.source import Fits
 from rolemesh.weights.stripes import STRIPE_PIECES, HeldStripes, Stripes
@@ -226,11 +226,11 @@ class HeldWeights:
         """Compute the checksums of this holder's pieces, and get the others'. Every rank calls it."""
         size, end = self._manifest.piece_bytes, self._manifest.region_bytes
         sums = torch.zeros(-(-end // size), dtype=torch.int64)
-        for at in range(0, end, size):
-            if stripes.holder_of(at) == holder:
-                found = checksum(self._region.read(at, min(end, at + size)))
-                sums[at // size] = found - (found >> 63 << 64)  # the same 64 bits, signed
-        self._manifest.piece_checksums[:] = [found % (1 << 64) for found in ranks.total(sums).tolist()]
+        own = [at for at in range(0, end, size) if stripes.holder_of(at) == holder]
+        found = checksums(self._region.read(at, min(end, at + size)) for at in own)
+        for at, each in zip(own, found, strict=True):
+            sums[at // size] = each - (each >> 63 << 64)  # the same 64 bits, signed
+        self._manifest.piece_checksums[:] = [each % (1 << 64) for each in ranks.total(sums).tolist()]
 
     @cached_property
     def holding(self) -> HeldVersion:
@@ -241,7 +241,7 @@ class HeldWeights:
         manifest, size = self._manifest, self._manifest.piece_bytes
         if not self._striped:
             pieces = (self._region.read(at, at + size) for at in range(0, manifest.region_bytes, size))
-            manifest.piece_checksums[:] = [checksum(piece) for piece in pieces]
+            manifest.piece_checksums[:] = checksums(pieces)
         serialized = manifest.SerializeToString(deterministic=True)
         return HeldVersion(
             serialized, manifest, self._region, "actor", manifest.region_bytes, self._striped, self._copies

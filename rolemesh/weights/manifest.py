@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
@@ -15,6 +16,7 @@ from torch import Tensor
 from rolemesh.errors import InvalidBatch, WeightsUnavailable
 from rolemesh.v1.data_pb2 import Dtype
 from rolemesh.v1.weights_pb2 import WeightManifest, WeightSpec
+from rolemesh.weights.region import num_threads
 from rolemesh.wire.dtypes import FROM_WIRE, TO_WIRE
 from rolemesh.wire.frame import LENGTH_DELIMITED, fields
 from rolemesh.wire.limits import (
@@ -43,6 +45,12 @@ def aligned(offset: int) -> int:
 def checksum(piece: memoryview) -> int:
     """64-bit xxh3 checksum of a piece."""
     return xxhash.xxh3_64_intdigest(piece)
+
+
+def checksums(pieces: Iterable[memoryview]) -> list[int]:
+    """Return the checksum of each piece. Threads compute them: xxhash releases the interpreter's lock."""
+    with ThreadPoolExecutor(num_threads(), "checksums") as threads:
+        return list(threads.map(checksum, pieces))
 
 
 def digest_of(manifest: bytes) -> str:

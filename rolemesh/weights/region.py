@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
 import re
 import secrets
+import threading
 import weakref
+from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rolemesh.cpus import usable_cpus
 from rolemesh.errors import WeightsUnavailable
 from rolemesh.v1.weights_pb2 import SharedRegion
 
@@ -26,15 +31,28 @@ except ImportError:
 log = logging.getLogger(__name__)
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
+MAX_THREADS = 8
+# So many threads write faster through a mapping than to the file, where they take turns: on a machine with 16
+# cores 8 threads reach 4.8 GB/s and 2.7 GB/s. One thread reaches half as much as to the file, since the kernel
+# zeroes pages of a mapping first.
+MAPPING_THREADS = 6
+LIBC = ctypes.CDLL(None)
 SHARED_PATH = re.compile(r"/proc/\d+/fd/\d+")
+
+
+@cache
+def num_threads() -> int:
+    """Return how many threads of a process write or read a region at the same time."""
+    return min(MAX_THREADS, usable_cpus())
 
 
 class WeightRegion:
     """Bytes in an anonymous in-memory file (memfd).
 
     The file is written as bytes arrive, read through a mapping, and sealed when whole. Its pages are allocated
-    for bytes that have arrived, not for bytes announced. Writing to it is several times cheaper than writing to
-    fresh process memory, which costs a page fault for each 4 KiB.
+    for bytes that have arrived, not for bytes announced. For one thread, writing to it is several times cheaper
+    than writing to fresh process memory, which costs a page fault for each 4 KiB. Many threads `fill` it.
 
     Other processes of the same user on this machine can map the same pages (`shared`, `open`). The file can
     never shrink under them, and once sealed nobody can change it. The kernel frees it when its last user closes
@@ -55,6 +73,8 @@ class WeightRegion:
 
     def _hold(self, fd: int | None, num_bytes: int, is_own: bool, reserves: bool) -> None:
         self._fd, self.num_bytes, self.is_own, self._can_write = fd, num_bytes, is_own, is_own
+        self._pages: weakref.ref[mmap.mmap] | None = None  # mapped for writing, while threads write
+        self._mapping = threading.Lock()
         if fd is not None:
             weakref.finalize(self, os.close, fd)
         try:
@@ -112,6 +132,52 @@ class WeightRegion:
         while data.nbytes:
             written = os.pwrite(self._fd, data, offset)
             offset, data = offset + written, data[written:]
+
+    def fill(self, offset: int, data: memoryview) -> None:
+        """Write bytes at an offset. `num_threads` threads do so at the same time.
+
+        Raises:
+            OSError: the machine lacks the memory.
+        """
+        assert self._can_write, "another process's region is read-only"
+        if num_threads() < MAPPING_THREADS or not self._fill_pages(offset, data):
+            self.write(offset, data)
+
+    def _fill_pages(self, offset: int, data: memoryview) -> bool:
+        """Write through a writable mapping. False if that is impossible: `write` can, or says why not.
+
+        The pages are allocated by a call that may fail. Whoever just writes to a mapping is killed (SIGBUS) if
+        there is no memory for a page.
+        """
+        pages = self._writable() if data.nbytes else None
+        if pages is None:
+            return False
+        to = np.frombuffer(pages, np.uint8, data.nbytes, offset)
+        start = to.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+        size = ctypes.c_size_t(to.ctypes.data + data.nbytes - start)
+        if LIBC.madvise(ctypes.c_void_p(start), size, POPULATE_WRITE):
+            return False
+        np.copyto(to, np.frombuffer(data, np.uint8))  # without the interpreter's lock
+        return True
+
+    def _writable(self) -> mmap.mmap | None:
+        """Map the file for writing; None if it is private memory or cannot be mapped.
+
+        All threads share the mapping. It goes with the last one that uses it, since a file that is mapped for
+        writing cannot be sealed. A process that is forked meanwhile does not inherit it.
+        """
+        if self._fd is None:
+            return None
+        with self._mapping:
+            pages = self._pages() if self._pages is not None else None
+            if pages is None:
+                try:
+                    pages = mmap.mmap(self._fd, self.num_bytes)
+                    pages.madvise(mmap.MADV_DONTFORK)
+                except OSError:
+                    return None
+                self._pages = weakref.ref(pages)
+            return pages
 
     def read(self, start: int, end: int) -> memoryview:
         """Return the bytes [start, end) without a copy."""

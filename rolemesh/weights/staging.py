@@ -2,19 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from rolemesh.weights.region import num_threads
+
 # Large next to the start of a copy. Pinned blocks stay with torch, so the next version pins nothing.
 BUFFER_BYTES = 32 << 20
-# Threads that write a buffer: one thread fills new pages at a few GB/s, far below the device's copies.
-NUM_WRITERS = 4
-PART_BYTES = BUFFER_BYTES // NUM_WRITERS
+PART_BYTES = 2 << 20  # of a thread; a buffer has several for each, so that none waits long for the slowest
 
 Write = Callable[[int, Tensor], None]
+
+
+class Writers:
+    """Threads that write bytes at the same time.
+
+    Args:
+        write: writes bytes [n] uint8 on the CPU to an offset; threads call it at the same time.
+
+    Attributes:
+        failure: the first OSError of `write`. After it nothing is written.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self.failure: OSError | None = None
+        self._call = write
+        self._threads = ThreadPoolExecutor(num_threads(), "weights")
+
+    def write(self, data: Iterable[tuple[int, Tensor]]) -> None:
+        """Write bytes, each at its offset, and return when all are written."""
+        parts = [
+            (at + first, each[first : first + PART_BYTES])
+            for at, each in data
+            for first in range(0, len(each), PART_BYTES)
+        ]
+        if len(parts) == 1:
+            self._write(*parts[0])
+            return
+        for written in [self._threads.submit(self._write, *part) for part in parts]:
+            written.result()
+
+    def _write(self, at: int, part: Tensor) -> None:
+        if self.failure is None:
+            try:
+                self._call(at, part)
+            except OSError as error:
+                self.failure = error
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
 
 
 class Staging:
@@ -25,15 +65,14 @@ class Staging:
     freed at once, since copies are in the order of the device's stream.
 
     Args:
-        write: writes bytes on the CPU to an offset of the region; threads call it at the same time.
+        writers: write to an offset of the region.
         device: of the tensors.
         buffer_bytes: size of each buffer.
     """
 
-    def __init__(self, write: Write, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
-        self._write = write
+    def __init__(self, writers: Writers, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self._writers = writers
         self._filling, self._other = (_Buffer(buffer_bytes, device) for _ in range(2))
-        self._writers = ThreadPoolExecutor(NUM_WRITERS, "weights")
 
     def put(self, at: int, data: Tensor) -> None:
         """Copy bytes [n] uint8 on the device to an offset. They are written by `finish` at the latest."""
@@ -48,14 +87,12 @@ class Staging:
         """Write what has not been written. Call it once, at the end."""
         self._turn()
         self._turn()
-        self._writers.shutdown()
 
     def _turn(self) -> None:
         """Let the device fill the other buffer next, once that is written."""
         self._filling.close()
         self._filling, self._other = self._other, self._filling
-        for written in [self._writers.submit(self._write, *part) for part in self._filling.empty()]:
-            written.result()
+        self._writers.write(self._filling.empty())
 
 
 class _Buffer:
@@ -75,8 +112,7 @@ class _Buffer:
         here = self._memory[self._used : self._used + len(data)]
         here.copy_(data, non_blocking=True)
         self._used += len(data)
-        for first in range(0, len(data), PART_BYTES):
-            self._parts.append((at + first, here[first : first + PART_BYTES]))
+        self._parts.append((at, here))
 
     def close(self) -> None:
         """Mark the end of the copies."""

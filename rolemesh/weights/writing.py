@@ -21,7 +21,7 @@ from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import is_in_rows, local, memory_of, own_rows, rows_of, whole
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest, WeightSpec
 from rolemesh.weights.region import WeightRegion
-from rolemesh.weights.staging import Staging
+from rolemesh.weights.staging import Staging, Writers
 from rolemesh.weights.stripes import Stripes
 from rolemesh.wire.dtypes import FROM_WIRE
 
@@ -137,8 +137,7 @@ def write_rows(
         writer.exchange([(manifest.weights[at].offset, held[:, at]) for at in turn])
     writer.finish()
     with agreed(ranks):
-        if writer.failure is not None:
-            raise writer.failure
+        writer.check()
 
 
 def _turns(manifest: WeightManifest) -> Iterator[range]:
@@ -169,7 +168,7 @@ def _own_part(spec: WeightSpec, tensor: Tensor) -> Part:
 
 
 class _Writer:
-    """Writes and sends rows. It keeps the first error of writing: other ranks may still wait for this one.
+    """Writes and sends rows. An error of writing is raised by `check`: other ranks may still wait for this one.
 
     Args:
         wanted: what goes where.
@@ -178,11 +177,12 @@ class _Writer:
     """
 
     def __init__(self, wanted: Wanted, ranks: Ranks, largest: int) -> None:
-        self.failure: OSError | None = None
         self._largest = largest
         self._wanted, self._ranks = wanted, ranks
         self._machines = wanted.machines
         self._outbox: dict[int, list[Tensor]] = {}  # by receiver
+        region = self._machines.region
+        self._writers = Writers(lambda at, data: region.fill(at, memory_of(data)))
         self._staging: Staging | None = None  # of what lies on a GPU
 
     def give(self, spec: WeightSpec, held: Tensor, source: Tensor, delta: Tensor | None) -> None:
@@ -206,19 +206,25 @@ class _Writer:
                 if to != self._machines.first[rank]:
                     self._outbox.setdefault(to, []).append(part)
                 elif part.device.type == "cpu":
-                    self._write(first, part)
+                    self._writers.write([(first, part)])
                 else:
                     self._stage(first, part)
 
     def _stage(self, at: int, data: Tensor) -> None:
         if self._staging is None:
-            self._staging = Staging(self._write, data.device)
+            self._staging = Staging(self._writers, data.device)
         self._staging.put(at, data)
 
     def finish(self) -> None:
         """Write what is still on its way from the device."""
         if self._staging is not None:
             self._staging.finish()
+        self._writers.close()
+
+    def check(self) -> None:
+        """Raise the OSError of the first write that failed."""
+        if self._writers.failure is not None:
+            raise self._writers.failure
 
     def exchange(self, turn: Sequence[tuple[int, Tensor]]) -> None:
         """Send what was kept, and write what comes from the ranks of other machines. Every rank calls it.
@@ -258,10 +264,11 @@ class _Writer:
         sent = [self._outbox.pop(rank, []) if rank in receivers else [] for rank in range(self._ranks.size)]
         sizes = [sum(end - start for start, end in parts) for parts in coming]
         received = self._ranks.exchange(sent, sizes)
-        at = 0
+        arrived, at = [], 0
         for start, end in (part for parts in coming for part in parts):
-            self._write(start, received[at : at + end - start])
+            arrived.append((start, received[at : at + end - start]))
             at += end - start
+        self._writers.write(arrived)
 
     def _senders(self, offset: int, held: Tensor) -> Iterator[tuple[int, Part]]:
         """Yield the parts of a tensor that other machines send to this one, each with its sender."""
@@ -275,10 +282,3 @@ class _Writer:
             if self._machines.first[sender] != to:
                 for part in self._wanted.parts(to, offset + start, offset + end):
                     yield sender, part
-
-    def _write(self, at: int, data: Tensor) -> None:
-        if self.failure is None:
-            try:
-                self._machines.region.write(at, memory_of(data))
-            except OSError as error:
-                self.failure = error

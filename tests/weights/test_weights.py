@@ -4,6 +4,7 @@ import gc
 import os
 import resource
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from rolemesh.errors import WeightsUnavailable
 from rolemesh.services.rollout.engines.fitting import check_fit
 from rolemesh.v1.weights_pb2 import SharedRegion, WeightManifest
 from rolemesh.weights import manifest as manifest_module
+from rolemesh.weights import region as region_module
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.manifest import check_manifest, digest_of, outline, read_manifest, unpack
 from rolemesh.weights.region import CAN_SHARE, WeightRegion
-from rolemesh.weights.staging import BUFFER_BYTES, Staging
+from rolemesh.weights.staging import BUFFER_BYTES, Staging, Writers
 from rolemesh.weights.store import WeightStore
 from rolemesh.weights.tensors import RegionTensors
 from rolemesh.wire.limits import MAX_WEIGHT_AXES, MAX_WEIGHTS
@@ -101,10 +103,12 @@ def test_staging_writes_every_byte_once_at_its_place(buffer_bytes: int):
         region[at : at + len(part)] = part
         counts[at : at + len(part)] += 1
 
-    staging = Staging(write, torch.device("cpu"), buffer_bytes)
+    writers = Writers(write)
+    staging = Staging(writers, torch.device("cpu"), buffer_bytes)
     for number in torch.randperm(len(sizes), generator=generator).tolist():
         staging.put(starts[number], data[number])
     staging.finish()
+    writers.close()
     assert torch.equal(region, torch.cat(data))
     assert (counts == 1).all()
 
@@ -282,6 +286,27 @@ def test_another_mapping_has_the_same_bytes_and_neither_can_change_them():
 
 
 @shares
+@pytest.mark.parametrize("way", ["by a mapping", "on an old kernel", "with few CPUs"])
+def test_threads_fill_a_region_which_can_be_sealed_at_once(way: str, monkeypatch: pytest.MonkeyPatch):
+    """Parts begin and end within pages. A kernel before 5.14 does not know the advice that makes pages."""
+    monkeypatch.setattr(region_module, "MAPPING_THREADS", 99 if way == "with few CPUs" else 1)
+    if way == "on an old kernel":
+        monkeypatch.setattr(region_module, "POPULATE_WRITE", -1)
+    data = torch.randint(256, (MIB + 5,), dtype=torch.uint8).numpy().tobytes()
+    region = WeightRegion(len(data))
+
+    def fill(start: int) -> None:
+        region.fill(start, memoryview(data)[start : start + 30_001])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(fill, range(0, len(data), 30_001)))
+        region.seal()
+    assert bytes(region.read(0, len(data))) == data
+    with pytest.raises(PermissionError):
+        fill(0)
+
+
+@shares
 def test_the_memory_outlives_its_maker_and_goes_with_the_last_reader():
     before = num_mapped()
     region = WeightRegion(MIB)
@@ -344,12 +369,14 @@ def test_where_no_file_may_be_so_large_the_memory_is_this_process_s_alone():
 
 
 @shares
-def test_memory_is_taken_for_what_was_written_and_not_for_what_was_announced():
+def test_memory_is_taken_for_what_was_written_and_not_for_what_was_announced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(region_module, "MAPPING_THREADS", 1)
     region = WeightRegion(1 << 31)
     region.write(1 << 30, memoryview(bytes(MIB)))
+    region.fill(1 << 29, memoryview(bytes(MIB)))
     shared = region.shared
     assert shared is not None
-    assert os.stat(shared.path).st_blocks * 512 == MIB
+    assert os.stat(shared.path).st_blocks * 512 == 2 * MIB
     promises_all = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1"  # as Kubernetes' nodes do
     with pytest.raises(WeightsUnavailable, match=r"no memory for \d+ bytes"):
         WeightRegion(1 << (60 if promises_all else 42))
