@@ -15,6 +15,7 @@ from torch.multiprocessing import get_context
 
 from benchmarks.gpu.workload import Missed, check, synchronized
 from rolemesh.weights.held import HeldWeights
+from rolemesh.weights.staging import load
 from rolemesh.workers.parking import Parking
 
 # Matrices of Qwen2.5-3B: 36 layers of width 2048; smaller ones where there is no GPU.
@@ -61,8 +62,7 @@ def handed_over(device: str, directory: Path) -> dict[str, Any]:
         num_bytes = held.holding.num_bytes  # the manifest, with a checksum of each piece
         times.append(synchronized(device))
         received = asyncio.run(held.fetch())
-        for name, tensor in engine.items():
-            tensor.copy_(received[name])
+        load(received, engine, torch.device(device))  # as the engine hf does on a GPU
         times.append(synchronized(device))
         parts = [end - begin for begin, end in pairwise(times)]
         for name, value in zip(seconds, [*parts, sum(parts)], strict=True):

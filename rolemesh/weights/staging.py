@@ -1,13 +1,16 @@
-"""Copies bytes from a GPU into a region, through pinned host memory."""
+"""Copies bytes between a region and a GPU, through pinned host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rolemesh.ranks.sharding import memory_of
+from rolemesh.weights.manifest import aligned
 from rolemesh.weights.region import num_threads
 
 # Large next to the start of a copy. Pinned blocks stay with torch, so the next version pins nothing.
@@ -125,3 +128,91 @@ class _Buffer:
             self._copied.synchronize()
         parts, self._parts, self._used = self._parts, [], 0
         return parts
+
+
+def load(
+    tensors: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    device: torch.device,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> None:
+    """Copy the tensors of a version, on the CPU, to those of the same names and shapes on a device.
+
+    Where dtypes differ, the device casts. Own tensors that no name is given for stay as they are.
+
+    Args:
+        buffer_bytes: of host memory, twice.
+    """
+    loading = _Loading(device, buffer_bytes)
+    for name, tensor in tensors.items():
+        loading.put(own[name], tensor)
+    loading.finish()
+
+
+class _Loading:
+    """Two buffers of host memory: threads fill one while the device copies from the other one.
+
+    A copy from pageable memory waits for one thread, which fills a buffer of the driver's.
+
+    Args:
+        device: of the tensors that get the bytes.
+        buffer_bytes: size of each buffer; it has room for an element.
+    """
+
+    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+        is_cuda = device.type == "cuda"
+        buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
+        self._buffers = buffers
+        self._copied = [torch.cuda.Event() for _ in buffers] if is_cuda else []  # type: ignore[no-untyped-call]
+        # On the device, on the CPU, and the first byte in the buffer.
+        self._parts: list[tuple[Tensor, Tensor, int]] = []
+        self._num_turns = self._used = 0
+        self._writers = Writers(lambda at, data: _copy(data, buffers[at // buffer_bytes][at % buffer_bytes :]))
+
+    def put(self, own: Tensor, theirs: Tensor) -> None:
+        """Copy a tensor on the CPU to one of its shape on the device, which casts it if dtypes differ.
+
+        The copy ends by `finish` at the latest. Until then neither may change.
+        """
+        if not own.is_contiguous():
+            own.detach().copy_(theirs)
+            return
+        own, theirs = own.detach().view(-1), theirs.contiguous().view(-1)
+        while len(theirs):
+            count = min(len(theirs), (len(self._buffers[0]) - self._used) // theirs.itemsize)
+            if count > 0:
+                self._parts.append((own[:count], theirs[:count], self._used))
+                self._used = aligned(self._used + count * theirs.itemsize)
+                own, theirs = own[count:], theirs[count:]
+            else:
+                self._turn()
+
+    def finish(self) -> None:
+        """Copy what has not been copied, and wait for the device. Call it once, at the end."""
+        self._turn()
+        for copied in self._copied:
+            copied.synchronize()
+        self._writers.close()
+
+    def _turn(self) -> None:
+        """Fill a buffer, and let the device copy from it."""
+        which = self._num_turns % 2
+        buffer = self._buffers[which]
+        if self._copied:
+            self._copied[which].synchronize()  # what was here before
+        first = which * len(buffer)
+        self._writers.write((first + at, theirs.view(torch.uint8)) for _, theirs, at in self._parts)
+        for own, theirs, at in self._parts:
+            here = buffer[at : at + theirs.nbytes].view(theirs.dtype)
+            if own.dtype != here.dtype:
+                here = here.to(own.device, non_blocking=True)
+            own.copy_(here, non_blocking=True)
+        if self._copied:
+            self._copied[which].record()
+        self._parts, self._used, self._num_turns = [], 0, self._num_turns + 1
+
+
+def _copy(data: Tensor, to: Tensor) -> None:
+    """Copy bytes by this thread alone, without the interpreter's lock; torch would start threads for it."""
+    there = memory_of(to[: len(data)])
+    np.copyto(np.frombuffer(there, np.uint8), np.frombuffer(memory_of(data), np.uint8))

@@ -20,7 +20,7 @@ from rolemesh.weights import region as region_module
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.manifest import check_manifest, digest_of, outline, read_manifest, unpack
 from rolemesh.weights.region import CAN_SHARE, WeightRegion
-from rolemesh.weights.staging import BUFFER_BYTES, Staging, Writers
+from rolemesh.weights.staging import BUFFER_BYTES, Staging, Writers, load
 from rolemesh.weights.store import WeightStore
 from rolemesh.weights.tensors import RegionTensors
 from rolemesh.wire.limits import MAX_WEIGHT_AXES, MAX_WEIGHTS
@@ -113,8 +113,21 @@ def test_staging_writes_every_byte_once_at_its_place(buffer_bytes: int):
     assert (counts == 1).all()
 
 
+@pytest.mark.parametrize("buffer_bytes", [8, 100, 1000])
+def test_loading_copies_each_tensor_in_the_dtype_of_its_place(buffer_bytes: int):
+    """Of many sizes: some are larger than both buffers, some share one; one does not lie in rows."""
+    theirs = {str(size): torch.randn(size) for size in (0, 1, 2, 24, 25, 250, 999, 3)}
+    theirs |= {"ids": torch.arange(7), "scalar": torch.tensor(5.0), "matrix": torch.randn(3, 4)}
+    own = {name: torch.zeros_like(tensor) for name, tensor in theirs.items()}
+    own |= {"250": torch.zeros(250).bfloat16(), "matrix": torch.zeros(4, 3).T, "other": torch.ones(2)}
+    load(theirs, own, torch.device("cpu"), buffer_bytes)
+    assert torch.equal(own.pop("other"), torch.ones(2))
+    assert own["250"].dtype == torch.bfloat16
+    assert all(torch.equal(tensor, theirs[name].to(tensor.dtype)) for name, tensor in own.items())
+
+
 @pytest.mark.gpu
-def test_a_version_of_a_gpus_tensors_is_that_of_the_cpus():
+async def test_a_version_of_a_gpus_tensors_is_that_of_the_cpus_and_comes_back_as_it_was():
     """More bytes than both buffers; bases are cast after their delta was added."""
     generator = torch.Generator().manual_seed(0)
     sizes = {"a": 3 * BUFFER_BYTES // 4 + 5, "b": 1000, "c": BUFFER_BYTES, "d": 1, "e": BUFFER_BYTES // 8}
@@ -124,6 +137,9 @@ def test_a_version_of_a_gpus_tensors_is_that_of_the_cpus():
         theirs = HeldWeights(1, on_gpu, {"b": lambda: torch.ones(1000).cuda()}, dtype=dtype).holding
         mine = HeldWeights(1, tensors, {"b": lambda: torch.ones(1000)}, dtype=dtype).holding
         assert theirs.digest == mine.digest
+    came = {name: torch.zeros_like(tensor) for name, tensor in on_gpu.items()}
+    load(await HeldWeights(1, on_gpu).fetch(), came, torch.device("cuda"))
+    assert all(torch.equal(tensor, on_gpu[name]) for name, tensor in came.items())
 
 
 @shares

@@ -24,6 +24,7 @@ from rolemesh.services.rollout.engines.hf.kept import KeptRows
 from rolemesh.services.rollout.engines.hf.neutral import neutral_rows
 from rolemesh.services.rollout.engines.hf.slots import Call
 from rolemesh.services.rollout.engines.sampling import sample
+from rolemesh.weights.staging import load
 from rolemesh.workers.devices import resolve_device
 from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.parking import Parking, model_tensors
@@ -154,13 +155,11 @@ class HfEngine:
         """
         check_fit(version, tensors, self.weights)
         own = self.model.state_dict(keep_vars=True)
-        with torch.no_grad():
+        if self.device.type != "cpu":
+            load(tensors, own, self.device)
+        else:
             for name, tensor in tensors.items():
-                if self.device.type == "cpu":
-                    own[name].data = tensor  # a tied weight is the same parameter under each of its names
-                else:
-                    own[name].copy_(tensor)
-        if self.device.type == "cpu":
+                own[name].data = tensor  # a tied weight is the same parameter under each of its names
             self._adopted = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
         self._version = version
         self.kept.clear()
