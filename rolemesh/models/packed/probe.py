@@ -29,8 +29,8 @@ def remove_padding(body: Any, role: str, dtype: str = "float32") -> None:
 
     The test lays two short rows with a common prefix end to end; they must give the same numbers as separately.
     It detects every architecture in which tokens interact outside of transformers' attention interface, and
-    runs the kernel that later passes run. Where the weights are float32, and no shards, it is made in float32 as
-    well: a faint influence, as of positions on attention that is nearly uniform, is below the rounding of a
+    runs the kernel that later passes run. Where the weights are float32, and no shards, it is made in float32
+    as well: a faint influence, as of positions on attention that is nearly uniform, is below the rounding of a
     narrower type.
     Every rank of a role calls it, within a call of its Root.
 
