@@ -26,7 +26,7 @@ from rolemesh.home import Home
 from rolemesh.ranks.agreement import agreed, broadcast_text
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import is_first_copy, is_in_rows, local, memory_of, rows_of, whole
-from rolemesh.weights.staging import Staging
+from rolemesh.weights.staging import Staging, Writers
 
 # safetensors' names of types, in the order in which it lays out tensors.
 TYPES = {
@@ -88,6 +88,7 @@ class HostCopies:
     """Copies tensors to host memory. Those on a GPU pass pinned buffers, and the device runs on meanwhile."""
 
     def __init__(self) -> None:
+        self._writers: Writers | None = None
         self._staging: Staging | None = None
         self._starts: list[int] = []  # of each staged copy, as if they lay end to end
         self._staged: list[Tensor] = []  # their bytes
@@ -101,15 +102,17 @@ class HostCopies:
         self._starts.append(self._end)
         self._staged.append(copy.view(-1).view(torch.uint8))
         if self._staging is None:
-            self._staging = Staging(self._write, tensor.device)
+            self._writers = Writers(self._write)
+            self._staging = Staging(self._writers, tensor.device)
         self._staging.put(self._end, tensor.contiguous().view(-1).view(torch.uint8))
         self._end += tensor.nbytes
         return copy
 
     def finish(self) -> None:
         """Wait for what is still on its way from the device."""
-        if self._staging is not None:
+        if self._staging is not None and self._writers is not None:
             self._staging.finish()
+            self._writers.close()
 
     def _write(self, at: int, data: Tensor) -> None:
         """Fill a part of one copy; Staging joins no two."""
