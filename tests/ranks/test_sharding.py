@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from sequences import sequence_batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from rolemesh.config.model import FsdpConfig, ModelConfig, OptimConfig, TrainedModelConfig
 from rolemesh.dataproto import DataProto
@@ -26,6 +27,7 @@ from rolemesh.models.sequence import DTYPES, token_stats
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import Root, blocks, gradient_norm, reshard, shard, whole
+from rolemesh.ranks.ulysses import check_heads
 from rolemesh.training.loop import checkpoint_activations
 from rolemesh.training.optimizer import Optimizer
 
@@ -230,6 +232,26 @@ def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
     four: Any = DeviceMesh.__new__(DeviceMesh)  # refused before anything is done with it
     with pytest.raises(InvalidConfig, match="fsdp_size is 3, which does not divide the role's 4 ranks"):
         shard(Root(nn.Linear(2, 2)), Ranks(0, 4, four), FsdpConfig(fsdp_size=3))
+
+
+@pytest.mark.parametrize(
+    ("heads", "of_values", "size", "fits"),
+    [
+        (8, 8, 4, True),
+        (8, 2, 4, True),  # each head of keys and values is repeated on two ranks
+        (8, 4, 2, True),
+        (7, 7, 2, False),
+        (12, 3, 2, False),
+        (12, 3, 4, False),
+    ],
+)
+def test_ulysses_needs_heads_that_divide_among_the_ranks(
+    heads: int, of_values: int, size: int, fits: bool
+) -> None:
+    config = LlamaConfig(hidden_size=heads, num_attention_heads=heads, num_key_value_heads=of_values)
+    words = f"actor.size is {size}, but the model has {heads} attention heads and {of_values} heads of keys"
+    with nullcontext() if fits else pytest.raises(InvalidConfig, match=words):
+        check_heads(config, size, "actor.size")
 
 
 def test_the_blocks_of_a_model_are_found_by_name_or_as_its_longest_list(models: Path) -> None:

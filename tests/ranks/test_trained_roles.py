@@ -58,18 +58,22 @@ ONE_EPOCH = ENTROPY | {"ppo_epochs": 1}
 PADDED = {"model": {"use_remove_padding": False}}
 ONE_ROW = {"ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1}  # fewer rows than ranks
 GSPO = {"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}
+KL_COV, SAPO, GEO_MEAN, CISPO, DRO = (
+    {"policy_loss": {"loss_mode": mode, "kl_cov_ratio": 0.3, "dro_beta": 0.1}}
+    for mode in ("kl_cov", "sapo", "geo_mean", "cispo", "dro")
+)
 
 ON_TWO: list[Case] = [
     ("actor", 1, STEPS, {"actor": ENTROPY}),
-    ("actor", 1, FEW, {"actor": DYNAMIC | CLIP_COV}),
+    ("actor", 1, FEW, {"actor": DYNAMIC | KL_COV}),
     ("actor", 1, FEW, {"actor": PADDED} | BYPASS),
-    ("actor", 1, FEW, {"actor": ONE_ROW}),
+    ("actor", 1, FEW, {"actor": ONE_ROW | SAPO}),
     ("critic", 1, FEW, {"critic": DYNAMIC}),
     ("actor", 2, STEPS, {"actor": ONE_EPOCH | GSPO}),
     ("critic", 2, STEPS, {}),
 ]
 ON_FOUR: list[Case] = [
-    ("actor", 1, STEPS, {"actor": ONE_EPOCH | {"fsdp_config": {"fsdp_size": 2}}}),
+    ("actor", 1, STEPS, {"actor": ONE_EPOCH | GEO_MEAN | {"fsdp_config": {"fsdp_size": 2}}}),
     ("critic", 1, FEW, {"critic": {"ppo_mini_batch_size": 3, "ppo_micro_batch_size_per_gpu": 1}}),
     ("actor", 2, STEPS, {"actor": CLIP_COV}),
 ]
@@ -100,8 +104,11 @@ def job_of(model: Path, directory: Path, sections: Mapping[str, Any]) -> JobConf
 
 
 def batch_of(step: int) -> DataProto:
-    """Rows of very uneven length, one of which has no token that the policy sampled."""
-    batch = sequence_batch(ROWS, seed=step)
+    """Rows of very uneven length, one of which has no token that the policy sampled.
+
+    In every other step each prompt has two answers, whose equal beginning is computed once.
+    """
+    batch = sequence_batch(ROWS, seed=step, answers=1 + step % 2)
     batch["response_mask"][1] = False
     batch["rollout_log_probs"] = batch["old_log_probs"] + 0.1
     return batch
@@ -211,7 +218,7 @@ def test_several_ranks_train_as_one_in_float64(
 
 
 def test_two_ranks_train_as_one_in_float32(model: Path, tmp_path: Path) -> None:
-    cases: list[Case] = [("actor", 1, STEPS, {"actor": ONE_EPOCH}), ("critic", 1, STEPS, {})]
-    cases += [("actor", 1, FEW, {"actor": LORA})]
+    cases: list[Case] = [("actor", 1, STEPS, {"actor": ONE_EPOCH | CISPO}), ("critic", 1, STEPS, {})]
+    cases += [("actor", 1, FEW, {"actor": LORA | DRO})]
     cases += [(role, sharing, FEW, {}) for role in ("reference", "reward") for sharing in (1, 2)]
     on_ranks(2, train_as_one, tmp_path, model, cases, False)
