@@ -115,7 +115,7 @@ def _check_page(job: JobConfig) -> None:
 def _check_batches(job: JobConfig) -> None:
     trained = {"actor": (job.actor.ppo_mini_batch_size, job.actor.ppo_micro_batch_size_per_gpu)}
     if job.uses_critic:
-        trained["critic"] = (job.critic_mini_batch_size, job.critic.ppo_micro_batch_size_per_gpu)
+        trained["critic"] = (job.mini_batch_size("critic"), job.critic.ppo_micro_batch_size_per_gpu)
     for role, (prompts, micro) in trained.items():
         mini = prompts * job.rollout.n
         if job.data.train_batch_size % prompts:
@@ -337,14 +337,14 @@ def _check_ulysses(job: JobConfig) -> None:
 
 
 def _check_rows_of_ranks(job: JobConfig) -> None:
-    mini_batches = {"actor": job.actor.ppo_mini_batch_size, "critic": job.critic_mini_batch_size}
     for group, roles in job.groups.items():
-        for role in mini_batches.keys() & roles:
-            rows, ranks = mini_batches[role] * job.rollout.n, job.num_ranks(group)
+        for role in {"actor", "critic"}.intersection(roles):
+            prompts, ranks = job.mini_batch_size(role), job.num_ranks(group)
+            rows = prompts * job.rollout.n
             parts = ranks // job.ulysses_size(role)
             if rows < parts:
                 raise ValueError(
-                    f"{role}.ppo_mini_batch_size is {mini_batches[role]}, so a mini-batch has {rows} row"
+                    f"{role}.ppo_mini_batch_size is {prompts}, so a mini-batch has {rows} row"
                     f"{'s' * (rows > 1)} (rollout.n is {job.rollout.n}), fewer than the {parts} parts that the "
                     f"{ranks} ranks of group {group} (placement.ranks) compute; set it to a multiple of "
                     f"{-(-parts // job.rollout.n)}, or have fewer ranks"

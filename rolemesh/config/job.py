@@ -214,10 +214,10 @@ class JobConfig(Config):
     def critic_model(self) -> CriticModelConfig:
         return self._model(self.critic.model)
 
-    @property
-    def critic_mini_batch_size(self) -> int:
-        """Size of the critic's mini-batches, in prompts."""
-        return self.critic.ppo_mini_batch_size or self.actor.ppo_mini_batch_size
+    def mini_batch_size(self, role: str) -> int:
+        """Return the size of a trained role's mini-batches, in prompts."""
+        own = self.critic.ppo_mini_batch_size if role == "critic" else None
+        return own or self.actor.ppo_mini_batch_size
 
     def max_tokens(self, role: str) -> int | None:
         """Return the most tokens in a pass of a role; None if passes have fixed rows."""

@@ -179,8 +179,7 @@ def role_parts(
     learnt = shape.trained_parameters(job.actor.model) if role == "actor" else parameters
     backward = BACKWARD if learnt >= parameters else 1  # fixed matrices have no gradients of their own
     passes = 1 + backward + section.model.enable_gradient_checkpointing
-    mini = job.actor.ppo_mini_batch_size if role == "actor" else job.critic_mini_batch_size
-    steps = job.data.train_batch_size // mini
+    steps = job.data.train_batch_size // job.mini_batch_size(role)
     epochs = section.ppo_epochs
     assert epochs is not None, "JobConfig fills it in"
     # A pass of each rank in every mini-batch, be it for a few rows.

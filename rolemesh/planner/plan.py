@@ -15,7 +15,7 @@ from rolemesh.planner.cost import handover_seconds, role_seconds
 from rolemesh.planner.devices import Device
 from rolemesh.planner.host import HostMemory, host_memory
 from rolemesh.planner.memory import Memory, Shapes, role_memory
-from rolemesh.planner.spread import smallest
+from rolemesh.planner.spread import Spread, smallest
 
 Grouping = Mapping[str, Sequence[str]]  # a group's name to its roles
 
@@ -63,6 +63,7 @@ class Group:
         memory: of each role, on each of the devices.
         host: of a pod with a rollout on GPUs; None without one.
         seconds: of each role, by phase.
+        idle: why some of the ranks would compute no row of a mini-batch; empty if each computes one.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Group:
     memory: Mapping[str, Memory]
     seconds: Mapping[str, Mapping[str, float]]
     host: HostMemory | None = None
+    idle: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -135,9 +137,10 @@ class Plan:
     @cached_property
     def blocked(self) -> str:
         """Why this placement is invalid on any devices; empty if it is valid."""
+        idle = next((group.idle for group in self.groups if group.idle), "")
         home = next((group for group in self.groups if "rollout" in group.roles), None)
-        if home is None:
-            return ""
+        if idle or home is None:
+            return idle
         others = [role for role in home.roles if role != "rollout" and home.memory[role].total]
         if self.ahead and others:
             return f"rollout.mode async, but rollout shares its group with {', '.join(others)}"
@@ -312,8 +315,21 @@ class Planner:
             seconds = {role: role_seconds(self.job, role, self.shapes, device, count, ranks) for role in roles}
             engines = min(ranks, device.per_node) if any(ROLES[role].trained for role in roles) else 1
             host = None if device.shared else host_memory(self.job, self.shapes, roles, engines)
-            self._groups[roles, devices, ranks] = Group("", roles, devices, ranks, memory, seconds, host)
+            idle = next(filter(None, (self._idle(role, ranks) for role in roles)), "")
+            self._groups[roles, devices, ranks] = Group("", roles, devices, ranks, memory, seconds, host, idle)
         return self._groups[roles, devices, ranks]
+
+    def _idle(self, role: str, ranks: int) -> str:
+        """Return why the job file refuses so many ranks of a role; empty if it takes them."""
+        if not ROLES[role].trained:
+            return ""
+        rows = self.job.mini_batch_size(role) * self.job.rollout.n
+        parts = Spread.of(self.job, role, ranks).streams
+        if parts <= rows:
+            return ""
+        return (
+            f"a mini-batch of {role} has {rows} rows, fewer than the {parts} parts that {ranks} ranks compute"
+        )
 
     def _ranks(self, roles: Sequence[str], devices: int) -> int:
         """Return the ranks of a replica: a trained group's are all devices, another's as few as it fits on."""

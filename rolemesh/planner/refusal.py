@@ -196,8 +196,7 @@ def _least_of_update(
         stored = 0
     held = role == "actor" and is_base_held(job, shape)
     casts = 0 if held or (adapts and checkpoints) else _cast_blocks(shape, model.dtype)
-    mini_batch = job.critic_mini_batch_size if role == "critic" else job.actor.ppo_mini_batch_size
-    has_gradients = mini_batch * job.rollout.n * _width(job) > tokens_of_pass(job, role)
+    has_gradients = job.mini_batch_size(role) * job.rollout.n * _width(job) > tokens_of_pass(job, role)
     passing = replace(
         least,
         gradients=least.gradients * has_gradients,

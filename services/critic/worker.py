@@ -55,7 +55,7 @@ class CriticWorker(LocalWorker):
         assert critic.ppo_epochs is not None, "JobConfig fills it in"
         assert critic.shuffle is not None, "JobConfig fills it in"
         self.schedule = Schedule(
-            mini_batch_size=job.critic_mini_batch_size * job.rollout.n,
+            mini_batch_size=job.mini_batch_size("critic") * job.rollout.n,
             micro_batches=MicroBatches.of(job, "critic", self.config, critic.ppo_micro_batch_size_per_gpu),
             epochs=critic.ppo_epochs,
             shuffle=critic.shuffle,
