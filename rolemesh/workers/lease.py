@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from rolemesh.errors import RoleFailed
+from rolemesh.errors import RoleFailed, RoleUnavailable
 from rolemesh.telemetry import metrics
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,7 @@ class Lease:
         """Wait for the role's turn, and keep the role on the device within the context.
 
         Raises:
+            RoleUnavailable: a rank of the group is gone.
             RoleFailed: the resident could not sleep (it is still on the device), or this role could not wake
                 (no role is on the device).
         """
@@ -144,12 +145,13 @@ class Lease:
         except Exception as error:
             now = f"{self.resident} is still" if self.resident else "no role is"
             log.exception("%s could not take its turn on the device; %s on it", role, now)
+            kind = RoleUnavailable if isinstance(error, RoleUnavailable) else RoleFailed  # a rank is gone
             failed = (
                 f"{role} could not take its turn on the device ({now} on it): {type(error).__name__}: {error}"
             )
             for call in self._waiting.pop(role, []):
                 if not call.done():
-                    call.set_exception(RoleFailed(failed))
+                    call.set_exception(kind(failed))
         finally:
             self._switch = None
             self._pass_on()
