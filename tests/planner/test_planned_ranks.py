@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -151,21 +150,21 @@ def test_ranks_come_in_what_the_keys_can_divide() -> None:
 
 
 def test_each_rank_has_a_row_of_a_mini_batch_or_shares_one() -> None:
-    def job(ranks: Mapping[str, int]) -> JobConfig:
-        return ppo(**keys, placement={"strategy": "standalone", "ranks": ranks})
-
     actor = {"ppo_mini_batch_size": 4, "ulysses_sequence_parallel_size": 2}
     keys: dict[str, Any] = {"data": {"train_batch_size": 8}, "rollout": {"n": 2}, "actor": actor}
     of_8_rows = planner(gpus=64, **keys, placement={"ranks": {"actor": 2}})
     found = ranks_of(of_8_rows.plan("standalone", STANDALONE))
-    ranks = {role: found[role][1] for role in ("actor", "critic")}
-    assert ranks == {"actor": 16, "critic": 8}
-    assert job(ranks).num_ranks("actor") == 16
-    more = of_8_rows.divided("standalone", STANDALONE, dict.fromkeys(MODELLED, 1) | {"actor": 18, "reward": 0})
-    assert more.verdict == "is refused"
-    assert more.blocked == "a mini-batch of actor has 8 rows, fewer than the 9 parts that 18 ranks compute"
+    assert found["critic"][1] == 8
+    assert ppo(**keys, placement={"ranks": {role: found[role][1] for role in ("actor", "critic")}})
+
+    def blocked(actors: int) -> str:
+        devices = dict.fromkeys(MODELLED, 1) | {"actor": actors, "reward": 0}
+        return of_8_rows.divided("standalone", STANDALONE, devices).blocked
+
+    assert blocked(16) == ""
+    assert blocked(18) == "a mini-batch of actor has 8 rows, fewer than the 9 parts that 18 ranks compute"
     with pytest.raises(InvalidConfig, match="fewer than the 9 parts that the 18 ranks"):
-        job({"actor": 18})
+        ppo(**keys, placement={"ranks": {"actor": 18}})
 
 
 def test_a_judge_that_one_device_cannot_hold_is_spread_as_little_as_it_must() -> None:

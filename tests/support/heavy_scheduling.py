@@ -23,7 +23,7 @@ LONGEST = {
     "tests/rollout/test_openai_engine.py": 60,
     "tests/ranks/test_trained_roles.py": 57,
     "tests/ranks/test_spread_rollouts.py": 52,
-    "tests/processes/test_phases.py": 42,
+    "tests/processes/test_phases.py": 38,
     "tests/agents/test_agents_over_grpc.py": 35,
     "tests/ranks/test_machines.py": 30,
     "tests/hub/test_models_by_name.py": 22,
