@@ -57,7 +57,7 @@ class Parking:
         directory: for the file, created if absent. It must be on a disk: a directory in memory would release no
             memory.
         changes: returns a number that changes before the tensors are written to in a way that their versions
-            may not show, as those of a DTensor's part do not. It says nothing of frozen parameters.
+            may not show, as those of a DTensor's part do not.
         shelf: where the bytes are kept; None: in pinned memory on CUDA, in the file on a CPU.
     """
 
@@ -111,12 +111,11 @@ class Parking:
     ) -> list[tuple[int, Tensor]]:
         """Return the storages that the shelf does not have as they are, each with its place."""
         before, self._num_changes = self._num_changes, self._changes()
-        may_hide = before != self._num_changes
+        kept = self._kept if before == self._num_changes else {}
         return [
             (place, _bytes(storage))
             for place, (storage, tensors) in zip(places, shared, strict=False)
-            if self._kept.get(place) != _Copy.of(storage, tensors)
-            or (may_hide and not all(map(_is_frozen, tensors)))
+            if kept.get(place) != _Copy.of(storage, tensors)
         ]
 
     def unpark(self) -> int:
@@ -158,11 +157,6 @@ def _by_storage(tensors: Iterable[Tensor]) -> list[tuple[UntypedStorage, list[Te
         if storage.nbytes():
             found.setdefault(storage.data_ptr(), (storage, []))[1].append(tensor)
     return list(found.values())
-
-
-def _is_frozen(tensor: Tensor) -> bool:
-    """Return whether a tensor is a weight that is never trained. Its versions show all writes to it."""
-    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
 
 def _like(storage: UntypedStorage) -> UntypedStorage:

@@ -94,14 +94,9 @@ def forget_rows(inputs: Inputs) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", [drop_positions, forget_rows])
-@pytest.mark.parametrize("deviation", [0.2, 0.02])
-def test_a_model_that_ignores_positions_or_rows_is_refused(
-    fault: Callable[[Inputs], None], deviation: float, dtype: str
-) -> None:
-    """Also one with small weights, whose attention is nearly uniform."""
-    body = body_of("Qwen2", initializer_range=deviation)
+def test_a_model_that_ignores_positions_or_rows_is_refused(fault: Callable[[Inputs], None], dtype: str) -> None:
     with pytest.raises(InvalidConfig, match="rows laid end to end change each other's numbers"):
-        remove_padding(with_fault(body, fault), "actor", dtype)
+        remove_padding(with_fault(body_of("Qwen2"), fault), "actor", dtype)
 
 
 @pytest.mark.parametrize(
@@ -210,13 +205,12 @@ def test_each_role_is_tried_in_its_type(
             "reference": {"model": model},
         }
     )
-    trained, frozen = {torch.float32, torch.bfloat16}, {torch.bfloat16}  # the first have float32 weights
-    for load, expected in (
-        (lambda: ActorWorker(job).close(), trained),
-        (lambda: ReferenceWorker(job).close(), frozen),
-        (lambda: CriticWorker(job).close(), trained),
-        (lambda: RewardModel.load(ModelConfig(path=str(tmp_path / "scoring"), **model)), frozen),
+    for load in (
+        lambda: ActorWorker(job).close(),
+        lambda: ReferenceWorker(job).close(),
+        lambda: CriticWorker(job).close(),
+        lambda: RewardModel.load(ModelConfig(path=str(tmp_path / "scoring"), **model)),
     ):
         types.clear()
         load()
-        assert set(types) == expected
+        assert set(types) == {torch.bfloat16}

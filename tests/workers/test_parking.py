@@ -196,20 +196,6 @@ def test_memory_keeps_what_has_not_changed(tmp_path: Path) -> None:
     assert [slept(), slept()] == [large.nbytes + small.nbytes, 0]
 
 
-def test_a_frozen_parameter_is_copied_once_however_often_the_others_change(tmp_path: Path) -> None:
-    frozen, trained = nn.Parameter(torch.ones(1000), requires_grad=False), nn.Parameter(torch.ones(10))
-    changes, memory = iter(range(9)), HostMemory(pinned=False)
-    parking = Parking(lambda: [frozen, trained], CPU, tmp_path, changes=lambda: next(changes), shelf=memory)
-    copied = []
-    for written in (False, False, True):
-        if written:
-            frozen.add_(1)
-        copied.append(parking.park())
-        parking.unpark()
-    assert copied == [4040, 40, 4040]
-    assert frozen.sum() == 2000
-
-
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker, ReferenceWorker])
 async def test_a_role_that_judges_comes_back_without_its_optimizer_and_leaves_without_a_copy(
     role: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rolemesh.dataproto.transfer import on_device
 from rolemesh.errors import InvalidConfig
@@ -29,10 +28,7 @@ def remove_padding(body: Any, role: str, dtype: str = "float32") -> None:
 
     The test lays two short rows with a common prefix end to end; they must give the same numbers as separately.
     It detects every architecture in which tokens interact outside of transformers' attention interface, and
-    runs the kernel that later passes run. Where the weights are float32, and no shards, it is made in float32
-    as well: a faint influence, as of positions on attention that is nearly uniform, is below the rounding of a
-    narrower type.
-    Every rank of a role calls it, within a call of its Root.
+    runs the kernel that later passes run. Every rank of a role calls it, within a call of its Root.
 
     Args:
         body: a transformers model without its head, on the role's device.
@@ -44,39 +40,25 @@ def remove_padding(body: Any, role: str, dtype: str = "float32") -> None:
             for it; or its numbers are not finite. The message says what to set.
         torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError: the machine failed, not the model.
     """
-    if dtype != "float32" and all(map(_computes_in_float32, body.parameters())):
-        attention = body.config._attn_implementation
-        _compare(body, role, dtype, "float32")
-        body.set_attn_implementation(attention)
-    _compare(body, role, dtype, dtype)
-
-
-def _computes_in_float32(weight: Tensor) -> bool:
-    """Return whether autocast is what makes it narrow. Shards are gathered in the narrow type."""
-    return weight.dtype == torch.float32 and not isinstance(weight, DTensor)
-
-
-def _compare(body: Any, role: str, dtype: str, kind: str) -> None:
-    """Switch a model of `dtype` to packed attention, and compare what it computes in `kind`."""
     device = body.get_input_embeddings().weight.device  # with offloaded shards the first to be gathered there
     rows = probe_rows()
     ids, mask, positions = on_device(rows, device)
     key = f"{role}.model.use_remove_padding"
-    with torch.no_grad(), autocast(device, kind):
+    with torch.no_grad(), autocast(device, dtype):
         alone = body(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False)
         expected = alone.last_hidden_state[mask]
         if not expected.isfinite().all():
             raise InvalidConfig(
                 f"{role}: {type(body).__name__} gives numbers that are not finite, with {role}.model.dtype "
-                f"{kind}: its weights are damaged, or too large for this type"
+                f"{dtype}: its weights are damaged, or too large for this type"
             )
         try:
-            if device.type == "cuda" and DTYPES[kind] in KERNEL_TYPES:
+            if device.type == "cuda" and DTYPES[dtype] in KERNEL_TYPES:
                 check_capability(torch.cuda.get_device_capability(device))
             body.set_attn_implementation(PACKED)
             inputs, places = on_device(pack(*rows, device), device)
             found = body(**inputs, use_cache=False).last_hidden_state[0][places[mask]]
-            if not are_close(found, expected, TOLERANCE[kind]):
+            if not are_close(found, expected, TOLERANCE[dtype]):
                 raise InvalidConfig("rows laid end to end change each other's numbers")
         except NoKernel as error:
             raise InvalidConfig(
