@@ -19,6 +19,7 @@ import yaml
 
 import rolemesh
 from benchmarks.demo import SEEDS
+from rolemesh.columns import COLUMNS
 from rolemesh.config import JobConfig
 from rolemesh.config.base import leaves
 from rolemesh.roles import Actor, Critic, Environment, Reference, Reward, Rollout
@@ -377,3 +378,13 @@ def test_the_planners_page_has_the_range_of_its_results() -> None:
 def test_the_demos_results_have_every_seed_that_its_benchmark_runs() -> None:
     results = json.loads((ROOT / "benchmarks/results/demo.json").read_text())
     assert [result["seed"] for result in results] == SEEDS
+
+
+def test_the_columns_that_the_guide_to_plug_ins_lists_are_as_declared() -> None:
+    guide = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) `\[([A-Z, ]+)\]` \|", guide, re.MULTILINE)
+    assert len(rows) == 8
+    for name, dtype, axes in rows:
+        assert (str(COLUMNS[name].dtype), COLUMNS[name].axes) == (f"torch.{dtype}", axes.replace(", ", "")), (
+            name
+        )
