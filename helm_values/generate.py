@@ -139,6 +139,7 @@ def defaults() -> str:
     content = {
         "roles": list(ROLES),
         "stateless": list(stateless_roles()),
+        "called": [name for name, role in ROLES.items() if role.wanted is None],
         "names": {key: list(catalog) for key, catalog in NAMED.items()},
         "comparing": [name for name, estimator in ESTIMATORS.items() if estimator.compares],
         "withCritic": [name for name, estimator in ESTIMATORS.items() if estimator.needs_critic],

@@ -18,10 +18,6 @@ def _always(job: JobConfig) -> bool:
     return True
 
 
-def _called(role: str) -> Callable[[JobConfig], bool]:
-    return lambda job: role in job.page.roles
-
-
 @dataclass(frozen=True, kw_only=True)
 class RoleSpec(Declaration):
     """A role. `code` is its worker, which implements the role's Protocol of rolemesh/roles.py.
@@ -35,7 +31,7 @@ class RoleSpec(Declaration):
         client: its rolemesh.rpc.calling.clients.RoleClient.
         recorded: its stand-in while the step graph is recorded.
         serves_weights: its server has WeightsService too.
-        wanted: whether a job has the role.
+        wanted: whether a job has the role; None: it has the role if its page calls it.
         on_device: whether the role computes on its process's device. Others wait for no turn there.
         model: the model that the role loads if it computes on a device.
         model_key: the key of that model.
@@ -56,7 +52,7 @@ class RoleSpec(Declaration):
     client: Code
     recorded: Code
     serves_weights: bool = False
-    wanted: Callable[[JobConfig], bool] = _always
+    wanted: Callable[[JobConfig], bool] | None = _always
     on_device: Callable[[JobConfig], bool] = _always
     model: Callable[[JobConfig], ModelConfig] = lambda job: job.actor.model
     model_key: str = "actor.model"
@@ -65,6 +61,10 @@ class RoleSpec(Declaration):
     max_streams: int = MAX_STREAMS
     reads: tuple[str, ...] = ()
     reads_files: tuple[str, ...] = ()
+
+    def is_in(self, job: JobConfig) -> bool:
+        """Return whether a job has the role."""
+        return self.name in job.page.roles if self.wanted is None else self.wanted(job)
 
 
 SERVICES = "rolemesh.services"
@@ -92,7 +92,7 @@ ROLES = Catalog(
         name="actor",
         code=f"{SERVICES}.actor.worker:ActorWorker",
         trained=True,
-        wanted=_called("actor"),
+        wanted=None,
         methods=f"{METHODS}:actor_methods",
         service=f"{CONTRACT}:ACTOR",
         servicer=f"{SERVICES}.actor.servicer:ActorServicer",
@@ -115,7 +115,7 @@ ROLES = Catalog(
         client=f"{CLIENTS}:RolloutClient",
         recorded=f"{RECORDING}:RecordedRollout",
         serves_weights=True,
-        wanted=_called("rollout"),
+        wanted=None,
         on_device=lambda job: job.engine.on_device,
         reads=(
             *(*LENGTHS, *PAGE, *SAMPLING, *POLICY, *COMPUTING, "trainer.weight_sync_timeout_s"),
@@ -173,7 +173,7 @@ ROLES = Catalog(
         servicer=f"{SERVICES}.reward.servicer:RewardServicer",
         client=f"{CLIENTS}:RewardClient",
         recorded=f"{RECORDING}:RecordedReward",
-        wanted=_called("reward"),
+        wanted=None,
         on_device=lambda job: job.reward.reward_model.enable,
         model=lambda job: job.reward.reward_model.model,
         model_key="reward.reward_model.model",

@@ -155,7 +155,7 @@ class JobConfig(Config):
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles of this job, in the order in which they are started."""
-        return tuple(name for name, role in ROLES.items() if role.wanted(self))
+        return tuple(name for name, role in ROLES.items() if role.is_in(self))
 
     # ------------------------------------------------------------ where they run
 

@@ -66,11 +66,11 @@ false or 0 by the default. */}}
 {{- $weighsKL := or $job.algorithm.use_kl_in_reward $job.actor.use_kl_loss }}
 {{- if or (not $weighsKL) (gt (int $job.actor.model.lora_rank) 0) }}{{ $absent = append $absent "reference" }}{{ end }}
 {{- if not $job.rollout.multi_turn.enable }}{{ $absent = append $absent "environment" }}{{ end }}
-{{- $pages := (.Files.Get "files/defaults.json" | fromJson).pages }}
-{{- $page := get $pages ($job.algorithm.page | default "") | default $pages.grpo }} {{- /* a plug-in's: as grpo */}}
-{{- range list "actor" "rollout" "reward" }}{{ if not (has . $page.roles) }}{{ $absent = append $absent . }}{{ end }}{{ end }}
+{{- $known := .Files.Get "files/defaults.json" | fromJson }}
+{{- $page := get $known.pages ($job.algorithm.page | default "") | default $known.pages.grpo }} {{- /* a plug-in's: as grpo */}}
+{{- range $known.called }}{{ if not (has . $page.roles) }}{{ $absent = append $absent . }}{{ end }}{{ end }}
 {{- $roles := list }}
-{{- range (.Files.Get "files/defaults.json" | fromJson).roles }}
+{{- range $known.roles }}
 {{- if not (has . $absent) }}{{ $roles = append $roles . }}{{ end }}
 {{- end }}
 {{- toJson $roles }}

@@ -279,7 +279,10 @@ that the pod uses. A pod without roles (controller, check) mounts all claims. */
 {{- $read := list $job.actor.model $.Values.prepare (index . 2) (include "rlhf-job.fetch" $) }}
 {{- range $roles }}{{ $read = append $read (get $job .) }}{{ end }}
 {{- if has "environment" $roles }}{{ $read = append $read $job.rollout.multi_turn }}{{ end }} {{- /* files of tools */}}
-{{- if or $job.trainer.profile_steps (gt (len $roles) 1) (has "actor" $roles) (has "critic" $roles) }}
+{{- $stateless := ($.Files.Get "files/defaults.json" | fromJson).stateless }}
+{{- $trained := list }}
+{{- range $roles }}{{ if not (has . $stateless) }}{{ $trained = append $trained . }}{{ end }}{{ end }}
+{{- if or $job.trainer.profile_steps (gt (len $roles) 1) $trained }}
 {{- $read = append $read $job.trainer.default_local_dir }} {{- /* checkpoints, traces, parked weights */}}
 {{- end }}
 {{- $text := toRawJson $read }}

@@ -178,11 +178,12 @@ knows its model (rolemesh/planner/host.py). */}}
 {{- $n := int $job.rollout.n }}{{ $batch := int $job.data.train_batch_size }}
 {{- $longest := add $job.data.max_prompt_length $job.data.max_response_length | int }}
 {{- $estimator := $job.algorithm.adv_estimator }}
-{{- if and (has $estimator ((first .).Files.Get "files/defaults.json" | fromJson).comparing) (eq $n 1) }}
+{{- $known := (first .).Files.Get "files/defaults.json" | fromJson }}
+{{- if and (has $estimator $known.comparing) (eq $n 1) }}
 {{- fail (printf "job.algorithm.adv_estimator %s compares the responses to one prompt, but job.rollout.n is 1: set it to 2 or more" $estimator) }}
 {{- end }}
 {{- range $group := last . }}
-{{- range $role := without $group.roles "rollout" "reference" "reward" "environment" }}
+{{- range $role := $group.roles }}{{ if not (has $role $known.stateless) }}
 {{- $section := get $job $role }}
 {{- $mini := int ($section.ppo_mini_batch_size | default $job.actor.ppo_mini_batch_size) }}
 {{- $micro := int $section.ppo_micro_batch_size_per_gpu }}
@@ -191,7 +192,7 @@ knows its model (rolemesh/planner/host.py). */}}
 {{- else if and (mod (mul $mini $n) $micro) (not (include "rlhf-job.tokens" (list $job $role))) }}
 {{- fail (printf "a mini-batch of %d rows (%d prompts times job.rollout.n %d) does not divide into micro-batches of %d: set job.%s.ppo_micro_batch_size_per_gpu to a divisor" (mul $mini $n) $mini $n $micro $role) }}
 {{- end }}
-{{- end }}
+{{- end }}{{ end }}
 {{- range $role := without $group.roles "rollout" "reward" "environment" }}
 {{- with include "rlhf-job.tokens" (list $job $role) }}
 {{- if lt (int .) $longest }}
@@ -200,8 +201,7 @@ knows its model (rolemesh/planner/host.py). */}}
 {{- end }}
 {{- end }}
 {{- end }}
-{{- $elsewhere := list (ternary "" "reward" $job.reward.reward_model.enable) (eq (include "rlhf-job.generatesElsewhere" (first $)) "true" | ternary "rollout" "") }}
-{{- $sharing := without $group.roles "environment" (first $elsewhere) (last $elsewhere) }}
+{{- $sharing := $group.models }} {{- /* roles that compute on the group's device */}}
 {{- if and (eq $job.rollout.mode "async") (gt (int $job.trainer.max_staleness) 0) (has "rollout" $sharing) (gt (len $sharing) 1) }}
 {{- fail (printf "job.rollout.mode is async, but rollout shares the device of group %s with %s and so cannot run ahead of training: give rollout a group of its own (placement.strategy), or set the mode to sync" $group.name (without $sharing "rollout" | join ", ")) }}
 {{- end }}
