@@ -23,7 +23,7 @@ from rolemesh.errors import InvalidBatch
 
 UNREADABLE = "unreadable"  # instead of the digest of a file that this process cannot read
 MAX_FINGERPRINT_CHARACTERS = 7000  # gRPC limits all of an answer's metadata to 8 KiB
-MAX_TOLD = 5  # keys that differ, named at once
+MAX_NAMED_KEYS = 5  # of the keys that differ; an error says how many more there are
 SHOWN = 40  # characters of another server's version
 
 
@@ -55,30 +55,30 @@ class Fingerprint:
             return f"it runs version {other.version[:SHOWN]!r} of Rolemesh, and this is {self.version!r}"
         known = {key: digest for key, digest in self.digests.items() if digest != UNREADABLE}
         differing = [key for key, digest in known.items() if other.digests.get(key) != digest]
-        more = f" and {len(differing) - MAX_TOLD} more" if len(differing) > MAX_TOLD else ""
-        told = ", ".join(differing[:MAX_TOLD]) + more
-        return f"it was started with another job, which differs in {told}" if differing else ""
+        more = f" and {len(differing) - MAX_NAMED_KEYS} more" if len(differing) > MAX_NAMED_KEYS else ""
+        named = ", ".join(differing[:MAX_NAMED_KEYS]) + more
+        return f"it was started with another job, which differs in {named}" if differing else ""
 
     def to_metadata(self) -> str:
         """Return the metadata's value, in ASCII."""
         return json.dumps({"version": self.version, "keys": dict(self.digests)}, separators=(",", ":"))
 
     @classmethod
-    def of_metadata(cls, told: str) -> Fingerprint:
+    def of_metadata(cls, value: str) -> Fingerprint:
         """Read a fingerprint from an answer's metadata.
 
         Raises:
             InvalidBatch: the metadata is not a fingerprint.
         """
         try:
-            if len(told) > MAX_FINGERPRINT_CHARACTERS:
-                raise ValueError(f"{len(told)} characters")
-            said = json.loads(told)
-            found = cls(said["version"], said["keys"])
+            if len(value) > MAX_FINGERPRINT_CHARACTERS:
+                raise ValueError(f"{len(value)} characters")
+            parsed = json.loads(value)
+            found = cls(parsed["version"], parsed["keys"])
             if not isinstance(found.version, str) or not isinstance(found.digests, dict):
                 raise TypeError("version must be a string, and keys an object")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise InvalidBatch(f"its fingerprint is invalid: {told[:100]!r} ({str(error)[:100]})") from None
+            raise InvalidBatch(f"its fingerprint is invalid: {value[:100]!r} ({str(error)[:100]})") from None
         return found
 
 

@@ -279,7 +279,7 @@ class Environment(Protocol):
 
 
 class NoRollout:
-    """The rollout of a job whose page has no prompt answered. It needs no weights, and raises if asked."""
+    """The rollout of a job whose page answers no prompts. It needs no weights, and raises if asked."""
 
     async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
         raise Unsupported("this job has no rollout: its page does not list it in `roles`")

@@ -87,7 +87,7 @@ def test_services_never_import_each_other(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", OURS, ids=name_of)
-def test_nothing_runs_what_it_is_sent(path: Path) -> None:
+def test_no_module_executes_received_data(path: Path) -> None:
     assert [name for name in imports(path) if name.split(".")[0] in FORBIDDEN_MODULES] == []
     calls = [node for node in nodes(path) if isinstance(node, ast.Call)]
     forbidden = FORBIDDEN_CALLS - {"exec"} if path in SANDBOX else FORBIDDEN_CALLS
@@ -160,7 +160,7 @@ def test_there_is_no_python_beside_the_proto_files() -> None:
     assert list((ROOT / "proto").rglob("*.py")) == []
 
 
-def test_every_room_says_what_it_is_for() -> None:
+def test_every_package_has_a_docstring() -> None:
     rooms = {path.parent for path in OURS}
     for room in sorted(rooms):
         init = room / "__init__.py"

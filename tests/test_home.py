@@ -161,7 +161,7 @@ def test_only_what_was_written_changes(root: Path) -> None:
     assert os.listdir(root / "templates") == ["two"]
 
 
-def test_what_fails_leaves_the_directory_as_it_was(root: Path) -> None:
+def test_a_failed_write_leaves_the_directory_as_it_was(root: Path) -> None:
     (root / "key").write_text("mine")
     before = state(root / "key")
 
@@ -274,7 +274,7 @@ with Home(Path(sys.argv[1])).writing(Path(sys.argv[1])) as into:
 """
 
 
-def test_what_a_killed_writer_left_goes_with_the_next_and_what_a_living_one_has_stays(root: Path) -> None:
+def test_files_of_a_killed_writer_go_with_the_next_write_and_those_of_a_living_one_stay(root: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, str(root)], check=False)
     assert killed.returncode == -signal.SIGKILL
     [left] = root.iterdir()
@@ -296,7 +296,7 @@ def aged(left: Path, *, but: str = "") -> None:
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - ABANDONED_SECONDS))
 
 
-def test_what_a_writer_of_another_node_has_is_not_swept_where_its_lock_is_not_seen(root: Path) -> None:
+def test_files_of_a_writer_on_another_node_stay_if_its_lock_is_not_visible(root: Path) -> None:
     """No lock here, and the one file that it writes is new."""
     theirs = root / ".new-0123456789abcdef"
     (theirs / "sub").mkdir(parents=True)
@@ -310,7 +310,7 @@ def test_what_a_writer_of_another_node_has_is_not_swept_where_its_lock_is_not_se
     assert not theirs.exists()
 
 
-def test_what_a_killed_writer_left_is_no_part_of_a_checkpoint(root: Path) -> None:
+def test_files_of_a_killed_writer_are_no_part_of_a_checkpoint(root: Path) -> None:
     """Neither read nor counted, at any level, nor is it looked into."""
     write(Home(root), root / "actor")
     for number, directory in enumerate((root, root / "actor")):
@@ -340,14 +340,14 @@ def test_several_processes_fill_one_directory_and_its_writer_moves_all_of_it(roo
         pass
 
 
-def test_what_a_link_with_a_writers_name_leads_to_is_not_swept(root: Path, foreign: Path) -> None:
+def test_the_target_of_a_link_with_a_writers_name_is_not_deleted(root: Path, foreign: Path) -> None:
     before = state(foreign)
     (root / ".new-0123456789abcdef").symlink_to(foreign)
     write(Home(root), root)
     assert state(foreign) == before
 
 
-def test_what_is_made_may_be_read_by_everybody_whatever_the_umask(tmp_path: Path) -> None:
+def test_new_files_are_readable_by_all_users_with_any_umask(tmp_path: Path) -> None:
     """All but the run directory, and what lies above it: that is the user's."""
     root = tmp_path / "outputs" / "run"
     before = os.umask(0o077)

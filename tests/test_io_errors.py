@@ -124,5 +124,5 @@ def test_an_error_of_the_system_in_the_reader_of_a_column_is_not_of_its_bytes(tm
 
 
 @pytest.mark.parametrize("error", [ValueError("no JSON"), FileNotFoundError(2, "absent")])
-def test_what_no_retry_mends_is_wrong_input(error: Exception) -> None:
+def test_an_error_that_no_retry_mends_is_wrong_input(error: Exception) -> None:
     assert type(unreadable(InvalidConfig, error, "why")) is InvalidConfig

@@ -195,7 +195,7 @@ async def test_finite_numbers_that_are_too_large_to_train_on_have_a_status_of_th
         assert await role.ask(batch) == await untouched.ask(batch)
 
 
-async def test_text_that_is_no_unicode_is_told_all_the_same(tiny_model: Path, tmp_path: Path) -> None:
+async def test_text_that_is_not_utf_8_is_named_in_the_refusal(tiny_model: Path, tmp_path: Path) -> None:
     """A lone surrogate, which JSON has and UTF-8 has not, in what an error's text names."""
     job = job_for("reward.compute_scores", tiny_model, tmp_path)
     batch = correct(methods(job)["reward.compute_scores"], ROWS)

@@ -34,7 +34,7 @@ class Template:
         self._begun = self._render([ASKS, SAID], opens=False)
         _, found, self._ends_turn = self._begun.rpartition(MARK)
         if not found:
-            raise self._refused("it does not contain what the policy said, as it was said")
+            raise self._refused("its output does not contain the text of the policy's turn unchanged")
 
     def after_turn(self, messages: Chat, end: str) -> list[int]:
         """Return the ids that follow a turn of the policy: its end, messages, the next one's begin.

@@ -103,8 +103,7 @@ def _check_page(job: JobConfig) -> None:
         )
     if not job.answers and job.rollout.n > 1:
         raise ValueError(
-            f"rollout.n is {job.rollout.n}, but page {job.page.name} has no prompt answered; leave rollout.n "
-            "out"
+            f"rollout.n is {job.rollout.n}, but page {job.page.name} answers no prompts; leave rollout.n out"
         )
     if job.critic.enable and not called and job.page.origin == BUILT_IN:
         raise ValueError(

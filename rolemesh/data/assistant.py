@@ -41,7 +41,7 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message]
 
     Raises:
         InvalidData: the template refuses the conversation, or writes earlier turns differently once others
-            follow, so that it cannot be said what the assistant wrote.
+            follow, so the assistant's tokens cannot be found.
     """
     if GENERATION.search(template := tokenizer.get_chat_template(tools=list(tools) or None)):
         try:
@@ -65,9 +65,9 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message]
         end = _end_of_turn(after, len(before), tokenizer)
         if not after.startswith(before) or text[:end] != after[:end]:
             raise InvalidData(
-                f"the chat template has no {{% generation %}} marks, and message {number} reads otherwise in "
-                "the whole conversation than when it was said, so what the assistant wrote is not certain; add "
-                "the marks to the template, or make a row of each of the conversation's turns"
+                f"the chat template has no {{% generation %}} marks, and it renders message {number} "
+                "differently within the whole conversation, so the assistant's tokens cannot be found; add the "
+                "marks to the template, or make a row of each of the conversation's turns"
             )
         spans.append((len(before), end))
     return Rendered(text, spans)

@@ -41,7 +41,7 @@ class PairDataset(RowsWithResponses):
                 raise self._wrong(
                     position,
                     key,
-                    f"should go on from a prompt with what the assistant says; it has {side!r:.200}",
+                    f"should hold the assistant's answer after a prompt; it has {side!r:.200}",
                 )
         return [Conversation(key, [*prompt, *side], len(prompt)) for key, side in zip(keys, sides, strict=True)]
 

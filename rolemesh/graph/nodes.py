@@ -34,10 +34,10 @@ class ControllerNode:
 
 
 class Observer(Protocol):
-    """Is told when the controller computes. Implemented by the recorder and by the loop's stopwatch."""
+    """Observes the functions of the controller. The recorder and the loop's stopwatch implement it."""
 
     def during(self, node: ControllerNode, batch: DataProto) -> AbstractContextManager[None]:
-        """Return a context that is entered before the function runs and left after it."""
+        """Return the context in which the function runs."""
         ...
 
 

@@ -126,7 +126,7 @@ def export(
         again = _logits(_loaded(unfinished, base.trust_remote_code, DTYPES[dtype]))
         if not torch.equal(again, rounded):
             raise CheckpointFailed(
-                f"what was written from {source} gives other logits than the model, by up to "
+                f"the model written from {source} gives other logits than the one read, by up to "
                 f"{_distance(again, rounded):.3g}; it was deleted"
             )
         num_files = len([*unfinished.glob("*.safetensors")])

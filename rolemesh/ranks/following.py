@@ -47,7 +47,7 @@ async def follow(
         RoleUnavailable: rank 0 is gone, or the group cannot continue; the message says why.
     """
     group = ",".join(roles)
-    port, secret = (await _told(rendezvous, group)).split()
+    port, secret = (await _read_leader(rendezvous, group)).split()
     follower = _Follower(threads, command_of)
     metadata = ((RANK_KEY, str(rendezvous.rank)), (SECRET_KEY, secret))
     options = [*(dict(CLIENT_OPTIONS) | KEEPALIVE).items()]
@@ -68,10 +68,10 @@ async def follow(
         except grpc.aio.AioRpcError as error:
             raise RoleUnavailable(str(from_status(error, f"rank 0 of {rendezvous.size} of {group}"))) from error
         except InvalidBatch as error:
-            raise RoleUnavailable(f"rank 0 sent what is no order: {error}") from error
+            raise RoleUnavailable(f"rank 0 sent an invalid order: {error}") from error
 
 
-async def _told(rendezvous: Rendezvous, group: str) -> str:
+async def _read_leader(rendezvous: Rendezvous, group: str) -> str:
     """Return what rank 0 wrote into the group's store."""
     asked = asyncio.create_task(asyncio.to_thread(lambda: rendezvous.store.get(LEADER_KEY)))
     while not (await asyncio.wait({asked}, timeout=REMIND_S))[0]:

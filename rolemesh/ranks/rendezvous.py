@@ -85,7 +85,7 @@ class Rendezvous:
                 probe.connect(where)  # sends nothing
                 return str(probe.getsockname()[0])
         except OSError as error:
-            raise RoleUnavailable(f"no way to rank 0 at {self.host}: {error}") from error
+            raise RoleUnavailable(f"rank 0 at {self.host} cannot be reached: {error}") from error
 
     @cached_property
     def store(self) -> Store:

@@ -129,7 +129,9 @@ class CheckpointWriter:
             RoleUnavailable: a rank was lost.
         """
         if self._written is None or directory != self._directory:
-            raise CheckpointFailed(f"{self._role}: no checkpoint was begun in the directory to be finished")
+            raise CheckpointFailed(
+                f"{self._role}: no checkpoint was begun in the directory, so none can be finished"
+            )
         await asyncio.shield(asyncio.wrap_future(self._written))
 
     def wait(self) -> None:

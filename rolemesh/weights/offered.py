@@ -67,7 +67,7 @@ class OfferedWeights:
                 return RegionTensors(manifest, region)
         if not meta_info["sources"]:
             raise WeightsUnavailable(
-                f"weights version {self.version} is in memory of other ranks alone, which this one cannot map"
+                f"weights version {self.version} is only in memory of other ranks, which this rank cannot map"
             )
         remote = RemoteWeights(meta_info["sources"], self.version, self.digest, timeout_s=self._timeout_s)
         return await remote.fetch(fits)

@@ -104,7 +104,7 @@ class OpenedEpisode:
             expected = f"{self._turn + 1}, or {self._turn} again" if self._turn else "1"
             raise InvalidBatch(f"{self.where}: turn {request.turn} came; {expected} expected")
         if not (self._opening if self._acting is None else self._acting).done():
-            raise InvalidBatch(f"{self.where}: turn {request.turn} came before the call before it was answered")
+            raise InvalidBatch(f"{self.where}: turn {request.turn} came before the previous call was answered")
         if self._is_done:
             raise InvalidBatch(f"{self.where}: turn {request.turn} came, but turn {self._turn} was the last")
         turn = message_of(request.message, f"{self.where}: turn {request.turn}")

@@ -181,7 +181,7 @@ async def beside(processes: RoleProcesses, work: Coroutine[Any, Any, R]) -> R:
         try:
             return await working
         except RoleUnavailable as error:
-            raise processes.told_of(error) from error
+            raise processes.with_fates(error) from error
     finally:
         for task in (working, watching):
             task.cancel()

@@ -118,7 +118,7 @@ class RoleProcesses:
         bound: dict[str, str] = json.loads(member.address_file.read_text())
         return bound
 
-    def told_of(self, error: RoleUnavailable) -> RoleUnavailable:
+    def with_fates(self, error: RoleUnavailable) -> RoleUnavailable:
         """Return the error with the fate of each process whose address it names."""
         named = [member.fate() for member in self.members if member.address and member.address in str(error)]
         return RoleUnavailable("\n".join([str(error), *named]))

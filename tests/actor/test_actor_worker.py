@@ -184,7 +184,7 @@ async def test_a_restored_actor_chooses_the_same_tokens(
         assert mine["actor/pg_clipfrac"] == pytest.approx(int(0.1 * num_tokens) / num_tokens)
 
 
-async def test_what_is_rejected_moves_no_weight(tiny_model: Path) -> None:
+async def test_rejected_tokens_move_no_weight(tiny_model: Path) -> None:
     """And still counts in the denominators: half of equal rows give half the loss."""
     correction = {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
     job = actor_job(tiny_model, algorithm={"rollout_correction": correction})
@@ -278,7 +278,9 @@ async def test_published_weights_are_a_copy_under_hugging_face_names(any_model: 
     assert not all(torch.equal(before[name], after[name]) for name in stored)
 
 
-async def test_the_rate_told_is_that_of_the_training_step_whatever_its_mini_batches(tiny_model: Path) -> None:
+async def test_the_reported_rate_is_of_the_training_step_for_any_number_of_mini_batches(
+    tiny_model: Path,
+) -> None:
     """Two mini-batches and three passes are one step of the schedule. At rate 0 nothing moves."""
     optim = {"lr": 1e-3, "lr_warmup_steps": 4}
     worker = ActorWorker(actor_job(tiny_model, {"optim": optim, "ppo_epochs": 3}))

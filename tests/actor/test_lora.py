@@ -180,7 +180,7 @@ async def test_a_resumed_adapter_ends_as_an_unbroken_one_does(tiny_model: Path, 
     assert same(everything(resumed), everything(unbroken))
 
 
-async def test_what_is_written_is_the_copy_whatever_becomes_of_the_model(
+async def test_the_copy_is_written_even_if_the_model_changes_meanwhile(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """A checkpoint is written while other roles compute, and a model that shares the device is then parked."""
@@ -352,7 +352,7 @@ async def test_an_adapter_that_does_not_fit_is_refused(
         ActorWorker(lora_job(tiny_model, lora_adapter_path=str(tmp_path)))
 
 
-def test_what_is_no_adapter_is_refused(tiny_model: Path) -> None:
+def test_a_directory_that_is_not_an_adapter_is_refused(tiny_model: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"is not an adapter: it needs adapter_config.json"):
         ActorWorker(lora_job(tiny_model, lora_adapter_path=str(tiny_model)))
 

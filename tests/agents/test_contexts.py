@@ -105,7 +105,7 @@ async def test_each_context_has_a_random_stream_of_its_own(tmp_path: Path, talka
     assert len(set(seeds)) == len(seeds)  # here each turn has another context
 
 
-async def test_where_the_template_drops_thoughts_the_policy_sees_what_it_makes_of_the_whole_conversation(
+async def test_the_policy_sees_the_rendered_conversation_if_the_template_drops_thoughts(
     tmp_path: Path, talkative_model: Path
 ) -> None:
     model = weighing_model(talkative_model, tmp_path / "model")

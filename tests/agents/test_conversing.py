@@ -55,7 +55,7 @@ def assert_equal(a: DataProto, b: DataProto, *but: str) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-async def test_a_row_is_what_the_engine_was_fed_and_what_it_sampled(
+async def test_a_row_has_the_tokens_that_the_engine_read_and_sampled(
     tmp_path: Path, talkative_model: Path
 ) -> None:
     with roles_of(tmp_path, talkative_model) as (job, roles):

@@ -115,7 +115,7 @@ def test_split_shows_what_the_template_makes_of_the_whole_conversation(
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{{ messages[0].content }}", "does not contain what the policy said"),
+        ("{{ messages[0].content }}", "does not contain the text of the policy's turn unchanged"),
         (
             "{{ messages | length }}" + CHATML,
             "messages of user after a turn of the policy changes what came before",

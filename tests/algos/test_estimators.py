@@ -120,7 +120,7 @@ def test_more_padding_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_observations_change_nothing_for_what_was_sampled(name: str) -> None:
+def test_observations_change_no_advantage_of_a_sampled_token(name: str) -> None:
     """Two columns that the policy did not sample, after the first token of every response."""
     columns = some_columns()
     at = torch.tensor([0, 0, 0, *range(1, T)])

@@ -372,7 +372,7 @@ def test_a_uid_for_each_row_is_needed() -> None:
         compute_rloo(REWARDS, MASK, np.array(["a"] * 3, dtype=object).tolist())
 
 
-def test_uids_of_several_types_are_told_apart_by_their_text() -> None:
+def test_uids_of_several_types_are_distinguished_by_their_text() -> None:
     uid: list[Any] = [7, "a", 7, "a"]
     assert torch.equal(
         compute_rloo(REWARDS, MASK, uid)[0], compute_rloo(REWARDS, MASK, ["7", "a", "7", "a"])[0]

@@ -77,7 +77,7 @@ def answered(pred: bool) -> DataProto:
     )
 
 
-def test_validation_of_several_answers_is_told_by_their_names() -> None:
+def test_validation_of_several_answers_reports_mean_best_and_pass_by_name() -> None:
     """One of three right: the best of 2 is 1 − (2/3)², of 3 1 − (2/3)³; of two without replacement 2 of 3 pairs
     hold it. Below n all is val-aux."""
     metrics = validation_metrics(answered(pred=False), 3)
@@ -98,7 +98,7 @@ def test_validation_of_several_answers_is_told_by_their_names() -> None:
     assert metrics["val-aux/y/reward/best@2/mean"] == 2
 
 
-def test_the_majority_is_told_where_the_reward_says_what_it_found_in_every_answer() -> None:
+def test_the_majority_is_reported_if_every_answer_of_a_source_has_pred() -> None:
     batch = answered(pred=True)
     metrics = validation_metrics(batch, 3)
     assert metrics["val-core/y/acc/maj@3/mean"] == 1

@@ -54,7 +54,7 @@ def test_scores_that_are_all_zero_draw_every_row_as_often() -> None:
     assert_close((drawn < 20_000).float().mean(), torch.tensor(0.5), atol=0.01, rtol=0)
 
 
-def test_what_is_drawn_is_a_function_of_seed_and_step() -> None:
+def test_the_resampled_rows_are_a_function_of_seed_and_step() -> None:
     weights = torch.ones(64).double()
     assert torch.equal(draw_rows(weights, 7, 3), draw_rows(weights, 7, 3))
     others = [draw_rows(weights, *where) for where in ((7, 3), (7, 4), (8, 3), (-7, 3))]

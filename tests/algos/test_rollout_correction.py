@@ -94,13 +94,13 @@ def test_kl_perplexities_and_chi2_between_engine_and_trainer_are_those_worked_by
     ("d", "k3", "chi2"),
     [(90.0, math.expm1(20) - 20, math.expm1(40)), (-90.0, math.expm1(-20) + 20, -1.0)],
 )
-def test_what_is_exponential_in_the_mismatch_holds_it_at_20(d: float, k3: float, chi2: float) -> None:
+def test_metrics_exponential_in_the_mismatch_clamp_it_at_20(d: float, k3: float, chi2: float) -> None:
     metrics = mismatch_metrics(tensor([[d]]), torch.zeros(1, 1), tensor([[True]]))
     told_of = [metrics[name] for name in ("kl", "k3_kl", "chi2_token", "chi2_seq")]
     assert told_of == pytest.approx([-d, k3, chi2, chi2], rel=1e-5)
 
 
-def test_of_perplexities_nothing_is_held() -> None:
+def test_perplexities_are_not_clamped() -> None:
     """A response of one token with log-probability −60, which the engine was sure of."""
     metrics = mismatch_metrics(tensor([[-60.0]]), torch.zeros(1, 1), tensor([[True]]))
     names = ("training_log_ppl", "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min")
@@ -110,7 +110,7 @@ def test_of_perplexities_nothing_is_held() -> None:
 
 @pytest.mark.parametrize("d", [90.0, -90.0])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_what_rejection_bounds_is_of_a_log_ratio_held_at_20(d: float, estimator: str) -> None:
+def test_rejection_clamps_the_log_ratio_at_20(d: float, estimator: str) -> None:
     """k1 of ±20 is ∓20, k2 is 200, k3 is e^±20 − 1 ∓ 20. A response of two tokens has twice as much."""
     held = math.copysign(20, d)
     wanted = {"k1": -held, "k2": 200.0, "k3": math.expm1(held) - held}[estimator]
@@ -156,7 +156,7 @@ def told(stem: str, **keys: Any) -> dict[str, float]:
     return {name.removeprefix(stem): value for name, value in metrics.items() if name.startswith(stem)}
 
 
-def test_the_weights_that_are_told_are_those_of_the_loss_and_the_raw_ones_have_their_own_names() -> None:
+def test_metrics_of_weights_are_of_the_losss_weights_and_raw_ones_have_names_of_their_own() -> None:
     """Cut at 2: 1/2, 2, 2, 1/5; mean 4.7/4, mean square 8.29/4."""
     cut = told("rollout_is", rollout_is="token")
     assert {name: cut[name] for name in ("mean", "min", "max")} == pytest.approx(
@@ -169,13 +169,13 @@ def test_the_weights_that_are_told_are_those_of_the_loss_and_the_raw_ones_have_t
     assert "oob_ratio" not in cut
 
 
-def test_without_weights_only_the_raw_ones_are_told() -> None:
+def test_without_weights_in_the_loss_only_raw_ones_are_reported() -> None:
     raw = told("rollout_is_raw")
     assert {name: raw[name] for name in RAW} == pytest.approx(RAW)
     assert set(told("rollout_is")) == {f"raw_{name}" for name in raw}
 
 
-def test_of_a_responses_weight_the_greatest_and_the_least_are_told_before_it_is_cut() -> None:
+def test_greatest_and_least_weight_of_a_response_are_reported_uncut() -> None:
     """6 on three tokens and 1/5 on one, cut at 2: mean (2 + 2 + 2 + 1/5)/4."""
     cut = told("rollout_is", rollout_is="sequence")
     assert cut["mean"] == pytest.approx(6.2 / 4)
@@ -183,7 +183,7 @@ def test_of_a_responses_weight_the_greatest_and_the_least_are_told_before_it_is_
     assert (cut["min"], cut["max"]) == pytest.approx((0.2, 6.0))
 
 
-def test_icepop_tells_the_share_of_the_tokens_beyond_its_bounds() -> None:
+def test_icepop_reports_the_share_of_tokens_beyond_its_bounds() -> None:
     """Between 0.4 and 3.5 lie 1/2 and 3."""
     within = told("rollout_is", rollout_is="token", rollout_is_threshold="0.4_3.5")
     assert within["oob_ratio"] == 0.5
@@ -197,7 +197,9 @@ def test_icepop_tells_the_share_of_the_tokens_beyond_its_bounds() -> None:
 
 
 @pytest.mark.parametrize(("level", "mean"), [("token", (0.5 + 2 + 2 + 0.2) / 4), ("sequence", (2 + 0.2) / 2)])
-def test_normalised_weights_are_over_the_mean_of_what_has_one_and_told_before(level: str, mean: float) -> None:
+def test_weights_are_divided_by_the_mean_over_sampled_tokens_and_reported_undivided(
+    level: str, mean: float
+) -> None:
     keys: dict[str, Any] = {"rollout_is": level}
     as_it_is = correct(OLD, ROLLOUT, MASK, RolloutCorrectionConfig(**keys))
     over_mean = correct(OLD, ROLLOUT, MASK, RolloutCorrectionConfig(**keys, rollout_is_batch_normalize=True))
@@ -223,7 +225,7 @@ def test_a_mean_below_1_is_divided_by_too() -> None:
     assert torch.equal(weights, torch.ones(2, 3))
 
 
-def test_what_rejection_tells_is_told_beside_the_rest() -> None:
+def test_rejection_adds_its_metrics_and_changes_no_other() -> None:
     both = correct(
         OLD, ROLLOUT, MASK,
         RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold=2.0),
@@ -246,7 +248,7 @@ def test_weights_that_are_all_0_are_not_divided() -> None:
         ("seq_max_k2", (3 * 0.5 * math.log(4) ** 2 + 0.5 * math.log(5) ** 2) / 4),
     ],
 )
-def test_the_mean_of_each_criterions_statistic_is_told_over_the_sampled_tokens(
+def test_each_criterion_reports_the_mean_of_its_statistic_over_sampled_tokens(
     criterion: str, mean: float
 ) -> None:
     told_of = told("rollout_rs", rollout_rs=f"{criterion},token_k3", rollout_rs_threshold=2.0)
@@ -337,7 +339,7 @@ def test_every_criterion_must_hold() -> None:
     assert accepted("token_k2,token_k3", 0.7) == [[True, False, False], [False]]
 
 
-def test_what_is_rejected_is_out_of_the_loss_mask_and_told() -> None:
+def test_rejected_tokens_leave_the_loss_mask_and_their_share_is_reported() -> None:
     job = make_job(
         {"algorithm": {"rollout_correction": {"rollout_rs": "token_k1", "rollout_rs_threshold": 3.5}}}
     )
@@ -433,7 +435,7 @@ def test_a_job_chooses_the_level_and_the_threshold_is_2(level: str, expected: li
     assert_close(batch["rollout_is_weights"], tensor(expected))
 
 
-def test_without_a_correction_the_mismatch_is_told_and_nothing_is_weighed() -> None:
+def test_without_a_correction_the_mismatch_is_reported_and_nothing_is_weighted() -> None:
     batch, metrics = apply_rollout_correction(judged(), make_job({}))
     assert "rollout_is_weights" not in batch
     assert metrics["rollout_corr/kl"] == pytest.approx(-math.log(1.2) / 4)

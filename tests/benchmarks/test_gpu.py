@@ -79,7 +79,7 @@ def wheel(directory: Path, name: str, version: str, *needs: str) -> Path:
     return path
 
 
-def test_what_is_lacking_comes_from_the_bundle_or_is_named(
+def test_missing_packages_come_from_the_bundle_or_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wheel's own needs count, those of an extra do not; what is there in the right version stays."""

@@ -77,7 +77,7 @@ def test_a_job_file_and_the_command_line_name_plug_ins(file: Path, tmp_path: Pat
     assert load_job(written, [f"plugins={file}"]).plugins == [str(file)]
 
 
-def test_an_unknown_name_tells_where_each_known_one_comes_from(file: Path) -> None:
+def test_the_error_of_an_unknown_name_says_where_each_known_one_comes_from(file: Path) -> None:
     with pytest.raises(InvalidConfig) as raised:
         make_job({"plugins": [str(file)], "algorithm": {"adv_estimator": "centered"}})
     assert f"egpo; of {file}: centred; did you mean 'centred'?" in str(raised.value)

@@ -72,7 +72,7 @@ def load_training_rows(job: Any) -> None:
          load_training_rows, "data set f", 4),
     ],
 )  # fmt: skip
-def test_what_a_part_raises_is_said_with_its_kind_name_origin_and_line_and_logged_whole(
+def test_an_error_of_a_part_names_kind_name_origin_and_line_and_its_traceback_is_logged(
     write: Write, caplog: pytest.LogCaptureFixture, code: str, sections: Any, use: Any, part: str, line: int
 ) -> None:
     file = write(code)
@@ -98,7 +98,7 @@ def test_an_error_of_rolemesh_stays_as_it_is(error: RolemeshError) -> None:
     assert raised.value is error
 
 
-def test_what_rolemeshs_own_part_raises_stays_as_it_is() -> None:
+def test_an_error_of_a_built_in_part_stays_as_it_is() -> None:
     with pytest.raises(KeyError), Declaration(name="f", code=len).errors_named():
         raise KeyError
 
@@ -140,7 +140,9 @@ def f(job, worker):
 """
 
 
-async def test_what_an_engines_method_raises_reaches_the_client_by_name(write: Write, tiny_model: Path) -> None:
+async def test_an_error_of_an_engines_method_reaches_the_client_with_the_engines_name(
+    write: Write, tiny_model: Path
+) -> None:
     file = write(ENGINE)
     job = make_job(merge(rollout_job(tiny_model, name="hf").model_dump(), {"plugins": [file]}))
     job = make_job(merge(job.model_dump(), {"rollout": {"name": "f"}}))
@@ -215,7 +217,7 @@ def test_a_loss_is_tried_with_what_the_job_adds_to_it(write: Write) -> None:
     check_policy_loss(make_job({"plugins": [write(code)], "actor": actor, "algorithm": correction}), CPU)
 
 
-def test_an_engine_without_its_methods_is_refused_with_what_it_lacks(write: Write, tiny_model: Path) -> None:
+def test_an_engine_that_lacks_methods_is_refused_and_they_are_named(write: Write, tiny_model: Path) -> None:
     code = (
         "class Own:\n    version, vocabulary, weights = 0, 259, {}\n"
         "    def generate(self, prompts, sampling): ...\n    async def watch(self): ...\n"

@@ -210,7 +210,7 @@ def test_rolemeshs_own_parts_are_of_rolemesh() -> None:
         ("(on, 0.0)", r"should return returns as float32 .*; it returned float"),
     ],
 )
-def test_what_an_estimator_returns_is_held_against_the_contract(
+def test_the_result_of_an_estimator_is_checked_against_the_contract(
     tmp_path: Path, returned: str, said: str
 ) -> None:
     path = tmp_path / "wrong.py"

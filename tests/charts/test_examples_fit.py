@@ -85,7 +85,7 @@ def test_the_planner_says_that_the_example_can_be_run(path: Path, tmp_path: Path
     assert plan.verdict == "fits"
 
 
-def test_what_trains_on_one_gpu_and_needs_two_is_no_example(tmp_path: Path) -> None:
+def test_a_job_that_needs_two_gpus_for_one_role_is_no_example(tmp_path: Path) -> None:
     """The large example with a policy of 7B: not as the chart would place it, but on more GPUs with ranks."""
     (path,) = [path for path in EXAMPLES if path.stem == "gpu-standalone"]
     values = yaml.safe_load(path.read_text())

@@ -292,7 +292,7 @@ def test_an_image_is_named_by_its_tag_or_its_digest(image: dict[str, Any], expec
         ("digest", DIGEST.upper()),
     ],
 )
-def test_what_names_no_image_is_refused(key: str, value: str | int) -> None:
+def test_values_that_name_no_valid_image_are_refused(key: str, value: str | int) -> None:
     assert f"at '/image/{key}'" in refusal({"image": {key: value}})
 
 
@@ -318,7 +318,7 @@ def test_a_rollout_by_other_servers_asks_for_no_gpu() -> None:
     )
 
 
-def test_a_model_without_a_gpu_is_told_or_refused(tmp_path: Any) -> None:
+def test_a_model_without_a_gpu_is_in_the_notes_or_refused(tmp_path: Any) -> None:
     reward = {"reward": {"reward_model": {"enable": True}}}
     told = "ON CPU, WITHOUT A GPU: reward of group reward. Set roles.reward.gpus to 1 to use a GPU."
     assert told in notes({"job": reward}, tmp_path)

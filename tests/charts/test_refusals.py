@@ -195,14 +195,16 @@ NOT_INSTALLED = {
 
 
 @pytest.mark.parametrize(("values", "words"), SENTENCES.values(), ids=SENTENCES)
-def test_what_cannot_be_is_refused_with_what_to_change(values: dict[str, Any], words: str) -> None:
+def test_contradicting_values_are_refused_and_the_error_says_what_to_change(
+    values: dict[str, Any], words: str
+) -> None:
     said = refusal(values)
     assert words in said
     assert "\n" not in said
 
 
 @pytest.mark.parametrize(("what", "values"), NOT_INSTALLED.items(), ids=NOT_INSTALLED)
-def test_what_the_cluster_does_not_know_is_refused(what: str, values: dict[str, Any]) -> None:
+def test_values_that_need_a_missing_kind_of_the_cluster_are_refused(what: str, values: dict[str, Any]) -> None:
     assert f": install {what}, or set it to " in refusal(values, apis=())
     template(values)
 
@@ -298,7 +300,7 @@ def _is_open(node: Any) -> bool:
     return node["type"] == "object" and node.get("additionalProperties", True) is not False
 
 
-def test_what_is_generated_is_fresh() -> None:
+def test_generated_files_are_fresh() -> None:
     stale = [path.name for path, text in generated().items() if path.read_text(encoding="utf-8") != text]
     assert not stale, "run make chart"
 

@@ -95,7 +95,7 @@ def _templates(things: list[Object], *kinds: str) -> dict[str, Object]:
     return {thing["metadata"]["name"]: thing["spec"]["template"] for thing in chosen}
 
 
-def test_what_is_asked_of_pods_is_in_pods_and_a_groups_word_goes_before() -> None:
+def test_settings_of_pods_are_in_pods_and_a_groups_override_them() -> None:
     gpu = {
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
         "nodeSelector": {"gpu": "h100"},

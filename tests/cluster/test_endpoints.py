@@ -58,7 +58,9 @@ def endpoint(ip: str, **conditions: bool) -> dict[str, Any]:
     return {"addresses": [ip], "conditions": conditions}
 
 
-async def test_replicas_are_told_as_their_endpoints_change(namespace: Namespace, tmp_path: Path) -> None:
+async def test_a_watch_yields_the_replicas_as_their_endpoints_change(
+    namespace: Namespace, tmp_path: Path
+) -> None:
     cluster = account(namespace, tmp_path, WATCH)
     put(namespace, "reward-a", endpoint("10.9.0.1", ready=False))
     put(namespace, "other-a")
@@ -79,7 +81,9 @@ async def test_replicas_are_told_as_their_endpoints_change(namespace: Namespace,
     assert await seen() == ["10.9.0.3:50051"]
 
 
-async def test_a_version_that_the_server_has_forgotten_is_told(namespace: Namespace, tmp_path: Path) -> None:
+async def test_a_version_that_the_server_has_forgotten_raises_expired(
+    namespace: Namespace, tmp_path: Path
+) -> None:
     # Of what is defined after a cluster's first moments, as custom resources are, it never knew version 1.
     watch_scalers = {"apiGroups": ["keda.sh"], "resources": ["scaledobjects"], "verbs": ["watch"]}
     cluster = account(namespace, tmp_path, watch_scalers)
@@ -96,7 +100,7 @@ async def test_without_the_right_to_watch_it_is_forbidden(namespace: Namespace, 
         await cluster.list(path, "")
 
 
-async def test_what_the_account_may_scale_goes_to_zero_and_the_rest_is_told(
+async def test_workloads_that_the_account_may_scale_go_to_zero_and_the_others_are_logged(
     namespace: Namespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rights by name, as the chart gives them: a workload of the same namespace that is not the job's stays."""

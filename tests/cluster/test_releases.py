@@ -189,7 +189,7 @@ def test_a_workspace_that_is_to_be_kept_is_all_that_is_left(namespace: Namespace
         ("autoscaling.critic.scaler=hpa", "critic"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_made(
+def test_contradicting_values_are_refused_before_any_object_is_made(
     refusing: Namespace, values: str, words: str
 ) -> None:
     with pytest.raises(Failed, match=words):

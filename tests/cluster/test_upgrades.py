@@ -78,7 +78,9 @@ def test_a_scalers_replicas_are_its_own_and_another_run_wakes_them(namespace: Na
 @pytest.mark.parametrize(
     "what", ["huggingFace.secret", "storage.data.existingClaim", "rewardFunction.configMap"]
 )
-def test_what_is_not_in_the_namespace_is_refused(refusing: Namespace, what: str) -> None:
+def test_a_name_of_an_object_that_is_missing_in_the_namespace_is_refused(
+    refusing: Namespace, what: str
+) -> None:
     with pytest.raises(Failed, match=f"{what} is absent, but namespace {refusing.name} has no such"):
         refusing.install("job", "--values", str(TINY), "--set", f"{what}=absent")
 

@@ -42,9 +42,7 @@ def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job
     return job, directory / "run"
 
 
-def test_what_is_exported_of_a_run_is_what_its_rollouts_had(
-    run: tuple[JobConfig, Path], tmp_path: Path
-) -> None:
+def test_an_exported_run_has_the_weights_of_its_rollouts(run: tuple[JobConfig, Path], tmp_path: Path) -> None:
     job, directory = run
     exported = {}
     for step in ("1", "latest"):

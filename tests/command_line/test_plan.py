@@ -84,7 +84,7 @@ def test_json_has_every_part_in_bytes_and_the_best_first(job_7b: Path) -> None:
     assert groups["rollout"]["roles"]["rollout"]["weights"] == 2 * 6_738_415_616
 
 
-def test_what_needs_roles_of_several_gpus_is_planned_with_ranks(job_7b: Path, tmp_path: Path) -> None:
+def test_a_role_larger_than_one_gpu_is_planned_with_ranks(job_7b: Path, tmp_path: Path) -> None:
     """108 GB of the actor's state want two GPUs of 80 GiB."""
     on_80 = ("plan", job_7b, "--gpus", 8, "--gpu-memory", "80GiB")
     answer = rolemesh(*on_80, "--json")
@@ -109,7 +109,7 @@ def test_what_needs_roles_of_several_gpus_is_planned_with_ranks(job_7b: Path, tm
     assert any(job.num_ranks(group) > 1 for group in job.groups)
 
 
-def test_what_fits_nowhere_says_by_how_much_and_exits_with_1(job_7b: Path) -> None:
+def test_a_plan_without_a_fit_says_by_how_much_and_exits_with_1(job_7b: Path) -> None:
     answer = rolemesh("plan", job_7b, "--gpus", 2, "--gpu-memory", "24 GB")
     assert answer.returncode == 1
     assert answer.stdout.count("does not fit") == len(STRATEGIES)

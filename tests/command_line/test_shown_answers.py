@@ -69,7 +69,7 @@ def test_what_is_not_there_is_named(run_directory: Path, options: list[str], err
     assert error in said.stderr
 
 
-def test_what_is_no_dump_is_refused_with_its_line(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_dump_is_refused_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "3.jsonl"
     file.write_text(json.dumps(ROW) + "\n[1]\n")
     said = rolemesh("answers", tmp_path, "--rows", "2")

@@ -74,7 +74,7 @@ def test_an_unknown_value_is_an_error_that_names_the_known_ones_and_the_nearest(
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_all_errors_of_a_file_are_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("actor: {clip_ratio: -7}\ndata: {seeed: 1}\n")
     with pytest.raises(InvalidConfig) as error:
@@ -223,7 +223,7 @@ FOLLOWED = {
 }
 
 
-def test_what_a_critic_does_not_set_is_the_actors_and_stands_in_the_resolved_file() -> None:
+def test_keys_that_a_critic_leaves_out_are_the_actors_and_in_the_resolved_file() -> None:
     job = make_job({"actor": FOLLOWED})
     assert yaml.safe_load(job.to_yaml())["critic"].items() >= FOLLOWED.items()
     assert (
@@ -237,14 +237,14 @@ def test_what_a_critic_does_not_set_is_the_actors_and_stands_in_the_resolved_fil
     )
 
 
-def test_what_a_critic_sets_is_its_own_and_never_the_actors() -> None:
+def test_keys_that_a_critic_sets_are_its_own_and_never_the_actors() -> None:
     own = {"ppo_epochs": 2, "shuffle": False, "loss_agg_mode": "token-sum", "loss_scale_factor": 5}
     job = make_job({"actor": FOLLOWED, "critic": own})
     assert job.critic.model_dump().items() >= own.items()
     assert job.actor.model_dump().items() >= FOLLOWED.items()
 
 
-def test_a_wrong_value_of_the_actors_is_told_once_and_not_as_the_critics() -> None:
+def test_a_wrong_value_of_the_actor_is_not_reported_again_for_the_critic() -> None:
     with pytest.raises(InvalidConfig) as error:
         make_job({"actor": {"ppo_epochs": 0}})
     assert "actor.ppo_epochs" in str(error.value)

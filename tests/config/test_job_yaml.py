@@ -261,7 +261,7 @@ def test_which_spellings_of_a_number_the_job_and_the_chart_take(
     assert value == read
 
 
-def test_what_takes_several_kinds_keeps_each() -> None:
+def test_a_value_of_any_type_keeps_its_type() -> None:
     kwargs = {"a": True, "b": 1, "c": 1.5, "d": "1"}
     job = make_job({"reward": {"custom_reward_function": {"path": "f.py", "reward_kwargs": kwargs}}})
     kept = job.reward.custom_reward_function.reward_kwargs

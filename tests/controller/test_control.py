@@ -78,7 +78,7 @@ async def test_a_trial_leaves_its_files_elsewhere_and_changes_no_bit_of_the_run_
     assert recorded(trial) == recorded(alone)
 
 
-async def test_a_policy_whose_vocabulary_is_unknown_is_told_before_a_role_is_asked(
+async def test_an_unknown_vocabulary_of_the_policy_is_an_error_before_any_role_is_called(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     bare = without_weights(tiny_model, tmp_path / "bare")

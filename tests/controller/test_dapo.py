@@ -265,7 +265,7 @@ async def test_just_as_many_batches_as_a_step_may_answer_are_no_error(world: Wor
     assert told["sampling/groups_kept"] == 1
 
 
-async def test_the_display_is_told_how_far_a_step_has_come(world: World) -> None:
+async def test_the_display_gets_the_progress_of_a_step(world: World) -> None:
     said: list[str] = []
     order = PromptOrder(10, world.job.data)
     sampling = DynamicSampling(5, lambda number: world.data.batch(order.rows(number)), tell=said.append)
@@ -331,7 +331,7 @@ def test_the_step_graph_has_one_round_whatever_the_batch(tiny_model: Path, tmp_p
         ),
     ],
 )
-def test_what_contradicts_dynamic_sampling_is_refused_with_both_keys(
+def test_keys_that_contradict_dynamic_sampling_are_refused_with_both_names(
     overrides: list[str], message: str, tiny_model: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidConfig, match=message):

@@ -191,7 +191,7 @@ def test_the_controller_and_a_rule_based_reward_import_no_adapters_curves_or_sco
     assert json.loads(ran.stdout or "null") == [], ran.stderr
 
 
-async def test_load_and_status_are_told_while_the_run_is_made_ready(tiny_model: Path, tmp_path: Path) -> None:
+async def test_load_and_status_are_answered_while_the_run_is_prepared(tiny_model: Path, tmp_path: Path) -> None:
     """Prompts are read, and checkpoints looked for."""
     job = small_job(tmp_path, tiny_model, "run", "algorithm.adv_estimator=grpo")
     job.run_dir.mkdir()

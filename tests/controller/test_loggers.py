@@ -137,7 +137,7 @@ def test_a_missing_library_names_the_extra_that_brings_it(
         write_three_steps(job_with(tmp_path / "run", "wandb"))
 
 
-def test_a_logger_that_cannot_begin_is_an_error_that_tells_the_way_out(
+def test_a_logger_that_cannot_begin_is_an_error_that_says_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nosuch://server")
@@ -181,7 +181,7 @@ def test_a_value_that_is_not_finite_is_null_in_the_file(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- the controller's service
 
 
-async def test_the_service_tells_pauses_resumes_and_stops_a_run(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_service_reports_pauses_resumes_and_stops_a_run(tiny_model: Path, tmp_path: Path) -> None:
     job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=100", "trainer.total_training_steps=50")
     with workers(job) as roles:
         run = Run(job, load_tokenizer(job.actor.model))

@@ -155,9 +155,7 @@ def test_the_entropy_is_aggregated_as_the_loss(mode: str, entropy: float) -> Non
 @pytest.mark.parametrize(
     ("returns", "explained"), [([1.0, 3.0], 1 - 0.5 / (2 + 1e-5)), ([2.0, 2.0], 1 - 0.5e5)]
 )
-def test_what_the_critic_explains_of_two_tokens_and_of_equal_returns(
-    returns: list[float], explained: float
-) -> None:
+def test_explained_variance_of_two_tokens_and_of_equal_returns(returns: list[float], explained: float) -> None:
     """Values 1 off in one of the two: variance 1/2; returns 1 and 3 have 2, and equal ones none."""
     batch, _ = apply_kl_penalty(scored(), make_job({}), 0.0)
     batch["response_mask"] = tensor([[True, False, False], [True, False, False]])
@@ -196,7 +194,7 @@ def test_tokens_of_the_newest_weights_are_not_stale() -> None:
     assert set(staleness_metrics(batch, newest=7).values()) == {0.0}
 
 
-def test_validation_is_told_for_each_data_source() -> None:
+def test_validation_is_reported_for_each_data_source() -> None:
     assert validation_metrics(scored(), 1) == {
         "val-core/x/acc/mean@1": 1.0,
         "val-aux/x/reward/mean@1": 1.0,
@@ -301,7 +299,7 @@ def test_a_run_goes_on_with_its_rules_and_one_of_an_earlier_version_with_any(tmp
         assert Checkpoints.read(tmp_path, each).step == 1
 
 
-async def test_a_role_that_is_gone_while_a_checkpoint_is_written_is_told_as_that(tmp_path: Path) -> None:
+async def test_a_role_lost_while_a_checkpoint_is_written_is_role_unavailable(tmp_path: Path) -> None:
     """RoleUnavailable is an OSError: it must not become a matter of the disk."""
     job, nobody = make_job({}), ["127.0.0.1:1"]
     async with ActorClient(nobody, methods(job), patience_s=0.2) as actor:

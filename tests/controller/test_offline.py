@@ -199,7 +199,7 @@ async def test_the_penalty_of_long_responses_counts_the_tokens_that_were_sampled
     [("model", SAMPLED), ("length", SAMPLED), ("length", ())],
     ids=["model", "length", "greedy"],
 )
-async def test_what_reads_or_counts_tokens_finds_those_of_a_validation(
+async def test_evaluate_scores_the_token_ids_of_a_validation(
     judge: str, sampling: tuple[str, ...], tiny_model: Path, tmp_path: Path
 ) -> None:
     """To the bit: a reward model, and the penalty of long responses. A tiny model seldom writes valid UTF-8, so

@@ -133,7 +133,9 @@ async def test_a_profiled_step_has_a_timeline_and_a_trace_of_each_role(
         assert any(i["ts"] <= p["ts"] and end(p) <= end(i) for i in inside for p in products)
 
 
-async def test_who_waits_for_whom_where_roles_share_a_device(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_timeline_shows_which_role_waits_for_which_on_a_shared_device(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     job = profiled_job(tmp_path, tiny_model, "placement.strategy=collocate")
     async with served_group(job.groups["all"], job) as address:
         addresses = {role: [address] for role in job.roles}

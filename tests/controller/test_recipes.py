@@ -101,7 +101,7 @@ async def test_a_recipe_makes_two_steps(recipe: Path, tiny_model: Path, tmp_path
     ("answer", "correct", "form"),
     [("so #### 1,234", 1, 1), ("#### 12. or #### 1234.", 1, 1), ("#### 1235", 0, 1), ("1234", 0, 0)],
 )
-def test_the_reward_of_gdpo_tells_its_components(
+def test_the_reward_of_gdpo_returns_its_components(
     answer: str, correct: float, form: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(CONFIGS.parent)  # what the recipe's path starts from

@@ -40,7 +40,7 @@ async def controlled(job: JobConfig, addresses: Addresses, **workloads_: Sequenc
         await control(job, addresses, server, **workloads_)
 
 
-def test_scalers_are_told_before_what_they_scale() -> None:
+def test_scalers_come_before_the_workloads_that_they_scale() -> None:
     given = ["deployment/a,statefulset/b", "scaledobject/a"]
     assert [f"{w.kind}/{w.name}" for w in workloads(given)] == [
         "scaledobject/a",
@@ -50,7 +50,7 @@ def test_scalers_are_told_before_what_they_scale() -> None:
 
 
 @pytest.mark.parametrize("given", ["pod/a", "deployment", "deployment/", ""])
-def test_what_cannot_be_scaled_is_refused(given: str) -> None:
+def test_a_workload_that_cannot_be_scaled_is_refused(given: str) -> None:
     with pytest.raises(
         InvalidConfig, match="write KIND/NAME with a kind of scaledobject, deployment, statefulset"
     ):

@@ -172,5 +172,5 @@ def test_the_job_has_the_actor_alone_under_every_placement(tiny_model: Path, tmp
 
 
 def test_a_job_that_wants_several_answers_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match=r"rollout\.n is 4, but page sft has no prompt answered"):
+    with pytest.raises(InvalidConfig, match=r"rollout\.n is 4, but page sft answers no prompts"):
         sft_job(tmp_path, tiny_model, rollout={"n": 4})

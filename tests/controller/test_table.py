@@ -139,5 +139,5 @@ def test_a_number_that_a_step_lacks_leaves_its_place_empty() -> None:
     assert lacking[14:] == whole[14:]
 
 
-def test_a_number_that_is_none_is_told_as_that() -> None:
+def test_a_number_that_is_nan_is_printed_as_nan() -> None:
     assert number(float("nan"), ".3f", 7) == "nan"

@@ -175,7 +175,7 @@ def test_a_critics_loss_is_aggregated_as_the_actors_unless_set() -> None:
         assert loss.item() == pytest.approx(expected)
 
 
-def test_what_is_rejected_is_in_no_mean_that_a_critic_reports() -> None:
+def test_rejected_tokens_are_in_no_mean_that_a_critic_reports() -> None:
     """Values 1, 1 and 9, of which 9 is rejected. The second was 2: held at 1.5 it is further off."""
     rows = DataProto(
         {

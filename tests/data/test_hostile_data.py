@@ -62,7 +62,7 @@ CELLS = {
 
 
 @pytest.mark.parametrize("case", CELLS)
-def test_what_json_does_not_have_is_named_with_file_row_and_column(case: str, tmp_path: Path) -> None:
+def test_a_value_that_json_lacks_is_named_with_file_row_and_column(case: str, tmp_path: Path) -> None:
     cell, words = CELLS[case]
     file = write_rows(tmp_path / "a.parquet", [row(), row(extra_info=None), row(extra_info=cell)])
     with pytest.raises(InvalidData, match=r"a\.parquet, row 2: column 'extra_info' " + words) as error:

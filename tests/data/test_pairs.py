@@ -76,11 +76,11 @@ def test_a_pair_that_is_too_long_is_named_or_left_out(tmp_path: Path) -> None:
         ),
         (
             {"chosen": [ASK, says("5")], "rejected": [{"role": "user", "content": "2+2="}, says("5")]},
-            "column 'chosen' should go on from a prompt",
+            "column 'chosen' should hold the assistant's answer after a prompt",
         ),
         (
             {"prompt": "2+3=", "chosen": [ASK], "rejected": [says("5")]},
-            "column 'chosen' should go on from a prompt with what the assistant says",
+            "column 'chosen' should hold the assistant's answer after a prompt",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_template_that_rewrites_is_refused_unless_it_has_marks() -> None:
     says = "{{ m['content'] if loop.last else m['content'][:1] }}"
     template = "{% for m in messages %}" + says + "\n{% endfor %}"
     talk = [USER, {"role": "assistant", "content": "so 5"}, USER, {"role": "assistant", "content": "5"}]
-    with pytest.raises(InvalidData, match="message 1 reads otherwise in the whole conversation"):
+    with pytest.raises(InvalidData, match="renders message 1 differently within the whole conversation"):
         render(tokenizer_with(template), talk)
     marked = template.replace(says, "{% generation %}" + says + "{% endgeneration %}")
     rendered = render(tokenizer_with(marked), talk)

@@ -275,7 +275,7 @@ def test_make_iterator_goes_through_the_rows_once_an_epoch():
         list(letters("abcd").make_iterator(3, epochs=1))
 
 
-def test_make_iterator_shuffles_when_told_to_and_with_a_seed_the_same_way_every_time():
+def test_make_iterator_shuffles_if_asked_and_with_a_seed_the_same_way_every_time():
     word = "abcdefgh"
 
     def parts(seed: int, **dataloader_kwargs: bool) -> list[str]:

@@ -87,12 +87,12 @@ def test_work_is_counted_by_kind_bytes_and_line(gpu: PretendedGpu) -> None:
     assert gpu.record.number("kernel") == 4  # cast, comparison, index, sum
 
 
-def test_what_is_over_a_budget_is_named_with_its_lines(gpu: PretendedGpu) -> None:
+def test_operations_over_a_budget_are_named_with_their_lines(gpu: PretendedGpu) -> None:
     with gpu.here():
         gpu.record.clear()
         x = torch.ones(10, device="cuda")
         x.sum().item()
-    line = test_what_is_over_a_budget_is_named_with_its_lines.__code__.co_firstlineno + 4
+    line = test_operations_over_a_budget_are_named_with_their_lines.__code__.co_firstlineno + 4
     spent = gpu.record.spent()
     assert gpu.record.over(spent) == ""
     told = gpu.record.over(replace(spent, waits=0))

@@ -241,7 +241,7 @@ async def test_a_role_that_never_becomes_ready_is_named_with_its_log(
         ("trainer.resume_mode=resume_path trainer.resume_from_path=absent", "absent is not a checkpoint"),
     ],
 )
-def test_what_is_wrong_from_the_start_is_told_before_any_process_starts(
+def test_an_error_known_at_the_start_is_reported_before_any_process_starts(
     tiny_model: Path, tmp_path: Path, override: str, words: str
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run")

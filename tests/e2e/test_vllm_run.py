@@ -111,7 +111,7 @@ def policy_log(job: JobConfig) -> str:
     return (job.run_dir / "logs" / "policy-0.log").read_text()
 
 
-async def test_what_a_killed_role_had_started_is_gone_when_its_end_is_told(tmp_path: Path) -> None:
+async def test_processes_of_a_killed_role_are_gone_when_its_end_is_reported(tmp_path: Path) -> None:
     """Even if the first process of vLLM had only begun."""
     model = make_tiny_model(tmp_path / "model", num_heads=2)
     groups = "placement.groups={rollout: [rollout], others: [actor, reference, critic, reward]}"

@@ -158,7 +158,9 @@ async def test_calls_stay_text_unless_all_can_be_read_and_the_program_wants_them
     ],
     ids=lambda value: str(value)[:20],
 )
-async def test_what_the_endpoint_does_not_do_is_refused(asked: dict[str, Any], status: int, param: str) -> None:
+async def test_parameters_that_the_endpoint_does_not_support_are_refused(
+    asked: dict[str, Any], status: int, param: str
+) -> None:
     async with served() as (_, _, client):
         with pytest.raises(openai.APIStatusError) as refused:
             await client.chat.completions.create(**{"model": "policy", "messages": ASK} | asked)

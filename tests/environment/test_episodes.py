@@ -121,7 +121,7 @@ async def test_equal_calls_at_the_same_time_join(tiny_model: Path, tmp_path: Pat
         answers = await asyncio.gather(*others)
     assert early == (
         grpc.StatusCode.INVALID_ARGUMENT,
-        "row row-a (agent obedient): turn 2 came before the call before it was answered",
+        "row row-a (agent obedient): turn 2 came before the previous call was answered",
     )
     assert [answer.messages[0].content for answer in answers] == ["passed"] * 5
     assert lines(log) == ["row-a begin", f"row-a turn 1 gate {gate}"]
@@ -281,7 +281,7 @@ async def test_one_that_waits_for_room_gets_it_however_long_the_others_are_answe
         ("resist", r"turn 1: it took longer than 0.5 s"),
     ],
 )
-async def test_what_an_environment_does_wrong_is_an_error_that_names_the_row_and_the_agent(
+async def test_an_error_of_an_environment_names_the_row_and_the_agent(
     tiny_model: Path, tmp_path: Path, log: Path, order: str, words: str
 ) -> None:
     """It is told again for every further call, frees the episode, and leaves other episodes alone."""
@@ -298,9 +298,7 @@ async def test_what_an_environment_does_wrong_is_an_error_that_names_the_row_and
     assert lines(log).count(f"row-a turn 1 {order}") == 1
 
 
-async def test_what_goes_wrong_at_begin_or_close_is_told_too(
-    tiny_model: Path, tmp_path: Path, log: Path
-) -> None:
+async def test_errors_of_begin_and_close_name_the_row_too(tiny_model: Path, tmp_path: Path, log: Path) -> None:
     async with environment(environment_job(tmp_path, tiny_model, call_timeout_s=0.5)) as client:
         with pytest.raises(
             EnvironmentFailed, match=r"row row-a \(agent obedient\): begin raised LookupError: x"

@@ -90,7 +90,7 @@ async def test_steps_are_turns_and_their_rewards(tiny_model: Path, tmp_path: Pat
         assert [(await client.close_episode(closing(name))).reward for name in told] == [0.0] * 3
 
 
-async def test_what_is_no_text_and_what_raises_names_the_row(
+async def test_an_observation_that_is_not_text_and_an_exception_name_the_row(
     tiny_model: Path, tmp_path: Path, plugin: str
 ) -> None:
     async with guessing(tmp_path, tiny_model, plugin) as client:

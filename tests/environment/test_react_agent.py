@@ -32,7 +32,7 @@ def test_the_operator_is_three_times_the_left_less_twice_the_right(expression: s
 
 
 @pytest.mark.parametrize("expression", ["3 @", "x @ 1", "@", "(" * 900, "1@" * 900 + "1", "1@[1]"])
-def test_what_is_no_expression_is_refused(expression: str) -> None:
+def test_text_that_is_not_an_expression_is_refused(expression: str) -> None:
     with pytest.raises(ValueError, match=r"expression|neither|bits"):
         calculate(expression)
 

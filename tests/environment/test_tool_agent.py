@@ -63,7 +63,7 @@ async def test_calls_are_answered_in_their_order_by_name_and_id(
         assert (end.reward, dict(end.metrics)) == (0.0, {"num_tool_calls": 4.0})
 
 
-async def test_a_call_that_cannot_be_run_is_told_to_the_policy(
+async def test_the_policy_gets_the_error_of_a_call_that_cannot_be_run(
     tiny_model: Path, tmp_path: Path, parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tools = ["calculator", "broken", "repeat", "hangs"]

@@ -61,7 +61,7 @@ def test_the_named_files_alone_are_fetched_and_pinned(
         (f"hf://{SET}/a.parquet", "expected hf://datasets/OWNER/NAME/FILE"),
     ],
 )
-def test_a_wrong_name_is_told(hub: Hub, tiny_model: Path, file: str, words: str) -> None:
+def test_a_wrong_name_of_a_file_is_refused_and_named(hub: Hub, tiny_model: Path, file: str, words: str) -> None:
     hub.add(f"datasets/{SET}", {"a.parquet": b""})
     with pytest.raises(InvalidData) as failed:
         fetched(job_of(tiny_model, file))

@@ -105,7 +105,7 @@ def test_a_revision_is_pinned_for_all_roles_and_outlives_the_branch(hub: Hub, ti
     assert existing_directory(job.actor.model, "actor").name == old
 
 
-def test_what_was_fetched_is_used_offline(hub: Hub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetched_model_is_used_offline(hub: Hub, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = hub.add(NAME, tiny_model)
     fetched(job_of())
     stop_asking(monkeypatch)
@@ -180,7 +180,7 @@ def test_each_failure_names_the_model_the_endpoint_and_what_to_do(
     assert "(HF_ENDPOINT)" in told
 
 
-def test_what_is_neither_directory_nor_name_is_told_so(hub: Hub, tiny_model: Path) -> None:
+def test_a_path_that_is_neither_directory_nor_hub_name_is_refused(hub: Hub, tiny_model: Path) -> None:
     for path in ("outputs/tiny/model", "absent", "/absent/model", "../a", "Owner/Name/"):
         with pytest.raises(ModelNotFound, match=r"no such model directory.*not a name of the Hugging Face"):
             existing_directory(job_of(path).actor.model, "actor")

@@ -165,7 +165,7 @@ def test_batches_that_contradict_are_refused(sections: dict[str, Any], words: st
         make_job(merge(merge(DATA, small), sections))
 
 
-def test_what_is_not_said_is_the_actors() -> None:
+def test_token_budgets_that_are_left_out_are_the_actors() -> None:
     dynamic = {"ppo_mini_batch_size": 4, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 500}
     job = make_job(merge(DATA, {"actor": dynamic}))
     assert [job.max_tokens(role) for role in ("actor", "critic", "reference")] == [500, 32768, 500]

@@ -231,7 +231,7 @@ def test_chunks_and_blocks_give_what_the_whole_gives(gradient: bool, monkeypatch
     ("kind", "settings"),
     [("Gemma2", {"head_dim": 8, "final_logit_softcapping": 2.0}), ("Granite", {"logits_scaling": 3.0})],
 )
-def test_what_a_model_does_to_its_logits_is_done(kind: str, settings: dict[str, Any]) -> None:
+def test_a_models_own_change_of_its_logits_is_applied(kind: str, settings: dict[str, Any]) -> None:
     model, ids = causal_lm(kind, **settings), torch.arange(3, 12)[None]
     output = model.get_decoder()(input_ids=ids, use_cache=False)
     expected = model(input_ids=ids).logits[0]

@@ -58,7 +58,7 @@ def with_fault(body: Any, fault: Callable[[Inputs], None]) -> Any:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_goes_without_padding_passes_in_every_type(dtype: str) -> None:
+def test_models_that_run_without_padding_pass_in_every_dtype(dtype: str) -> None:
     for kind, settings in (
         ("Qwen2", {}),
         ("Qwen3", {"head_dim": 8}),
@@ -74,7 +74,9 @@ def test_what_goes_without_padding_passes_in_every_type(dtype: str) -> None:
     [("Gemma2", {"head_dim": 8}), ("Bloom", {}), ("Mamba", {})],
     ids=["soft cap", "no attention interface", "no attention"],
 )
-def test_what_cannot_go_without_padding_is_refused(kind: str, settings: dict[str, Any], dtype: str) -> None:
+def test_models_that_cannot_run_without_padding_are_refused(
+    kind: str, settings: dict[str, Any], dtype: str
+) -> None:
     told = r"actor\.model\.use_remove_padding is true, but .* cannot run without padding .*; set it to false"
     with pytest.raises(InvalidConfig, match=told):
         remove_padding(body_of(kind, **settings), "actor", dtype)
@@ -157,7 +159,7 @@ def test_gpus_before_ampere_have_no_such_kernel() -> None:
         check_capability((7, 5))
 
 
-def test_a_missing_kernel_is_told_with_both_ways_out() -> None:
+def test_the_error_of_a_missing_kernel_says_both_ways_out() -> None:
     def fail(inputs: Inputs) -> None:
         if "segments" in inputs:
             check_heads_fit(320, 320)

@@ -140,7 +140,7 @@ def test_what_has_no_meaning_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_exists_is_not_overwritten(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_existing_directory_is_not_overwritten(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="exists; name a new directory"):
         export(tiny_model, tmp_path)
 
@@ -172,6 +172,6 @@ def test_a_damaged_write_is_noticed_and_deleted(
         file.write_bytes(data)
 
     monkeypatch.setattr(saving, "save_model", damaging)
-    with pytest.raises(CheckpointFailed, match="gives other logits than the model"):
+    with pytest.raises(CheckpointFailed, match="gives other logits than the one read"):
         export(tiny_model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -71,7 +71,7 @@ def test_numbers_and_gradients_are_those_of_the_contexts_as_rows_of_their_own(ki
         assert_close(gradient, other)
 
 
-def test_what_stands_in_one_context_changes_no_bit_in_another() -> None:
+def test_one_context_changes_no_bit_in_another() -> None:
     model, rows = causal_lm("Qwen2", torch.float32), split(uneven(6), 7)
     remove_padding(model.get_decoder(), "actor")
     other = rows["input_ids"].clone()

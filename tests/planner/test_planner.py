@@ -355,7 +355,7 @@ def test_switches_move_what_leaves_and_what_enters() -> None:
     assert all(g.switching(H100) == 0 for g in plan.groups if len(g.roles) == 1)
 
 
-def test_what_judges_comes_without_moments_and_leaves_without_a_copy() -> None:
+def test_a_role_that_judges_is_moved_without_moments_and_leaves_without_a_copy() -> None:
     [group] = planner(gpus=1).plan("collocate", COLLOCATE).groups
     policy, score = LLAMA_7B.policy_parameters, LLAMA_7B.score_parameters
     # rollout, actor, reference, critic (judges and learns, as the rules need no device), actor (learns)

@@ -98,7 +98,7 @@ async def test_a_fork_is_what_its_command_line_is_in_a_process_of_its_own(
 
 
 @pytest.mark.usefixtures("forking")
-async def test_its_end_is_told_and_its_pipe_closes_when_the_launcher_ends(tmp_path: Path) -> None:
+async def test_a_process_reports_its_end_and_its_pipe_closes_when_the_launcher_ends(tmp_path: Path) -> None:
     killed, _ = await started(tmp_path / "killed", ends="never")
     ended, _ = await started(tmp_path / "ended", ends="never")
     left, _ = await started(tmp_path / "left", ends="stdin")
@@ -134,7 +134,7 @@ async def test_if_the_server_is_killed_its_forks_end_and_the_next_process_is_one
         assert process.returncode == 2
 
 
-async def test_who_asks_the_launcher_to_end_by_its_name_does_not_end_the_server(
+async def test_a_signal_to_the_launcher_by_its_name_does_not_end_the_fork_server(
     forking: ForkServer, tmp_path: Path
 ) -> None:
     before, _ = await started(tmp_path / "before", ends="stdin")

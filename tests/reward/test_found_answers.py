@@ -16,7 +16,7 @@ from rolemesh.services.controller.stages.batch_metrics import batch_metrics
 from rolemesh.services.reward.worker import RewardWorker
 
 
-async def test_the_answer_that_a_function_found_is_told_as_text_and_is_no_number(
+async def test_the_answer_that_a_function_found_is_returned_as_text_and_is_no_metric(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     source = (
@@ -40,7 +40,7 @@ async def test_the_answer_that_a_function_found_is_told_as_text_and_is_no_number
 
 
 @pytest.mark.parametrize(("n", "told"), [(1, False), (2, True)])
-async def test_a_rules_answers_are_told_where_validation_counts_votes(
+async def test_a_rule_returns_found_answers_if_validation_counts_votes(
     tiny_model: Path, n: int, told: bool
 ) -> None:
     config = make_job(merge(job(tiny_model).model_dump(), {"rollout": {"val_kwargs": {"n": n}}}))

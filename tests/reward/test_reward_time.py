@@ -78,7 +78,7 @@ def test_a_rule_of_the_roles_own_thread_takes_time_in_proportion_to_response_and
 
 
 @pytest.mark.parametrize("again", REPEATED)
-def test_what_a_program_wrote_is_read_in_time_in_proportion_to_it(again: str) -> None:
+def test_a_programs_output_is_read_in_linear_time(again: str) -> None:
     for call in (program_of, lambda text: same_text(text, text + "0.5"), lambda text: same_result(text, "[1]")):
         for begin, end in itertools.product(("", "[", '"', "0.", "```python"), ("", "]", '"')):
             assert grows_no_faster_than_its_text(call, begin, again, end), (begin, end)

@@ -105,7 +105,9 @@ NO_SCORES = (
 
 
 @pytest.mark.parametrize("result", NO_SCORES)
-async def test_what_is_no_finite_number_is_no_score(tiny_model: Path, tmp_path: Path, result: str) -> None:
+async def test_a_score_that_is_not_a_finite_number_is_refused(
+    tiny_model: Path, tmp_path: Path, result: str
+) -> None:
     source = (
         "class Shy:\n    def __repr__(self): raise KeyError('shy')\n"
         f"def compute_score(**row):\n    return {result}\n"
@@ -120,7 +122,7 @@ async def test_what_is_no_finite_number_is_no_score(tiny_model: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("raises", "said"), [("Shy()", "Shy: a Shy whose str raises KeyError"), ("ValueError('z' * 10**6)", "zzz")]
 )
-async def test_an_error_that_cannot_be_told_is_told_all_the_same(
+async def test_an_error_whose_text_raises_or_is_huge_is_reported_too(
     tiny_model: Path, tmp_path: Path, raises: str, said: str
 ) -> None:
     source = (

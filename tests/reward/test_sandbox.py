@@ -149,7 +149,7 @@ def test_no_file_but_the_interpreters_is_read(sandbox: Sandbox, tmp_path: Path) 
     refused(sandbox, *(f"open({str(path)!r}).read()" for path in files))
 
 
-def test_what_is_installed_beside_the_standard_library_is_not_read(sandbox: Sandbox) -> None:
+def test_installed_packages_are_not_readable(sandbox: Sandbox) -> None:
     packages = Path(sys.base_prefix, "lib", f"python{sys.version_info.major}.{sys.version_info.minor}")
     installed = next((packages / "site-packages").rglob("*.py"), None)
     if installed is None:

@@ -206,7 +206,7 @@ def compute_score(solution_str, **row):
 
 
 @pytest.mark.parametrize("dies", [True, False])
-async def test_what_a_function_starts_ends_with_its_process(
+async def test_processes_that_a_function_starts_end_with_its_process(
     tiny_model: Path, tmp_path: Path, dies: bool
 ) -> None:
     os.mkfifo(tmp_path / "begun")
@@ -259,7 +259,7 @@ async def test_the_first_row_that_fails_is_the_one_that_is_named(tiny_model: Pat
             await scores(worker, "late", "soon")
 
 
-async def test_a_row_that_fails_is_told_while_a_later_one_is_still_scored(
+async def test_a_failed_row_is_reported_while_a_later_one_is_still_scored(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "never")
@@ -272,7 +272,7 @@ async def test_a_row_that_fails_is_told_while_a_later_one_is_still_scored(
             await asyncio.wait_for(scores(worker, "fails", "hangs"), 60)
 
 
-async def test_who_waits_in_line_when_the_role_is_closed_is_told(tiny_model: Path, tmp_path: Path) -> None:
+async def test_calls_that_wait_when_the_role_is_closed_get_an_error(tiny_model: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never")
     os.mkfifo(tmp_path / "begun")
     begun = os.open(tmp_path / "begun", os.O_RDWR)

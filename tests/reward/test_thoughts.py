@@ -71,7 +71,7 @@ def test_characters_of_several_bytes_do_not_move_the_tags(texts: Texts) -> None:
     assert last == "b"
 
 
-def test_what_the_prompt_opened_begins_with_the_response(texts: Texts) -> None:
+def test_thoughts_that_the_prompt_opened_begin_with_the_response(texts: Texts) -> None:
     assert texts.thoughts("ab", "</think>", "c<think>d") == ["a", "b"]
 
 

@@ -86,7 +86,7 @@ def test_vllm_has_every_name_and_argument_that_the_engine_uses(source: Source) -
         ("extension.py", "remove_weight=remove", "drop=remove", "dispatch_cpu_unquantized_gemm refuses"),
     ],
 )  # fmt: skip
-def test_what_vllm_does_not_have_is_named(
+def test_names_that_vllm_lacks_are_listed(
     file: str, ours: str, changed: str, refusal: str, source: Source
 ) -> None:
     text = (ENGINE / file).read_text()

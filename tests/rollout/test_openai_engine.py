@@ -360,7 +360,7 @@ def test_a_server_that_does_not_suit_the_job(
         ("parallel_config", "worker_extension_cls", "", "--worker-extension-cls rolemesh.services.rollout"),
     ],
 )
-def test_a_server_without_a_flag_is_told_which(
+def test_the_error_of_a_server_that_lacks_a_flag_names_it(
     url: str, model: Path, tmp_path: Path, section: str, key: str, value: str, flag: str
 ):
     """By what the real server says of itself, with one value as it is without the flag: a second server would

@@ -217,7 +217,7 @@ async def test_a_new_version_changes_nothing_of_the_last_one_and_lets_it_go(endi
     assert num_mapped() == before
 
 
-async def test_an_engine_may_be_told_to_keep_its_memory(tiny_model: Path):
+async def test_free_cache_engine_false_keeps_an_engines_memory(tiny_model: Path):
     worker = RolloutWorker(job_of(tiny_model, free_cache_engine=False))
     assert await worker.sleep() == await worker.wake() == 0
     assert len(await generated(worker, prompts_of(2))) == 2

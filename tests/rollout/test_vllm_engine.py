@@ -366,7 +366,7 @@ async def test_an_engine_that_fell_asleep_half_way_ends_and_never_computes_with_
 
 @installed
 @on_the_modules_loop
-async def test_two_ranks_are_one_engine_whose_death_is_told(tmp_path: Path):
+async def test_two_ranks_are_one_engine_whose_death_is_reported(tmp_path: Path):
     directory = model_with_ends(tmp_path, "llama")
     model = AutoModelForCausalLM.from_pretrained(directory)
     prompts = prompts_of(12)

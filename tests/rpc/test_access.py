@@ -222,7 +222,9 @@ def without_callers() -> ServiceDescriptor:
     return pool.FindServiceByName("test.Forgotten")  # type: ignore[no-untyped-call, no-any-return]
 
 
-async def test_what_no_proto_lets_anybody_call_nobody_may(tmp_path: Path, authority: Authority) -> None:
+async def test_a_method_without_callers_in_the_proto_is_denied_to_all(
+    tmp_path: Path, authority: Authority
+) -> None:
     tls.use_keys(swap(tmp_path / "keys", authority.keys(JOB, *CALLERS.values())))
     async with server_of(ACTOR, without_callers()) as address, open_channel(address, "actor") as channel:
         error = await ask(channel, "/test.Forgotten/Ask", "unary_unary")

@@ -205,7 +205,9 @@ async def test_an_answer_may_hold_any_float_in_padding(tiny_model: Path, tmp_pat
     assert torch.equal(values.isfinite(), request["response_mask"])
 
 
-async def test_what_a_reward_may_say_besides_the_score_has_means(tiny_model: Path, tmp_path: Path) -> None:
+async def test_numbers_that_a_reward_returns_besides_the_score_have_finite_means(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     """However large its numbers are: the controller logs the mean of each, and votes with the texts."""
     job = job_of("reward.compute_scores", tiny_model, tmp_path)
     request = correct(methods(job)["reward.compute_scores"], ROWS)

@@ -254,7 +254,7 @@ def silent_requests() -> Iterator[threading.Event]:
         over.set()
 
 
-async def test_a_pure_call_is_sent_again_after_a_silent_request_and_tells_the_servers_words(
+async def test_a_pure_call_is_retried_after_a_silent_request_and_its_error_has_the_servers_words(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     job, room, batch = reward_job(tiny_model, tmp_path), Room(stall_s=0.01), reward_batch(1000)

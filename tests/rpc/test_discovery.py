@@ -71,7 +71,7 @@ async def test_a_watch_goes_on_from_what_was_listed(api: ApiServer) -> None:
     assert await seen.next() == at(C)
 
 
-async def test_a_watch_that_ends_or_is_cut_goes_on_from_the_last_version_that_was_told(api: ApiServer) -> None:
+async def test_a_watch_that_ends_or_is_cut_goes_on_from_the_last_version_received(api: ApiServer) -> None:
     """A bookmark counts. Nothing is told twice, and the token is the one of that time."""
     seen = Seen(api.cluster)
     told = asyncio.create_task(seen.next())

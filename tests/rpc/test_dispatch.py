@@ -134,7 +134,7 @@ async def test_when_every_replica_is_gone_the_call_fails_and_names_them(
     async with served("reward", job) as addresses:
         pass
     async with RewardClient(addresses, methods(job), patience_s=0.3) as client:
-        with pytest.raises(RoleUnavailable, match=rf"reward.*no replica answers.*{addresses[0]}"):
+        with pytest.raises(RoleUnavailable, match=rf"reward.*no replica has answered.*{addresses[0]}"):
             await client.compute_scores(reward_batch(1))
 
 
@@ -283,7 +283,7 @@ async def test_a_role_that_never_becomes_ready_is_named(tiny_model: Path, tmp_pa
             await client.wait_until_ready(0.2)
 
 
-async def test_the_address_of_another_role_is_told_at_once(tiny_model: Path, tmp_path: Path) -> None:
+async def test_the_address_of_another_role_is_an_error_at_once(tiny_model: Path, tmp_path: Path) -> None:
     job = reward_job(tiny_model, tmp_path)
     async with served("reward", job) as addresses, ActorClient(addresses, methods(job)) as client:
         async with asyncio.timeout(120):

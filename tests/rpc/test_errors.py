@@ -42,7 +42,7 @@ def test_a_subclass_travels_as_the_nearest_class_of_the_table() -> None:
     assert type(over_the_wire(Odd("x"))) is errors.InvalidBatch
 
 
-def test_what_nobody_foresaw_is_internal_with_its_class_and_message() -> None:
+def test_an_unexpected_error_is_internal_with_its_class_and_message() -> None:
     code, details, _ = to_status(ZeroDivisionError("division by zero"))
     assert (code, details) == (grpc.StatusCode.INTERNAL, "ZeroDivisionError: division by zero")
     assert type(over_the_wire(ZeroDivisionError("division by zero"))) is errors.RoleFailed
@@ -87,7 +87,7 @@ def test_a_message_is_cut_above_its_limit_and_between_characters() -> None:
         assert to_status(errors.InvalidBatch(long))[1] == f"{kept} … (the role's log has the rest)"
 
 
-def test_a_message_with_a_lone_surrogate_is_told_escaped() -> None:
+def test_a_lone_surrogate_in_a_message_is_escaped() -> None:
     """JSON has them, and so may a row's uid; gRPC's details are UTF-8."""
     code, details, _ = to_status(errors.RewardFailed("row \ud800: no rule"))
     assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, "row \\ud800: no rule")
@@ -97,7 +97,7 @@ def test_a_message_with_a_lone_surrogate_is_told_escaped() -> None:
 
 
 @pytest.mark.parametrize("cls", [errors.InvalidBatch, ZeroDivisionError])
-def test_an_error_that_cannot_say_what_it_is_has_a_status_all_the_same(cls: type[Exception]) -> None:
+def test_an_error_whose_str_raises_has_a_status_too(cls: type[Exception]) -> None:
     class Mute(cls):  # type: ignore[misc,valid-type]
         def __str__(self) -> str:
             raise KeyError("message")

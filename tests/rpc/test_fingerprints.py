@@ -108,7 +108,7 @@ async def test_a_replica_that_is_started_with_another_job_during_a_run_gets_no_m
         await client.close()
 
 
-async def test_who_waits_for_an_actor_with_another_job_says_so_again_and_again(
+async def test_waiting_for_an_actor_of_another_job_is_logged_again_and_again(
     tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The actor reports its job before it has loaded a model."""
@@ -123,7 +123,7 @@ async def test_who_waits_for_an_actor_with_another_job_says_so_again_and_again(
             with pytest.raises(RoleUnavailable) as error:
                 await client.wait_until_ready(1.0)
         async with new_client("actor", Listed(address), own) as client:
-            with pytest.raises(RoleUnavailable, match=r"no replica answers.*differs in actor\.grad_clip"):
+            with pytest.raises(RoleUnavailable, match=r"no replica has answered.*differs in actor\.grad_clip"):
                 await client.wait_until_ready(1.0)
     finally:
         await server.drain(0)

@@ -1,4 +1,4 @@
-"""What probes are told, on a port of their own, whatever the roles do."""
+"""The answers to probes, on a port of their own, whatever the roles do."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ async def test_whoever_hangs_is_not_live() -> None:
     loop.close()
 
 
-async def test_a_role_tells_each_state_of_its_life_and_drains(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_role_reports_each_state_of_its_life_and_drains(tiny_model: Path, tmp_path: Path) -> None:
     """Loading until the test opens a gate, serving, draining after SIGTERM; alive all the time."""
     names = ("", "reward", "rolemesh.v1.RewardService")
     with gate(tmp_path / "import") as door, gate(tmp_path / "started") as started, gate(tmp_path / "g") as held:
@@ -160,7 +160,7 @@ async def test_a_role_tells_each_state_of_its_life_and_drains(tiny_model: Path, 
                 return {await check(asked, name) for name in names for asked in (channel, served_at)}
 
             assert await told() == {NOT_SERVING}
-            with pytest.raises(RoleUnavailable, match=r"still loading|no replica answers"):
+            with pytest.raises(RoleUnavailable, match=r"still loading|no replica has answered"):
                 await client.compute_scores(reward_batch(1))
             with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
                 await check(channel, "critic")
@@ -177,7 +177,7 @@ async def test_a_role_tells_each_state_of_its_life_and_drains(tiny_model: Path, 
             async with RewardClient([role.address], methods(job), patience_s=0.1) as late:
                 with pytest.raises(RoleUnavailable):
                     await late.wait_until_ready(0.1)
-                with pytest.raises(RoleUnavailable, match=r"draining|no replica answers"):
+                with pytest.raises(RoleUnavailable, match=r"draining|no replica has answered"):
                     await late.compute_scores(reward_batch(1))
             held.open()
             assert (await running)["token_level_scores"].sum(1).tolist() == [0, 1, 2]

@@ -117,10 +117,12 @@ async def test_a_call_waits_for_a_replica_that_is_yet_to_come(tiny_model: Path, 
 async def test_when_nobody_comes_the_error_says_what_was_last_known(tiny_model: Path, tmp_path: Path) -> None:
     table = methods(reward_job(tiny_model, tmp_path))
     async with RewardClient(Listed(), table) as client:
-        with pytest.raises(RoleUnavailable, match=r"reward: no replica answers, for 0.1 s \(at no address\)"):
+        with pytest.raises(
+            RoleUnavailable, match=r"reward: no replica has answered for 0.1 s \(at no address\)"
+        ):
             await client.wait_until_ready(0.1)
     async with RewardClient(Listed("127.0.0.1:1"), table) as client:
-        with pytest.raises(RoleUnavailable, match=r"reward: no replica answers.*127.0.0.1:1"):
+        with pytest.raises(RoleUnavailable, match=r"reward: no replica has answered.*127.0.0.1:1"):
             await client.wait_until_ready(1.0)
 
 
@@ -130,7 +132,9 @@ class Lost(Listed):
         yield
 
 
-async def test_who_waits_for_a_replica_learns_why_none_will_come(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_call_that_waits_for_a_replica_gets_the_reason_why_none_will_come(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     table = methods(reward_job(tiny_model, tmp_path))
     async with RewardClient(Lost(), table) as client:
         with pytest.raises(InvalidConfig, match="nobody tells"):
@@ -247,7 +251,7 @@ async def test_a_second_server_of_a_trained_role_ends_the_run_even_while_it_load
         await loading.drain(0)
 
 
-async def test_two_servers_are_told_from_one_that_was_restarted_and_from_one_that_is_gone() -> None:
+async def test_two_servers_are_distinguished_from_one_restarted_and_from_one_gone() -> None:
     one, two = group_server(["actor"]), group_server(["actor"])
     address = await one.start("127.0.0.1:0")
     here, by_its_name = Replica(address, "actor"), Replica(by_name(address), "actor")

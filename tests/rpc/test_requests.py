@@ -101,7 +101,7 @@ async def one(request: bytes) -> AsyncIterator[bytes]:
     yield request
 
 
-async def test_whatever_bytes_come_to_whichever_rpc_the_caller_is_told_that_they_are_no_request(
+async def test_bytes_that_are_no_request_are_refused_as_that_by_every_rpc(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """An rpc that somebody adds is asked here too: each service of the .proto files must be served, and each of

@@ -222,7 +222,7 @@ async def test_an_update_whose_batch_still_comes_when_a_successor_loads_is_refus
         assert await second.update(batch(1)) == expected
 
 
-async def test_who_has_no_term_is_served_until_a_controller_has_the_role(job: JobConfig) -> None:
+async def test_a_caller_without_a_term_is_served_until_a_controller_has_the_role(job: JobConfig) -> None:
     """Tools that ask for health or pull weights call no trained role, and are served always."""
     term = new_term(job.run_dir)
     async with (

@@ -111,7 +111,7 @@ async def test_where_the_two_ends_do_not_agree_the_error_says_what_to_look_at(
     assert words.format(caller=callers) in said
 
 
-async def test_a_role_that_the_certificate_names_and_the_process_does_not_serve_is_told_at_once(
+async def test_a_role_that_the_certificate_names_and_the_process_lacks_is_an_error_at_once(
     job: JobConfig, tmp_path: Path, authority: Authority
 ) -> None:
     keys = swap(tmp_path / "keys", authority.keys(JOB, *ROLES, "actor"))
@@ -242,7 +242,7 @@ async def test_under_a_new_authority_calls_go_on_until_the_other_end_has_its_key
     await server.drain(0)
 
 
-def test_what_is_half_written_is_not_taken(
+def test_half_written_keys_are_not_used(
     keys: Path, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A person copies files one by one, and the key is of another certificate for a moment."""

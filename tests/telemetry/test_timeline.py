@@ -12,7 +12,7 @@ from rolemesh.telemetry import timeline
 from rolemesh.telemetry.timeline import Call, Part, recorded, report_of, to_chrome
 
 
-def test_what_a_server_did_lies_in_the_middle_of_what_its_client_saw() -> None:
+def test_a_servers_parts_are_in_the_middle_of_its_clients_call() -> None:
     # Ten seconds for the client, six for the server: two on the way there and two on the way back.
     call = Call("actor 10.0.0.7:1", "actor.update", time.perf_counter() - 10)
     call.heard(json.dumps([6.0, [["waits for critic", 1.0, 2.0, None], ["computes", 2.0, 5.0, None]]]))
@@ -23,7 +23,7 @@ def test_what_a_server_did_lies_in_the_middle_of_what_its_client_saw() -> None:
         assert (began, ended) == (pytest.approx(first, abs=0.1), pytest.approx(last, abs=0.1))
 
 
-def test_a_server_tells_seconds_since_the_request_came() -> None:
+def test_a_server_reports_seconds_since_the_request_came() -> None:
     began = time.perf_counter() - 3
     parts = [Part("computes", began + 1, began + 2)]
     seconds, spans = json.loads(report_of([Call("actor", "actor.update", began, parts=parts)], began))

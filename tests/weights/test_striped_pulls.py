@@ -89,7 +89,7 @@ async def test_each_machine_sends_its_own_stripes_and_every_bit_arrives() -> Non
 
 
 @pytest.mark.parametrize("shared", [True, False])
-async def test_what_is_verified_in_order_is_relayed_while_stripes_still_arrive(
+async def test_bytes_verified_in_order_are_relayed_while_stripes_still_arrive(
     shared: bool, request: pytest.FixtureRequest
 ) -> None:
     if not shared:

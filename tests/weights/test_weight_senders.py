@@ -84,7 +84,7 @@ async def test_shared_memory_that_could_still_be_changed_is_not_used_though_it_i
 
 
 @pytest.mark.skipif(not region.CAN_SHARE, reason="sealed memory is Linux's")
-async def test_what_came_from_memory_that_was_never_sealed_is_verified_before_it_is_kept():
+async def test_bytes_from_unsealed_memory_are_verified_before_they_are_kept():
     """A relay's memory is damaged behind its back while it arrives, and then the relay is gone."""
     held, relay, last = large(), WeightStore(), WeightStore()
     gated = Elsewhere(held, 13 * MIB)

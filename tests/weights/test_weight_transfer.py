@@ -66,7 +66,7 @@ async def test_a_version_without_bytes_arrives():
         await assert_same(await pull(addresses, held).fetch(), held)
 
 
-async def test_what_the_process_holds_already_is_taken_by_reference():
+async def test_a_version_that_the_process_holds_is_taken_by_reference():
     held = large()
     tensors = await pull(["127.0.0.1:1"], held, stored(held)).fetch()
     assert tensors["b"].data_ptr() == (await held.fetch())["b"].data_ptr()
@@ -166,7 +166,7 @@ async def test_a_relay_gives_on_what_it_has_verified_before_it_has_all(no_shared
     assert gated.starts == [0]
 
 
-async def test_a_relay_that_is_not_told_yet_is_waited_for(no_shared_memory: None):
+async def test_a_receiver_waits_for_a_relay_that_has_no_version_yet(no_shared_memory: None):
     asked = asyncio.Event()
 
     class Asked(WeightStore):
@@ -244,7 +244,7 @@ async def test_a_relay_of_the_same_machine_says_at_each_of_the_least_bytes_how_f
         await assert_same(await fetching, held)
 
 
-async def test_what_is_verified_while_an_answer_is_on_its_way_is_told_in_the_next():
+async def test_bytes_verified_while_an_answer_is_on_its_way_are_in_the_next_answer():
     """The servicer is asked without a channel: how long an answer is on its way is here for the test to say."""
     held, store = large(), WeightStore()
     arriving = unverified(held)

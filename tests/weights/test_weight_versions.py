@@ -146,7 +146,7 @@ async def versions(client: RolloutClient, name: str) -> set[int]:
     return set(answer["weight_versions"][answer["response_mask"]].tolist())
 
 
-async def test_the_service_is_healthy_from_its_first_version_on_whatever_it_is_told_to_take(
+async def test_the_service_stays_healthy_from_its_first_version_on(
     job: JobConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a version is pulled, and after an update that failed, it answers with the one before."""

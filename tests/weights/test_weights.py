@@ -340,7 +340,7 @@ def test_the_memory_outlives_its_maker_and_goes_with_the_last_reader():
 
 
 @shares
-def test_what_is_not_exactly_that_region_is_not_opened(tmp_path: Path):
+def test_only_exactly_that_region_is_opened(tmp_path: Path):
     region = WeightRegion(MIB)
     shared = region.shared
     assert shared is not None
@@ -385,7 +385,7 @@ def test_where_no_file_may_be_so_large_the_memory_is_this_process_s_alone():
 
 
 @shares
-def test_memory_is_taken_for_what_was_written_and_not_for_what_was_announced(monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_taken_for_written_bytes_and_not_for_announced_ones(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(region_module, "MAPPING_THREADS", 1)
     region = WeightRegion(1 << 31)
     region.write(1 << 30, memoryview(bytes(MIB)))

@@ -285,7 +285,7 @@ def test_generated_code_reads_what_is_written_by_hand():
     assert [spec.name for spec in frame.header.tensors] == ["x"]
 
 
-def test_what_generated_code_writes_is_read_by_hand():
+def test_frames_of_generated_code_are_read_by_the_hand_written_reader():
     batch = DataProto.from_dict({"x": torch.randn(4, 4)}, {"c": ["a", "b", "c", "d"]})
     frame = Frame.FromString(dump(batch))
     assert_same(load(frame.SerializeToString()), batch)

@@ -326,10 +326,10 @@ async def test_a_foreign_header_is_refused_before_its_region_is_sent(
         assert room.held_bytes == 0
 
 
-async def test_a_caller_whose_header_is_refused_while_it_sends_is_told_why(
+async def test_a_caller_whose_header_is_refused_while_it_sends_gets_the_reason(
     reward: Callable[[Room], Any], batch: DataProto
 ) -> None:
-    """A configuration may differ at the two ends. Every attempt is told."""
+    """A configuration may differ at the two ends. Every attempt gets the reason."""
     batch = DataProto(batch.tensors, batch.non_tensors)
     batch["responses"] = torch.randint(0, 1 << 40, (ROWS, 1500))  # 24 MB
     async with reward(Room(64 << 30)) as channel:
@@ -339,7 +339,7 @@ async def test_a_caller_whose_header_is_refused_while_it_sends_is_told_why(
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_caller_without_room_is_told_so_however_large_its_batch(
+async def test_a_caller_without_room_gets_role_busy_for_a_batch_of_any_size(
     reward: Callable[[Room], Any], encoded: Encoded
 ) -> None:
     """Every time: grpc.aio says of most calls that end while they write that they could not write, and an

@@ -34,7 +34,7 @@ def test_cells_of_several_axes_are_read_from_where_the_first_begins():
         ("several axes of a bool that is 2", "'c' is bool and holds 2"),
     ],
 )
-def test_what_cells_of_several_axes_hold_is_said(case: str, message: str):
+def test_bad_cells_of_several_axes_are_named(case: str, message: str):
     with pytest.raises(InvalidBatch, match=message):
         load(with_columns(BAD_ARROW[case]))
 

@@ -97,7 +97,7 @@ def test_a_bool_that_is_neither_zero_nor_one_is_refused():
         ("ragged", "layout", data_pb2.LAYOUT_CONSTANT, "'ragged': layout .* has no data"),
     ],
 )
-def test_what_a_column_lacks_is_said_by_its_name(name: str, field: str, value: Any, message: str):
+def test_the_error_of_a_bad_header_names_the_column(name: str, field: str, value: Any, message: str):
     with pytest.raises(InvalidBatch, match=message):
         load(changed(lambda header: setattr(column(header, name), field, value)))
 

@@ -20,7 +20,7 @@ from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.seat import ComputingThread, Seat
 
 
-def test_what_is_dealt_and_joined_is_the_batch() -> None:
+def test_a_batch_that_is_dealt_and_joined_is_the_same_batch() -> None:
     draw = random.Random(0)
     for _ in range(100):
         count, num_ranks = draw.randint(1, 20), draw.randint(1, 6)

@@ -32,7 +32,7 @@ def test_the_version_of_the_driver_is_read_from_either_kernel_module(module: str
     assert driver_version(machine(tmp_path, module=module)) == KERNEL_MODULES[module]
 
 
-def test_a_gpu_that_cuda_cannot_use_is_told_with_both_drivers(tmp_path: Path) -> None:
+def test_the_error_of_a_gpu_that_cuda_cannot_use_names_both_drivers(tmp_path: Path) -> None:
     module = next(iter(KERNEL_MODULES))
     why = why_unusable({}, machine(tmp_path, "nvidia0", "nvidia10", "nvidiactl", module=module))
     assert "(/dev/nvidia0, /dev/nvidia10)" in why
@@ -43,7 +43,7 @@ def test_a_gpu_that_cuda_cannot_use_is_told_with_both_drivers(tmp_path: Path) ->
         assert f"needs {NEEDED_DRIVERS[torch.version.cuda[:2]]} or newer" in why
 
 
-def test_a_gpu_without_a_driver_is_told(tmp_path: Path) -> None:
+def test_a_gpu_without_a_driver_is_an_error(tmp_path: Path) -> None:
     if torch.version.cuda is not None:
         assert "the driver is not loaded" in why_unusable({}, machine(tmp_path, "nvidia0"))
 

@@ -122,7 +122,7 @@ async def test_a_group_answers_on_one_port_as_each_of_its_roles(job: JobConfig, 
         assert 'rolemesh_lease_switch_bytes_total{direction="in",role="actor"}' in page
 
 
-async def test_who_reads_a_stream_may_wait_for_other_roles_of_its_group_meanwhile(job: JobConfig) -> None:
+async def test_a_reader_of_a_stream_may_wait_for_other_roles_of_its_group_meanwhile(job: JobConfig) -> None:
     """They wait for the stream's end, and the stream does not wait for its reader."""
     batch, seen = sequence_batch(4), []
     async with (

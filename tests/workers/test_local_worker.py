@@ -64,7 +64,7 @@ class Squarer(LocalWorker):
 
     @asynccontextmanager
     async def is_busy(self) -> AsyncIterator[None]:
-        """While it is entered, what is asked of it waits."""
+        """Hold the worker's thread, so that calls wait until the context ends."""
         began, end = threading.Event(), threading.Event()
 
         def hold() -> None:

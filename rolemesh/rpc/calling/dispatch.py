@@ -329,13 +329,17 @@ class Dispatcher:
         answers: list[Any] = []
         for _ in range(ATTEMPTS_PER_REPLICA if rpc.pure else 1):
             await self.pool.wait_for_live()
-            answers = await gather(*[self._told(rpc, replica, request, deadline) for replica in self.pool.live])
+            answers = await gather(
+                *[self._answer_or_unavailable(rpc, replica, request, deadline) for replica in self.pool.live]
+            )
             for answer in answers:
                 if not isinstance(answer, RoleUnavailable):
                     return answer
         raise answers[0]
 
-    async def _told(self, rpc: Rpc, replica: Replica, request: Message, deadline: Deadline) -> Any:
+    async def _answer_or_unavailable(
+        self, rpc: Rpc, replica: Replica, request: Message, deadline: Deadline
+    ) -> Any:
         """Return the answer, or the error of an unavailable replica."""
         try:
             with self.pool.holding(replica):

@@ -263,7 +263,7 @@ class ReplicaPool:
         except TimeoutError:
             last = "; ".join(f"at {r.address}: {r.problem}" for r in self.replicas if r.problem)
             at = last or f"at {self.addresses}"
-            raise RoleUnavailable(f"{self.role}: no replica answers, for {timeout_s:g} s ({at})") from None
+            raise RoleUnavailable(f"{self.role}: no replica has answered for {timeout_s:g} s ({at})") from None
         if self._lost and not self.live:
             raise self._lost
 

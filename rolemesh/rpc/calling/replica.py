@@ -53,20 +53,20 @@ class Replica:
 
     async def health(self) -> str:
         """Check health: return "" if it serves its role, with the expected fingerprint, else the problem."""
-        problem, life, told = await self._check()
+        problem, life, fingerprint = await self._check()
         self.life = life or self.life
-        if self._expected and (life or told or not problem):  # it has answered
-            self._compare(life, told, self._expected)
+        if self._expected and (life or fingerprint or not problem):  # it has answered
+            self._compare(life, fingerprint, self._expected)
             return self.mismatch or problem
         return problem
 
-    def _compare(self, life: str, told: str, expected: Fingerprint) -> None:
+    def _compare(self, life: str, fingerprint: str, expected: Fingerprint) -> None:
         """Compare its fingerprint with the expected one. A difference is logged when it is new."""
         before, self.mismatch = self.mismatch, ""
         try:
-            if told:
-                self.mismatch = expected.difference(Fingerprint.of_metadata(told))
-                self.call_digest = call_digest(told)
+            if fingerprint:
+                self.mismatch = expected.difference(Fingerprint.of_metadata(fingerprint))
+                self.call_digest = call_digest(fingerprint)
             elif life:
                 self.mismatch = "it runs an older version of Rolemesh, which does not say of which job it is"
             elif not self._has_no_fingerprint:

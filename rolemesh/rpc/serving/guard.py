@@ -50,7 +50,7 @@ class Guard:
         self, room: Room, job: str = "", fingerprints: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self._room, self._job = room, job
-        self._digests = {role: call_digest(told) for role, told in fingerprints.items()}
+        self._digests = {role: call_digest(metadata) for role, metadata in fingerprints.items()}
         self.idle = asyncio.Event()
         self.idle.set()
         self._running = 0

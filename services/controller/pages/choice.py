@@ -13,7 +13,9 @@ from rolemesh.graph import StepGraph, record
 from rolemesh.roles import Metrics, Roles
 from rolemesh.services.controller.conversations.conversing import recorded as recorded_conversing
 from rolemesh.services.controller.pages.step import Page, Step
-from rolemesh.services.controller.stages import advantages as advantages  # a page that forgot it is told so
+from rolemesh.services.controller.stages import (
+    advantages as advantages,
+)  # the error of a page that forgot this names it
 from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.controller.stages.dynamic_sampling import DynamicSampling
 

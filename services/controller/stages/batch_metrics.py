@@ -18,7 +18,7 @@ from rolemesh.roles import Metrics
 from rolemesh.services.controller.conversations.conversation import CLOCK
 from rolemesh.training.usage import PEAK_MEMORY
 
-MAX_TURNS_TOLD = 16  # each is a metric of its own
+MAX_TURNS_REPORTED = 16  # each is a metric of its own
 
 
 def batch_metrics(batch: DataProto, actor: ActorConfig) -> Metrics:
@@ -87,7 +87,7 @@ def _conversations(batch: DataProto) -> Metrics:
 
 def _rewards_by_turn(turns: Tensor, rewards: Tensor) -> Metrics:
     """Compute the mean reward of each of the first turns, over the rows that have it."""
-    last = min(MAX_TURNS_TOLD, int(turns.max()) if turns.numel() else 0)
+    last = min(MAX_TURNS_REPORTED, int(turns.max()) if turns.numel() else 0)
     by_turn = {turn: turns == turn for turn in range(1, last + 1)}  # [B, T]
     return {
         f"conversation/reward/turn_{turn}/mean": ((rewards * at).sum() / at.any(dim=1).sum()).item()

@@ -28,7 +28,7 @@ from rolemesh.services.environment.tools.loading import (
 )
 from rolemesh.tasks import gather
 
-# A tool that hangs is told to the policy while the turn still has time.
+# The policy gets the error of a tool that hangs while the turn still has time.
 TOOL_SHARE = 0.9  # of rollout.multi_turn.call_timeout_s
 NO_TOOL = "none"  # the name of a use of a tool that does not exist
 
@@ -207,11 +207,11 @@ class ToolConversation:
         name, most = call["function"]["name"], self._settings.max_parallel_calls
         tool = self._agent.known.get(name)
         if tool is None:
-            return self._told(call, NO_TOOL, f"there is no tool {name!r:.100}; {self._agent.said_known()}")
+            return self._failed(call, NO_TOOL, f"there is no tool {name!r:.100}; {self._agent.said_known()}")
         if index >= most:
-            return self._told(call, name, f"at most {most} calls in a turn are run, so this one was not")
+            return self._failed(call, name, f"at most {most} calls in a turn are run, so this one was not")
         if call.get("malformed"):
-            return self._told(call, name, f"the call cannot be read: {call['malformed']}")
+            return self._failed(call, name, f"the call cannot be read: {call['malformed']}")
         began = time.perf_counter()
         seconds = TOOL_SHARE * self._settings.call_timeout_s
         kwargs = _dict(self._tools_kwargs.get(name, {}), "execute_kwargs")
@@ -224,11 +224,11 @@ class ToolConversation:
             said = str(error) if isinstance(error, TookTooLong) else _said(error)
             if self._settings.on_tool_error == "fail":
                 raise EnvironmentFailed(f"tool {name}: {said}") from error
-            return self._told(call, name, said, time.perf_counter() - began)
+            return self._failed(call, name, said, time.perf_counter() - began)
         use = ToolUse(name, time.perf_counter() - began)
         return _Answered(self._message(call, answer.text), use, answer.reward)
 
-    def _told(self, call: Mapping[str, Any], tool: str, error: str, seconds: float = 0.0) -> _Answered:
+    def _failed(self, call: Mapping[str, Any], tool: str, error: str, seconds: float = 0.0) -> _Answered:
         return _Answered(self._message(call, f"Error: {error}"), ToolUse(tool, seconds, error))
 
     def _message(self, call: Mapping[str, Any], text: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class ProgramConversation:
         self._running.add_done_callback(look_at)
         if await self._next() is None:
             self._result()
-            raise EnvironmentFailed(self._told("the program ended without a call that was answered"))
+            raise EnvironmentFailed(self._with_refusal("the program ended without a call that was answered"))
         assert isinstance(self._new, Prompt), "the first call is one"
         return self._new
 
@@ -124,23 +124,25 @@ class ProgramConversation:
         assert self._running is not None
         if self._running.cancelled():
             raise EnvironmentFailed(
-                self._told("the program was ended, because it hung or nobody waited for it")
+                self._with_refusal("the program was ended, because it hung or nobody waited for it")
             )
         error = self._running.exception()
         if isinstance(error, RolemeshError):
-            raise type(error)(self._told(str(error))) from error
+            raise type(error)(self._with_refusal(str(error))) from error
         if error is not None:
             raise EnvironmentFailed(
-                self._told(f"the program raised {type(error).__name__}: {error}")
+                self._with_refusal(f"the program raised {type(error).__name__}: {error}")
             ) from error
         result = self._running.result()
         numbers = dict(result) if isinstance(result, Mapping) else {"reward": result}
         if numbers.get("reward") is None:
             raise EnvironmentFailed(
-                self._told(f"the program returned {result!r:.200}; the reward, or a dict with it, expected")
+                self._with_refusal(
+                    f"the program returned {result!r:.200}; the reward, or a dict with it, expected"
+                )
             )
         return Outcome(numbers.pop("reward"), numbers)
 
-    def _told(self, said: str) -> str:
+    def _with_refusal(self, said: str) -> str:
         refused = self._session.refused
         return f"{said}; its last call that was refused: {refused}" if refused else said

@@ -58,7 +58,7 @@ class Servers:
             raise
 
     async def call(self, server: str, tool: str, arguments: dict[str, Any]) -> CallToolResult:
-        """Call a tool. If the call is cancelled, the server is told.
+        """Call a tool. If the call is cancelled, the server is notified.
 
         Raises:
             Exception: the connection was lost, or the server refuses the call.

@@ -12,7 +12,7 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.sandbox.box import Limits, SandboxUnavailable
 from rolemesh.sandbox.session import Said, Session, Sessions
 
-CALL_SHARE = 0.8  # of rollout.multi_turn.call_timeout_s, so that a call's end can still be told
+CALL_SHARE = 0.8  # of rollout.multi_turn.call_timeout_s, so that there is time left to report a call's end
 SPARE_OUTPUT = 1 << 16  # bytes of output beyond what the policy sees
 FRESH = "(A fresh interpreter: the variables of earlier calls are lost.)\n"
 
