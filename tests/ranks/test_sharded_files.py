@@ -69,7 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(directory: Path, **keys: Any) -> PolicyModelConfig:
-    return PolicyModelConfig(path=str(directory), dtype="float32", **keys)
+    return PolicyModelConfig(path=str(directory), **{"dtype": "float32"} | keys)
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -112,7 +112,7 @@ def loads_the_same(ranks: Ranks, models: Path) -> None:
     rows = sequence_batch(4)
     rows["input_ids"] = rows["input_ids"] % 64
     for name in ("llama", "experts"):  # one is filled, the other loaded whole
-        config = config_of(models / name).model_copy(update={"dtype": "bfloat16"})
+        config = config_of(models / name, dtype="bfloat16")
         found = []
         for frozen in (False, True):
             root, _ = load_policy(config, "reference", ranks, SHARDS, CPU, frozen=frozen)
@@ -131,8 +131,8 @@ def test_two_ranks_load_what_one_process_loads(models: Path) -> None:
 # ------------------------------------------------------------------------------ saving and parking
 
 
-def loss_of(model: Any, rows: Any) -> Tensor:
-    log_probs = token_stats(model, rows, temperature=1.0).log_probs
+def loss_of(model: Any, rows: Any, dtype: str = "float32") -> Tensor:
+    log_probs = token_stats(model, rows, temperature=1.0, dtype=dtype).log_probs
     loss: Tensor = (log_probs * rows["advantages"] * rows["response_mask"]).sum() / 40
     return loss
 
@@ -144,14 +144,15 @@ def value_loss_of(model: Any, rows: Any) -> Tensor:
 class Trained:
     """A policy or a critic with its optimizer, as a worker has them."""
 
-    def __init__(self, ranks: Ranks, role: str, directory: Path, lora: bool = False) -> None:
+    def __init__(self, ranks: Ranks, role: str, directory: Path, rank: int = 0, dtype: str = "float32") -> None:
         self.ranks, self.role, self.adapter = ranks, role, None
+        self.loss = partial(loss_of, dtype=dtype) if role == "actor" else value_loss_of
         shards = FsdpConfig() if ranks.size < 4 else FsdpConfig(fsdp_size=2, param_offload=True)
-        self.config = config_of(directory, lora_rank=2 if lora else 0, target_modules=TARGETS)
+        self.config = config_of(directory, lora_rank=rank, target_modules=TARGETS, dtype=dtype)
         if role == "actor":
-            adapt = partial(Adapter, config=self.config, seed=5, ranks=ranks) if lora else None
+            adapt = partial(Adapter, config=self.config, seed=5, ranks=ranks) if rank else None
             self.root, self.adapter = load_policy(self.config, role, ranks, shards, CPU, adapt)
-            self.root(lambda model: remove_padding(model.get_decoder(), role))
+            self.root(lambda model: remove_padding(model.get_decoder(), role, dtype))
         else:
             self.root = load_score_model(self.config, role, ranks, shards, CPU, seed=7)
         self.model = self.root.model
@@ -169,11 +170,10 @@ class Trained:
     def step(self, seed: int) -> None:
         share = 8 // self.ranks.size
         rows = sequence_batch(8, seed=seed)[self.ranks.rank * share : (self.ranks.rank + 1) * share]
-        loss = self.root(loss_of if self.role == "actor" else value_loss_of, rows)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(self.root(self.loss, rows))
         self.optimizer.step()
         with torch.no_grad():  # what is gathered for it is freed again
-            self.root(loss_of if self.role == "actor" else value_loss_of, rows)
+            self.root(self.loss, rows)
 
     def trained(self) -> dict[str, Tensor]:
         return self.adapter.weights if self.adapter else named_weights(self.model)
@@ -212,23 +212,32 @@ class Trained:
         load_checkpoint(home, directory, self.trained(), read, self.optimizer, self.ranks)
 
 
-KINDS = [("actor", "qwen2", False), ("critic", "llama", False), ("actor", "llama", True)]
+# A role, its model, the rank of its adapter, and its dtype.
+KINDS = [("actor", "qwen2", 0, "float32"), ("critic", "llama", 0, "float32"), ("actor", "files", 2, "bfloat16")]
+CLOSE = {"float32": 1e-5, "bfloat16": 1e-3}  # numbers of ranks, after steps of 1e-3
+
+
+def far(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> list[tuple[str, float]]:
+    """Names whose tensors differ by more, the most first. Every rank calls it."""
+    assert found.keys() == expected.keys()
+    gaps = {n: float((whole(t) - whole(expected[n])).abs().max()) for n, t in found.items()}
+    return sorted((gap for gap in gaps.items() if gap[1] > bound), key=lambda gap: -gap[1])
 
 
 def saves(ranks: Ranks, directory: Path, models: Path) -> None:
     """Train, park in between, save; then load, and train on as if nothing had happened."""
-    for role, name, lora in KINDS:
-        first = Trained(ranks, role, models / name, lora)
+    for role, name, rank, dtype in KINDS:
+        first = Trained(ranks, role, models / name, rank, dtype)
         initial = {n: whole(t).clone() for n, t in first.state().items()}
         if first.adapter:  # its first pass is without the adapter, and its next learns
             with first.adapter.off(), torch.no_grad():
-                first.root(loss_of, sequence_batch(2))
+                first.root(first.loss, sequence_batch(2))
         first.step(1)
         expected = {n: whole(t).clone() for n, t in first.state().items()}
         memory, changes = HostMemory(pinned=False), lambda each=first: each.optimizer.num_changes
         parking = Parking(first.tensors, CPU, directory, changes=changes, shelf=memory)
         with torch.no_grad():
-            first.root(loss_of if role == "actor" else value_loss_of, sequence_batch(2))
+            first.root(first.loss, sequence_batch(2))
         assert parking.park() > 0
         assert sum(local(p).untyped_storage().nbytes() for p in first.model.parameters()) == 0
         assert parking.unpark() > 0
@@ -240,35 +249,37 @@ def saves(ranks: Ranks, directory: Path, models: Path) -> None:
         parking.unpark()
         learned = {n: whole(t) for n, t in first.state().items()}
         if ranks.rank == 0:
-            one = Trained(Ranks.alone(), role, models / name, lora)
+            one = Trained(Ranks.alone(), role, models / name, rank, dtype)
             one.step(1)
             one.step(2)
-            gaps = {n: float((t - one.state()[n]).abs().max()) for n, t in learned.items()}
-            assert max(gaps.values()) <= 1e-5, sorted(gaps.items(), key=lambda gap: -gap[1])[:5]
+            assert far(learned, one.state(), CLOSE[dtype]) == []
         saved = directory / f"{role}-{name}"
-        then = {n: whole(t).clone() for n, t in first.state().items()}
         first.save(saved)
 
-        second = Trained(ranks, role, models / name, lora)
+        second = Trained(ranks, role, models / name, rank, dtype)
         second.load(saved)
-        assert differing(second.state(), then) == []
+        assert differing(second.state(), learned) == []
         second.step(9)
         assert differing(second.state(), first.state()) == []
+        later = {n: whole(t).contiguous() for n, t in second.state().items()}
+        if ranks.rank == 0:
+            save_file(later, directory / f"{role}-{name}.safetensors")
         second.load(None)
         assert differing(second.state(), initial) == []
 
 
 def resumes(ranks: Ranks, directory: Path, models: Path) -> None:
-    """Another number of ranks loads the checkpoints, and saves the same bytes."""
-    for role, name, lora in KINDS:
+    """Another number of ranks loads the checkpoints, saves the same bytes, and learns what two ranks learn."""
+    for role, name, rank, dtype in KINDS:
         saved, again = directory / f"{role}-{name}", directory / f"{role}-{name}-{ranks.size}"
-        resumed = Trained(ranks, role, models / name, lora)
+        resumed = Trained(ranks, role, models / name, rank, dtype)
         resumed.load(saved)
         resumed.save(again)
         ranks.wait()
         files = {file.name: file.read_bytes() for file in saved.iterdir()}
         assert {file.name: file.read_bytes() for file in again.iterdir()} == files
         assert {"optimizer.safetensors", "training_state.json"} < files.keys()
+        assert far(resumed.state(), load_file(f"{saved}.safetensors"), CLOSE[dtype]) == []
 
 
 def fails_together(ranks: Ranks, directory: Path, models: Path) -> None:
