@@ -140,6 +140,8 @@ def defaults() -> str:
         "roles": list(ROLES),
         "stateless": list(stateless_roles()),
         "called": [name for name, role in ROLES.items() if role.wanted is None],
+        "servesWeights": [name for name, role in ROLES.items() if role.serves_weights],
+        "runsUserCode": [name for name, role in ROLES.items() if role.runs_user_code],
         "names": {key: list(catalog) for key, catalog in NAMED.items()},
         "comparing": [name for name, estimator in ESTIMATORS.items() if estimator.compares],
         "withCritic": [name for name, estimator in ESTIMATORS.items() if estimator.needs_critic],

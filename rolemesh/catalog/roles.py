@@ -31,6 +31,8 @@ class RoleSpec(Declaration):
         client: its rolemesh.rpc.calling.clients.RoleClient.
         recorded: its stand-in while the step graph is recorded.
         serves_weights: its server has WeightsService too.
+        runs_user_code: it may run the job author's code. Its pod writes nothing to the workspace, and prepares
+            nothing there, unless another role shares it.
         wanted: whether a job has the role; None: it has the role if its page calls it.
         on_device: whether the role computes on its process's device. Others wait for no turn there.
         model: the model that the role loads if it computes on a device.
@@ -52,6 +54,7 @@ class RoleSpec(Declaration):
     client: Code
     recorded: Code
     serves_weights: bool = False
+    runs_user_code: bool = False
     wanted: Callable[[JobConfig], bool] | None = _always
     on_device: Callable[[JobConfig], bool] = _always
     model: Callable[[JobConfig], ModelConfig] = lambda job: job.actor.model
@@ -173,6 +176,7 @@ ROLES = Catalog(
         servicer=f"{SERVICES}.reward.servicer:RewardServicer",
         client=f"{CLIENTS}:RewardClient",
         recorded=f"{RECORDING}:RecordedReward",
+        runs_user_code=True,
         wanted=None,
         on_device=lambda job: job.reward.reward_model.enable,
         model=lambda job: job.reward.reward_model.model,
@@ -194,6 +198,7 @@ ROLES = Catalog(
         servicer=f"{SERVICES}.environment.servicer:EnvironmentServicer",
         client="rolemesh.rpc.calling.episodes:EnvironmentClient",
         recorded=f"{RECORDING}:RecordedEnvironment",
+        runs_user_code=True,
         wanted=lambda job: "rollout" in job.page.roles and job.rollout.multi_turn.enable,
         on_device=lambda job: False,
         max_streams=MAX_EPISODE_STREAMS,

@@ -76,6 +76,14 @@ false or 0 by the default. */}}
 {{- toJson $roles }}
 {{- end }}
 
+{{/* The roles of a list that are of a kind of files/defaults.json, of (list $ ROLES KIND), as JSON. */}}
+{{- define "rlhf-job.of" -}}
+{{- $kind := get ((first .).Files.Get "files/defaults.json" | fromJson) (index . 2) }}
+{{- $roles := list }}
+{{- range index . 1 }}{{ if has . $kind }}{{ $roles = append $roles . }}{{ end }}{{ end }}
+{{- toJson $roles }}
+{{- end }}
+
 {{/* The plan of the release, as JSON: roles, and for each group name, workload, kind, roles, scaler, replicas (with a
 scaler, the minimum), ranks, pods (of a replica), gpusOfGroup (of a replica), gpus (of a pod), models (its roles that load
 a model; an engine on external servers loads none), resources and pod (values.pods with the overrides of values.groups).

@@ -267,8 +267,9 @@ their weights there while they sleep, and profiles are written there. */}}
 {{- define "rlhf-job.readsOnly" -}}
 {{- $ := first . }}
 {{- $profiled := (include "rlhf-job.job" $ | fromJson).trainer.profile_steps }}
-{{- $judges := and (has "reward" (last .)) $.Values.rewardFunction.writes }}
-{{- if not (or (without (last .) "reward" "environment") (not (last .)) $judges $profiled) }}true{{ end }}
+{{- $writes := and (has "reward" (last .)) $.Values.rewardFunction.writes }}
+{{- $userCode := include "rlhf-job.of" (list $ (last .) "runsUserCode") | fromJsonArray }}
+{{- if not (or (ne (len $userCode) (len (last .))) (not (last .)) $writes $profiled) }}true{{ end }}
 {{- end }}
 
 {{/* The claims that a pod mounts, of (list $ ROLES SETTINGS), as JSON: the workspace, and each claim that contains a path
