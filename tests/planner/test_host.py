@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_planner import H100, HYBRID, LLAMA_7B, MODELLED, ppo
+from planned import H100, HYBRID, LLAMA_7B, MODELLED, ppo
 from transformers import LlamaConfig
 
 from rolemesh.errors import InvalidConfig

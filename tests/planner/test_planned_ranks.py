@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_planner import COLLOCATE, H100, LLAMA_7B, MODELLED, STANDALONE, planner, ppo
+from planned import COLLOCATE, H100, LLAMA_7B, MODELLED, STANDALONE, planner, ppo
 
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
