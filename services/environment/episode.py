@@ -1,4 +1,4 @@
-"""One episode of a replica: its turns in order, each answered once, however often it is sent."""
+"""One episode of a replica: answers its turns in order, each once, even if a turn is sent again."""
 
 from __future__ import annotations
 
@@ -27,28 +27,33 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-OF_A_PROGRAM = ("text", "cut", "prompt_tokens", "completion_tokens")  # of a turn, for an agent that `calls`
+OF_A_PROGRAM = (
+    "text",
+    "cut",
+    "prompt_tokens",
+    "completion_tokens",
+)  # fields of a turn for an agent that `calls`
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds for one turn; seconds after which an episode that nobody asks about is abandoned."""
+    """Time limits in seconds: of one turn, and of an episode without a request."""
 
     call_s: float
     episode_s: float
 
 
 class OpenedEpisode:
-    """An attempt of an episode.
+    """One attempt of an episode.
 
-    A call may break off and come again, so its work goes on without it, and both get the same answer.
+    If a call breaks off, its work continues. When the call is repeated, it gets the same answer.
 
     Args:
-        request: how it begins.
-        opens: makes its conversation.
-        limits: of time.
-        answered: called with each answer to a turn, once.
-        ended: called when it has freed what it held, with the reason.
+        request: opens the episode.
+        opens: makes the conversation.
+        limits: time limits.
+        answered: called once with each answer to a turn.
+        ended: called with the reason after the episode has released its resources.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class OpenedEpisode:
     # ------------------------------------------------------------------------------- requests
 
     async def opened(self) -> OpenEpisodeResponse:
-        """Return what is said first.
+        """Return the environment's first messages.
 
         Raises:
             EnvironmentFailed: the conversation could not begin.
@@ -85,11 +90,11 @@ class OpenedEpisode:
         return await self._answer(self._opening)
 
     async def act(self, request: ActRequest) -> ActResponse:
-        """Answer a turn: the next one, or the last one again.
+        """Answer the next turn, or repeat the answer to the last one.
 
         Raises:
-            InvalidBatch: it is neither of them, or unreadable.
-            EnvironmentFailed: the conversation raised, took too long or said something invalid.
+            InvalidBatch: the turn is neither the next nor the last one, or is unreadable.
+            EnvironmentFailed: the conversation raised, took too long or returned something invalid.
             EpisodeLost: the episode ended meanwhile.
         """
         said = hashlib.blake2b(request.message.SerializeToString(deterministic=True), digest_size=16).digest()
@@ -108,7 +113,7 @@ class OpenedEpisode:
         if self._is_done:
             raise InvalidBatch(f"{self.where}: turn {request.turn} came, but turn {self._turn} was the last")
         turn = message_of(request.message, f"{self.where}: turn {request.turn}")
-        if request.completion_tokens:  # for an agent that brings its prompt
+        if request.completion_tokens:  # only for an agent that sets its prompt
             turn |= {name: getattr(request, name) for name in OF_A_PROGRAM}
         self._turn, self._said = request.turn, said
         self._acting = _started(self._act(turn))
@@ -118,7 +123,7 @@ class OpenedEpisode:
         """End the episode, and return its reward.
 
         Raises:
-            EnvironmentFailed: the conversation failed, now or before.
+            EnvironmentFailed: the conversation failed, now or earlier.
         """
         self._raise_failure()
         return await self._answer(self.end("closed"))
@@ -128,7 +133,7 @@ class OpenedEpisode:
             raise type(self._failure)(str(self._failure))
 
     def end(self, reason: str) -> asyncio.Task[CloseEpisodeResponse]:
-        """Begin to end the episode, also in the middle of a turn, if nothing else has."""
+        """Start to close the episode, even during a turn, unless it is closing already."""
         if self._closing is None:
             self._timer.cancel()
             self._closing = _started(self._close(reason))
@@ -139,7 +144,7 @@ class OpenedEpisode:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled():  # not this call, but the work that it waits for
+            if task.cancelled():  # the awaited work was cancelled, not this call
                 raise EpisodeLost(f"{self.where}: the episode was ended meanwhile") from None
             raise
         finally:
@@ -180,7 +185,7 @@ class OpenedEpisode:
             self._ended(self, reason)
 
     async def _bounded(self, work: Awaitable[R], doing: str) -> R:
-        """Run the environment's code, for call_s seconds at most; name the row in what it raises."""
+        """Run the environment's code for at most call_s seconds. Its errors name the row."""
         try:
             return await within(self._limits.call_s, work)
         except TookTooLong as error:
@@ -195,7 +200,7 @@ class OpenedEpisode:
             raise EnvironmentFailed(f"{self.where}: {doing} raised {said}") from error
 
     def fail(self, error: RolemeshError) -> None:
-        """Keep the error for every further call, and free what the episode holds."""
+        """Answer every later call with this error, and release the episode's resources."""
         self._failure = error
         if self._closing is None:
             self._timer.cancel()
@@ -227,7 +232,7 @@ class _Failing:
 
 
 def _started(work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-    """Start a task whose error may be asked for later, or never."""
+    """Start a task. Its error may be retrieved later, or never."""
     task = asyncio.create_task(work)
     task.add_done_callback(look_at)
     return task

@@ -135,7 +135,7 @@ def job_with(plugin: str, model: Path, format: str = "slashes") -> JobConfig:
 def test_a_format_of_ones_own_reads_turns_and_counts_for_a_resumed_run(slashes: str, tiny_model: Path) -> None:
     job = job_with(slashes, tiny_model)
     tokenizer = load_tokenizer(job.actor.model)
-    heard = Speech(job, tokenizer).heard("I ask.\n/search a cat\n/now x", 3)
+    heard = Speech(job, tokenizer).parse_turn("I ask.\n/search a cat\n/now x", 3)
     assert heard.content == "I ask."
     assert [(call.id, call.name, json.loads(call.arguments)) for call in heard.tool_calls] == [
         ("call-3-0", "search", {"text": "a cat"}),
@@ -168,4 +168,4 @@ def test_a_format_that_returns_something_else_is_named(
     Path(slashes).write_text(code[: code.index("    calls =")] + f"    return {returned}\n")
     job = job_with(slashes, tiny_model)
     with pytest.raises(RoleFailed, match=rf"call format slashes of {slashes} raised {said}"):
-        Speech(job, load_tokenizer(job.actor.model)).heard("AB", 1)
+        Speech(job, load_tokenizer(job.actor.model)).parse_turn("AB", 1)

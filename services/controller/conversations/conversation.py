@@ -39,10 +39,10 @@ CLOCK = "environment_s"  # seconds in which a conversation waited for its enviro
 
 
 class Speech:
-    """From ids to messages and back, for all conversations of a job.
+    """Converts token ids to messages and back, for all conversations of a job.
 
     Args:
-        job: has the call format and the limits.
+        job: sets the call format and the limits.
         tokenizer: the policy's.
 
     Raises:
@@ -60,16 +60,16 @@ class Speech:
         self._ends: Mapping[int, str] = special
 
     def end_of(self, ids: list[int]) -> str:
-        """Return the text of the special token with which a turn ends; "" if it does not."""
+        """Return the text of the special token that ends a turn; "" if the turn has none."""
         return self._ends.get(ids[-1], "")
 
     def text_of(self, ids: list[int]) -> str:
-        """Return what the policy said in a turn, without its end."""
+        """Decode a turn of the policy, without the token that ends it."""
         text: str = self._tokenizer.decode(ids[:-1] if self.end_of(ids) else ids)
         return text
 
-    def heard(self, text: str, turn: int) -> Message:
-        """Return what the policy said in a turn, with the calls in it."""
+    def parse_turn(self, text: str, turn: int) -> Message:
+        """Parse the text of a turn into a message with its tool calls."""
         with self._format.errors_named():
             content, calls = checked(self._read(text))
         return Message(
@@ -84,20 +84,21 @@ class Speech:
         )
 
     def ids_after(self, messages: Chat, end: str) -> list[int]:
-        """Return the ids that follow a turn (Template.after_turn)."""
+        """Return the ids that the template appends after a turn (Template.after_turn)."""
         return self._template.after_turn(messages, end)
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a prompt that an environment brings (Template.prompt)."""
+        """Return the ids of a prompt that an environment sets (Template.prompt)."""
         return self._template.prompt(prompt.messages, prompt.tools)
 
     @property
     def splits(self) -> bool:
-        """True if the job splits rows where the template rewrites earlier turns."""
+        """True if a row gets a new context when the template rewrites its earlier turns."""
         return self._config.template_rewrites == "split"
 
     def ids_after_all(self, prompt: list[int], said: Chat, messages: Chat, end: str) -> tuple[bool, list[int]]:
-        """Return the ids of the whole conversation or those that follow a turn (Template.after_all)."""
+        """Return True and the ids of the whole conversation if the template rewrites it, else False and the ids
+        that follow the turn (Template.after_all)."""
         return self._template.after_all(prompt, said, messages, end)
 
     def ids_before(self, messages: Chat) -> list[int]:
@@ -105,15 +106,15 @@ class Speech:
         return self._template.after_prompt(messages)
 
     def to_chat(self, messages: Sequence[Message], what: str, *, cuts: bool) -> Chat:
-        """Return an environment's messages for the template.
+        """Convert an environment's messages for the template.
 
         Args:
-            messages: what it said.
-            what: begins the error.
-            cuts: answers of tools are cut to their most characters.
+            messages: from the environment.
+            what: names the messages, at the beginning of an error.
+            cuts: truncate answers of tools to `max_tool_response_length`.
 
         Raises:
-            InvalidBatch: one is no message, or speaks for the policy; the error begins with `what`.
+            InvalidBatch: a message is malformed, or has the role `assistant`.
         """
         most, side = self._config.max_tool_response_length, self._config.tool_response_truncate_side
         chat = chat_of(messages, what)
@@ -130,11 +131,11 @@ class Conversation:
     """One attempt at a row's conversation.
 
     Args:
-        row: its number in `rows`.
-        name: of the episode; unique in the job.
+        row: index in `rows`.
+        name: the episode's, unique in the job.
         attempt: from 1.
         agent: the row's agent_name.
-        job, speech, environment, rows, turns: what all conversations share.
+        job, speech, environment, rows, turns: shared by all conversations.
     """
 
     row: int
@@ -148,17 +149,17 @@ class Conversation:
     turns: Turns
     why: str = field(default="", init=False)
     numbers: dict[str, float] = field(default_factory=dict, init=False)
-    _most: int = field(default=0, init=False)  # tokens of the next turn; 0: as many as fit
-    _is_cut: bool = field(default=False, init=False)  # the last turn, at its most tokens
-    _said: Chat = field(default_factory=list, init=False)  # after the prompt
-    _prompt: list[int] = field(default_factory=list, init=False)  # the last one that was brought
+    _max_turn_tokens: int = field(default=0, init=False)  # the environment's limit for the next turn; 0: none
+    _was_truncated: bool = field(default=False, init=False)  # the last turn was truncated to that limit
+    _said: Chat = field(default_factory=list, init=False)  # messages after the prompt
+    _prompt: list[int] = field(default_factory=list, init=False)  # the last prompt that the environment set
 
     async def run(self) -> dict[str, str | float]:
         """Hold the conversation. Return why it ended and numbers about it.
 
         Raises:
-            EpisodeLost: its environment is gone; begin anew with another attempt.
-            EnvironmentFailed: the environment failed, or said something that nobody can answer.
+            EpisodeLost: its environment is gone; restart with the next attempt.
+            EnvironmentFailed: the environment failed, or sent an invalid answer.
         """
         self.numbers = {"turns": 0.0, "tool_calls": 0.0, "tool_errors": 0.0, CLOCK: 0.0}
         self._began = time.monotonic()
@@ -168,13 +169,13 @@ class Conversation:
                 await opening
             ended = False
             while not ended:
-                ids = await self.turns.next_of(self.row)  # the first, while the episode is being opened
+                ids = await self.turns.next_turn(self.row)  # the first turn, while the episode opens
                 self.numbers["turns"] += 1
                 await opening
-                ended = await self._answered(self._within_its_most(ids))
+                ended = await self._answer_turn(self._truncated_turn(ids))
         except BaseException:
             opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)  # its error, if it has one, is not forgotten
+            await asyncio.gather(opening, return_exceptions=True)  # retrieves its error, if any
             raise
         closed = await self._timed(
             self.environment.close_episode(CloseEpisodeRequest(episode=self.name, attempt=self.attempt))
@@ -202,7 +203,7 @@ class Conversation:
             brought = "brought a" if opened.HasField("prompt") else "brought no"
             raise self._failed(f"{brought} prompt, against its declaration (calls)")
         if AGENTS[self.agent].calls:
-            self._bring(opened)
+            self._use_prompt(opened)
         if bool(opened.messages) != AGENTS[self.agent].speaks_first:
             spoke = "spoke" if opened.messages else "did not speak"
             raise self._failed(
@@ -218,46 +219,47 @@ class Conversation:
                 )
             self.rows.append(at, ids)
 
-    def _bring(self, opened: OpenEpisodeResponse) -> None:
-        """Take the prompt of the environment in place of the row's."""
+    def _use_prompt(self, opened: OpenEpisodeResponse) -> None:
+        """Replace the row's prompt by the environment's."""
         ids = self._ids_of(opened.prompt)
         if len(ids) > self.rows.prompt_tokens:
             raise EnvironmentFailed(
                 f"{self._who('its prompt')} has {len(ids)} tokens with its tools; data.max_prompt_length is "
                 f"{self.rows.prompt_tokens}"
             )
-        self.rows.bring(self.row, ids)
-        self._most = opened.max_tokens
+        self.rows.set_prompt(self.row, ids)
+        self._max_turn_tokens = opened.max_tokens
 
     def _ids_of(self, prompt: environment_pb2.Prompt) -> list[int]:
         with invalid_as(EnvironmentFailed):
             self._prompt, self._said = self.speech.prompt(prompt_of(prompt, self._who("its prompt"))), []
         return self._prompt
 
-    def _replaced(self, ids: list[int]) -> bool:
-        """Show the policy these ids in place of all that it saw. Return whether that was the end."""
+    def _replace_context(self, ids: list[int]) -> bool:
+        """Begin a new context of the row with these ids. Return True if that ended the conversation."""
         if self.rows.num_contexts(self.row) == MAX_CONTEXTS:
             return self._ended(TOO_MANY_PROMPTS)
         if len(ids) >= self.rows.room(self.row):
             return self._ended(NO_ROOM)
-        self.rows.replace(self.row, ids)
+        self.rows.begin_context(self.row, ids)
         return False
 
-    def _within_its_most(self, ids: list[int]) -> list[int]:
-        """Return a turn without the tokens beyond those that the environment asked for."""
-        self._is_cut = 0 < self._most < len(ids)
-        if self._is_cut:
-            self.rows.cut(self.row, len(ids) - self._most)
-            return ids[: self._most]
+    def _truncated_turn(self, ids: list[int]) -> list[int]:
+        """Truncate a turn to the environment's limit of tokens, and return its ids."""
+        self._was_truncated = 0 < self._max_turn_tokens < len(ids)
+        if self._was_truncated:
+            self.rows.drop_last(self.row, len(ids) - self._max_turn_tokens)
+            return ids[: self._max_turn_tokens]
         return ids
 
-    async def _answered(self, ids: list[int]) -> bool:
-        """Give a turn to the environment, and append what it says. Return whether that was the end."""
+    async def _answer_turn(self, ids: list[int]) -> bool:
+        """Send a turn to the environment and append its answer. Return True if that ended the conversation."""
         config, end = self.job.rollout.multi_turn, self.speech.end_of(ids)
         is_full = not end and not self.rows.room(self.row)
         if is_full and not AGENTS[self.agent].calls:
-            return self._ended(NO_ROOM)  # half a turn is no turn
-        answer: ActResponse = await self._timed(self.environment.act(self._turn(ids, self._is_cut or is_full)))
+            return self._ended(NO_ROOM)  # the environment gets only whole turns
+        request = self._turn(ids, self._was_truncated or is_full)
+        answer: ActResponse = await self._timed(self.environment.act(request))
         number = int(self.numbers["turns"])
         self.rows.reward(self.row, config.turn_reward_weight * answer.reward)
         self.numbers["tool_calls"] += len(answer.tools)
@@ -272,9 +274,9 @@ class Conversation:
             return self._ended("max_user_turns")
         if time.monotonic() - self._began > config.episode_timeout_s:
             return self._ended("episode_timeout_s")
-        self._most = answer.max_tokens
+        self._max_turn_tokens = answer.max_tokens
         if answer.HasField("prompt"):
-            return self._replaced(self._ids_of(answer.prompt))
+            return self._replace_context(self._ids_of(answer.prompt))
         chat = self._chat(answer.messages, f"the answer to turn {number}")
         if not chat:
             raise self._failed("neither said anything nor ended the conversation")
@@ -284,7 +286,7 @@ class Conversation:
             prompt = self._prompt or self.rows.prompt(self.row)
             is_anew, following = self.speech.ids_after_all(prompt, said, chat, end)
             if is_anew:
-                return self._replaced(following)
+                return self._replace_context(following)
         else:
             following = self.speech.ids_after(chat, end)
         if len(following) >= self.rows.room(self.row):
@@ -294,8 +296,8 @@ class Conversation:
 
     def _turn(self, ids: list[int], is_cut: bool) -> ActRequest:
         number, text = int(self.numbers["turns"]), self.speech.text_of(ids)
-        # A call that was cut may look whole.
-        said = Message(role="assistant", content=text) if is_cut else self.speech.heard(text, number)
+        # A truncated call may look complete.
+        said = Message(role="assistant", content=text) if is_cut else self.speech.parse_turn(text, number)
         turn = ActRequest(episode=self.name, attempt=self.attempt, turn=number, message=said)
         if AGENTS[self.agent].calls:
             turn.text, turn.cut = text, is_cut
@@ -326,7 +328,7 @@ class Conversation:
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of a prompt for the environment: content in parts becomes JSON."""
+    """Convert a message of a prompt for the environment: content in parts becomes JSON."""
     content = message.get("content")
     return {
         **message,

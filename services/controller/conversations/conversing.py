@@ -1,4 +1,4 @@
-"""The rollout that a page sees in a job with agents."""
+"""Wraps the rollout so that rows with an agent become conversations."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ CALLS = itertools.count(1)  # part of an episode's name: validations ask for the
 
 
 class Conversing(Forwarding[Rollout]):
-    """A rollout whose rows may be conversations, by their agent_name. Implements rolemesh.roles.Rollout.
+    """A rollout whose rows are conversations if their agent_name says so. Implements rolemesh.roles.Rollout.
 
     Args:
-        rollout: generates turns.
-        environment: the other side.
+        rollout: generates the policy's turns.
+        environment: answers them.
         job: the job.
         tokenizer: the policy's.
 
@@ -48,15 +48,15 @@ class Conversing(Forwarding[Rollout]):
         self._pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
-        """Rollout.generate, with turns, environment_rewards and conversation.
+        """Generate as Rollout.generate does, with the columns turns, environment_rewards and conversation too.
 
-        Rows do not wait for one another: a row that has ended is yielded while others still talk.
+        A row is yielded as soon as its conversation has ended, while others continue.
 
         Raises:
-            EnvironmentFailed: a conversation could not be held to its end; the message names the row's uid.
+            EnvironmentFailed: a conversation failed; the message names the row's uid.
         """
         rows = Rows(prompts, self._job.data.max_response_length, self._pad)
-        ended: dict[int, Facts] = {}  # rows that were not yielded yet
+        ended: dict[int, Facts] = {}  # rows not yielded yet
         changed = asyncio.Event()
         turns = Turns(self._role, rows)
         name = f"step-{prompts.meta_info['step']}-{next(CALLS)}"
@@ -92,10 +92,10 @@ class Conversing(Forwarding[Rollout]):
             raise _first(errors) from None
 
     async def _row(self, rows: Rows, turns: Turns, row: int, name: str) -> Facts:
-        """Hold the conversation of a row; anew, if its environment is lost."""
+        """Hold the conversation of a row. Restart it if its environment is lost."""
         agent, config = rows.prompts["agent_name"][row], self._job.rollout.multi_turn
         if not AGENTS[agent].converses:
-            await turns.next_of(row)
+            await turns.next_turn(row)
             return {"turns": 1.0, "why": agent}
         uid = rows.prompts["uid"][row]
         for attempt in range(1, config.max_attempts + 1):
@@ -116,7 +116,7 @@ class Conversing(Forwarding[Rollout]):
 
 
 class RecordedConversing(Forwarding[Rollout]):
-    """Its stand-in while the step graph is recorded."""
+    """Stand-in for Conversing while the step graph is recorded."""
 
     async def generate(self, prompts: DataProto) -> AsyncIterator[DataProto]:
         async for rows in self._role.generate(prompts):
@@ -128,7 +128,7 @@ class RecordedConversing(Forwarding[Rollout]):
 
 
 def recorded(roles: Roles, job: JobConfig) -> Roles:
-    """Return recording roles for a page, whose rollout converses if the job's does."""
+    """Wrap the rollout of recording roles if the job has conversations."""
     if not job.rollout.multi_turn.enable:
         return roles
     return replace(roles, rollout=RecordedConversing(roles.rollout))

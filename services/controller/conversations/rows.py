@@ -1,4 +1,4 @@
-"""The rows of one request while their conversations grow."""
+"""Token ids and columns of the rows of one request, while their conversations run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PROMPT = ("prompts", "prompt_mask")
 
 @dataclass(frozen=True)
 class Context:
-    """A prompt that took the place of all that a row had.
+    """A further context of a row: a prompt that replaced the conversation so far.
 
     Args:
         number: from 1; the row's own prompt is context 0.
-        begin: which token of the row follows `prompt`.
-        prompt: its first ids, as many as a prompt may have. The rest stands in the row.
-        seed: of what is sampled from here on.
+        begin: position in the row of the token after `prompt`.
+        prompt: the first ids of the new prompt, at most P. Its other ids are in the row from `begin` on.
+        seed: the random stream of tokens sampled in this context.
     """
 
     number: int
@@ -33,19 +33,19 @@ class Context:
 
 
 class Rows:
-    """Token ids of each row, who wrote each, and what is known of it.
+    """Token ids of each row, with the author, log-probability and weight version of each token.
 
     Args:
-        prompts: the request, of B rows.
-        num_tokens: T, for all turns of a row together.
-        pad: the id beyond a row's end.
+        prompts: the request, B rows.
+        num_tokens: T, the limit for all turns of a row together.
+        pad: the id after a row's end.
     """
 
     def __init__(self, prompts: DataProto, num_tokens: int, pad: int) -> None:
         shape = (len(prompts), num_tokens)
         self.prompts, self.num_tokens = prompts, num_tokens
         self.lengths = [0] * len(prompts)
-        self._turns = [0] * len(prompts)  # of the policy so far
+        self._turns = [0] * len(prompts)  # number of the policy's turns so far
         self._rewards = torch.zeros(shape)
         self._columns: dict[str, Tensor] = {
             "responses": torch.full(shape, pad),
@@ -55,20 +55,20 @@ class Rows:
             "weight_versions": torch.full(shape, -1),
         }
         self._blank = {name: column[:1].clone() for name, column in self._columns.items()}
-        # Copies, because the page goes on using its own: a conversation may bring another prompt.
+        # Copies, because a conversation may set another prompt, and the page still uses its own.
         self._prompts = {name: prompts[name].clone() for name in PROMPT}
         self._pad = pad
-        self._replaced: dict[int, Context] = {}  # of rows whose prompt another one has taken the place of
+        self._contexts: dict[int, Context] = {}  # the current context of each row that has several
 
     def room(self, row: int) -> int:
-        """Return how many tokens a row may still have."""
+        """Return the number of tokens that still fit into a row."""
         return self.num_tokens - self.lengths[row]
 
     def request(self, rows: Sequence[int]) -> DataProto:
         """Return a request for the next turn of these rows.
 
-        It has what the rows are so far, also if that is nothing: an engine then keeps what it computes. Of a
-        row with several contexts it has the last one.
+        It has the columns `responses` and `turns` even for the first turn, so an engine keeps keys and values
+        for the next one. For a row with several contexts it has only the last one.
         """
         asked = self.prompts.select_columns(["seeds"]).select_idxs(torch.tensor(rows))
         for name, column in self._prompts.items():
@@ -76,7 +76,7 @@ class Rows:
         for name in ("responses", "turns"):
             asked[name] = self._columns[name][list(rows)]
         for at, row in enumerate(rows):
-            if (context := self._replaced.get(row)) is not None:
+            if (context := self._contexts.get(row)) is not None:
                 length = self.lengths[row] - context.begin
                 for name in ("responses", "turns"):
                     asked[name][at] = self._blank[name][0]
@@ -87,33 +87,33 @@ class Rows:
 
     @property
     def prompt_tokens(self) -> int:
-        """P, for the prompt of a row."""
+        """P, the width of a prompt."""
         return int(self._prompts["prompts"].shape[1])
 
-    def bring(self, row: int, ids: Sequence[int]) -> None:
-        """Take these ids, at most `prompt_tokens`, as the prompt of a row that has nothing yet."""
+    def set_prompt(self, row: int, ids: Sequence[int]) -> None:
+        """Replace the prompt of a row without responses by these ids, at most `prompt_tokens`."""
         _fill(self._prompts["prompts"][row], self._prompts["prompt_mask"][row], ids, self._pad)
 
-    def replace(self, row: int, ids: Sequence[int]) -> None:
-        """Let the policy see these ids, fewer than `room`, in place of all that the row has.
+    def begin_context(self, row: int, ids: Sequence[int]) -> None:
+        """Begin a context with these ids, fewer than `room`: the policy sees them instead of the row so far.
 
-        They are appended, as tokens that the policy did not sample. What a row samples after them has a random
-        stream of its own, as it stands at positions that were drawn for before.
+        They are appended as tokens that the policy did not sample. Each context has its own random stream,
+        because its positions repeat those of earlier contexts.
         """
-        number = 1 + (self._replaced[row].number if row in self._replaced else 0)
+        number = 1 + (self._contexts[row].number if row in self._contexts else 0)
         first = ids[: self.prompt_tokens]
         stream = np.random.SeedSequence([int(self.prompts["seeds"][row]) % 2**64, number])
         seed = int(stream.generate_state(1, np.uint64)[0] >> 1)
-        self._replaced[row] = Context(number, self.lengths[row] + len(first), first, seed)
+        self._contexts[row] = Context(number, self.lengths[row] + len(first), first, seed)
         self.append(row, ids)
 
     def num_contexts(self, row: int) -> int:
-        """Return how many prompts a row has had."""
-        return 1 + (self._replaced[row].number if row in self._replaced else 0)
+        """Return the number of contexts of a row."""
+        return 1 + (self._contexts[row].number if row in self._contexts else 0)
 
     def length(self, row: int) -> int:
-        """Return how many tokens the policy sees of a row, its prompt included."""
-        if (context := self._replaced.get(row)) is not None:
+        """Return the number of tokens in the row's current context, including its prompt."""
+        if (context := self._contexts.get(row)) is not None:
             return len(context.prompt) + self.lengths[row] - context.begin
         return int(self._prompts["prompt_mask"][row].sum()) + self.lengths[row]
 
@@ -122,13 +122,13 @@ class Rows:
         ids: list[int] = self._prompts["prompts"][row][self._prompts["prompt_mask"][row].bool()].tolist()
         return ids
 
-    def take(self, row: int, answer: DataProto, at: int) -> list[int]:
-        """Append a turn of the policy, as far as there is room, and return its ids.
+    def append_turn(self, row: int, answer: DataProto, at: int) -> list[int]:
+        """Append a turn of the policy, up to the row's room, and return its ids.
 
         Args:
-            row: the row.
-            answer: of the rollout, in which new tokens stand where they belong.
-            at: which row of it.
+            row: index of the row.
+            answer: from the rollout, with the new tokens at their positions in the row.
+            at: index of the row in `answer`.
         """
         new = answer["response_mask"][at].nonzero().flatten()[: self.room(row)]
         here = slice(self.lengths[row], self.lengths[row] + len(new))
@@ -147,8 +147,8 @@ class Rows:
         self.lengths[row] += len(ids)
         return ids
 
-    def cut(self, row: int, num_tokens: int) -> None:
-        """Forget the last tokens of a row."""
+    def drop_last(self, row: int, num_tokens: int) -> None:
+        """Drop the last tokens of a row."""
         end = self.lengths[row]
         for name, column in self._columns.items():
             column[row, end - num_tokens : end] = self._blank[name][0, end - num_tokens : end]
@@ -168,29 +168,29 @@ class Rows:
         self._rewards[row, sampled[-1, 0]] += reward
 
     def reset(self, row: int) -> None:
-        """Forget all but the prompt: the conversation begins anew."""
+        """Drop everything but the original prompt, to restart the conversation."""
         for name, column in self._columns.items():
             column[row] = self._blank[name][0]
         for name, prompts in self._prompts.items():
             prompts[row] = self.prompts[name][row]
-        self._replaced.pop(row, None)
+        self._contexts.pop(row, None)
         self._rewards[row] = 0
         self.lengths[row] = self._turns[row] = 0
 
     def answer(self, rows: Sequence[int], facts: Sequence[Mapping[str, str | float]]) -> DataProto:
         """Return finished rows as `generate` does, with `turns`, `environment_rewards` and `conversation`.
 
-        They also have the columns of their prompts, which a conversation may have brought.
+        They also have the columns of their prompts, because a conversation may have set another prompt.
 
         Args:
-            rows: the rows.
-            facts: about the conversation of each.
+            rows: indices of the rows.
+            facts: numbers about each row's conversation, and why it ended.
         """
         at = list(rows)
         columns = {name: column[at] for name, column in (self._prompts | self._columns).items()}
         sampled = DataProto({"row": torch.tensor(at), **columns, "response_mask": columns["turns"] > 0})
-        talks = {name: sampled.tensors.pop(name) for name in ("turns", "contexts")}
-        return with_conversations(sampled, talks | {"environment_rewards": self._rewards[at]}, facts)
+        extra = {name: sampled.tensors.pop(name) for name in ("turns", "contexts")}
+        return with_conversations(sampled, extra | {"environment_rewards": self._rewards[at]}, facts)
 
 
 @node(
@@ -198,15 +198,15 @@ class Rows:
     writes=("turns", "contexts", "environment_rewards", "conversation"),
 )
 def with_conversations(
-    batch: DataProto, talks: Mapping[str, Tensor], facts: Sequence[Mapping[str, str | float]]
+    batch: DataProto, extra: Mapping[str, Tensor], facts: Sequence[Mapping[str, str | float]]
 ) -> DataProto:
-    """Add what conversations have besides a response: turns, contexts, environment_rewards [B, T], and
-    facts about each."""
-    return batch.union(DataProto.from_dict(dict(talks), {"conversation": [dict(each) for each in facts]}))
+    """Add the further columns of conversations: turns, contexts, environment_rewards [B, T], and facts about
+    each."""
+    return batch.union(DataProto.from_dict(dict(extra), {"conversation": [dict(each) for each in facts]}))
 
 
 def _fill(prompt: Tensor, mask: Tensor, ids: Sequence[int], pad: int) -> None:
-    """Put ids at the end of a row's prompt [P], whose mask is that of its tokens."""
+    """Write ids left-padded into a row's prompt [P], and set its mask."""
     begin = len(prompt) - len(ids)
     prompt[:begin], prompt[begin:] = pad, torch.tensor(ids)
     mask[:begin], mask[begin:] = False, True

@@ -1,4 +1,4 @@
-"""Asks the rollout for turns of many rows together."""
+"""Batches the turns that conversations wait for into calls of the rollout."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from rolemesh.roles import Rollout
 from rolemesh.services.controller.conversations.rows import Rows
 from rolemesh.tasks import closed_at_end
 
-# Rows that become ready within this time are asked for in one call: a call costs the controller some
-# milliseconds. The first is for a rollout that does nothing, the second for one that has other rows to decode.
+# Rows that become ready within this time share a call, because a call costs the controller some milliseconds.
+# The first value is for an idle rollout, the second for one that decodes other rows meanwhile.
 GATHER_S, GATHER_BUSY_S = 0.005, 0.05
-# Calls at the same time: enough that few rows wait for one that ends, and fewer than a server admits.
+# Concurrent calls: enough that few rows wait for a free one, and fewer than a server admits.
 MAX_CALLS = 32
 
 
 class Turns:
-    """Turns of the rows of one request, asked for one by one and generated together.
+    """Turns of the rows of one request: each row asks for its own, and turns are generated in batches.
 
     Args:
-        rollout: generates.
-        rows: grow by each turn.
+        rollout: generates the turns.
+        rows: each turn is appended to its row.
     """
 
     def __init__(self, rollout: Rollout, rows: Rows) -> None:
         self._rollout, self._rows = rollout, rows
         self._waiting: dict[int, asyncio.Future[list[int]]] = {}
         self._asked = asyncio.Event()
-        self._num_calls = 0  # that run
+        self._num_calls = 0  # running calls
 
-    async def next_of(self, row: int) -> list[int]:
-        """Return the ids of a row's next turn, which the row has from then on."""
+    async def next_turn(self, row: int) -> list[int]:
+        """Generate a row's next turn, append it to the row, and return its ids."""
         turn: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         self._waiting[row] = turn
         self._asked.set()
         return await turn
 
     async def run(self) -> None:
-        """Ask for what is waited for. Never returns; raises the first error of the rollout."""
+        """Generate the turns that are waited for. Never returns; raises the first error of the rollout."""
         free = asyncio.Semaphore(MAX_CALLS)
         async with asyncio.TaskGroup() as calls:
             while True:
@@ -64,7 +64,7 @@ class Turns:
             async for part in stream:
                 for at, position in enumerate(part["row"].tolist()):
                     turn = asked[rows[position]]
-                    ids = self._rows.take(rows[position], part, at)
+                    ids = self._rows.append_turn(rows[position], part, at)
                     if not ids:
                         raise RoleFailed(f"the rollout returned row {rows[position]} without a token")
                     if not turn.cancelled():  # its conversation has failed

@@ -1,4 +1,4 @@
-"""external: the program of rollout.agent.external.command, a process for each episode."""
+"""The agent `external`: runs rollout.agent.external.command as a process for each episode."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from rolemesh.sandbox.parent import group_that_dies_with_me
 from rolemesh.services.environment.running import look_at
 
 GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")  # variables that every program needs
-MAX_LINE_BYTES = 64 << 10  # of the last line of its output
-PIPES_S = 5.0  # for the end of its output, once it has ended
-MAX_TAIL_BYTES = 4 << 10  # of what it complains of
+MAX_LINE_BYTES = 64 << 10  # limit of the last line of output
+PIPES_S = 5.0  # time for its output to end after the command itself
+MAX_TAIL_BYTES = 4 << 10  # kept of its standard error
 BLOCK_BYTES = 64 << 10
-MAX_SEED = 2**53  # every language's numbers are exact below this
+MAX_SEED = 2**53  # integers below this are exact in every language
 
 
 async def run_command(episode: Episode, endpoint: Endpoint, job: JobConfig) -> Any:
-    """Run the job's command for an episode, and return what the last line of its output says.
+    """Run the job's command for an episode, and return the JSON object in the last line of its output.
 
-    Its process group ends with the episode, and with this process, however that ends. On Linux what has left
-    the group ends with the program, unless that is killed at a time limit.
+    The command's process group ends with the episode, and with this process in any case. On Linux, processes
+    that left the group end with the command too, unless it is killed at a time limit.
 
-    It gets the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and on standard input a JSON
-    object with uid, seed, messages (the row's prompt), data_source, reward_model and extra_info.
+    The command gets the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. Its standard input is a
+    JSON object with uid, seed, messages (the row's prompt), data_source, reward_model and extra_info.
 
     Raises:
         EnvironmentFailed: there is no command, it cannot be started, its status is not 0, or its last line is
-            no JSON object with a reward. The message has the end of its standard error.
+            not a JSON object with a reward. The message ends with the end of its standard error.
     """
     settings = job.rollout.agent.external
     if not settings.command:
@@ -64,7 +64,7 @@ async def run_command(episode: Episode, endpoint: Endpoint, job: JobConfig) -> A
     )
     try:
         await _ended(process)
-        _kill(process)  # what it started may hold its pipes open
+        _kill(process)  # its children may hold its pipes open
         said, complained, _ = await asyncio.wait_for(asyncio.shield(pipes), PIPES_S)
         status = await process.wait()
     except TimeoutError as error:
@@ -95,7 +95,7 @@ def _variables(endpoint: Endpoint, passed: tuple[str, ...]) -> dict[str, str]:
 
 
 async def _ended(process: Process) -> None:
-    """Wait until the process itself has ended. `wait` would wait for its pipes, too."""
+    """Wait until the process itself ends; `Process.wait` would also wait for its pipes."""
     if not hasattr(os, "pidfd_open"):  # not on Linux
         await process.wait()
         return
@@ -119,14 +119,14 @@ def _kill(process: Process) -> None:
 
 async def _feed(stdin: asyncio.StreamWriter | None, text: bytes) -> None:
     assert stdin is not None
-    with suppress(BrokenPipeError, ConnectionResetError):  # it need not read its row
+    with suppress(BrokenPipeError, ConnectionResetError):  # it may ignore its input
         stdin.write(text)
         await stdin.drain()
     stdin.close()
 
 
 async def _tail(stream: asyncio.StreamReader | None, most: int) -> bytes:
-    """Read to the end, and return the last bytes."""
+    """Read a stream to its end, and return the last `most` bytes."""
     assert stream is not None
     tail = b""
     while block := await stream.read(BLOCK_BYTES):

@@ -1,4 +1,4 @@
-"""Calls of an OpenAI-compatible API: read and checked, and their answers written."""
+"""Parses and checks calls of an OpenAI-compatible API, and writes their answers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 READ = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream"}
 READ |= {"stream_options", "n", "stop", "logprobs", "response_format"}
-# The job decides how the policy samples, so that log-probabilities are the policy's. Validation may sample in
-# another way than training, and the program cannot know which it is in.
+# Ignored. The job sets the sampling, because log-probabilities must belong to the policy's distribution.
+# Validation may also sample differently from training, and the program does not know which one it runs in.
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"}
 SAMPLING |= {"repetition_penalty", "reasoning_effort", "verbosity"}
-# These change no answer of one policy.
+# Ignored: these do not change the answer of a single policy.
 ABOUT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 ABOUT |= {"parallel_tool_calls"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -31,13 +31,13 @@ _warned: set[str] = set()
 
 
 class Refused(Exception):
-    """A call that is answered with an error, as OpenAI's API has it.
+    """Raised to answer a call with an error of OpenAI's API.
 
     Args:
-        status: of HTTP.
-        message: for people.
-        param: the key of the body that is wrong.
-        code: for programs.
+        status: HTTP status.
+        message: text for people.
+        param: the wrong key of the body.
+        code: error code for programs.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -51,15 +51,15 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """A call, as far as it decides the answer.
+    """The parts of a call that determine its answer.
 
     Args:
-        messages: as chat templates take them, with arguments of calls as dicts.
-        tools: as the program gave them.
-        finds_calls: look for calls of tools in what the policy says.
-        max_tokens: of the policy's turn; 0: no limit of its own.
-        streams: the answer is sent in chunks.
-        includes_usage: with the numbers of tokens after the last chunk.
+        messages: in the form of chat templates, with arguments of tool calls as dicts.
+        tools: as the program sent them.
+        finds_calls: parse tool calls in the policy's turn.
+        max_tokens: limit of the policy's turn; 0: only the job's limit.
+        streams: send the answer in chunks.
+        includes_usage: send the numbers of tokens after the last chunk.
     """
 
     messages: Chat
@@ -71,19 +71,19 @@ class Call:
 
 
 def read(body: bytes, model: str) -> Call:
-    """Read a call of chat completions.
+    """Parse a call of chat completions.
 
     Args:
         body: JSON.
-        model: the only model that there is.
+        model: the name of the only model.
 
     Raises:
-        Refused: it is malformed, or asks for something that this endpoint does not do.
+        Refused: the call is malformed, or asks for something that this endpoint does not support.
     """
     try:
         text = body.decode()
         asked = from_json(text, "the body")
-        if "\\u" in text:  # an escape may be half a character
+        if "\\u" in text:  # an escape may be a lone surrogate
             json.dumps(asked, ensure_ascii=False).encode()
     except (InvalidBatch, UnicodeError) as error:
         raise Refused(400, f"the body is no JSON of UTF-8 texts: {error}") from None

@@ -17,12 +17,11 @@ from rolemesh.services.environment.external.session import Session
 
 HOST = "127.0.0.1"
 MODEL = "policy"
-MAX_BODY_BYTES = (
-    4 << 20
-)  # a call has the whole conversation; a new message has far less than an answer may have
-BODY_S = 30.0  # in which a body arrives
+# A call carries the whole conversation, which is larger than any of its messages.
+MAX_BODY_BYTES = 4 << 20
+BODY_S = 30.0  # time limit for a body to arrive
 SHUTDOWN_S = 1.0
-RETRIES = "x-stainless-retry-count"  # of OpenAI's clients: how often they have sent the call already
+RETRIES = "x-stainless-retry-count"  # header of OpenAI's clients: how often they already sent the call
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -31,14 +30,14 @@ class Server:
     """Listens while an episode is open, on a port that the system chooses."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, tuple[str, Session]] = {}  # by the part of the key that is not secret
+        self._sessions: dict[str, tuple[str, Session]] = {}  # by the public part of the key
         self._changing = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self._number = 0
 
     @asynccontextmanager
     async def serving(self, session: Session) -> AsyncIterator[Endpoint]:
-        """Serve an episode's calls within the block. Its key is unknown before and after."""
+        """Serve an episode's calls within the block. Its key is valid only there."""
         self._number += 1
         name, secret = f"rolemesh-{self._number}", secrets.token_urlsafe(32)
         async with self._changing:
@@ -100,7 +99,7 @@ class Server:
 
 @web.middleware
 async def _with_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer with errors as OpenAI's API has them."""
+    """Turn errors into answers in the form of OpenAI's API."""
     try:
         return await handler(request)
     except Refused as error:

@@ -1,4 +1,4 @@
-"""An episode's program, as a conversation of the environment: what it calls the policy with is what is said."""
+"""Runs an episode's program as a conversation: its calls of the policy are the environment's messages."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Programs:
 
     Args:
         job: the job.
-        program: holds a conversation (AgentSpec.calls). One that is not async runs on a thread.
-        server: serves the policy to it.
+        program: holds a conversation (AgentSpec.calls). A function that is not async runs on a thread.
+        server: serves the policy to the program.
     """
 
-    tools: tuple[Mapping[str, Any], ...] = ()  # a program describes its own
+    tools: tuple[Mapping[str, Any], ...] = ()  # each program brings its own
 
     def __init__(self, job: JobConfig, program: Program, server: Server) -> None:
         self.job, self.program, self.server = job, program, server
-        self._threads = Threads(job.rollout.multi_turn.max_episodes)  # a program holds its thread to its end
+        self._threads = Threads(job.rollout.multi_turn.max_episodes)  # a program keeps its thread until it ends
 
     def open(self, episode: Episode) -> ProgramConversation:
         return ProgramConversation(self, episode)
@@ -55,7 +55,7 @@ class ProgramConversation:
         self._serving = AsyncExitStack()
         self._running: asyncio.Task[Any] | None = None
         self._num_turns = 0
-        self._new: Chat | Prompt = []  # of the last call
+        self._new: Chat | Prompt = []  # messages or prompt of the last call
 
     async def begin(self) -> Prompt:
         endpoint = await self._serving.enter_async_context(self._programs.server.serving(self._session))
@@ -78,7 +78,7 @@ class ProgramConversation:
         return Observation(messages=self._new, max_tokens=call.max_tokens)
 
     async def close(self) -> Outcome:
-        """Tell the program that the conversation is over, wait for its reward, and free what it holds."""
+        """Refuse the program's further calls, wait for its reward, and release its resources."""
         running = self._running
         if running is None:
             await self._serving.aclose()
@@ -92,7 +92,7 @@ class ProgramConversation:
             await self._serving.aclose()
 
     def _at_limit(self) -> Outcome | None:
-        """Return the outcome of a program that failed because of a limit, if the job has a reward for that."""
+        """Return the job's `reward_at_limit` if the program failed because of a limit and the job sets one."""
         assert self._running is not None
         reward = self._programs.job.rollout.agent.external.reward_at_limit
         if self._running.cancelled() or self._running.exception() is None or not self._session.is_at_limit:
@@ -105,7 +105,7 @@ class ProgramConversation:
         asking = asyncio.ensure_future(self._session.next())
         try:
             await asyncio.wait({asking, self._running}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # it hangs, or nobody wants its next call
+        except asyncio.CancelledError:  # the program hangs, or the episode is closed
             self._running.cancel()
             raise
         finally:
@@ -116,10 +116,10 @@ class ProgramConversation:
         return call
 
     def _result(self) -> Outcome:
-        """Return what the program returned.
+        """Return the program's result.
 
         Raises:
-            EnvironmentFailed: it raised, or returned no reward.
+            EnvironmentFailed: the program raised, or returned no reward.
         """
         assert self._running is not None
         if self._running.cancelled():

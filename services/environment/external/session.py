@@ -1,4 +1,4 @@
-"""The calls of one episode, one after another, and which of them go on with what was said before."""
+"""The calls of one episode: answers them one at a time, and decides which of them continue the conversation."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ OVER = (
 class Session:
     """The messages between a program and the policy.
 
-    A call that has what was said before, and messages after it, goes on with the conversation. Any other shows
-    the policy another prompt.
+    A call continues the conversation if it repeats all messages so far and adds new ones. Any other call is a
+    new prompt for the policy.
 
-    The program's side uses `call`, the episode's side `next`, `answer` and `end`.
+    The program uses `call`; the episode uses `next`, `answer` and `end`.
     """
 
     def __init__(self) -> None:
-        self.refused = ""  # why the last refused call was
-        self.is_at_limit = False  # the last refused call was refused because the conversation is over
+        self.refused = ""  # reason of the last refusal
+        self.is_at_limit = False  # the last refusal came because the conversation is over
         self._said: Chat = []
         self._num_turns = 0
         self._last: Call | None = None
-        self._answers: dict[bytes, Said] = {}  # the last to each call
+        self._answers: dict[bytes, Said] = {}  # the last answer to each call
         self._one = asyncio.Lock()
         self._asked: asyncio.Queue[Call] = asyncio.Queue(1)
         self._waiting: tuple[Call, asyncio.Future[Said]] | None = None
@@ -38,12 +38,12 @@ class Session:
     # ------------------------------------------------------------------------------ the program's side
 
     async def call(self, call: Call, is_retry: bool) -> Said:
-        """Return the policy's answer. Calls at the same time wait for one another.
+        """Return the policy's answer. Concurrent calls are answered one after another.
 
         Args:
             call: the call.
-            is_retry: its client sends it again, and does not know whether it was answered. If it was, it gets
-                the same answer.
+            is_retry: the client repeats a call whose answer it may have missed. If it was answered, the client
+                gets the same answer.
 
         Raises:
             Refused: the conversation is over.
@@ -66,7 +66,7 @@ class Session:
     # ------------------------------------------------------------------------------ the episode's side
 
     async def next(self) -> tuple[Call, Chat | Prompt]:
-        """Wait for a call; return it with those of its messages that are new, or with the prompt that it is."""
+        """Wait for a call. Return it with its new messages, or with its prompt if it does not continue."""
         call = await self._asked.get()
         number, new = len(self._said), call.messages[len(self._said) :]
         goes_on = self._last is not None and call.tools == self._last.tools
@@ -77,11 +77,11 @@ class Session:
 
     @property
     def finds_calls(self) -> bool:
-        """True if the waiting call wants calls of tools to be parsed."""
+        """True if tool calls are to be parsed for the waiting call."""
         return self._waiting is not None and self._waiting[0].finds_calls
 
     def answer(self, said: Said) -> None:
-        """Answer the call that waits, if the program still does."""
+        """Answer the waiting call, if the program still waits for it."""
         if self._waiting is not None and not self._waiting[1].done():
             call, waits = self._waiting
             self._said = [*call.messages, said.message]
@@ -90,12 +90,12 @@ class Session:
             waits.set_result(said)
 
     def end(self) -> None:
-        """Refuse the call that waits, and all further ones."""
+        """Refuse the waiting call and all later ones."""
         self._is_over = True
         if self._waiting is not None and not self._waiting[1].done():
             self._waiting[1].set_exception(Refused(400, OVER, "messages", "context_length_exceeded"))
 
 
 def _digest(call: Call) -> bytes:
-    """Return a name of a call: the messages of all calls would take the square of a conversation's memory."""
+    """Identify a call by a hash. Keeping the messages of all calls would take quadratic memory."""
     return hashlib.sha256(repr(call).encode()).digest()

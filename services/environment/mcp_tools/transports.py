@@ -91,7 +91,7 @@ async def over_stdio(command: Sequence[str], env: Sequence[str]) -> AsyncGenerat
 
 
 async def _ended(process: asyncio.subprocess.Process, stdout: asyncio.StreamReader) -> None:
-    """Wait for a process. asyncio sees its end after that of its output, which nobody else reads any more."""
+    """Wait for a process. asyncio sees its end only after the end of its output, which nobody else reads."""
     while await stdout.read(1 << 16):
         pass
     await process.wait()
@@ -151,7 +151,7 @@ async def over_http(url: str, headers: Mapping[str, str]) -> AsyncGenerator[Tran
             raise ValueError(f"header {name} is in the environment variable {variable}, which is not set")
     values = {name: os.environ[variable] for name, variable in headers.items()}
     transport = _Bounded(httpx2.AsyncHTTPTransport())
-    timeout = httpx2.Timeout(30.0, read=None)  # whoever asks gives up in time
+    timeout = httpx2.Timeout(30.0, read=None)  # the caller has a time limit
     async with (
         httpx2.AsyncClient(headers=values, transport=transport, timeout=timeout) as client,
         streamable_http_client(url, http_client=client, max_sse_event_size=MAX_ANSWER_BYTES) as streams,
