@@ -196,9 +196,9 @@ def measured(made: Iterator[Case]) -> dict[str, dict[str, dict[str, int]]]:
             row["num"] += 1
         for mode, config in configs.items():
             scored = default_compute_score(SOURCES[case.rule], case.response, case.truth, config=config)
-            told = (scored["acc"] if isinstance(scored, dict) else scored) == 1.0
+            scored_right = (scored["acc"] if isinstance(scored, dict) else scored) == 1.0
             for row in rows:
-                row[mode] += told != case.is_right
+                row[mode] += scored_right != case.is_right
     return {rule: dict(kinds) for rule, kinds in found.items()}
 
 

@@ -107,8 +107,8 @@ async def measure_steps(rounds: int, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def measure_switch(num_bytes: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds to park and unpark so many bytes in many tensors, and to move one plain buffer of them the same
-    way: to pinned memory and back on CUDA, else to a file and back."""
+    """Seconds to park and unpark `num_bytes` in many tensors, and to move one plain buffer of that size in the
+    same way: to pinned memory and back on CUDA, else to a file and back."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tensors = [torch.ones(num_bytes // 256, dtype=torch.uint8, device=device) for _ in range(256)]
     whole = torch.ones(num_bytes, dtype=torch.uint8, device=device)

@@ -3,7 +3,7 @@
     python -m benchmarks.planned_ranks
 
 Seconds are the processor's, so other work on the machine counts little. A rank's own part of a model is small
-here, so what a process takes besides it weighs more than on a GPU.
+here, so the rest of a process's memory weighs more than on a GPU.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ def measure(directory: Path, updates: int) -> list[dict[str, Any]]:
         for role, size in (("actor", 1), ("actor", 2), ("critic", 2)):
             placed = make_job(merge(job.model_dump(), {"placement": {"ranks": {role: size}}}))
             device = calibrated(cpu(available_memory()), hidden=model[0])
-            told = _on_ranks(size, placed, role, updates)
+            measured = _on_ranks(size, placed, role, updates)
             shape = role_shapes(job)[role]
             if size > 1:
-                device = replace(device, call_latency=0, link_latency=told[0]["latency"])
-                device = replace(device, link_bandwidth=told[0]["bandwidth"])
+                device = replace(device, call_latency=0, link_latency=measured[0]["latency"])
+                device = replace(device, link_bandwidth=measured[0]["bandwidth"])
             memory = role_memory(job, role, {role: shape}, device, size)
             # Each rank has a thread of its own, and computes nothing while it gathers.
             own = replace(device, shared=False, network_bandwidth=device.link_bandwidth)
             parts = role_parts(job, role, shape, own, size, job.data.train_batch_size)["update"]
             for part, estimate, of_ranks in (
-                ("memory", memory.total, [rank["bytes"] for rank in told]),
-                ("seconds", sum(parts.values()), [rank["seconds"] for rank in told]),
+                ("memory", memory.total, [rank["bytes"] for rank in measured]),
+                ("seconds", sum(parts.values()), [rank["seconds"] for rank in measured]),
             ):
                 case = {"part": part, "role": role, "model": name, "ranks": size, "estimate": estimate}
                 cases.append(case | {"measured": max(of_ranks), "ratio": estimate / max(of_ranks)})
@@ -103,7 +103,7 @@ def _on_ranks(size: int, job: JobConfig, role: str, updates: int) -> list[dict[s
 
 
 def _rank(
-    told: Any, rank: int, size: int, ports: Sequence[int], job: JobConfig, role: str, updates: int
+    pipe: Any, rank: int, size: int, ports: Sequence[int], job: JobConfig, role: str, updates: int
 ) -> None:
     torch.set_num_threads(1)
     ranks = Ranks.alone()
@@ -121,7 +121,7 @@ def _rank(
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM, the peak, begins anew
     seconds = _worked(job, role, ranks, second, updates)
-    told.send({"bytes": _status("VmHWM") - before, "seconds": statistics.median(seconds)} | link)
+    pipe.send({"bytes": _status("VmHWM") - before, "seconds": statistics.median(seconds)} | link)
     os._exit(0)  # without waiting for the threads of gloo
 
 

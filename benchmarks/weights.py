@@ -4,13 +4,13 @@
 
 The holder and every replica are processes of their own; a replica is a rollout worker with the engine hf and a
 real model, and relays as a rollout service does. The ways take turns, and the fastest and the median turn are
-kept. A turn is a sync: the holder publishes (copies and hashes), the replicas are told, and the last one has
-the version in use.
+kept. A turn is a sync: the holder publishes (copies and hashes), and ends when the last replica uses the
+version.
 
 In use: `RolloutWorker.update_weights` has returned, so the next decode step computes with the new weights. The
-engine hf takes the region's memory for its parameters and copies nothing (in whatever way the bytes came), and
-bytes in memory of this machine are verified by whoever put them there: "in use" by memory reads no byte. What
-that leaves for the first step is measured apart, as "read": until the last replica has read every parameter
+engine hf takes the region's memory for its parameters and copies nothing, however the bytes came. The process
+that put bytes into memory of this machine verifies them, so "in use" by memory reads no byte. The work that
+remains for the first step is measured separately, as "read": until the last replica has read every parameter
 once, which maps the pages into its process, all replicas at the same time.
 
 memory: holder and replicas on one machine. first by network: the holder is on another machine, the replicas
@@ -118,22 +118,22 @@ async def replicate(job: JobConfig) -> None:
 
     WeightRegion.open = open_near  # type: ignore[method-assign]
     async with serving(store):
-        told_of = commands()
-        async for told in told_of:
+        requests = commands()
+        async for request in requests:
             store.clear("begun anew")
             elsewhere.clear()
-            elsewhere.update(told["elsewhere"])
-            if not told["sources"]:
+            elsewhere.update(request["elsewhere"])
+            if not request["sources"]:
                 answer()
                 continue
             before = received()
-            source = RemoteWeights(told["sources"], told["version"], told["digest"], store=store)
+            source = RemoteWeights(request["sources"], request["version"], request["digest"], store=store)
             await source.fetch()
             arrived = time.monotonic()
             await worker.update_weights(source)
             in_use = time.monotonic()
             answer(arrived=arrived, in_use=in_use, bytes=received() - before)
-            await anext(told_of)  # to read: not before the last one has them in use
+            await anext(requests)  # to read: not before the last one has them in use
             for weight in named_weights(model).values():
                 weight.sum()
             answer(read=time.monotonic())

@@ -48,7 +48,7 @@ COLUMNS: dict[str, Column] = {
     "seeds": Column("B", torch.int64, "the row's own random stream"),
     "data_source": Column("B", None, "str: picks the reward function", cells=str),
     "reward_model": Column("B", None, "dict: style and ground_truth"),
-    "extra_info": Column("B", None, "dict: whatever the data set says besides"),
+    "extra_info": Column("B", None, "dict: further entries of the data set"),
     "agent_name": Column("B", None, "str: who answers the policy's turns", cells=str),
     "messages": Column("B", None, "list: the prompt as messages", cells=list),
     # from the rollout
@@ -101,7 +101,7 @@ COLUMNS: dict[str, Column] = {
     "reward_extra_info": Column(
         "B",
         None,
-        "dict: numbers besides the score, by name; pred: the answer found",
+        "dict: numbers other than the score, by name; pred: the answer found",
         entries={"pred": str, OTHER: float},
     ),
     "think_mask": Column("BT", torch.bool, "True between <think> and </think>; all of a response without them"),

@@ -1,7 +1,7 @@
 """What decides how a role answers: the keys of the job that it reads, the files that they name, its version.
 
 A replica reports the fingerprint of the job that it was started with. A controller gives work only to replicas
-whose fingerprint is that of its own job (docs/wire.md#fingerprints). RoleSpec.reads and RoleSpec.reads_files
+with the fingerprint of its own job (docs/wire.md#fingerprints). RoleSpec.reads and RoleSpec.reads_files
 declare which keys count for which role.
 """
 

@@ -114,7 +114,7 @@ class BatchValidator:
 
         Raises:
             RoleFailed: the answer does not match the declaration: a column is missing, undeclared or invalid,
-                the number of rows is wrong, or there is meta_info. The message is as detailed as that of
+                the number of rows is wrong, or there is meta_info. The message is as detailed as in
                 `check_request`.
         """
         method = self.methods[rpc]

@@ -70,8 +70,8 @@ async def open_roles(job: JobConfig) -> AsyncIterator[Roles]:
 async def connect_roles(job: JobConfig, addresses: Mapping[str, Sequence[str]]) -> AsyncIterator[Roles]:
     """Connect to roles that are served somewhere (`rolemesh serve`), once all replicas are ready.
 
-    Actor and critic answer whoever loaded a checkpoint last (docs/wire.md#terms-of-controllers), so
-    `load_checkpoint` takes them from a controller that has them. Nothing else does.
+    Actor and critic answer the controller that loaded a checkpoint last (docs/wire.md#terms-of-controllers). So
+    `load_checkpoint` takes them from a running controller. No other call does.
 
     Args:
         job: the job that the roles were started with.

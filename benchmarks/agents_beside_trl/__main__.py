@@ -34,7 +34,7 @@ console = Console(width=None if sys.stdout.isatty() else 140)
 
 
 async def compete(wait_s: float, rounds: int) -> dict[str, Any]:
-    """Let each contestant hold its conversations in turns, so many times after a first one."""
+    """Let each contestant hold its conversations in turns, `rounds` times after a first one."""
     theirs, given = interpreter("grpo"), [str(WORKLOAD), str(wait_s)]
     lines = {
         OURS: (sys.executable, [f"{HERE}.ours", *given]),

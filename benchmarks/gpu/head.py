@@ -35,7 +35,7 @@ class Sizes:
     Args:
         hidden, vocabulary: of the head.
         tokens: of the log-probabilities that are timed.
-        few: tokens whose kernels are counted besides, and which are compared with float64.
+        few: tokens whose kernels are counted too, and which are compared with float64.
         num_chunks: into which the gradient of these is cut.
     """
 

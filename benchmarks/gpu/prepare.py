@@ -27,7 +27,7 @@ from zipfile import ZipFile
 ROOT = Path(__file__).parents[2]
 BUNDLE, SITE = ROOT / "build" / "gpu-bundle", ROOT / "outputs" / "gpu" / "site"
 TORCH = (2, 11)
-# What the tests with the mark gpu need besides the project's requirements.
+# Packages that the tests with the mark gpu need in addition to the project's requirements.
 OF_TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis")
 # Large, and on every machine with a CUDA torch that was seen.
 USUALLY_THERE = ("numpy", "pyarrow", "pillow", "fonttools", "hf-xet")

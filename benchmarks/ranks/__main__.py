@@ -46,15 +46,15 @@ def updates(directory: Path, rounds: int) -> dict[str, Any]:
                 ("two ranks", two, "update"),
                 ("verl's scheme", two, "verl"),
             ):
-                told = turn(what)
-                norms.setdefault(name, told["grad_norm"])
+                figures = turn(what)
+                norms.setdefault(name, figures["grad_norm"])
                 if number:  # the first turn warms up
-                    seconds[name].append(told["seconds"])
-                    cpu[name].append(told["cpu"])
-            told, commands, sent = two("learn"), two("commands"), two("rows")
+                    seconds[name].append(figures["seconds"])
+                    cpu[name].append(figures["cpu"])
+            figures, commands, sent = two("learn"), two("commands"), two("rows")
             one("update")  # both have made as many steps
             if number:
-                parts.append(parts_of(told["ranks"], commands["seconds"], sent["seconds"]))
+                parts.append(parts_of(figures["ranks"], commands["seconds"], sent["seconds"]))
     assert abs(norms["one rank"] / norms["two ranks"] - 1) < 1e-4, f"two ranks made another step: {norms}"
     lengths = rows["attention_mask"].sum(1)
     return {
@@ -85,10 +85,10 @@ def publishing(directory: Path, rounds: int) -> dict[str, Any]:
     ):
         for version in range(1, rounds + 2):
             for name, turn in (("one rank", one), ("two ranks", two), ("two machines", apart)):
-                told = turn("publish", version)
+                figures = turn("publish", version)
                 if version > 1:
-                    seconds[name].append(told["seconds"])
-                    cpu[name].append(told["cpu"])
+                    seconds[name].append(figures["seconds"])
+                    cpu[name].append(figures["cpu"])
     return {
         "bytes": num_bytes,
         "seconds": seconds,

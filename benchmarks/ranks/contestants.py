@@ -1,7 +1,7 @@
 """An actor of one rank or of two, in processes that take turns, and what a turn is.
 
 One rank has two threads, two ranks have one each: both have two cores. The ranks of verl's scheme are the same
-two processes. Whoever has no turn waits and takes no processor time.
+two processes. A process waits outside its turn and takes no processor time.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Actor(ActorWorker):
         self.waited[0], began, cpu = 0.0, time.perf_counter(), time.process_time()
         answer = type(self).learn.__wrapped__(self, part)  # type: ignore[attr-defined]
         seconds = time.perf_counter() - began
-        told = {"learn": seconds, "collectives": self.waited[0], "cpu": time.process_time() - cpu}
-        return DataProto(meta_info=told | {"grad_norm": answer.meta_info["grad_norm"]})
+        figures = {"learn": seconds, "collectives": self.waited[0], "cpu": time.process_time() - cpu}
+        return DataProto(meta_info=figures | {"grad_norm": answer.meta_info["grad_norm"]})
 
     @command
     def plain(self, part: DataProto) -> DataProto:
@@ -120,8 +120,8 @@ class Actor(ActorWorker):
         dealt = Deal.of(self.rows, self._micro_batches, self.seat.ranks, mini_batch=counts)
         began = time.perf_counter()
         if name == "verl":
-            [told, *_] = self.plain(list(self.rows.split(len(self.rows) // self.seat.ranks.size)))
-            return {"seconds": time.perf_counter() - began, "grad_norm": told.meta_info["grad_norm"]}
+            [figures, *_] = self.plain(list(self.rows.split(len(self.rows) // self.seat.ranks.size)))
+            return {"seconds": time.perf_counter() - began, "grad_norm": figures.meta_info["grad_norm"]}
         if name == "commands":
             return {"seconds": _median(lambda: self.nothing(self._parts()), 100)}
         if name == "rows":
@@ -145,8 +145,8 @@ class Actor(ActorWorker):
             `seconds`; `cpu`, processor seconds of all ranks; and more, by turn.
         """
         before = await self.run(self._spent)
-        told = await self._turn_at(name, version)
-        return told | {"cpu": await self.run(self._spent) - before}
+        figures = await self._turn_at(name, version)
+        return figures | {"cpu": await self.run(self._spent) - before}
 
     def _spent(self) -> float:
         return float(sum(answer.meta_info["cpu"] for answer in self.spent(self._parts())))
@@ -204,7 +204,7 @@ def _timed_collectives() -> list[float]:
 def actor_of(
     size: int, job: JobConfig, rows: DataProto, threads: int, *, on_machines: bool = False
 ) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Start an actor of so many ranks, and yield a function that gives it a turn and returns its figures.
+    """Start an actor of `size` ranks, and yield a function that gives it a turn and returns its figures.
 
     `on_machines`: no rank maps another's memory, as if each were on a machine of its own.
     """
@@ -275,11 +275,11 @@ async def _take_turns(worker: Actor, seat: Seat, rendezvous: Rendezvous, pipe: A
         pipe.send(await worker.turn_at(name, version))
 
 
-def parts_of(told: Sequence[dict[str, Any]], commands: float, rows: float) -> dict[str, float]:
+def parts_of(figures: Sequence[dict[str, Any]], commands: float, rows: float) -> dict[str, float]:
     """Divide the seconds of an update on several ranks.
 
     Args:
-        told: of each rank, what `timed_learn` measured.
+        figures: of each rank, what `timed_learn` measured.
         commands: seconds of an empty command.
         rows: seconds of a command with the rows.
 
@@ -288,12 +288,12 @@ def parts_of(told: Sequence[dict[str, Any]], commands: float, rows: float) -> di
         `computing`, processor seconds of a rank in the mean; and `imbalance`, how many more the slowest has.
         Processor seconds, because they depend little on what else the machine does.
     """
-    computing = [each["cpu"] for each in told]
+    computing = [each["cpu"] for each in figures]
     mean = statistics.fmean(computing)
     return {
         "commands": commands,
         "rows": max(0.0, rows - commands),
-        "collectives": min(each["collectives"] for each in told),
+        "collectives": min(each["collectives"] for each in figures),
         "imbalance": max(computing) - mean,
         "computing": mean,
     }

@@ -33,16 +33,16 @@ def follower(rendezvous: Rendezvous) -> None:
     asyncio.run(follow(["actor"], rendezvous, {"actor": ThreadPoolExecutor(1)}, lambda *_: nothing))
 
 
-def callee(told: Any) -> None:
-    asyncio.run(_serve_health(told))
+def callee(pipe: Any) -> None:
+    asyncio.run(_serve_health(pipe))
 
 
-async def _serve_health(told: Any) -> None:
+async def _serve_health(pipe: Any) -> None:
     server = grpc.aio.server()
     servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # absent from the stubs
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    told.send(server.add_insecure_port("127.0.0.1:0"))
+    pipe.send(server.add_insecure_port("127.0.0.1:0"))
     await server.start()
     await server.wait_for_termination()
 
@@ -70,7 +70,7 @@ async def p50(call: Callable[[], Awaitable[Any]], number: int) -> float:
 
 
 async def orders(size: int, number: int) -> float:
-    """Median seconds of an empty command to so many ranks, from the event loop to all answers and back."""
+    """Median seconds of an empty command to `size` ranks, from the event loop to all answers and back."""
     store = local_store(size)
     ranks = [Rendezvous(rank, size, "127.0.0.1", store.port, "0") for rank in range(size)]
     leader = Leader(["actor"], ranks[0])

@@ -1,8 +1,8 @@
 """What every contestant is given: a model directory and prompts.
 
 The model is Qwen2-shaped, random, and ends an answer with the same probability after every token: answers are
-unevenly long (geometrically distributed), as in life, and alike long for everybody without anybody being told
-when to stop.
+unevenly long (geometrically distributed), as in practice, and equally long for every contestant, without a rule
+that says when to stop.
 """
 
 from __future__ import annotations

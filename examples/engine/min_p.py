@@ -34,7 +34,7 @@ def load_min_p(job: JobConfig, worker: LocalWorker, *, min_p: float) -> object:
     from rolemesh.services.rollout.engines.hf import HfEngine
 
     if not job.rollout.truncates:
-        raise InvalidConfig("engine min_p needs rollout.top_k: the actor gets so many ids for each token")
+        raise InvalidConfig("engine min_p needs rollout.top_k: the actor gets that many ids for each token")
 
     class MinPEngine(HfEngine):
         def sample(

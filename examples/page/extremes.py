@@ -22,7 +22,7 @@ from rolemesh.services.controller.stages.experience import collect, fan_out
 class ExtremesOptions(Options):
     """Keys of algorithm.page_options in the job file."""
 
-    keep: int = Field(1, gt=0)  # so many of the best answers to each prompt, and so many of the worst
+    keep: int = Field(1, gt=0)  # number of best answers to each prompt, and of worst ones
 
 
 @page("extremes", options=ExtremesOptions, meaning="learn from the best and the worst answers to a prompt")

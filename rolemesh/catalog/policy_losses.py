@@ -14,7 +14,7 @@ class PolicyLossSpec(Declaration):
     advantages) and response_mask, all [b, T], and returns rolemesh.algos.policy_loss.TokenLosses.
 
     Args:
-        reads: columns of the batch, besides response_mask.
+        reads: columns of the batch, in addition to response_mask.
         keys: of the sections `actor` and `actor.policy_loss` (and clip_low, clip_high, the ranges that hold),
             keyword arguments of the same names. A key without a value is refused.
         aggregation: in place of actor.loss_agg_mode, if the loss has one of its own.

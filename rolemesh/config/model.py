@@ -156,7 +156,7 @@ class FsdpConfig(Config):
         -1,
         ge=-1,
         description="ranks that share one copy of the model; -1: all. A smaller number must divide the role's "
-        "ranks, and every group of so many ranks has a copy (HSDP)",
+        "ranks, and every group of this size has a copy (HSDP)",
     )
     reshard_after_forward: bool = Field(
         True,

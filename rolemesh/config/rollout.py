@@ -154,7 +154,7 @@ class ExternalConfig(Config):
     )
     pass_env: tuple[str, ...] = Field(
         (),
-        description="names of environment variables that the program gets besides PATH, HOME, LANG and TMPDIR",
+        description="environment variables that the program gets in addition to PATH, HOME, LANG and TMPDIR",
     )
     reward_at_limit: float | None = Field(
         None,

@@ -187,7 +187,7 @@ class PromptDataset:
         """Tokenise each text.
 
         A text of more than `_most_characters` has more tokens than a prompt may have. Only that many characters
-        at the start, at the end or at both are tokenised, whichever data.truncation keeps.
+        at the start, at the end or at both are tokenised: those that data.truncation keeps.
         """
         most, ends = self._most_characters, self.config.truncation
         cut = [text if len(text) <= most else _ends(text, most, ends) for text in texts]

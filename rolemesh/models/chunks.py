@@ -4,7 +4,7 @@ CHUNK_LOGITS = 2**25  # minimum when split; a chunk holds under twice this: 128 
 MIN_MATRIX_ROWS = 256  # tokens in a forward pass; rolemesh/models/sequence.py says why
 BLOCK_BYTES = 8  # of a logit on a GPU without gradients: float32, beside its log-softmax in float32
 LEARNT_BYTES = 16  # of a logit on a GPU with gradients: the two, and a gradient of each
-BLOCK_SHARE = 16  # a block takes at most one in so many bytes of the GPU's memory
+BLOCK_SHARE = 16  # a block takes at most this part of the GPU's memory: 1/16
 
 
 def tokens_at_once(vocabulary: int) -> int:

@@ -126,9 +126,8 @@ def distribution_stats(
         return _joined([wanted.of(*part) for part in parts])
 
     num_chunks = len(hidden) // tokens_at_once(vocabulary := model.config.vocab_size)
-    if (
-        memory_bytes is not None
-    ):  # few and large: each launches its kernels anew, and adds to the whole gradient
+    if memory_bytes is not None:
+        # Few large chunks: each one launches its kernels again, and adds to the whole gradient.
         logit_bytes = LEARNT_BYTES if learns else BLOCK_BYTES
         num_chunks = -(-len(hidden) // tokens_in_block(vocabulary, memory_bytes, logit_bytes))
     chunks = _cut(num_chunks, hidden, drawn, kept_ids)

@@ -216,7 +216,7 @@ def trained(
         parameters: of the model.
         shape: the model's.
         model: its section.
-        tokens: of a micro-batch on one rank; the backward pass needs one block's gradients besides.
+        tokens: of a micro-batch on one rank; the backward pass also needs one block's gradients.
         head_bytes: of the logits.
         spread: over ranks.
         on_device: 1, or 0 if weights, gradients and moments are in host memory.

@@ -306,7 +306,7 @@ class Planner:
         return self._group(roles, devices * split, counts.ranks)
 
     def _group(self, roles: tuple[str, ...], devices: int, ranks: int | None = None) -> Group:
-        """Return a group on so many devices, in replicas of so many ranks; None: as many as it needs."""
+        """Return a group on `devices` devices, in replicas of `ranks` ranks; None: see `_ranks`."""
         if ranks is None:
             ranks = self._ranks(roles, max(1, devices))
         if (roles, devices, ranks) not in self._groups:
@@ -320,7 +320,7 @@ class Planner:
         return self._groups[roles, devices, ranks]
 
     def _idle(self, role: str, ranks: int) -> str:
-        """Return why the job file refuses so many ranks of a role; empty if it takes them."""
+        """Return why the job file refuses this number of ranks of a role; empty if it accepts it."""
         if not ROLES[role].trained:
             return ""
         rows = self.job.mini_batch_size(role) * self.job.rollout.n

@@ -146,8 +146,8 @@ class WeightRegion:
     def _fill_pages(self, offset: int, data: memoryview) -> bool:
         """Write through a writable mapping. False if that is impossible: `write` can, or says why not.
 
-        The pages are allocated by a call that may fail. Whoever just writes to a mapping is killed (SIGBUS) if
-        there is no memory for a page.
+        The pages are allocated by a call that may fail. A process that just writes to a mapping is killed
+        (SIGBUS) if there is no memory for a page.
         """
         pages = self._writable() if data.nbytes else None
         if pages is None:

@@ -63,9 +63,9 @@ class Writers:
 class Staging:
     """Two buffers of host memory: the device fills one while the other one is written.
 
-    A copy from the device to pageable memory waits for the device at each tensor, and passes a buffer of the
-    driver's besides. Here the device runs on, and is waited for once a buffer. A tensor that was put may be
-    freed at once, since copies are in the order of the device's stream.
+    A copy from the device to pageable memory waits for the device at each tensor, and also passes through a
+    buffer of the driver. Here the device runs on, and the copy waits for it once a buffer. A tensor that was
+    put may be freed at once, since copies are in the order of the device's stream.
 
     Args:
         writers: write to an offset of the region.

@@ -85,7 +85,7 @@ def check_schema(metadata: memoryview) -> int:
 
     Raises:
         InvalidBatch: more than MAX_COLUMNS columns, a name that is too long, a column type that is never sent,
-            or metadata besides a column's encoding.
+            or metadata other than a column's encoding.
         struct.error: not a schema.
     """
     schema = _root(metadata).table(2)

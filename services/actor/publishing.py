@@ -9,7 +9,7 @@ from rolemesh.models.loading import resolve_dtype
 
 
 def published_dtype(job: JobConfig, device: torch.device, dtype: str) -> torch.dtype | None:
-    """Return the dtype of published weights; None: that of the model's weights.
+    """Return the dtype of published weights; None: the dtype of the model's weights.
 
     It is rollout.dtype if the engine holds its weights in it. The engine would cast them anyway; cast here they
     are fewer bytes to copy and to send. `auto` is decided for this role's device. A rollout on a device of

@@ -191,7 +191,7 @@ def new_client(
         addresses: of its replicas.
         job: the job.
         term: of a controller; trained roles then answer nobody else.
-        expected: the fingerprint that replicas must have; None: that of the job.
+        expected: the fingerprint that replicas must have; None: the job's.
     """
     expected = expected or fingerprint(job, role)
     for key in expected.unreadable:

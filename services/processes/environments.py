@@ -6,7 +6,7 @@ import os
 
 from rolemesh.cpus import usable_cpus
 
-# Of whoever starts the launcher; and what lets a process start others by Ray.
+# Variables of the launcher's own rank, if it is one, and the token that lets a process use Ray.
 NOT_INHERITED = ("RANK", "WORLD_SIZE", "RAY_AUTH_TOKEN")
 
 

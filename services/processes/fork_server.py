@@ -175,7 +175,7 @@ def serve_forks(control: socket.socket, modules: Sequence[str]) -> NoReturn:
         modules: imported first.
     """
     os.setsid()  # Ctrl-C must reach only the launcher
-    # It has the command line of the launcher: whoever sends a signal by that name means the launcher.
+    # It has the command line of the launcher: a signal sent by that name is meant for the launcher.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}
     _name("rolemesh forks")
     os.environ.update(role_settings())  # before torch is imported: OpenMP reads them then

@@ -83,7 +83,7 @@ class Launcher(Protocol):
         Args:
             seat: where.
             arguments: with --exit-with-parent.
-            environment: variables that it has besides those of its machine.
+            environment: variables in addition to those of its machine.
             log_file: gets its output; None: it goes where the launcher's goes.
 
         Raises:

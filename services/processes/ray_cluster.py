@@ -26,7 +26,7 @@ from rolemesh.services.processes.ray_rank import RayRank
 
 log = logging.getLogger(__name__)
 
-ADDRESS = "RAY_ADDRESS"  # of a cluster that is there, as every program of Ray reads it
+ADDRESS = "RAY_ADDRESS"  # of a running cluster; every program of Ray reads this variable
 LOCAL = "local"  # there is none: start one
 STORE_BYTES = 80 << 20  # Ray's smallest object store: nothing is put there
 REMIND_S = 5

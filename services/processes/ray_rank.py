@@ -40,7 +40,7 @@ class RayRank:
 
         Args:
             arguments: of `rolemesh`.
-            environment: variables that it has besides this node's; none of Ray's is passed on.
+            environment: variables in addition to this node's; none of Ray's is passed on.
             directory: its working directory.
             log_file: gets its output; None: the log of the container.
         """

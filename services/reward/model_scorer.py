@@ -21,7 +21,7 @@ from rolemesh.workers.devices import resolve_device
 class ModelScorer:
     """Scores prompts with their responses by `reward.reward_model`.
 
-    On a CPU with MKL a row's score has the same bits whichever rows share the call, because widths depend on
+    On a CPU with MKL a row's score has the same bits beside any other rows, because widths depend on
     the row alone.
 
     Args:

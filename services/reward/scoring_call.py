@@ -32,8 +32,8 @@ class RowScore:
     pred: str | None = None
 
     @property
-    def besides(self) -> dict[str, float | str]:
-        """The other entries besides score and acc, by name, with pred."""
+    def others(self) -> dict[str, float | str]:
+        """Entries other than score and acc, by name, with pred."""
         numbers = {name: number for name, number in self.entries.items() if name not in ("score", "acc")}
         return numbers | ({} if self.pred is None else {"pred": self.pred})
 

@@ -166,7 +166,7 @@ class RewardWorker(LocalWorker):
     def _columns(self, batch: DataProto, scored: list[RowScore]) -> DataProto:
         mask: Tensor = batch["response_mask"]
         scores = torch.tensor([each.score for each in scored])
-        extra = [each.besides for each in scored]
+        extra = [each.others for each in scored]
         overlong = self._config.overlong_buffer
         if overlong.enable:
             penalties = overlong_penalty(written(batch).sum(1), self._max_tokens, overlong)

@@ -110,7 +110,7 @@ async def test_a_call_without_data_outlasts_its_pings() -> None:
     await server.drain(0)
 
 
-async def test_whoever_hangs_is_not_live() -> None:
+async def test_a_process_that_hangs_is_not_live() -> None:
     """Another thread blocks the event loop that serves, as a deadlock would."""
     loop, hangs, free = asyncio.new_event_loop(), threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""The base of a server's interceptors: something around every method, whichever of gRPC's four kinds it is."""
+"""The base of a server's interceptors: it wraps every method, of each of gRPC's four kinds."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def serve_metrics(listen: str, *more: CollectorRegistry) -> str:
     Args:
         listen: host:port; port 0 picks a free one. As for gRPC, 0.0.0.0 and [::] both are every interface,
             by IPv4 and IPv6.
-        more: registries to serve besides the process's own.
+        more: registries to serve in addition to the process's own.
 
     Returns:
         host:port as bound.

@@ -134,7 +134,7 @@ class ResponseRows:
                 f"{where}: column {self._key!r} has a response of {longest} tokens, but "
                 f"data.max_response_length is {width}, and the reward model reads all; raise it"
             )
-        return [each[:width] for each in ids]  # of which the penalty is that of the longest
+        return [each[:width] for each in ids]  # with the same penalty as the longest
 
     def _check_ids(self, given: Any, texts: Sequence[str], where: str) -> None:
         fits = isinstance(given, list) and len(given) == len(texts)

@@ -118,7 +118,7 @@ class Checkpoints:
 
     Args:
         run_dir: the run directory.
-        keep: number of complete checkpoints to keep, and the best besides; None: all.
+        keep: number of complete checkpoints to keep, in addition to the best; None: all.
         spared: a checkpoint that is never deleted for its age, because the job names it.
     """
 

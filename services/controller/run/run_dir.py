@@ -1,4 +1,4 @@
-"""Files of a run directory besides checkpoints: config.yaml, metrics.jsonl, dumps, the controller's address."""
+"""Files of a run directory, except checkpoints: config.yaml, metrics.jsonl, dumps, the controller's address."""
 
 from __future__ import annotations
 

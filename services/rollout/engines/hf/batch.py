@@ -199,7 +199,7 @@ class Batch:
         _, which = torch.unique(torch.cat([ids, visible], 1), dim=0, return_inverse=True)
         some = torch.empty_like(which[: int(which.max()) + 1])
         some[which] = torch.arange(num_rows, device=device)
-        least = -(-self._engine.min_rows // width)  # so many rows have min_rows tokens
+        least = -(-self._engine.min_rows // width)  # number of rows that together have min_rows tokens
         some = torch.cat([some, some[:1].expand(max(0, least - len(some)))])
         targets = [(group.columns, 0, which[rows]) for group, rows in groups]
         positions = (visible[some].cumsum(1) - 1).clamp(min=0)
