@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from rolemesh.algos.learning_rate import learning_rate
 from rolemesh.config.model import OptimConfig
@@ -39,7 +40,6 @@ class Optimizer:
 
     Attributes:
         num_updates: steps made.
-        num_changes: how often the state or the weights were about to change: by a step, or by loading.
         parking: of the state; None: it stays on the device.
         is_untouched: True if neither the model nor the state has changed since training would start: no step
             was begun, not even one that failed, and nothing was loaded.
@@ -64,8 +64,8 @@ class Optimizer:
         self.config, self.grad_clip, self.role = config, grad_clip, role
         self.num_training_steps, self.updates_per_step = num_training_steps, updates_per_step
         self.num_updates, self.is_untouched, self._ranks = 0, True, ranks or Ranks.alone()
-        self.num_changes, self._offload = 0, offload
-        self.parking = parks(self.tensors, changes=lambda: self.num_changes) if parks else None
+        self._offload = offload
+        self.parking = parks(self.tensors) if parks else None
         self._nonfinite = NONFINITE_GRADIENTS.labels(role)
         self._adamw = torch.optim.AdamW(
             self.parameters.values(),
@@ -101,8 +101,7 @@ class Optimizer:
             )
         for group in self._adamw.param_groups:
             group["lr"] = self.lr
-        self.is_untouched = False
-        self.num_changes += 1
+        self._count_changes()
         with self.on_device():
             try:
                 self._adamw.step()
@@ -124,6 +123,14 @@ class Optimizer:
         finally:
             if self.parking is not None and self._offload:
                 self.parking.park()
+
+    def _count_changes(self) -> None:
+        """Count a write in the versions of weights and state, by which Parking knows what has changed.
+
+        Torch counts no write to a DTensor in the version of its local part. Frozen weights are not counted.
+        """
+        self.is_untouched = False
+        increment_version([*map(local, self.parameters.values()), *self.tensors()])
 
     def _clip(self) -> Tensor:
         """Clip the gradients, and return their norm before that."""
@@ -176,8 +183,7 @@ class Optimizer:
             ValueError: the tensors belong to another model. The state is unchanged.
         """
         names = set(self._owners(tensors).values())
-        self.is_untouched = False
-        self.num_changes += 1
+        self._count_changes()
         with self.on_device():
             self._set_state(names, tensors)
         self.num_updates = num_updates

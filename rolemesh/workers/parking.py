@@ -52,12 +52,11 @@ class Parking:
 
     Args:
         tensors: called at each `park`, because e.g. an optimizer has no state before its first step. Those on
-            another device, e.g. offloaded weights, stay as they are.
+            another device, e.g. offloaded weights, stay as they are. A write that torch does not count in a
+            tensor's version must be counted by hand, as Optimizer does.
         device: the device of the tensors.
         directory: for the file, created if absent. It must be on a disk: a directory in memory would release no
             memory.
-        changes: returns a number that changes before the tensors are written to in a way that their versions
-            may not show, as those of a DTensor's part do not.
         shelf: where the bytes are kept; None: in pinned memory on CUDA, in the file on a CPU.
     """
 
@@ -67,14 +66,12 @@ class Parking:
         device: torch.device,
         directory: Path,
         *,
-        changes: Callable[[], int] = lambda: 0,
         shelf: Shelf | None = None,
     ) -> None:
-        self._tensors, self._device, self._changes = tensors, device, changes
+        self._tensors, self._device = tensors, device
         self._shelf: Shelf = shelf or (HostMemory() if device.type == "cuda" else _File(directory))
         self._parked: list[tuple[UntypedStorage, int]] = []
         self._kept: dict[int, _Copy] = {}  # by place on the shelf
-        self._num_changes = 0  # when they were copied
 
     def park(self) -> int:
         """Move the tensors off the device and release their memory.
@@ -110,12 +107,10 @@ class Parking:
         self, places: Sequence[int], shared: Sequence[tuple[UntypedStorage, list[Tensor]]]
     ) -> list[tuple[int, Tensor]]:
         """Return the storages that the shelf does not have as they are, each with its place."""
-        before, self._num_changes = self._num_changes, self._changes()
-        kept = self._kept if before == self._num_changes else {}
         return [
             (place, _bytes(storage))
             for place, (storage, tensors) in zip(places, shared, strict=False)
-            if kept.get(place) != _Copy.of(storage, tensors)
+            if self._kept.get(place) != _Copy.of(storage, tensors)
         ]
 
     def unpark(self) -> int:

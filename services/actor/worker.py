@@ -92,9 +92,7 @@ class PolicyWorker(LocalWorker):
             check_heads(self.model.config.get_text_config(), ranks.ulysses.size, key)
         head_dtype = job.actor.head_dtype
         self.vocabulary_head = VocabularyHead.of(self.model, DTYPES[config.dtype], head_dtype, role)
-        self.parking = Parking(
-            lambda: model_tensors(self.root), self.device, job.run_dir, changes=lambda: self.num_changes
-        )
+        self.parking = Parking(lambda: model_tensors(self.root), self.device, job.run_dir)
         self._micro_batches = micro_batches
         self._temperature = job.temperature
 
@@ -102,11 +100,6 @@ class PolicyWorker(LocalWorker):
     def model(self) -> Any:
         """The transformers model; its weights are whole only within a call of `root`."""
         return self.root.model
-
-    @property
-    def num_changes(self) -> int:
-        """How often the weights were about to change."""
-        return 0
 
     def _one_cast(self) -> AbstractContextManager[None]:
         """Within the context the head's weight does not change, and is cast at most once."""
@@ -220,10 +213,6 @@ class ActorWorker(PolicyWorker):
 
     def _adapter_of(self, actor: ActorConfig) -> Callable[[Any], Adapter]:
         return lambda model: Adapter(model, actor.model, actor.seed, self.seat.ranks)
-
-    @property
-    def num_changes(self) -> int:
-        return self.optimizer.num_changes
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:

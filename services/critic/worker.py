@@ -84,12 +84,7 @@ class CriticWorker(LocalWorker):
         )
         self.on_demand = self.optimizer.parking
         self.usage = GpuUsage("critic", self.config, self.device, ranks.size, critic.ppo_epochs)
-        self.parking = Parking(
-            lambda: model_tensors(self.root),
-            self.device,
-            job.run_dir,
-            changes=lambda: self.optimizer.num_changes,
-        )
+        self.parking = Parking(lambda: model_tensors(self.root), self.device, job.run_dir)
 
     @property
     def model(self) -> ScoreModel:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from sequences import sequence_batch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from rolemesh.config.job import make_job
 from rolemesh.config.model import ModelConfig, OptimConfig
@@ -166,10 +167,10 @@ def test_memory_that_cannot_be_had_leaves_everything_where_it_was(
 
 def test_memory_keeps_what_has_not_changed(tmp_path: Path) -> None:
     """A piece and more, a small tensor, and one that is there now and then, as gradients are."""
-    large, small, changes = torch.arange(PIECE_BYTES // 4 + 5.0), torch.ones(1000), 0
+    large, small = torch.arange(PIECE_BYTES // 4 + 5.0), torch.ones(1000)
     tensors = [large, small]
     memory = HostMemory(pinned=False)
-    parking = Parking(lambda: tensors, CPU, tmp_path, changes=lambda: changes, shelf=memory)
+    parking = Parking(lambda: tensors, CPU, tmp_path, shelf=memory)
 
     def slept() -> int:
         before = bits(tensors)
@@ -187,13 +188,29 @@ def test_memory_keeps_what_has_not_changed(tmp_path: Path) -> None:
         assert [slept(), slept()] == [4000, 0]
         tensors.pop()
         assert slept() == 0
-    small.data.zero_()  # no version shows it
-    changes += 1
-    assert [slept(), slept()] == [large.nbytes + small.nbytes, 0]
+    small.data.zero_()  # torch does not count it
+    increment_version(small)
+    assert [slept(), slept()] == [small.nbytes, 0]
     small.data = torch.full((1000,), 3.0)
     assert [slept(), slept()] == [small.nbytes, 0]
     tensors.reverse()
     assert [slept(), slept()] == [large.nbytes + small.nbytes, 0]
+
+
+def test_a_frozen_weight_is_copied_once_however_often_the_others_learn(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(100, 10).requires_grad_(False), nn.Linear(10, 1))
+    optimizer = Optimizer(model, OptimConfig(lr=0.1), grad_clip=1.0, role="actor")
+    tensors, memory = lambda: [*model_tensors(model), *optimizer.tensors()], HostMemory(pinned=False)
+    parking, copied = Parking(tensors, CPU, tmp_path, shelf=memory), []
+    for _ in range(3):
+        torch.autograd.backward(model(torch.ones(4, 100)).sum())
+        optimizer.step()
+        before = bits(tensors())
+        copied.append(parking.park())
+        parking.unpark()
+        assert bits(tensors()) == before
+    trained = 4 * (3 * 11 + 2)  # 11 weights with two moments each; the steps of two parameters
+    assert copied == [4 * 1010 + trained, trained, trained]
 
 
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker, ReferenceWorker])
@@ -214,6 +231,7 @@ async def test_a_role_that_judges_comes_back_without_its_optimizer_and_leaves_wi
     )
     worker, awake, batch = role(job), role(job), sequence_batch(16)
     weights = num_bytes_in_memory(list({id(t): t for t in model_tensors(worker.root)}.values()))
+    buffers = num_bytes_in_memory(list(worker.model.buffers()))
     moments, slept = 0, False
 
     async def judged() -> None:
@@ -225,8 +243,8 @@ async def test_a_role_that_judges_comes_back_without_its_optimizer_and_leaves_wi
         if role is not ReferenceWorker:
             assert await worker.update(batch) == await awake.update(batch)
             moments = num_bytes_in_memory(worker.optimizer.tensors())
-            assert moments > 2 * (weights - 1000)  # buffers have none
-        assert await worker.sleep() == (weights + moments if moments or not slept else 0)
+            assert moments > 2 * (weights - buffers)
+        assert await worker.sleep() == (weights + moments - slept * buffers if moments or not slept else 0)
         slept = True
         for _ in range(2):
             assert await worker.wake() == weights
@@ -237,7 +255,7 @@ async def test_a_role_that_judges_comes_back_without_its_optimizer_and_leaves_wi
     if role is not ReferenceWorker:
         for each in (worker, awake):
             await each.load_checkpoint(None)
-        assert await worker.sleep() == weights
+        assert await worker.sleep() == weights - buffers
         await worker.wake()
         await judged()
         assert await worker.update(batch) == await awake.update(batch)
