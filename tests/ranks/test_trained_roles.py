@@ -7,11 +7,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from float64 import in_float64
+from float64 import loaded_in_float64
 from many_ranks import on_ranks
 from reward_rows import TOKENIZER, batch
 from sequences import sequence_batch
@@ -22,9 +21,6 @@ from rolemesh.config import JobConfig
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.models import sharded
-from rolemesh.models.heads import ScoreModel
-from rolemesh.models.loading import load_causal_lm
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.ranks.following import follow
 from rolemesh.ranks.leading import Leader
@@ -43,7 +39,8 @@ WORKERS: dict[str, Callable[[JobConfig, Seat], Any]] = {
 }  # fmt: skip
 # a role, its ranks that compute the same rows, its steps, sections of its job
 Case = tuple[str, int, int, dict[str, Any]]
-STEPS, FEW = 5, 2  # of each way to spread a model; of a setting, whose arithmetic is that of every step
+# of each way to spread a model; of a setting, whose arithmetic is that of every step; of a loss
+STEPS, FEW, ONCE = 5, 2, 1
 ROWS = 12
 
 # Settings that need more of a mini-batch than its rows one by one.
@@ -58,24 +55,33 @@ ONE_EPOCH = ENTROPY | {"ppo_epochs": 1}
 PADDED = {"model": {"use_remove_padding": False}}
 ONE_ROW = {"ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1}  # fewer rows than ranks
 GSPO = {"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}
-KL_COV, SAPO, GEO_MEAN, CISPO, DRO = (
-    {"policy_loss": {"loss_mode": mode, "kl_cov_ratio": 0.3, "dro_beta": 0.1}}
-    for mode in ("kl_cov", "sapo", "geo_mean", "cispo", "dro")
+KL_COV, SAPO, GEO_MEAN, CISPO, DRO, GPG, DPPO_TV, DPPO_KL, DPO, DPO_NORM, IPO = (
+    {"policy_loss": {"loss_mode": mode, "kl_cov_ratio": 0.3, "dro_beta": 0.1, "dpo_beta": 0.1}}
+    for mode in (
+        *("kl_cov", "sapo", "geo_mean", "cispo", "dro"),
+        *("gpg", "dppo_tv", "dppo_kl", "dpo", "dpo_norm", "ipo"),
+    )
 )
+SUPERVISED, PREFERENCES = ({"algorithm": {"page": page}} for page in ("sft", "dpo"))
 
 ON_TWO: list[Case] = [
     ("actor", 1, STEPS, {"actor": ENTROPY}),
     ("actor", 1, FEW, {"actor": DYNAMIC | KL_COV}),
     ("actor", 1, FEW, {"actor": PADDED} | BYPASS),
-    ("actor", 1, FEW, {"actor": ONE_ROW | SAPO}),
+    ("actor", 1, ONCE, {"actor": ONE_ROW | SAPO}),
     ("critic", 1, FEW, {"critic": DYNAMIC}),
     ("actor", 2, STEPS, {"actor": ONE_EPOCH | GSPO}),
     ("critic", 2, STEPS, {}),
+    ("actor", 1, ONCE, {"actor": DYNAMIC | GPG}),
+    ("actor", 2, ONCE, {"actor": DPPO_TV}),
+    ("actor", 1, ONCE, {"actor": DYNAMIC | DPO} | PREFERENCES),
+    ("actor", 2, ONCE, SUPERVISED),
 ]
 ON_FOUR: list[Case] = [
     ("actor", 1, STEPS, {"actor": ONE_EPOCH | GEO_MEAN | {"fsdp_config": {"fsdp_size": 2}}}),
     ("critic", 1, FEW, {"critic": {"ppo_mini_batch_size": 3, "ppo_micro_batch_size_per_gpu": 1}}),
     ("actor", 2, STEPS, {"actor": CLIP_COV}),
+    ("actor", 2, ONCE, {"actor": DPO_NORM} | PREFERENCES),
 ]
 
 
@@ -114,6 +120,16 @@ def batch_of(step: int) -> DataProto:
     return batch
 
 
+def as_pairs(batch: DataProto) -> DataProto:
+    """Begin another context in the middle of each response, as the rejected answer of a pair does (0023)."""
+    width, begin = batch["input_ids"].shape[1], batch["input_ids"].shape[1] - 5
+    second = (torch.arange(width) >= begin) & batch["attention_mask"].bool()
+    batch["contexts"] = second[:, -batch["response_mask"].shape[1] :].long()
+    batch["position_ids"] = torch.where(second, torch.arange(width) - begin, batch["position_ids"])
+    batch["response_mask"][:, -5] = False  # nothing predicts the first token of a context
+    return batch
+
+
 async def worked(worker: Any, steps: int) -> list[Any]:
     """Train this number of steps. Return the metrics of each, and the answers by row before each."""
     told: list[Any] = []
@@ -124,6 +140,8 @@ async def worked(worker: Any, steps: int) -> list[Any]:
         return told
     for step in range(steps):
         rows = batch_of(step)
+        if "contexts" in worker.job.policy_loss.reads:
+            rows = as_pairs(rows)
         if isinstance(worker, ActorWorker):
             told.append((await worker.compute_log_probs(rows))["old_log_probs"])
         elif isinstance(worker, CriticWorker):
@@ -199,14 +217,7 @@ def train_as_one(ranks: Ranks, directory: Path, model: Path, cases: Sequence[Cas
 
 
 def in_double(ranks: Ranks, directory: Path, model: Path, cases: Sequence[Case]) -> None:
-    """train_as_one with models in float64, whose weights are loaded whole, since files have float32."""
-    load: Callable[..., Any] = load_causal_lm
-    score: Callable[..., Any] = ScoreModel.load
-    with (
-        patch.object(sharded, "_source_of", lambda *_: None),
-        patch.object(sharded, "load_causal_lm", lambda *args: in_float64(load(*args))),
-        patch.object(ScoreModel, "load", lambda *args, **kwargs: in_float64(score(*args, **kwargs))),
-    ):
+    with loaded_in_float64():
         train_as_one(ranks, directory, model, cases, double=True)
 
 
@@ -220,5 +231,6 @@ def test_several_ranks_train_as_one_in_float64(
 def test_two_ranks_train_as_one_in_float32(model: Path, tmp_path: Path) -> None:
     cases: list[Case] = [("actor", 1, STEPS, {"actor": ONE_EPOCH | CISPO}), ("critic", 1, STEPS, {})]
     cases += [("actor", 1, FEW, {"actor": LORA | DRO})]
+    cases += [("actor", 1, ONCE, {"actor": DPPO_KL}), ("actor", 1, ONCE, {"actor": PADDED | IPO} | PREFERENCES)]
     cases += [(role, sharing, FEW, {}) for role in ("reference", "reward") for sharing in (1, 2)]
     on_ranks(2, train_as_one, tmp_path, model, cases, False)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
+
+from rolemesh.models import sharded
+from rolemesh.models.heads import ScoreModel
 
 
 def in_float64(model: Any) -> Any:
@@ -20,3 +26,16 @@ def in_float64(model: Any) -> Any:
         norm.weight = part.weight
         model.set_submodule(name, norm)
     return model
+
+
+@contextmanager
+def loaded_in_float64() -> Iterator[None]:
+    """Load models in float64 within the context: whole, also on several ranks, since files have float32."""
+    load: Callable[..., Any] = sharded.load_causal_lm
+    score: Callable[..., Any] = ScoreModel.load
+    with (
+        patch.object(sharded, "_source_of", lambda *_: None),
+        patch.object(sharded, "load_causal_lm", lambda *args: in_float64(load(*args))),
+        patch.object(ScoreModel, "load", lambda *args, **kwargs: in_float64(score(*args, **kwargs))),
+    ):
+        yield
