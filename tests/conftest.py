@@ -6,15 +6,13 @@ import gc
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from rolemesh.config import JobConfig
-from rolemesh.models.tiny import make_tiny_model
-from rolemesh.weights import region
+# Torch is imported in fixtures: the process that hands tests out does not need it, and the others wait for it.
+if TYPE_CHECKING:
+    from rolemesh.config import JobConfig
 
 pytest_plugins = ["heavy_tests", "heavy_scheduling"]
 
@@ -32,18 +30,24 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="session", params=["qwen2", "qwen3", "llama"])
 def any_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Hugging Face directory, for each architecture."""
+    from rolemesh.models.tiny import make_tiny_model
+
     return make_tiny_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen2-shaped Hugging Face directory."""
+    from rolemesh.models.tiny import make_tiny_model
+
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), "qwen2")
 
 
 @pytest.fixture
 def ending_model(any_model: Path, tmp_path: Path) -> Path:
     """A model with 33 tokens that end a response. The tiny models almost never generate EOS."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(any_model)
     own = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = [*range(0, 256, 8), own]
@@ -56,7 +60,7 @@ def ending_model(any_model: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable shared memory, as between two machines: every byte goes over the network."""
-    monkeypatch.setattr(region, "CAN_SHARE", False)
+    monkeypatch.setattr("rolemesh.weights.region.CAN_SHARE", False)
 
 
 @pytest.fixture
@@ -83,7 +87,9 @@ def pytest_runtest_makereport() -> Any:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """Use one thread: two test processes share two cores, and spinning threads would slow down both."""
+    """Use one thread: test processes share the cores, and spinning threads would slow down all."""
+    import torch
+
     torch.set_num_threads(1)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,18 @@ def test_light():
     note("last")
     open(HERE / "last", "w").close()
 """
+THEN_BEGINS = """
+def test_then():
+    note("last")
+    open(HERE / "begun", "w").close()
+"""
+NAMED = """
+from beside import *
+
+@pytest.mark.parametrize("number", range(6))
+def test_light(number):
+    note(Path(__file__).name)
+"""
 DIES = """
 from beside import *
 
@@ -272,6 +285,20 @@ def test_one_process_runs_the_heavy_tests_and_another_the_light_ones_beside_them
     names = [name for of, name in ran if of == process]
     heavy = ["test_a.py"] + ["test_b.py"] * 4 + ["test_c.py"] * 4  # each file's at a stretch
     assert names[:10] == [*heavy, "last"]
+
+
+def test_of_two_processes_with_light_tests_one_begins_with_the_last_file_and_none_goes_back_to_a_file(
+    tmp_path: Path,
+) -> None:
+    files = dict.fromkeys("cde", NAMED)
+    beside(tmp_path, a=WAITS, b=WAITS_FOR_LAST, **files, z=LAST + THEN_BEGINS)
+    for fifo in ("begun", "last"):
+        os.mkfifo(tmp_path / "tests" / fifo)
+    passed(run_pytest(tmp_path, "-n", "3", "--no-loadscope-reorder"), 1 + 1 + 3 * 6 + 2)
+    ran = notes(tmp_path)
+    for process in {process for process, _ in ran}:
+        visits = [file for file, _ in groupby(name for of, name in ran if of == process)]
+        assert len(visits) == len(set(visits)), visits
 
 
 def test_the_longest_heavy_file_comes_first_unless_an_order_is_asked_for(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Distribute tests over the test processes of xdist so that two heavy tests never run at once.
 
 One test process gets every test with the mark `processes` (`heavy_tests.py`): file by file, the longest first.
-The others go through the light tests. Once the heavy tests are done, it helps with the light ones, beginning
-with the last file, so that hardly any file's fixtures are made twice. Once the light tests are done, the
-others end, and heavy tests still run one at a time.
+The others go through the light tests, and it helps them once the heavy tests are done. Each takes a file that
+no other has begun: one process the first of them, the others the last. Only when all files have begun do they
+share one, so the fixtures of hardly any file are made twice. Once the light tests are done, the others end, and
+heavy tests still run one at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -78,6 +79,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             super().__init__(config, log)
             self._heavy: set[str] = set()  # node ids of tests
             self._heavy_node: Any = None
+            self._light: dict[str, dict[str, None]] | None = None  # units by file; None: count them anew
+            self._files: dict[Any, str] = {}  # of the last light unit of each test process
             if in_random_order(config):
                 config.option.loadscopereorder = False  # units with many tests would come first
 
@@ -85,6 +88,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             for file in Path(config.stash[FOLDER].name).iterdir():
                 self._heavy |= set(json.loads(file.read_text()))
             super().schedule()
+
+        def remove_node(self, node: Any) -> str | None:
+            self._light = None  # what it has not done comes back
+            self._files.pop(node, None)
+            return cast("str | None", super().remove_node(node))
 
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
@@ -102,9 +110,31 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                     heavy.sort(key=lambda unit: -LONGEST.get(unit.removeprefix("heavy "), 0))
                 if heavy:
                     return heavy[0]
-                last = next(reversed(self.workqueue), "").partition("::")[0]
-                return next((unit for unit in self.workqueue if unit.partition("::")[0] == last), None)
-            return next((unit for unit in self.workqueue if not unit.startswith("heavy ")), None)
+            return self._next_light_unit(node)
+
+        def _next_light_unit(self, node: Any) -> str | None:
+            if self._light is None:
+                self._light = {}
+                for unit in self.workqueue:
+                    if not unit.startswith("heavy "):
+                        self._light.setdefault(unit.partition("::")[0], {})[unit] = None
+            if not self._light:
+                return None
+            file = self._files[node] = self._next_file(node, self._light)
+            unit = next(iter(self._light[file]))
+            del self._light[file][unit]
+            if not self._light[file]:
+                del self._light[file]
+            return unit
+
+        def _next_file(self, node: Any, light: dict[str, dict[str, None]]) -> str:
+            """Choose the next light unit's file: its own, one of nobody, or the one with the most tests."""
+            if self._files.get(node) in light:
+                return self._files[node]
+            if of_nobody := [file for file in light if file not in self._files.values()]:
+                first = next((each for each in self.assigned_work if each is not self._heavy_node), None)
+                return of_nobody[0 if node is first else -1]
+            return max(light, key=lambda file: len(light[file]))
 
         def _assign_work_unit(self, node: Any) -> None:
             unit = self._next_unit(node)
