@@ -133,7 +133,7 @@ async def served(role: str, *jobs: JobConfig) -> AsyncIterator[list[str]]:
 
 @asynccontextmanager
 async def served_group(roles: Sequence[str], job: JobConfig) -> AsyncIterator[str]:
-    """Serve the roles of a group in this process; yield their address."""
+    """Serve the roles of a group in this process, and end its threads and processes; yield their address."""
     server = group_server(roles, job)
     address = await server.start("127.0.0.1:0")
     workers: list[LocalWorker] = []
@@ -144,8 +144,7 @@ async def served_group(roles: Sequence[str], job: JobConfig) -> AsyncIterator[st
     finally:
         await server.drain(0)
         for worker in workers:
-            if worker.role == "environment":  # its tools have processes and threads
-                await asyncio.to_thread(worker.close)
+            await asyncio.to_thread(worker.close)
 
 
 async def train_over_grpc(job: JobConfig) -> None:
