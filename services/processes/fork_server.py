@@ -96,7 +96,11 @@ class ForkServer:
         self.pid = pid
 
     async def fork(
-        self, arguments: Sequence[str], environment: Mapping[str, str], output: int | None
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: int | None,
+        name: str = "",
     ) -> Forked:
         """Start `rolemesh ARGUMENTS`.
 
@@ -104,6 +108,7 @@ class ForkServer:
             arguments: of the command line.
             environment: all its variables.
             output: the descriptor of its output; None: it goes where this process's goes.
+            name: that `ps -e` and `top` show, up to 15 characters; empty: the command.
 
         Raises:
             OSError: the server is gone, or could not fork.
@@ -122,8 +127,9 @@ class ForkServer:
             its_status.close()
             os.close(its_stdin)
         try:
+            name = name or " ".join(arguments[:2])
             asked = {"arguments": list(arguments), "environment": dict(environment), "directory": os.getcwd()}
-            request = json.dumps(asked).encode()
+            request = json.dumps(asked | {"name": name}).encode()
             writer.write(NUMBER.pack(len(request)) + request)
             (pid,) = NUMBER.unpack(await reader.readexactly(NUMBER.size))
         except BaseException as error:
@@ -254,7 +260,11 @@ def _read(status: socket.socket, size: int) -> bytes:
 
 
 def _become(
-    arguments: Sequence[str], environment: Mapping[str, str], directory: str, descriptors: Sequence[int]
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    directory: str,
+    name: str,
+    descriptors: Sequence[int],
 ) -> None:
     """Make this fork what `rolemesh ARGUMENTS` would be in a process of its own."""
     global server, is_fork
@@ -274,7 +284,7 @@ def _become(
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["rolemesh", *arguments]
-    _name(" ".join(arguments[:2]))
+    _name(name)
     if (own := os.environ.get("OMP_NUM_THREADS", "")) != num_threads and own.isdecimal():
         import_module("torch").set_num_threads(int(own))
 

@@ -108,7 +108,9 @@ class Here:
             if server := fork_server.server:
                 with contextlib.suppress(OSError):  # it was killed
                     written = output.fileno() if output else None
-                    return LocalProcess(await server.fork(arguments, environment, written))
+                    # A fork has the launcher's command line; actor-0/1 is rank 1 of actor-0.
+                    name = log_file.stem.replace("-rank-", "/") if log_file else ""
+                    return LocalProcess(await server.fork(arguments, environment, written, name))
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "rolemesh", *arguments),
                 stdin=asyncio.subprocess.PIPE,  # never written to; it closes when the launcher ends

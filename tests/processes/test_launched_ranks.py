@@ -33,6 +33,11 @@ def test_the_ranks_of_a_group_share_the_cores(monkeypatch: pytest.MonkeyPatch) -
     assert "WORLD_SIZE" not in role_environment()
 
 
+def shown_name(pid: int) -> str:
+    """Return the name that `ps -e` and `top` show."""
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 async def test_the_launcher_starts_ranks_watches_each_and_leaves_none(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +63,8 @@ async def test_the_launcher_starts_ranks_watches_each_and_leaves_none(
         addresses = await processes.addresses(200)
         assert {role: len(found) for role, found in addresses.items()} == dict.fromkeys(job.roles, 1)
         assert all(member.metrics_address for member in ranks.values())
+        shown = [shown_name(member.process.pid) for member in ranks.values()]
+        assert shown == ["policy-0", "policy-0/1", "reference-0", "reference-0/1", "rollout-0"]
         for role in ("actor", "reference"):
             async with new_client(role, addresses[role], job) as client:
                 await client.wait_until_ready(200)
