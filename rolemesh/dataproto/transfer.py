@@ -45,8 +45,12 @@ def _together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _seen_as(part: Tensor, like: Tensor) -> Tensor:
-    """Return the first bytes of `part` as a tensor of the shape and type of `like`."""
-    return part[: like.nbytes].view(like.dtype).view(like.shape)
+    """Return the first bytes of `part` as a tensor of the shape and type of `like`.
+
+    It has a version counter of its own. Views share one, so if a model changed its positions in place, autograd
+    would refuse every other tensor that came with them.
+    """
+    return part[: like.nbytes].view(like.dtype).view(like.shape).data
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -23,12 +23,28 @@ from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.model import ModelConfig
 from rolemesh.dataproto import DataProto
+from rolemesh.dataproto.transfer import on_device
 from rolemesh.models.loading import named_weights
 from rolemesh.models.reward_model import RewardModel
 from rolemesh.services.actor.objective import choose_tokens, policy_loss_of, policy_objective
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.weights.held import HeldWeights
+
+# ------------------------------------------------------------------------------- copies
+
+
+def test_a_model_may_change_what_was_copied_together_with_what_autograd_keeps(gpu: PretendedGpu) -> None:
+    with gpu.here():
+        table = torch.ones(3, 4, device="cuda", requires_grad=True)
+        ids, positions = on_device((torch.tensor([1, 2]), torch.tensor([0, 1])), torch.device("cuda"))
+        total = torch.nn.functional.embedding(ids, table).sum()
+        positions += 1
+        torch.autograd.backward(total)  # it keeps the ids
+        assert table.grad is not None
+        assert table.grad[:, 0].tolist() == [0, 1, 1]
+        assert positions.tolist() == [1, 2]
+
 
 # ------------------------------------------------------------------------------- adapters and losses
 
