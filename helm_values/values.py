@@ -72,8 +72,8 @@ class RolloutValues(RoleValues):
     billionParameters: float = Field(
         0,
         ge=0,
-        description="parameters of job.actor.model in billions, e.g. 7.6; a memory limit that is too small for "
-        "a version of them is refused; 0: unknown",
+        description="parameters of job.actor.model in billions, e.g. 7.6; a memory limit below their "
+        "versions is refused; 0: unknown",
     )
 
 

@@ -1,11 +1,13 @@
 """Estimates the host memory of a rollout whose engine computes on GPUs.
 
 A pod is killed if it exceeds its memory limit. The largest part is the version that the rollout has received:
-it is kept for other rollouts that pull it from here, and the engine reads it where it lies.
+it is kept for other rollouts that pull it from here, and the engine reads it where it lies. Weights are
+counted, so a limit below them is refused. What processes take is a guess, so a limit below both is warned of.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -14,8 +16,10 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.planner.devices import GIB, human_size
 from rolemesh.planner.memory import Shapes, published_width, role_shapes
 
+log = logging.getLogger(__name__)
+
 # Python, libraries and buffers of an engine's processes: with vLLM, with each further GPU of the engine, and
-# with hf. They are estimates; nothing has been measured in a pod yet.
+# with hf. They are guesses; nothing has been measured in a pod yet.
 VLLM_BYTES, RANK_BYTES, HF_BYTES = 7 * GIB, 3 * GIB, 3 * GIB
 
 
@@ -24,7 +28,7 @@ class HostMemory:
     """Bytes of host memory of a rollout's pod.
 
     Args:
-        processes: of the engines, without weights.
+        processes: of the engines, without weights; a guess.
         version: that was received, in the dtype in which the actor publishes.
         asleep: weights of sleeping engines.
     """
@@ -34,8 +38,13 @@ class HostMemory:
     asleep: int
 
     @property
+    def weights(self) -> int:
+        """Bytes that are certainly needed."""
+        return self.version + self.asleep
+
+    @property
     def total(self) -> int:
-        return self.processes + self.version + self.asleep
+        return self.processes + self.weights
 
 
 def host_memory(job: JobConfig, shapes: Shapes, roles: Sequence[str], engines: int = 1) -> HostMemory | None:
@@ -60,7 +69,9 @@ def host_memory(job: JobConfig, shapes: Shapes, roles: Sequence[str], engines: i
 
 
 def refuse_small_limit(job: JobConfig, limit_bytes: int, engines: int = 1) -> None:
-    """Refuse a rollout on a GPU in a container whose memory limit is too small for a version of the weights.
+    """Refuse a rollout on a GPU in a container whose memory limit is too small for its weights in host memory.
+
+    If only what its processes are guessed to take exceeds the limit, this is logged as a warning.
 
     Args:
         job: the job.
@@ -76,8 +87,11 @@ def refuse_small_limit(job: JobConfig, limit_bytes: int, engines: int = 1) -> No
     if needed is None or needed.total <= limit_bytes:
         return
     parts = ", ".join(f"{name} {human_size(size)}" for name, size in asdict(needed).items() if size)
-    raise InvalidConfig(
+    told = (
         f"the rollout takes about {human_size(needed.total)} of host memory ({parts}), but the memory limit of "
         f"this container is {human_size(limit_bytes)}: raise it (roles.rollout.resources in the chart), or use "
         "a smaller model in actor.model.path"
     )
+    if needed.weights > limit_bytes:
+        raise InvalidConfig(told)
+    log.warning("%s. What its processes take is a guess, so it is started", told)

@@ -299,6 +299,16 @@ def test_notes_tell_what_brings_the_alerts(tmp_path: Path) -> None:
     assert "A PodMonitor makes Prometheus scrape" in notes({}, tmp_path)
 
 
+def test_notes_warn_of_a_memory_limit_that_only_a_guess_exceeds(tmp_path: Path) -> None:
+    """27.6 GiB of weights and 7 GiB of processes, of 32 GiB."""
+    values = {"job": {"rollout": {"name": "vllm"}}, "roles": {"rollout": {"billionParameters": 14.8}}}
+    said = notes(values, tmp_path)
+    assert (
+        "PERHAPS TOO LITTLE MEMORY: a pod of group rollout has a memory limit of 32Gi, but its rollout" in said
+    )
+    assert "PERHAPS" not in notes({}, tmp_path)
+
+
 def test_names_of_53_characters_fit_and_differ() -> None:
     """A Service's name has 63 at most, a StatefulSet's 52: its pods carry it and a hash of ten in a label."""
     first, second = "a" * 52 + "b", "a" * 52 + "c"

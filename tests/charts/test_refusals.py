@@ -160,19 +160,19 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
         {"job": FOUR_RANKS},
         "a pod of group rollout has 1 GPUs: set roles.rollout.gpus to 4",
     ),
-    "a memory limit below a version of the weights": (  # 2 bytes of each parameter, and vLLM's processes
-        {"roles": {"rollout": {"billionParameters": 14.8}}, "job": {"rollout": {"name": "vllm"}}},
-        "group rollout has a memory limit of 32Gi, but its rollout takes about 34.6 GiB of host memory: 7.0 "
-        "GiB for its processes, and 27.6 GiB for weights of roles.rollout.billionParameters 14.8: raise the",
+    "a memory limit below a version of the weights": (  # 2 bytes of each parameter
+        {"roles": {"rollout": {"billionParameters": 24}}, "job": {"rollout": {"name": "vllm"}}},
+        "group rollout has a memory limit of 32Gi, but its rollout takes about 51.7 GiB of host memory: 7.0 "
+        "GiB for its processes, and 44.7 GiB for weights of roles.rollout.billionParameters 24: raise the",
     ),
-    "a memory limit below a version and an engine asleep": (  # 44.7 GiB, twice
+    "a memory limit below a version and an engine asleep": (  # 48.4 GiB, twice
         {
             "placement": {"strategy": "hybrid"},
             "job": {"rollout": {"name": "vllm"}},
-            "roles": {"rollout": {"billionParameters": 24}},
+            "roles": {"rollout": {"billionParameters": 26}},
         },
-        "a pod of group policy has a memory limit of 96Gi, but its rollout takes about 96.4 GiB of host memory"
-        ": 7.0 GiB for its processes, and 89.4 GiB",
+        "a pod of group policy has a memory limit of 96Gi, but its rollout takes about 103.9 GiB of host memory"
+        ": 7.0 GiB for its processes, and 96.9 GiB",
     ),
     "no room for the run": (
         {"storage": {"workspace": {"size": ""}}},

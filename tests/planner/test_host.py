@@ -38,16 +38,22 @@ def test_engines_that_sleep_leave_their_weights_on_the_host_beside_the_version()
     assert host_memory(awake, SHAPES, HYBRID["policy"]) == HostMemory(7 * GIB, 2 * POLICY, 0)
 
 
-def test_a_limit_below_it_is_refused_with_the_figure(tmp_path: Path) -> None:
+def test_a_limit_below_its_weights_is_refused_and_one_below_the_guess_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     LlamaConfig(tie_word_embeddings=False).save_pretrained(tmp_path)  # its defaults are the 7B's
     model = {"model": {"path": str(tmp_path)}}
     job = ppo(actor=model, rollout={"name": "vllm", "dtype": "float32"})
     with pytest.raises(InvalidConfig) as refused:
-        refuse_small_limit(job, 32 * GIB)
+        refuse_small_limit(job, 25 * GIB)
     parts = "takes about 32.1 GiB of host memory (processes 7.0 GiB, version 25.1 GiB)"
-    assert f"{parts}, but the memory limit of this container is 32.0 GiB: raise it" in str(refused.value)
+    assert f"{parts}, but the memory limit of this container is 25.0 GiB: raise it" in str(refused.value)
+    refuse_small_limit(job, 32 * GIB)
+    (warning,) = caplog.messages
+    assert f"{parts}, but the memory limit of this container is 32.0 GiB: raise it" in warning
     refuse_small_limit(job, 33 * GIB)
     refuse_small_limit(ppo(actor=model, rollout={"name": "vllm"}), 32 * GIB)
+    assert caplog.messages == [warning]
 
 
 def test_a_handover_copies_a_version_from_the_device_and_to_it_at_the_hosts_bandwidth() -> None:

@@ -113,10 +113,11 @@
 {{- end }}
 {{- end }}
 
-{{/* Refuse a memory limit that is too small for a rollout on GPUs, of (list $ GROUP). The pod checks this, too, and
-knows its model (rolemesh/planner/host.py). */}}
-{{- define "rlhf-job.refuse.host" -}}
-{{- $ := first . }}{{ $group := last . }}
+{{/* What is too small in the memory limit of a pod with a rollout on GPUs, of (list $ GROUP): "weights" if it is below
+them, "processes" if it is below the guess of what its processes take besides; and a sentence. Empty if it suffices.
+The pod checks this, too, and knows its model (rolemesh/planner/host.py). */}}
+{{- define "rlhf-job.host" -}}
+{{- $ := first . }}{{ $group := last . }}{{ $found := dict }}
 {{- $limit := dig "limits" "memory" "" $group.resources }}
 {{- if and $limit $group.gpus (has "rollout" $group.models) $.Values.roles.rollout.billionParameters }}
 {{- $job := include "rlhf-job.job" $ | fromJson }}
@@ -131,10 +132,19 @@ knows its model (rolemesh/planner/host.py). */}}
 {{- $weights := $version }}
 {{- if and $job.rollout.free_cache_engine (gt (len $group.models) 1) }}{{ $weights = addf $version (mulf $engines $version) }}{{ end }}
 {{- $needed := addf (mulf $engines $processes) $weights }}
-{{- if gt $needed (divf (include "rlhf-job.number" $limit | float64) 1073741824000) }}
-{{- fail (printf "a pod of group %s has a memory limit of %v, but its rollout takes about %.1f GiB of host memory: %.1f GiB for its processes, and %.1f GiB for weights of roles.rollout.billionParameters %v: raise the memory of roles.rollout.resources, or of groups.%s.resources" $group.name $limit $needed (mulf $engines $processes) $weights $billions $group.name) }}
+{{- $limitGiB := divf (include "rlhf-job.number" $limit | float64) 1073741824000 }}
+{{- if gt $needed $limitGiB }}
+{{- $small := gt $weights $limitGiB | ternary "weights" "processes" }}
+{{- $found = dict "small" $small "told" (printf "a pod of group %s has a memory limit of %v, but its rollout takes about %.1f GiB of host memory: %.1f GiB for its processes, and %.1f GiB for weights of roles.rollout.billionParameters %v: raise the memory of roles.rollout.resources, or of groups.%s.resources" $group.name $limit $needed (mulf $engines $processes) $weights $billions $group.name) }}
 {{- end }}
 {{- end }}
+{{- toJson $found }}
+{{- end }}
+
+{{/* Refuse a memory limit below the weights of a rollout on GPUs, of (list $ GROUP). */}}
+{{- define "rlhf-job.refuse.host" -}}
+{{- $host := include "rlhf-job.host" . | fromJson }}
+{{- if eq ($host.small | default "") "weights" }}{{ fail $host.told }}{{ end }}
 {{- end }}
 
 {{/* Refuse ranks that no pods can hold, of (list $ GROUP). */}}
