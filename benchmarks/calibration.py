@@ -30,12 +30,14 @@ def calibrated(device: Device, *, hidden: int = 256) -> Device:
     flops = 2 * len(tokens) * weight.numel() / product
     large = torch.randn(2**20)  # 4 MiB, as the activations of a micro-batch
     bandwidth = 2 * large.nbytes / _seconds(lambda: large * 2)
+    block_s = _seconds(_forward_of_nothing()) / BLOCKS
     return replace(
         device,
         flops=dict.fromkeys(device.flops, flops),
         memory_bandwidth=bandwidth,
         link_bandwidth=bandwidth,
-        block_s=_seconds(_forward_of_nothing()) / BLOCKS,
+        block_s=block_s,
+        trained_block_s=3 * block_s,
     )
 
 

@@ -13,17 +13,9 @@ from dataclasses import dataclass
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import CHUNKS_PER_BATCH
-from rolemesh.planner.devices import Device
-from rolemesh.planner.memory import (
-    FLOAT32,
-    WIDTH,
-    Shapes,
-    block_bytes,
-    kv_bytes_per_token,
-    published_width,
-    tokens_of_pass,
-    vllm_memory,
-)
+from rolemesh.planner.activations import FLOAT32, WIDTH, block_bytes
+from rolemesh.planner.devices import DIGEST_BANDWIDTH, PUBLISH_BANDWIDTH, RECEIVE_BANDWIDTH, Device
+from rolemesh.planner.memory import Shapes, kv_bytes_per_token, published_width, tokens_of_pass, vllm_memory
 from rolemesh.planner.shapes import ModelShape
 from rolemesh.planner.spread import Spread, exchange_seconds, gather_seconds, sum_seconds
 
@@ -75,14 +67,23 @@ class Pass:
         blocks = 2 * self.shape.layers * block_bytes(self.shape, 1, self.dtype) * self.width
         return self.rows * (blocks + 6 * self.predicted * self.shape.vocabulary * FLOAT32)
 
-    def seconds(self, device: Device, micro_batch: float, passes: float = 1, together: int = 1) -> float:
+    def seconds(
+        self,
+        device: Device,
+        micro_batch: float,
+        passes: float = 1,
+        together: int = 1,
+        block_s: float | None = None,
+    ) -> float:
         """Return the seconds for the work of `passes` forward passes, in micro-batches.
 
-        `together` ranks compute each micro-batch, each a part of its tokens.
+        `together` ranks compute each micro-batch, each a part of its tokens. `block_s` has the seconds of a
+        block's launches in all passes; None: in one pass without gradients.
         """
         once = self.flops / device.flops[self.dtype] + self.traffic / device.memory_bandwidth
         calls = max(1.0, self.rows / micro_batch)
-        return passes * (once / together + calls * (self.shape.layers + OUTSIDE) * device.block_s)
+        launching = device.block_s if block_s is None else block_s
+        return passes * once / together + calls * (self.shape.layers + OUTSIDE) * launching
 
 
 def role_seconds(
@@ -178,7 +179,8 @@ def role_parts(
     section = job.actor if role == "actor" else job.critic
     learnt = shape.trained_parameters(job.actor.model) if role == "actor" else parameters
     backward = BACKWARD if learnt >= parameters else 1  # fixed matrices have no gradients of their own
-    passes = 1 + backward + section.model.enable_gradient_checkpointing
+    repeats = section.model.enable_gradient_checkpointing
+    passes, block_s = 1 + backward + repeats, device.trained_block_s + repeats * device.block_s
     steps = job.data.train_batch_size // job.mini_batch_size(role)
     epochs = section.ppo_epochs
     assert epochs is not None, "JobConfig fills it in"
@@ -193,7 +195,7 @@ def role_parts(
     elif spread.fetches_moments:
         adamw += 2 * 2 * FLOAT32 * learnt / spread.shards / device.host_bandwidth
     update = {
-        "compute": one.seconds(device, in_mini, passes, together),
+        "compute": one.seconds(device, in_mini, passes, together, block_s),
         "gathers": (1 + spread.is_gathered_twice) * repeated * gathers,
         "sums": repeated * calls * (of_block + copies),
         "exchanges": passes * repeated * exchanges,
@@ -248,10 +250,11 @@ def generation_seconds(job: JobConfig, shape: ModelShape, device: Device, rows: 
 def handover_seconds(job: JobConfig, shapes: Shapes, device: Device, ranks: int, *, together: bool) -> float:
     """Return the seconds to bring the actor's weights to the rollouts.
 
-    They leave the actor's devices in the dtype of the rollout's engine, and go to the engine's devices from
-    host memory. On a CPU both are copies in memory. A machine first gets the rows of its part that its ranks
-    lack, unless they have a copy of the model (HSDP). If actor and rollout share a group, each machine gets
-    all. Else the machines send their parts at the same time to a rollout, which relays to the others.
+    They leave the actor's devices in the dtype of the rollout's engine for shared memory, are checked there,
+    and go to the engine's devices. On a CPU they are copied twice in memory. A machine first gets the rows of
+    its part that its ranks lack, unless they have a copy of the model (HSDP). If actor and rollout share a
+    group, each machine gets all. Else the machines send their parts at the same time to a rollout, which relays
+    to the others.
 
     Args:
         ranks: of the actor.
@@ -259,9 +262,11 @@ def handover_seconds(job: JobConfig, shapes: Shapes, device: Device, ranks: int,
     """
     num_bytes = published_width(job.with_dtypes(device.kind)) * shapes["actor"].policy_parameters
     machines = -(-ranks // device.per_node)
+    writing = 1 if together else machines  # each its part
     elsewhere = 0 if Spread.of(job, "actor", ranks).shards <= device.per_node else 1 - 1 / machines
-    rate = device.memory_bandwidth if device.shared else device.host_bandwidth
-    copied, sent = 2 * num_bytes / rate, num_bytes / device.wire_bandwidth
+    of_byte = 1 / PUBLISH_BANDWIDTH / writing + 1 / DIGEST_BANDWIDTH + 1 / RECEIVE_BANDWIDTH
+    copied = num_bytes * (2 / device.memory_bandwidth if device.shared else of_byte)
+    sent = num_bytes / device.wire_bandwidth
     if together:
         return copied + elsewhere * sent
     received = sent if machines == 1 else max(sent / machines, sent / STREAMS_GAIN)

@@ -20,6 +20,15 @@ SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 GIB = 2**30
 SHARE_REACHED = 0.5  # of a GPU's rate by its data sheet, by large matrix products in training
 FILE_BANDWIDTH = 1.5e9  # bytes per second; on a CPU, a sleeping role's tensors are in a file
+# Of a CUDA context with the buffers of cuBLAS and NCCL, usually 0.5 to 1 GiB; the upper end.
+CONTEXT_BYTES = GIB
+# Of a hand-over, in bytes per second, on the machine of an H200 (benchmarks/gpu/large.py): the version is
+# written into new shared memory, read once for its checksums, and copied to the engine's GPU.
+PUBLISH_BANDWIDTH, DIGEST_BANDWIDTH, RECEIVE_BANDWIDTH = 3e9, 34e9, 13e9
+LAUNCH_S = 5e-6  # of a kernel, in Python
+# Kernels of a block in bfloat16, as counted on a pretended GPU (tests/devices/test_planned_kernels.py): of a
+# pass without gradients, and of one with its backward pass.
+PASS_KERNELS, TRAINED_KERNELS = 55, 174
 # Of all-gathers among processes of one machine by gloo, over the loopback interface (benchmarks/plan.py).
 GLOO_BANDWIDTH = 1e9
 GLOO_LATENCY = 2e-4
@@ -67,6 +76,7 @@ class Device:
             host memory, on a CPU in a file.
         wire_bandwidth: bytes per second from service to service.
         block_s: seconds of launches and Python in one pass through a transformer block.
+        trained_block_s: of a pass with gradients, and its backward pass.
         per_node: devices of one machine.
         call_latency: seconds of a collective's start.
         link_latency: seconds of one turn of a ring between two devices of a machine.
@@ -82,7 +92,8 @@ class Device:
     network_bandwidth: float
     host_bandwidth: float
     wire_bandwidth: float = 2e9  # gRPC frames of 1 MiB between two processes: 1.4 to 2.4 GB/s
-    block_s: float = 2e-4  # some 40 kernels of 5 µs
+    block_s: float = PASS_KERNELS * LAUNCH_S
+    trained_block_s: float = TRAINED_KERNELS * LAUNCH_S
     per_node: int = 8
     # NCCL's own model, for a ring of its protocol Simple (its source, src/graph/tuning.cc); NVLink's turn.
     call_latency: float = 8.4e-6
@@ -94,6 +105,11 @@ class Device:
     def kind(self) -> str:
         """torch's name for the type of the device."""
         return "cpu" if self.shared else "cuda"
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory for the roles: all but that of a GPU's context."""
+        return self.memory_bytes if self.shared else max(0, self.memory_bytes - CONTEXT_BYTES)
 
 
 def _gpu(
@@ -169,6 +185,7 @@ def cpu(memory_bytes: int, *, flops: float = 1e11, bandwidth: float = 1e10, bloc
         network_bandwidth=GLOO_BANDWIDTH,
         host_bandwidth=FILE_BANDWIDTH,
         block_s=block_s,
+        trained_block_s=3 * block_s,
         call_latency=GLOO_LATENCY,
         link_latency=GLOO_LATENCY,
         shared=True,

@@ -6,8 +6,8 @@ float32 moments. So a trained parameter takes 16 bytes. One of a role that only 
 has no copy. With an adapter, all of the policy's own parameters are frozen. They take 4, or 2 if they
 were saved in bfloat16.
 
-Rows are assumed to have the full length S = P + T, with or without padding. The allocator's fragmentation,
-kernels' scratch memory and the CUDA context (about half a GiB) are not counted.
+Rows are assumed to have the full length S = P + T, with or without padding. The allocator's fragmentation and
+kernels' scratch memory are not counted. A GPU's context is not in any role's memory (Device.usable_bytes).
 """
 
 from __future__ import annotations
@@ -19,12 +19,23 @@ from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.model import TrainedModelConfig
 from rolemesh.models.chunks import BLOCK_BYTES, LEARNT_BYTES, tokens_at_once, tokens_in_block
-from rolemesh.planner.devices import Device
+from rolemesh.planner.activations import (
+    FLOAT32,
+    WIDTH,
+    cast_bytes,
+    cast_parts,
+    forward_bytes,
+    gathered_bytes,
+    last_bytes,
+    passing_bytes,
+    peak_with_gathered_bytes,
+)
+from rolemesh.planner.devices import CONTEXT_BYTES, GIB, Device
 from rolemesh.planner.shapes import ModelShape, read_shape
 from rolemesh.planner.spread import Spread
 
-FLOAT32 = 4
-WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
+# Of vLLM's CUDA graphs, by its number of sizes and layers 0.3 to 2 GiB; the upper end.
+GRAPHS_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True)
@@ -101,10 +112,9 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
         head = logits_bytes(job, role, shape, device, copies=4 if job.actor.entropy_coeff == 0 else 5)
         learnt = shape.trained_parameters(job.actor.model)
         policy = shape.policy_parameters
-        memory = trained(learnt, policy, shape, job.actor.model, tokens, head, spread, on_device)
-        if is_base_held(job, shape, ranks):
-            casts = cast_bytes(shape, job.actor.model.dtype, spread)
-            memory = replace(memory, activations=memory.activations - casts)
+        casts = (0, 0) if is_base_held(job, shape, ranks) else cast_parts(shape, job.actor.model.dtype, spread)
+        passing = passing_bytes(shape, job.actor.model, tokens, head, casts, shared=device.shared)
+        memory = trained(learnt, policy, shape, job.actor.model, passing, spread, on_device)
         judging = judging_bytes(job, role, shape, tokens, device, ranks)  # when there are no gradients
         memory = replace(memory, activations=max(memory.activations, judging - memory.gradients))
         if job.actor.model.lora_rank:
@@ -115,8 +125,10 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
         # On a CPU the published version is in the same memory; rank 0 holds what all ranks have written.
         return replace(memory, weights=memory.weights + published_width(job) * policy // ranks)
     if role == "critic":
-        scored = shape.score_parameters
-        return trained(scored, scored, shape, job.critic_model, tokens, 0, spread, on_device)
+        scored, model = shape.score_parameters, job.critic_model
+        casts = (cast_parts(shape, model.dtype, spread)[0], 0)
+        passing = passing_bytes(shape, model, tokens, 0, casts, shared=device.shared)
+        return trained(scored, scored, shape, model, passing, spread, on_device)
     spec = ROLES[role]
     held = frozen_bytes(shape, spec.model(job).dtype, ranks, scores=spec.scores)
     judging = judging_bytes(job, role, shape, tokens, device, ranks)
@@ -124,7 +136,7 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
 
 
 def judging_bytes(job: JobConfig, role: str, shape: ModelShape, tokens: int, device: Device, ranks: int) -> int:
-    """Return the peak bytes of a pass without gradients: its activations, logits, casts and gathered weights.
+    """Return the peak bytes of a pass without gradients: activations or logits, casts and gathered weights.
 
     Args:
         tokens: of a micro-batch on one rank.
@@ -137,7 +149,10 @@ def judging_bytes(job: JobConfig, role: str, shape: ModelShape, tokens: int, dev
     if not spec.trained or (role == "actor" and is_base_held(job, shape, ranks)):
         casts = frozen_cast_bytes(shape, dtype, ranks, scores=spec.scores)
     gathered = gathered_bytes(weights, shape, dtype) if spread.shards > 1 else 0
-    return forward_bytes(shape, tokens, dtype) + head + casts + gathered
+    blocks = forward_bytes(shape, tokens, dtype)
+    if device.shared:
+        return blocks + head + casts + gathered
+    return max(blocks, head + last_bytes(shape, tokens, dtype)) + casts + gathered
 
 
 def published_width(job: JobConfig) -> int:
@@ -204,8 +219,7 @@ def trained(
     parameters: int,
     shape: ModelShape,
     model: TrainedModelConfig,
-    tokens: int,
-    head_bytes: int,
+    passing: int,
     spread: Spread,
     on_device: int,
 ) -> Memory:
@@ -216,61 +230,16 @@ def trained(
         parameters: of the model.
         shape: the model's.
         model: its section.
-        tokens: of a micro-batch on one rank; the backward pass also needs one block's gradients.
-        head_bytes: of the logits.
+        passing: passing_bytes of a micro-batch on one rank.
         spread: over ranks.
         on_device: 1, or 0 if weights, gradients and moments are in host memory.
     """
-    block = block_bytes(shape, tokens, model.dtype)
-    stored = block * shape.layers
-    if model.enable_gradient_checkpointing:  # each block's input, and one block that is recomputed
-        stored = FLOAT32 * shape.hidden * tokens * shape.layers + block
-    passing = stored + block + head_bytes + cast_bytes(shape, model.dtype, spread)
     if spread.shards > 1:
         passing = peak_with_gathered_bytes(passing, learnt, parameters, shape, model.dtype)
     share = on_device * FLOAT32 * learnt // spread.shards
     # Moments that are fetched for a step come when the activations have gone.
     moments = max(0, 2 * share - passing) if spread.fetches_moments else 2 * share
     return Memory(weights=share, gradients=share, optimizer=moments, activations=passing)
-
-
-def gathered_bytes(parameters: int, shape: ModelShape, dtype: str) -> int:
-    """Return the bytes of the weights that FSDP has gathered at once.
-
-    These are two blocks in the type of matrix products, and everything outside of blocks in float32.
-    """
-    in_blocks = min(parameters, shape.multiplied_parameters)
-    return WIDTH[dtype] * 2 * in_blocks // shape.layers + FLOAT32 * (parameters - in_blocks)
-
-
-def peak_with_gathered_bytes(passing: int, learnt: int, parameters: int, shape: ModelShape, dtype: str) -> int:
-    """Return the peak bytes of activations, gathered weights and gathered gradients of a backward pass.
-
-    In the middle of it there are one block's gradients, and their float32 copies that are being added up over
-    the ranks. At its end, without activations, the same of everything outside of blocks. A model with an
-    adapter has such gradients of the adapter alone, which are small.
-    """
-    in_blocks = min(parameters, shape.multiplied_parameters)
-    outside = FLOAT32 * (parameters - in_blocks)
-    learns_all = learnt >= parameters
-    block = learns_all * in_blocks // shape.layers
-    middle = passing + gathered_bytes(parameters, shape, dtype) + (WIDTH[dtype] + 2 * FLOAT32) * block
-    return max(middle, outside * (1 + 2 * learns_all))
-
-
-def block_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
-    """Return the bytes that a block keeps for its backward pass.
-
-    Counted from the operations of a Llama block under autograd: both norms keep their input and the normalised
-    input in float32 and what follows them keeps their output; attention keeps q, k, v (of all heads: grouped
-    ones are repeated) and its output, not the scores, since the kernel is fused; the MLP keeps gate, its
-    activation, up and their product.
-    """
-    small = WIDTH[dtype]
-    norms = 2 * shape.hidden * (2 * FLOAT32 + small)
-    attention = 4 * shape.heads * shape.head_dim * small
-    mlp = 4 * shape.intermediate * small
-    return tokens * (norms + attention + mlp)
 
 
 def logits_bytes(job: JobConfig, role: str, shape: ModelShape, device: Device, *, copies: int) -> int:
@@ -294,21 +263,6 @@ def _predicted(job: JobConfig, role: str) -> int:
     """Return the tokens of a micro-batch whose logits are computed."""
     width = job.data.max_prompt_length + job.data.max_response_length
     return tokens_of_pass(job, role) * (job.data.max_response_length + 1) // width
-
-
-def cast_bytes(shape: ModelShape, dtype: str, spread: Spread) -> int:
-    """Return the bytes of autocast's copies of the matrices; none in float32.
-
-    Sharded blocks are gathered in this type, and only the head's matrix is copied, also if it is tied.
-    """
-    blocks = 0 if spread.shards > 1 else shape.multiplied_parameters
-    return 0 if dtype == "float32" else (blocks + shape.hidden * shape.vocabulary) * WIDTH[dtype]
-
-
-def forward_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
-    """Return the peak bytes of a pass without gradients: one block's residual, norm, and MLP or attention."""
-    inside = max(3 * shape.intermediate, 6 * shape.heads * shape.head_dim)
-    return tokens * (3 * shape.hidden * FLOAT32 + inside * WIDTH[dtype])
 
 
 # ---------------------------------------------------------------------------------- generation
@@ -343,8 +297,9 @@ def vllm_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
     """Return the memory of engine vllm on one of a replica's tensor_model_parallel_size devices.
 
     It has its share of the weights in rollout.dtype. The KV cache gets the rest of gpu_memory_utilization; on a
-    CPU, at most what max_num_seqs rows need. It must have room for at least one sequence. On a CPU the version
-    that was fetched is in the same memory.
+    CPU, at most what max_num_seqs rows need. It must have room for at least one sequence. A GPU's context and
+    CUDA graphs take a part of the share, too, but are in no part of the result. On a CPU the version that was
+    fetched is in the same memory.
     """
     rollout, width = job.rollout, job.data.max_prompt_length + job.data.max_response_length
     devices = rollout.tensor_model_parallel_size
@@ -356,5 +311,7 @@ def vllm_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
     sequence = width * kv_bytes_per_token(shape, rollout.dtype) // devices
     if device.shared:
         left = min(left, rollout.max_num_seqs * sequence)
+    else:
+        left -= CONTEXT_BYTES + (0 if rollout.enforce_eager else GRAPHS_BYTES)
     copies = 2 if device.shared else 1
     return Memory(copies * weights, 0, 0, activations, max(left, sequence))

@@ -155,7 +155,7 @@ class Plan:
     @cached_property
     def missing_bytes(self) -> int:
         """Bytes by which devices are too small, summed; 0 if everything fits."""
-        memory = self.cluster.device.memory_bytes
+        memory = self.cluster.device.usable_bytes
         if self.cluster.device.shared:
             return max(0, sum(group.peak_bytes * max(1, group.devices) for group in self.groups) - memory)
         return sum(max(0, group.peak_bytes - memory) for group in self.groups)
@@ -338,7 +338,7 @@ class Planner:
         if "rollout" in roles or self.cluster.device.shared:
             return 1
         divisors = [ranks for ranks in range(1, devices + 1) if devices % ranks == 0]
-        most = self.cluster.device.memory_bytes
+        most = self.cluster.device.usable_bytes
         needed = {
             ranks: max(
                 role_memory(self.job, role, self.shapes, self.cluster.device, ranks).total for role in roles

@@ -15,15 +15,12 @@ from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.model import TrainedModelConfig
 from rolemesh.errors import InvalidConfig
+from rolemesh.planner.activations import FLOAT32, WIDTH, block_bytes, forward_bytes
 from rolemesh.planner.devices import GPUS, human_size
 from rolemesh.planner.memory import (
-    FLOAT32,
-    WIDTH,
     Memory,
     Shapes,
     base_bytes,
-    block_bytes,
-    forward_bytes,
     frozen_bytes,
     frozen_cast_bytes,
     is_base_held,

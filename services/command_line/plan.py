@@ -91,7 +91,7 @@ def _block(place: int, plan: Plan, *, bars: bool) -> Group:
 
 def notes(plan: Plan) -> list[str]:
     """List what the plan lacks, and what it assumes."""
-    memory, lines = plan.cluster.device.memory_bytes, [plan.blocked] if plan.blocked else []
+    memory, lines = plan.cluster.device.usable_bytes, [plan.blocked] if plan.blocked else []
     rollouts = [group.memory["rollout"] for group in plan.groups if "rollout" in group.roles]
     if rollouts and not any(memory.total for memory in rollouts):
         lines.append("other servers generate: their memory and time are not counted")

@@ -33,10 +33,17 @@ def test_a_job_that_answers_nothing_only_updates() -> None:
 
 
 def test_fewer_gpus_than_groups_with_a_model_do_not_fit() -> None:
-    plan = planner(LLAMA_1B, gpus=3).plan("standalone", STANDALONE)
+    few = {"max_num_seqs": 128}
+    plan = planner(LLAMA_1B, gpus=3, rollout=few).plan("standalone", STANDALONE)
     assert (plan.fits, plan.missing_devices) == (False, 1)
-    plan = planner(LLAMA_1B, gpus=4).plan("standalone", STANDALONE)  # rules need no GPU
+    plan = planner(LLAMA_1B, gpus=4, rollout=few).plan("standalone", STANDALONE)  # rules need no GPU
     assert plan.fits
+    assert not plan.missing_bytes
+    exactly = max(group.peak_bytes for group in plan.groups)
+    for context, fits in ((GIB, True), (GIB - 1, False)):  # CUDA's takes a GiB of each GPU
+        device = replace(H100, memory_bytes=exactly + context)
+        plan = planner(LLAMA_1B, gpus=4, device=device, rollout=few).plan("standalone", STANDALONE)
+        assert plan.fits == fits
     assert {g.name: g.devices for g in plan.groups} == dict.fromkeys(MODELLED, 1) | {"reward": 0}
 
 
