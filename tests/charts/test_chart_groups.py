@@ -318,3 +318,21 @@ def test_names_of_53_characters_fit_and_differ() -> None:
     assert not names[0] & names[1]
     assert all(len(name) <= 52 for _, name in names[0] | names[1])
     assert template(values, release=first).count(first) > 10  # labels have all of it
+
+
+def test_the_order_of_a_group_s_roles_changes_nothing_that_a_stateful_set_cannot_change() -> None:
+    """The API server refuses an upgrade that changes another field than replicas, template and a few more."""
+
+    def fixed(*learn: str) -> list[Object]:
+        groups = {"learn": learn, "rest": [role for role in ROLES if role not in learn]}
+        things = objects({"placement": {"strategy": "custom", "groups": groups}})
+        return [
+            {key: value for key, value in thing["spec"].items() if key not in ("template", "replicas")}
+            for thing in of_kind(things, "StatefulSet")
+        ]
+
+    (expected,) = fixed("actor", "critic", "reference")
+    assert expected["serviceName"] == "demo-actor"
+    assert fixed("reference", "critic", "actor") == fixed("critic", "actor", "reference") == [expected]
+    (alone,) = fixed("actor", "rollout", "reward", "critic")
+    assert alone == expected

@@ -182,6 +182,14 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
         {"rewardFunction": {"code": "x = 1"}},
         "/etc/rolemesh-reward/reward.py, where the code is mounted",
     ),
+    "two nodes for all pods": (
+        {
+            "storage": {"singleNode": True},
+            "gpu": {"nodeSelector": {"pool": "gpu"}},
+            "groups": {"reward": {"nodeSelector": {"pool": "cpu"}}},
+        },
+        "the pods of critic need a node with pool gpu and those of reward one with cpu: set the same",
+    ),
     "Kueue without a queue": ({"gang": {"scheduler": "kueue"}}, "gang.queue is empty: set it to a LocalQueue"),
 }
 

@@ -84,10 +84,10 @@ false or 0 by the default. */}}
 {{- toJson $roles }}
 {{- end }}
 
-{{/* The plan of the release, as JSON: roles, and for each group name, workload, kind, roles, scaler, replicas (with a
-scaler, the minimum), ranks, pods (of a replica), gpusOfGroup (of a replica), gpus (of a pod), models (its roles that load
-a model; an engine on external servers loads none), resources and pod (values.pods with the overrides of values.groups).
-Refuses invalid values. */}}
+{{/* The plan of the release, as JSON: roles, and for each group name, workload, kind, roles, trained (its first trained
+role, in the order of roles; empty: none), scaler, replicas (with a scaler, the minimum), ranks, pods (of a replica),
+gpusOfGroup (of a replica), gpus (of a pod), models (its roles that load a model; an engine on external servers loads
+none), resources and pod (values.pods with the overrides of values.groups). Refuses invalid values. */}}
 {{- define "rlhf-job.plan" -}}
 {{- if not (hasKey . "plan") }}{{ $_ := set . "plan" (include "rlhf-job.planned" .) }}{{ end }}
 {{- .plan }}
@@ -126,11 +126,13 @@ Refuses invalid values. */}}
 {{- if $gpus }}
 {{- $_ := set $merged "limits" (set ($merged.limits | default dict) $.Values.gpu.resource $gpus) }}
 {{- end }}
+{{- $trained := "" }}
+{{- range $roles }}{{ if and (not $trained) (has . $own) (not (has . $stateless)) }}{{ $trained = . }}{{ end }}{{ end }}
 {{- $scaler := get $.Values.autoscaling (first $own) }}
 {{- $replicas := get $.Values.placement.replicas (first $own) | default 1 }}
 {{- if $scaler }}{{ $replicas = $scaler.minReplicas | default 1 }}{{ end }}
 {{- $group := dict "name" $name "workload" (include "rlhf-job.name" (list $ $name)) "kind" $kind "roles" $own
-    "scaler" $scaler "replicas" $replicas "ranks" $ranks "pods" $pods "gpusOfGroup" $ofGroup "gpus" $gpus "models" $models "resources" $merged
+    "trained" $trained "scaler" $scaler "replicas" $replicas "ranks" $ranks "pods" $pods "gpusOfGroup" $ofGroup "gpus" $gpus "models" $models "resources" $merged
     "pod" (include "rlhf-job.settings" (list $ $override $gpus) | fromJson) }}
 {{- $groups = append $groups $group }}
 {{- end }}

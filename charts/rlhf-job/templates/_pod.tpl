@@ -55,15 +55,19 @@ spec:
   {{- if and .always (eq $values.gang.scheduler "volcano") (not $settings.schedulerName) }}
   {{- $_ := set $settings "schedulerName" "volcano" }}
   {{- end }}
+  {{- $affinity := $settings.affinity }}
+  {{- if $values.storage.singleNode }}
+  {{- $node := include "rlhf-job.node" $ | fromJson }}
+  {{- $settings = merge (pick $node "nodeSelector" "tolerations") $settings }}
+  {{- $beside := include "rlhf-job.release" $ | fromYaml }}
+  {{- if and $node.leads (ne $component $node.leads) }}{{ $beside = include "rlhf-job.selector" (list $ $node.leads) | fromYaml }}{{ end }}
+  {{- $near := dict "labelSelector" (dict "matchLabels" $beside) "topologyKey" "kubernetes.io/hostname" }}
+  {{- $affinity = merge (dict "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $near))) $affinity }}
+  {{- end }}
   {{- range $key := list "schedulerName" "priorityClassName" "runtimeClassName" "nodeSelector" "tolerations" }}
   {{- with get $settings $key }}
   {{- dict $key . | toYaml | nindent 2 }}
   {{- end }}
-  {{- end }}
-  {{- $affinity := $settings.affinity }}
-  {{- if $values.storage.singleNode }}
-  {{- $near := dict "labelSelector" (dict "matchLabels" (include "rlhf-job.release" $ | fromYaml)) "topologyKey" "kubernetes.io/hostname" }}
-  {{- $affinity = merge (dict "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $near))) $affinity }}
   {{- end }}
   {{- with $affinity }}
   affinity:

@@ -1,0 +1,103 @@
+"""With storage.singleNode all pods of a release are scheduled to one node, in whatever order they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from rendering import CHART, Object, objects, of_kind, pods, selects
+
+GPU = "nvidia.com/gpu"
+TAINT = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    gpus: int = 0
+    is_tainted: bool = False
+
+    def admits(self, pod: Object) -> bool:
+        """Whether the pod's selector, tolerations and GPUs let it run here. Nothing else runs here."""
+        spec = pod["spec"]
+        tolerated = TAINT in spec.get("tolerations", ())
+        pool = spec.get("nodeSelector", {}).get("pool", self.name[:3])
+        return gpus(pod) <= self.gpus and pool == self.name[:3] and (tolerated or not self.is_tainted)
+
+
+NODES = (Node("cpu-0"), Node("gpu-0", 8, is_tainted=True), Node("cpu-1"), Node("gpu-1", 8, is_tainted=True))
+Placed = frozenset[tuple[int, Node]]
+
+ON_GPUS: Object = {"storage": {"singleNode": True}, "gpu": {"tolerations": [TAINT]}}
+WHERE: dict[str, tuple[Any, Object]] = {
+    "gpu-hybrid": ([CHART / "examples" / "gpu-hybrid.yaml"], {}),
+    "four roles on GPUs": ([], ON_GPUS),
+    "GPU nodes by a label": ([], ON_GPUS | {"gpu": {"tolerations": [TAINT], "nodeSelector": {"pool": "gpu"}}}),
+    "a group of its own taint": ([], {"storage": {"singleNode": True}, "groups": {
+        role: {"tolerations": [TAINT]} for role in ("actor", "critic", "rollout")}}),
+    "no GPUs": ([CHART / "examples" / "tiny-split-collocate.yaml"], {"storage": {"singleNode": True}}),
+}  # fmt: skip
+
+
+def gpus(pod: Object) -> int:
+    return sum(int(each["resources"].get("limits", {}).get(GPU, 0)) for each in pod["spec"]["containers"])
+
+
+def fitting(pod: int, all_pods: list[Object], placed: Placed) -> Iterator[Node]:
+    """The nodes that the scheduler may choose for a pod. Pods select others on their own node."""
+    (term,) = all_pods[pod]["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+
+    def matches(other: int) -> bool:
+        return selects(term["labelSelector"], all_pods[other]["metadata"]["labels"])
+
+    near = {node for other, node in placed if matches(other)}
+    for node in NODES:
+        taken = sum(gpus(all_pods[other]) for other, where in placed if where == node)
+        is_first = not near and matches(pod)
+        if (
+            (node in near or is_first)
+            and node.admits(all_pods[pod])
+            and taken + gpus(all_pods[pod]) <= node.gpus
+        ):
+            yield node
+
+
+def ends(all_pods: list[Object], placed: Placed, seen: set[Placed]) -> Iterator[Placed]:
+    """Where pods may be when no other one can be scheduled, by every order and choice of the scheduler."""
+    if placed in seen:
+        return
+    seen.add(placed)
+    pending = set(range(len(all_pods))) - {pod for pod, _ in placed}
+    steps = [placed | {(pod, node)} for pod in pending for node in fitting(pod, all_pods, placed)]
+    if not steps:
+        yield placed
+    for step in steps:
+        yield from ends(all_pods, step, seen)
+
+
+@pytest.mark.parametrize(("files", "values"), WHERE.values(), ids=WHERE)
+def test_all_pods_find_one_node_and_come_back_to_it(files: Any, values: Object) -> None:
+    things = objects(values, files=files)
+    running = [pod for pod in pods(things) if pod.get("kind") != "Pod"]
+    assert len(running) > 2
+    found = list(ends(running, frozenset(), set()))
+    assert found
+    for placed in found:
+        assert len(placed) == len(running), "some pods are pending for ever"
+        (node,) = {node for _, node in placed}
+        for pod, _ in placed:
+            assert [*fitting(pod, running, placed - {(pod, node)})] == [node]
+        # `helm test` runs there, too
+        (check,) = of_kind(things, "Pod")
+        assert [*fitting(len(running), [*running, check], placed)] == [node]
+
+
+def test_without_a_single_node_pods_have_the_nodes_of_their_own_groups() -> None:
+    values = ON_GPUS | {"storage": {"singleNode": False}}
+    tolerating = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods(objects(values))
+                  if "tolerations" in pod["spec"]}  # fmt: skip
+    assert tolerating == {"actor", "critic", "rollout"}
+    assert not any("affinity" in pod["spec"] for pod in pods(objects(values)))
