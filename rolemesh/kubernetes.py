@@ -1,6 +1,6 @@
-"""A small client of the Kubernetes API for a pod's own service account: list, watch, get and patch.
+"""A small client of the Kubernetes API for a pod's own service account: list, watch, get, patch and delete.
 
-It uses httpx, which is a dependency anyway, instead of a client library. There are only four kinds of requests,
+It uses httpx, which is a dependency anyway, instead of a client library. There are only five kinds of requests,
 and a library leaves the hard parts of a watch (an expired version, a cut stream, a rotated token) to its user.
 """
 
@@ -25,6 +25,10 @@ LATE_S = 15.0  # tolerance for a watch that the server ends late
 
 class Refused(RolemeshError):
     """The API server refused the request; the message is its own."""
+
+
+class Absent(Refused):
+    """There is no such object."""
 
 
 class Forbidden(RolemeshError):
@@ -126,6 +130,15 @@ class Cluster:
             headers = {"content-type": "application/merge-patch+json"}
             await client.patch(path, content=json.dumps(change), headers=headers)
 
+    async def delete(self, path: str) -> None:
+        """Delete an object.
+
+        Raises:
+            Forbidden, Refused, Unreachable; Absent: it does not exist.
+        """
+        async with self._client() as client:
+            await client.delete(path)
+
     @asynccontextmanager
     async def _client(self, read_s: float = TIMEOUT_S) -> AsyncIterator[httpx.AsyncClient]:
         try:
@@ -164,6 +177,8 @@ def _raise_for(code: int, message: str) -> None:
         raise Expired(message)
     if code == httpx.codes.FORBIDDEN:
         raise Forbidden(message)
+    if code == httpx.codes.NOT_FOUND:
+        raise Absent(message)
     # 401: the token was just renewed; 429 and 5xx: the server is overloaded or restarting
     if code in (httpx.codes.UNAUTHORIZED, httpx.codes.TOO_MANY_REQUESTS) or code >= 500:
         raise Unreachable(f"{code}: {message}")

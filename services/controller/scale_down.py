@@ -1,15 +1,20 @@
-"""Scales the roles' workloads in a cluster to zero after the run, because idle GPUs cost money."""
+"""Scales the roles' workloads in a cluster to zero after a run, as idle GPUs cost money, and up before one.
+
+It also deletes disruption budgets that ask for a number of pods. After the run there are none, and Prometheus
+would report that for ever.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rolemesh.errors import InvalidConfig
-from rolemesh.kubernetes import Cluster, Forbidden, Refused, Unreachable
+from rolemesh.kubernetes import Absent, Cluster, Forbidden, Refused, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +25,9 @@ RESUMED: dict[str, dict[str, Any]] = {
     "scaledobject": {"metadata": {"annotations": {PAUSED: None}}},
     "raycluster": {"spec": {"suspend": False}},
 }
-# Kind to its API path, the patch that scales it to zero, and the equivalent command. Scalers come first: a
-# running scaler would restore the replicas of its workload.
-KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+# Kind to its API path, the patch that scales it to zero (None: it is deleted), and the equivalent command.
+# Scalers come first: a running scaler would restore the replicas of its workload.
+KINDS: dict[str, tuple[str, dict[str, Any] | None, str]] = {
     "scaledobject": (
         "/apis/keda.sh/v1alpha1/namespaces/{namespace}/scaledobjects/{name}",
         {"metadata": {"annotations": {PAUSED: "0"}}},
@@ -43,6 +48,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"spec": {"suspend": True}},
         """kubectl -n {namespace} patch raycluster {name} --type=merge -p '{{"spec": {{"suspend": true}}}}'""",
     ),
+    "poddisruptionbudget": (
+        "/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets/{name}",
+        None,
+        "kubectl -n {namespace} delete poddisruptionbudget {name}",
+    ),
 }
 _SCALE = "kubectl -n {} scale --replicas=1 {}"
 _BRINGS_BACK = {
@@ -56,7 +66,7 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload to scale to zero: a kind of KINDS, and a name in the pod's own namespace."""
+    """A workload to scale to zero, or a budget: a kind of KINDS, and a name in the pod's own namespace."""
 
     kind: str
     name: str
@@ -85,6 +95,9 @@ async def scale_down(to_zero: Sequence[Workload], cluster: Cluster) -> None:
         path, change, by_hand = KINDS[workload.kind]
         where = {"namespace": cluster.namespace, "name": workload.name}
         try:
+            if change is None:
+                await _delete(cluster, path.format(**where))
+                continue
             await _patch(cluster, path.format(**where), change)
             log.info("scaled down %s %s", workload.kind, workload.name)
         except (Forbidden, Refused, Unreachable) as error:
@@ -130,9 +143,18 @@ async def refuse_scaled_down(needed: Sequence[Workload], cluster: Cluster) -> No
 
 
 async def _patch(cluster: Cluster, path: str, change: dict[str, Any]) -> None:
+    await _retried(lambda: cluster.patch(path, change))
+
+
+async def _delete(cluster: Cluster, path: str) -> None:
+    with suppress(Absent):  # disruptionBudgets is false, or an earlier attempt deleted it
+        await _retried(lambda: cluster.delete(path))
+
+
+async def _retried(request: Callable[[], Awaitable[None]]) -> None:
     for attempts_left in reversed(range(ATTEMPTS)):
         try:
-            return await cluster.patch(path, change)
+            return await request()
         except Unreachable:
             if not attempts_left:
                 raise

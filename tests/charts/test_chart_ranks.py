@@ -72,7 +72,9 @@ def test_a_larger_group_is_a_ray_cluster_with_a_pod_for_each_node_and_one_servic
     assert [service["spec"]["selector"].items() <= each.items() for each in labels] == [True, False]
     assert spec["authOptions"] == {"mode": "token"}
     budgets = {thing["metadata"]["name"]: thing["spec"] for thing in of_kind(things, "PodDisruptionBudget")}
-    assert budgets["demo-actor"]["minAvailable"] == 2
+    assert (
+        budgets["demo-actor"]["minAvailable"] == 2
+    )  # of both, and the controller deletes it (test_rendering.py)
 
 
 async def test_the_head_of_a_ray_cluster_is_restarted_if_rank_0_hangs_and_not_while_there_is_none() -> None:

@@ -140,7 +140,28 @@ def selected(things: list[Object]) -> None:
         for thing in of_kind(things, "PodDisruptionBudget")
     }
     assert budgets == {name: {name} for name in labels}
+    lasting(things)
     callers(things, labels)
+
+
+def lasting(things: list[Object]) -> None:
+    """A budget lets one replica go at a time however many there are, and asks for none after the run: by itself
+    if its workload can be scaled (a Job and a RayCluster cannot), else because the controller deletes it."""
+    allowed = {thing["metadata"]["name"]: int(thing["kind"] == "Deployment") for thing in workloads(things)}
+    specs = {thing["metadata"]["name"]: thing["spec"] for thing in of_kind(things, "PodDisruptionBudget")}
+    fixed = {name: spec["minAvailable"] for name, spec in specs.items() if "maxUnavailable" not in spec}
+    assert {name: spec["maxUnavailable"] for name, spec in specs.items() if name not in fixed} == allowed
+    followers = {
+        thing["metadata"]["name"]: thing["spec"]["workerGroupSpecs"][0]["numOfHosts"]
+        for thing in of_kind(things, "RayCluster")
+    }
+    assert fixed == {"demo-controller": 1} | {name: 1 + hosts for name, hosts in followers.items()}
+    (job,) = of_kind(things, "Job")
+    deleted = {f"--scale-down=poddisruptionbudget/{name}" for name in fixed}
+    assert deleted <= {*job["spec"]["template"]["spec"]["containers"][0]["args"]}
+    (role,) = of_kind(things, "Role")
+    (rule,) = [rule for rule in role["rules"] if rule["apiGroups"] == ["policy"]]
+    assert ({*rule["resourceNames"]}, rule["verbs"]) == ({*fixed}, ["delete"])
 
 
 def callers(things: list[Object], labels: dict[str, dict[str, str]]) -> None:
@@ -207,6 +228,7 @@ def references(things: list[Object]) -> None:
     asked = {(f"{kind}s/scale", name) for kind, name in (one.split("/") for one in needed)}
     assert asked == scales | {("rayclusters/scale", name) for _, name in clusters}
     down = [arg.removeprefix("--scale-down=").split("/") for arg in args if arg.startswith("--scale-down=")]
+    down = [each for each in down if each[0] != "poddisruptionbudget"]  # see `lasting`
     told = {
         (kind.lower(), thing["metadata"]["name"])
         for thing in things

@@ -82,8 +82,10 @@ async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it
     async with api_server(tmp_path) as api, AsyncExitStack() as stack:
         in_pod(api, monkeypatch)
         addresses = {role: await stack.enter_async_context(served(role, job)) for role in job.roles}
-        left = workloads(["scaledobject/job-reward", "statefulset/job-actor"])
-        run = asyncio.create_task(controlled(job, addresses, scaled_down=left))
+        left = workloads(
+            ["poddisruptionbudget/job-controller", "scaledobject/job-reward", "statefulset/job-actor"]
+        )
+        run = asyncio.create_task(controlled(job, addresses, scaled_down=left, scales_up=True))
         stack.push_async_callback(cancel_all, [run])
         request, change = await patched(api, SCALED_OBJECT)
         assert change["metadata"]["annotations"] == {PAUSED: None}  # an earlier run's end is taken back
@@ -98,7 +100,12 @@ async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it
         request, change = await patched(api, "/apis/apps/v1/namespaces/here/statefulsets/job-actor/scale")
         assert change == {"spec": {"replicas": 0}}
         await request.answer({"message": "statefulsets is forbidden"}, 403)
+        request = await api.next()
+        budget = "/apis/policy/v1/namespaces/here/poddisruptionbudgets/job-controller"
+        assert (request.method, request.path) == ("DELETE", budget)
+        await request.answer({"message": "not found"}, 404)  # there are no budgets, which is no error
         await run
+    assert "job-controller" not in caplog.text
     assert "scale it by hand: kubectl -n here scale statefulset job-actor --replicas=0" in caplog.text
 
 

@@ -45,6 +45,24 @@ left out: the API server would set it to 1, and a scaler does not scale up from 
 {{- end }}
 {{- end }}
 
+{{/* Not empty: the run of this release has ended, as its Job says. */}}
+{{- define "rlhf-job.ended" -}}
+{{- $run := lookup "batch/v1" "Job" .Release.Namespace (include "rlhf-job.run" .) }}
+{{- range dig "status" "conditions" list $run }}
+{{- if and (has .type (list "Complete" "Failed")) (eq .status "True") }}true{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* The budgets that the controller deletes when the run has ended, as a list in JSON. They do not depend on
+disruptionBudgets, so that this value restarts nothing. */}}
+{{- define "rlhf-job.budgets" -}}
+{{- $names := list (include "rlhf-job.name" (list . "controller")) }}
+{{- range (include "rlhf-job.plan" . | fromJson).groups }}
+{{- if eq .kind "RayCluster" }}{{ $names = append $names .workload }}{{ end }}
+{{- end }}
+{{- toJson $names }}
+{{- end }}
+
 {{/* Labels and annotations for a gang scheduler, of (list $ GROUPS). */}}
 {{- define "rlhf-job.gang" -}}
 {{- $ := first . }}{{ $gang := $.Values.gang }}{{ $name := include "rlhf-job.name" (list $ "gang") }}
