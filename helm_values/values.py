@@ -152,6 +152,10 @@ class ControllerValues(GroupValues):
     resources: Resources = _needs(2, "8Gi")
     suspend: bool = Field(False, description="start the roles without a run, for helm test")
     scaleDown: bool = Field(True, description="scale the workloads to zero when the run has ended")
+    scaleUp: bool = Field(
+        False,
+        description="the workloads have no number of replicas, and the controller scales them up before a run",
+    )
     rbac: bool = Field(
         True, description="false: create no Role; replicas are found by DNS, and nothing is scaled"
     )

@@ -18,7 +18,15 @@ from typing import Annotated
 import typer
 
 import rolemesh
-from rolemesh.services.command_line.arguments import ConfigArgument, ConfigOption, Overrides, job_of
+from rolemesh.services.command_line.arguments import (
+    ConfigArgument,
+    ConfigOption,
+    NeedOption,
+    Overrides,
+    ScaleDownOption,
+    ScaleUpOption,
+    job_of,
+)
 from rolemesh.services.command_line.data_commands import data_app
 from rolemesh.services.command_line.offline_commands import app as offline
 from rolemesh.services.command_line.run_commands import app as steering
@@ -174,22 +182,9 @@ def control(
     metrics_listen: Annotated[str, typer.Option(help="host:port of /metrics; empty: none.")] = "",
     health_listen: HealthListenOption = "",
     tls_dir: TlsOption = None,
-    scale_down: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Scale these to zero after the run: deployment/NAME, statefulset/NAME or scaledobject/NAME in "
-            "this pod's namespace. Separate several by commas, or repeat the option.",
-            metavar="WORKLOADS",
-        ),
-    ] = None,
-    need: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Fail at the start, instead of waiting for the roles, if one of these deployment/NAME or "
-            "statefulset/NAME is scaled to zero.",
-            metavar="WORKLOADS",
-        ),
-    ] = None,
+    scale_down: ScaleDownOption = None,
+    scale_up: ScaleUpOption = False,
+    need: NeedOption = None,
     roles_of: Annotated[
         Path | None,
         typer.Option(
@@ -232,6 +227,7 @@ def control(
                 server,
                 scraped=scraped,
                 scaled_down=scaled_down,
+                scales_up=scale_up,
                 needed=needed,
                 roles_of=roles_of.absolute() if roles_of else None,
             )

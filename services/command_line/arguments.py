@@ -20,6 +20,31 @@ Overrides = Annotated[
         metavar="[FILE|KEY=VALUE]...",
     ),
 ]
+ScaleDownOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Scale these to zero after the run: deployment/NAME, statefulset/NAME, raycluster/NAME or "
+        "scaledobject/NAME in this pod's namespace; delete poddisruptionbudget/NAME. Separate several by "
+        "commas, or repeat the option.",
+        metavar="WORKLOADS",
+    ),
+]
+ScaleUpOption = Annotated[
+    bool,
+    typer.Option(
+        "--scale-up",
+        help="Before the run, scale each deployment/NAME and statefulset/NAME of --scale-down that has fewer "
+        "pods than its annotation rolemesh.dev/replicas up to that number.",
+    ),
+]
+NeedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Fail at the start, instead of waiting for the roles, if one of these deployment/NAME or "
+        "statefulset/NAME is scaled to zero.",
+        metavar="WORKLOADS",
+    ),
+]
 
 
 def job_of(config: Path, overrides: list[str] | None, *own: str) -> JobConfig:

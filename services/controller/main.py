@@ -30,7 +30,7 @@ from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.pages.choice import check_step
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import address_shown, held, new_term
-from rolemesh.services.controller.scale_down import Workload, refuse_scaled_down, scale_down, unpause
+from rolemesh.services.controller.scale_down import Workload, refuse_scaled_down, scale_down, scale_up
 from rolemesh.services.controller.service.server import ControllerServer, serving
 from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.tasks import gather
@@ -48,6 +48,7 @@ async def control(
     *,
     scraped: str | None = None,
     scaled_down: Sequence[Workload] = (),
+    scales_up: bool = False,
     needed: Sequence[Workload] = (),
     roles_of: Path | None = None,
 ) -> None:
@@ -59,6 +60,8 @@ async def control(
         server: the controller's server, already started.
         scraped: address of /metrics; None: it is not served.
         scaled_down: workloads to scale to zero once the run has ended or was stopped.
+        scales_up: before the run, scale up those with fewer pods than their annotation says. What the end of an
+            earlier run has paused goes on in any case.
         needed: the roles' workloads; the run is refused if one of them is scaled to zero.
         roles_of: absolute run directory of the job with which the roles were started; None: the job's own. The
             run takes the lock and its term there, so that it is refused while the roles have a controller.
@@ -81,13 +84,13 @@ async def control(
         await check_step(job)
         # In a thread, so that the server answers meanwhile: prompts may be many.
         run = await asyncio.to_thread(new_run, job, server.status)
-        if cluster:
-            await unpause(scaled_down, cluster)
         with Brakes(run) as brakes, ExitStack() as locks:
             for directory in sorted({job.run_dir, roles_of or job.run_dir}):
                 locks.enter_context(held(directory))
             # If the controller was killed between the end of the run and the scale-down, there may be no roles.
             finished = run.finished()
+            if cluster and not finished:
+                await scale_up(scaled_down, cluster, sets_replicas=scales_up)
             summary = finished or await train(run, addresses, server, scraped, roles_of, expected)
             brakes.end(summary)
     except WRONG_INPUT:  # a retry would not help, so the controller is not restarted

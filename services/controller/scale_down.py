@@ -19,6 +19,7 @@ from rolemesh.kubernetes import Absent, Cluster, Forbidden, Refused, Unreachable
 log = logging.getLogger(__name__)
 
 NO_REPLICAS = {"spec": {"replicas": 0}}
+REPLICAS = "rolemesh.dev/replicas"  # on a workload: how many pods its values ask for
 PAUSED = "autoscaling.keda.sh/paused-replicas"
 # What undoes the end of an earlier run, of the kinds for which Helm does not.
 RESUMED: dict[str, dict[str, Any]] = {
@@ -110,15 +111,29 @@ async def scale_down(to_zero: Sequence[Workload], cluster: Cluster) -> None:
             )
 
 
-async def unpause(scaled_down: Sequence[Workload], cluster: Cluster) -> None:
-    """Resume KEDA's scaling and RayClusters, which an earlier run's end paused, so that this run has pods."""
-    for workload in scaled_down:
-        path, _, _ = KINDS[workload.kind]
-        if change := RESUMED.get(workload.kind):
-            try:
-                await _patch(cluster, path.format(namespace=cluster.namespace, name=workload.name), change)
-            except (Forbidden, Refused, Unreachable) as error:
-                log.warning("could not resume %s %s: %s", workload.kind, workload.name, error)
+async def scale_up(workloads: Sequence[Workload], cluster: Cluster, *, sets_replicas: bool) -> None:
+    """Give a run its pods, which the end of an earlier one has scaled down. A failure is only logged.
+
+    Args:
+        workloads: KEDA's ScaledObjects and RayClusters among them go on.
+        cluster: of their namespace.
+        sets_replicas: scale Deployments and StatefulSets with fewer pods than their annotation REPLICAS up to
+            it. False: Helm does it. Those that have more, because somebody scaled them, keep them.
+    """
+    for workload in workloads:
+        where = {"namespace": cluster.namespace, "name": workload.name}
+        path = KINDS[workload.kind][0].format(**where)
+        try:
+            if change := RESUMED.get(workload.kind):
+                await _patch(cluster, path, change)
+            elif sets_replicas and path.endswith("/scale"):
+                found = await cluster.get(path.removesuffix("/scale"))
+                wanted = int(found["metadata"].get("annotations", {}).get(REPLICAS, "1"))
+                if found["spec"].get("replicas", 1) < wanted:
+                    await _patch(cluster, path, {"spec": {"replicas": wanted}})
+                    log.info("scaled %s %s up to %d", workload.kind, workload.name, wanted)
+        except (Forbidden, Refused, Unreachable) as error:
+            log.warning("could not scale up %s %s: %s", workload.kind, workload.name, error)
 
 
 async def refuse_scaled_down(needed: Sequence[Workload], cluster: Cluster) -> None:

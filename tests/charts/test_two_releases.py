@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
-from rendering import EXAMPLES, Object, objects, of_kind, pods, schema_errors, selects, template, workloads
+from rendering import (
+    EXAMPLES,
+    Object,
+    objects,
+    of_kind,
+    pods,
+    refusal,
+    schema_errors,
+    selects,
+    template,
+    workloads,
+)
 
 from rolemesh.config import parse_overrides
 from rolemesh.config.job import make_job
@@ -164,6 +176,35 @@ def test_a_gang_is_all_pods_of_the_roles(scheduler: str) -> None:
     assert "demo-gang" not in str(job)
 
 
+@pytest.mark.parametrize("scaler", ["hpa", "keda"])
+def test_for_gitops_nothing_says_a_number_of_pods_that_the_controller_changes(scaler: str) -> None:
+    """A tool that applies what `helm template` renders takes back what it finds changed."""
+    scaled = {"autoscaling": {"rollout": {"scaler": scaler, "minReplicas": 2, "maxReplicas": 4}}}
+    values = {"controller": {"scaleUp": True}, "placement": {"replicas": {"reward": 3}}} | scaled
+    things = objects(values)
+    assert not [thing for thing in workloads(things) if "replicas" in thing["spec"]]
+    wanted = {
+        t["metadata"]["name"]: t["metadata"]["annotations"]["rolemesh.dev/replicas"] for t in workloads(things)
+    }
+    assert wanted == {"demo-actor": "1", "demo-critic": "1", "demo-rollout": "2", "demo-reward": "3"}
+    (job,) = _templates(things, "Job").values()
+    args = job["spec"]["containers"][0]["args"]
+    assert "--scale-up" in args
+    by_controller = {
+        arg.rpartition("/")[2] for arg in args if re.match("--scale-down=(deployment|statefulset)/", arg)
+    }
+    (role,) = of_kind(things, "Role")
+    read = {
+        name for rule in role["rules"] if {*rule["resources"]} & {"deployments", "statefulsets"}
+        for name in rule["resourceNames"] if rule["verbs"] == ["get"]
+    }  # fmt: skip
+    assert not [t for t in of_kind(things, "PodDisruptionBudget") if "minAvailable" in t["spec"]]
+    assert read == by_controller == wanted.keys() - ({"demo-rollout"} if scaler == "keda" else set())
+    for other in ({"scaleDown": False}, {"rbac": False}):
+        assert "it scales down" in refusal({"controller": {"scaleUp": True} | other})
+    assert "pods of actor to their node" in refusal(values | {"storage": {"singleNode": True}})
+
+
 def test_without_rbac_replicas_are_found_by_dns_and_no_pod_has_a_token() -> None:
     things = objects({"controller": {"rbac": False}})
     assert not of_kind(things, "Role", "RoleBinding", "ServiceAccount")
@@ -177,7 +218,7 @@ def test_without_rbac_replicas_are_found_by_dns_and_no_pod_has_a_token() -> None
 @pytest.mark.parametrize("tls", ["none", "certManager"])
 def test_the_command_line_knows_what_pods_say(tls: str) -> None:
     """Each option of every process, and the overrides of `helm test`."""
-    things = objects({"tls": {"mode": tls}})
+    things = objects({"tls": {"mode": tls}, "controller": {"scaleUp": True}})
     commands = [container["args"] for pod in pods(things) for container in pod["spec"]["containers"]]
     check = next(args for args in commands if "rolemesh control" in args[0])
     commands[commands.index(check)] = ["control", *check[2:]]

@@ -14,7 +14,7 @@ from cluster import Failed, Namespace, run
 
 from rolemesh.kubernetes import Cluster, Expired, Forbidden
 from rolemesh.rpc.calling.discovery import Endpoints
-from rolemesh.services.controller.scale_down import PAUSED, scale_down, unpause, workloads
+from rolemesh.services.controller.scale_down import PAUSED, scale_down, scale_up, workloads
 
 pytestmark = pytest.mark.cluster
 
@@ -144,7 +144,7 @@ async def test_workloads_that_the_account_may_scale_go_to_zero_and_the_others_ar
     assert replicas("deployment", "other") == 2
     if has_keda:
         assert namespace.one("scaledobject", "mine")["metadata"]["annotations"][PAUSED] == "0"
-        await unpause(workloads(given), cluster)  # as the next run does
+        await scale_up(workloads(given), cluster, sets_replicas=False)  # as the next run does
         assert PAUSED not in namespace.one("scaledobject", "mine")["metadata"]["annotations"]
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [warning.split(":")[0] for warning in warnings] == [

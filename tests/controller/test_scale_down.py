@@ -22,7 +22,7 @@ from rolemesh.rpc.calling.dispatch import cancel_all
 from rolemesh.services.controller import scale_down
 from rolemesh.services.controller.main import Addresses, control
 from rolemesh.services.controller.run.run_dir import held
-from rolemesh.services.controller.scale_down import PAUSED, Workload, workloads
+from rolemesh.services.controller.scale_down import PAUSED, REPLICAS, Workload, workloads
 from rolemesh.services.controller.service.server import serving
 from rolemesh.services.controller.service.status import RunStatus
 
@@ -34,10 +34,12 @@ OVERRIDES = (
 )
 
 
-async def controlled(job: JobConfig, addresses: Addresses, **workloads_: Sequence[Workload]) -> None:
+async def controlled(
+    job: JobConfig, addresses: Addresses, *, scales_up: bool = False, **workloads_: Sequence[Workload]
+) -> None:
     """As `rolemesh control` does it."""
     async with serving(RunStatus("run"), job.roles, LOCAL) as server:
-        await control(job, addresses, server, **workloads_)
+        await control(job, addresses, server, scales_up=scales_up, **workloads_)
 
 
 def test_scalers_come_before_the_workloads_that_they_scale() -> None:
@@ -74,6 +76,34 @@ async def patched(api: ApiServer, path: str) -> tuple[Request, Any]:
     return request, json.loads(request.body)
 
 
+async def asked(api: ApiServer, workload: str) -> Request:
+    """The next request, which reads this."""
+    request = await api.next()
+    assert (request.method, request.path) == ("GET", f"/apis/apps/v1/namespaces/here/{workload}")
+    return request
+
+
+def of_values(wanted: int, *, now: int) -> Any:
+    """A workload whose values ask for `wanted` pods, scaled to `now`."""
+    return {"metadata": {"annotations": {REPLICAS: str(wanted)}}, "spec": {"replicas": now}}
+
+
+async def test_replicas_that_somebody_has_added_are_kept_and_a_workload_that_is_missing_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with api_server(tmp_path) as api:
+        some = workloads(["deployment/a,deployment/b,deployment/c"])
+        scaling = asyncio.create_task(scale_down.scale_up(some, api.cluster, sets_replicas=True))
+        await (await asked(api, "deployments/a")).answer(of_values(3, now=5))
+        await (await asked(api, "deployments/b")).answer({"message": "b is not found"}, 404)
+        await (await asked(api, "deployments/c")).answer(of_values(3, now=1))
+        request, change = await patched(api, "/apis/apps/v1/namespaces/here/deployments/c/scale")
+        assert change == {"spec": {"replicas": 3}}
+        await request.answer({})
+        await scaling
+    assert "could not scale up deployment b: b is not found" in caplog.text
+
+
 async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -89,6 +119,10 @@ async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it
         stack.push_async_callback(cancel_all, [run])
         request, change = await patched(api, SCALED_OBJECT)
         assert change["metadata"]["annotations"] == {PAUSED: None}  # an earlier run's end is taken back
+        await request.answer({})
+        await (await asked(api, "statefulsets/job-actor")).answer(of_values(1, now=0))
+        request, change = await patched(api, "/apis/apps/v1/namespaces/here/statefulsets/job-actor/scale")
+        assert change == {"spec": {"replicas": 1}}
         await request.answer({})
 
         request, change = await patched(api, SCALED_OBJECT)
@@ -180,7 +214,7 @@ async def test_a_controller_that_was_killed_before_it_scaled_down_does_it_though
     async with api_server(tmp_path) as api, AsyncExitStack() as stack:
         in_pod(api, monkeypatch)
         left = workloads(["statefulset/job-actor"])
-        run = asyncio.create_task(controlled(job, nobody, scaled_down=left))
+        run = asyncio.create_task(controlled(job, nobody, scaled_down=left, scales_up=True))
         stack.push_async_callback(cancel_all, [run])
         request, change = await patched(api, "/apis/apps/v1/namespaces/here/statefulsets/job-actor/scale")
         assert change == {"spec": {"replicas": 0}}

@@ -20,5 +20,8 @@ so that one that is started anew comes back. */}}
 {{- $_ := set $labels $label $value }}{{ $_ := set $from $label $name }}
 {{- end }}
 {{- end }}
+{{- if and $leads .Values.controller.scaleUp }}
+{{- fail (printf "controller.scaleUp and storage.singleNode are both true, but the controller follows the pods of %s to their node, and would wait for pods that it has to start: set one of them to false" $leads) }}
+{{- end }}
 {{- dict "leads" $leads "nodeSelector" $labels "tolerations" ($tolerations | default list) | toJson }}
 {{- end }}

@@ -265,6 +265,9 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- else if and (eq .Values.gang.scheduler "kueue") (not .Values.gang.queue) }}
 {{- fail "gang.scheduler is kueue, but gang.queue is empty: set it to a LocalQueue of the namespace" }}
 {{- end }}
+{{- if and .Values.controller.scaleUp (not (and .Values.controller.scaleDown .Values.controller.rbac)) }}
+{{- fail "controller.scaleUp is true, but the controller scales up what it scales down: set controller.scaleDown and controller.rbac to true" }}
+{{- end }}
 {{- if not (or .Values.storage.workspace.existingClaim .Values.storage.workspace.size) }}
 {{- fail "storage.workspace has neither a size nor an existingClaim: set one, because the run directory is there" }}
 {{- end }}
