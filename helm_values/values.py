@@ -159,8 +159,13 @@ class ControllerValues(GroupValues):
     rbac: bool = Field(
         True, description="false: create no Role; replicas are found by DNS, and nothing is scaled"
     )
+    maxAttempts: int = Field(
+        5,
+        ge=0,
+        description="starts without a new checkpoint, after which the run fails; 0: only backoffLimit counts",
+    )
     backoffLimit: int = Field(
-        100, ge=0, description="maximum number of restarts, each from the last checkpoint"
+        100, ge=0, description="maximum number of restarts before the controller's process begins"
     )
     graceSeconds: int = Field(
         300, gt=0, description="time for the running step and a checkpoint after SIGTERM, in seconds"

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 
 
 class RolemeshError(Exception):
-    """Any error that Rolemesh raises on purpose."""
+    """Any error that Rolemesh raises on purpose.
+
+    Args:
+        exit_code: status with which the command line ends.
+    """
+
+    exit_code = 1
 
 
 class InvalidBatch(RolemeshError, ValueError):

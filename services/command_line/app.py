@@ -21,6 +21,7 @@ import rolemesh
 from rolemesh.services.command_line.arguments import (
     ConfigArgument,
     ConfigOption,
+    MaxAttemptsOption,
     NeedOption,
     Overrides,
     ScaleDownOption,
@@ -185,6 +186,7 @@ def control(
     scale_down: ScaleDownOption = None,
     scale_up: ScaleUpOption = False,
     need: NeedOption = None,
+    max_attempts: MaxAttemptsOption = 0,
     roles_of: Annotated[
         Path | None,
         typer.Option(
@@ -229,6 +231,7 @@ def control(
                 scaled_down=scaled_down,
                 scales_up=scale_up,
                 needed=needed,
+                max_attempts=max_attempts,
                 roles_of=roles_of.absolute() if roles_of else None,
             )
 
@@ -365,7 +368,7 @@ def main() -> None:
         app()
     except RolemeshError as error:
         _print_error(error)
-        sys.exit(2 if isinstance(error, WRONG_INPUT) else 1)
+        sys.exit(2 if isinstance(error, WRONG_INPUT) else error.exit_code)
     except OSError as error:  # e.g. a full disk or a read-only folder; the error names the file itself
         _print_error(error)
         sys.exit(1)

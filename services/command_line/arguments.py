@@ -45,6 +45,14 @@ NeedOption = Annotated[
         metavar="WORKLOADS",
     ),
 ]
+MaxAttemptsOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Starts of the run without a new checkpoint, after which it ends with status 3 and scales down. "
+        "Waiting for roles that have no pod is no start; 0: no limit.",
+    ),
+]
 
 
 def job_of(config: Path, overrides: list[str] | None, *own: str) -> JobConfig:

@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,7 @@ from rolemesh.services.controller.display.curves import draw_curves
 from rolemesh.services.controller.display.progress import Display
 from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.pages.choice import check_step
+from rolemesh.services.controller.run.attempts import Attempts, NoProgress
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import address_shown, held, new_term
 from rolemesh.services.controller.scale_down import Workload, refuse_scaled_down, scale_down, scale_up
@@ -51,6 +52,7 @@ async def control(
     scales_up: bool = False,
     needed: Sequence[Workload] = (),
     roles_of: Path | None = None,
+    max_attempts: int = 0,
 ) -> None:
     """Train with roles that are already served.
 
@@ -65,9 +67,11 @@ async def control(
         needed: the roles' workloads; the run is refused if one of them is scaled to zero.
         roles_of: absolute run directory of the job with which the roles were started; None: the job's own. The
             run takes the lock and its term there, so that it is refused while the roles have a controller.
+        max_attempts: starts of the run without a new checkpoint, after which it has failed; 0: no limit.
 
     Raises:
         InvalidConfig: the job or an address cannot be used; or scaled_down or needed is given outside of a pod.
+        NoProgress: max_attempts starts have reached no new checkpoint.
         RolemeshError: a step failed.
     """
     tune()
@@ -75,25 +79,28 @@ async def control(
     if needed:
         await refuse_scaled_down(needed, Cluster.in_pod())
     cluster = Cluster.in_pod() if scaled_down else None
+    attempts = Attempts(job.run_dir, max_attempts)
     try:
-        # Before names at the Hub become commits, which roles do not see.
-        expected = {role: fingerprint(job, role) for role in job.roles}
-        if roles_of:  # a trial may have data and a length of its own
-            expected = {role: each.without("data", "trainer") for role, each in expected.items()}
-        job = pinned(job)
-        await check_step(job)
-        # In a thread, so that the server answers meanwhile: prompts may be many.
-        run = await asyncio.to_thread(new_run, job, server.status)
-        with Brakes(run) as brakes, ExitStack() as locks:
+        with ExitStack() as locks:
             for directory in sorted({job.run_dir, roles_of or job.run_dir}):
                 locks.enter_context(held(directory))
-            # If the controller was killed between the end of the run and the scale-down, there may be no roles.
-            finished = run.finished()
-            if cluster and not finished:
-                await scale_up(scaled_down, cluster, sets_replicas=scales_up)
-            summary = finished or await train(run, addresses, server, scraped, roles_of, expected)
-            brakes.end(summary)
-    except WRONG_INPUT:  # a retry would not help, so the controller is not restarted
+            locks.enter_context(attempts.counted())
+            # Before names at the Hub become commits, which roles do not see.
+            expected = {role: fingerprint(job, role) for role in job.roles}
+            if roles_of:  # a trial may have data and a length of its own
+                expected = {role: each.without("data", "trainer") for role, each in expected.items()}
+            job = pinned(job)
+            await check_step(job)
+            # In a thread, so that the server answers meanwhile: prompts may be many.
+            run = await asyncio.to_thread(new_run, job, server.status)
+            with Brakes(run) as brakes:
+                # If the controller was killed between the end of the run and the scale-down, roles may be gone.
+                finished = run.finished()
+                if cluster and not finished:
+                    await scale_up(scaled_down, cluster, sets_replicas=scales_up)
+                summary = finished or await train(run, addresses, server, scraped, roles_of, expected, attempts)
+                brakes.end(summary)
+    except (*WRONG_INPUT, NoProgress):  # a retry would not help, so the controller is not restarted
         if cluster:
             await scale_down(scaled_down, cluster)
         raise
@@ -145,6 +152,7 @@ async def train(
     scraped: str | None,
     roles_of: Path | None = None,
     expected: Mapping[str, Fingerprint] = MappingProxyType({}),
+    attempts: Attempts | None = None,
 ) -> Summary:
     """Train with clients of these addresses.
 
@@ -158,6 +166,7 @@ async def train(
         scraped: address of /metrics, to display.
         roles_of: absolute run directory of the roles' job; None: the run's own.
         expected: fingerprints that replicas must have, by role; by default those of the run's job.
+        attempts: does not count this start while no pod of a role is there; None: starts are not counted.
     """
     job = run.job
     if missing := [role for role in job.roles if not addresses.get(role)]:
@@ -173,7 +182,12 @@ async def train(
 
         for client in clients.values():
             await stack.enter_async_context(client)
-        await until_ready(clients.values(), job.trainer.ready_timeout_s)
+
+        def have_pods() -> bool:
+            return all(client.pool.replicas for client in clients.values())
+
+        with attempts.waiting(have_pods) if attempts else nullcontext():
+            await until_ready(clients.values(), job.trainer.ready_timeout_s)
         try:
             return await run.train(Roles.of(job, clients))
         finally:

@@ -8,6 +8,8 @@ import pytest
 from rendering import objects, of_kind, pods, refusal
 from test_texts import AMBIGUOUS
 
+from rolemesh.services.controller.run.attempts import NoProgress
+
 FETCH = {
     "huggingFace": {"fetch": True, "cache": "/models/hub", "secret": "hub"},
     "storage": {"models": {"existingClaim": "weights", "readOnly": False}},
@@ -52,10 +54,14 @@ def test_the_controllers_pod_fetches_and_the_others_wait() -> None:
         assert [mount["models"] for mount in mounts] == [not runs, True]
     [job] = of_kind(objects(FETCH), "Job")
     rules = job["spec"]["podFailurePolicy"]["rules"]
-    assert [rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule] == [
-        "controller",
-        "fetch",
-    ]
+    failing = {
+        r["onExitCodes"]["containerName"]: r["onExitCodes"]["values"] for r in rules if r["action"] == "FailJob"
+    }
+    assert failing == {"controller": [2, NoProgress.exit_code], "fetch": [2]}
+    (ignored,) = [rule["onExitCodes"] for rule in rules if rule["action"] == "Ignore" and "onExitCodes" in rule]
+    assert (ignored["containerName"], ignored["operator"]) == ("controller", "NotIn")  # it counts them itself
+    assert ignored["values"] == failing["controller"]
+    assert "--max-attempts=5" in job["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
 def test_other_models_are_fetched_anew_and_other_settings_are_not() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rolemesh.errors import InvalidConfig, InvalidData, RolemeshError, RoleUnava
 from rolemesh.rpc.calling.dispatch import cancel_all
 from rolemesh.services.controller import scale_down
 from rolemesh.services.controller.main import Addresses, control
+from rolemesh.services.controller.run.attempts import NoProgress
 from rolemesh.services.controller.run.run_dir import held
 from rolemesh.services.controller.scale_down import PAUSED, REPLICAS, Workload, workloads
 from rolemesh.services.controller.service.server import serving
@@ -35,11 +36,16 @@ OVERRIDES = (
 
 
 async def controlled(
-    job: JobConfig, addresses: Addresses, *, scales_up: bool = False, **workloads_: Sequence[Workload]
+    job: JobConfig,
+    addresses: Addresses,
+    *,
+    scales_up: bool = False,
+    max_attempts: int = 0,
+    **workloads_: Sequence[Workload],
 ) -> None:
     """As `rolemesh control` does it."""
     async with serving(RunStatus("run"), job.roles, LOCAL) as server:
-        await control(job, addresses, server, scales_up=scales_up, **workloads_)
+        await control(job, addresses, server, scales_up=scales_up, max_attempts=max_attempts, **workloads_)
 
 
 def test_scalers_come_before_the_workloads_that_they_scale() -> None:
@@ -143,17 +149,35 @@ async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it
     assert "scale it by hand: kubectl -n here scale statefulset job-actor --replicas=0" in caplog.text
 
 
-async def test_a_run_that_failed_is_left_as_it_is(
+class NoPods:
+    """The members of a role whose pods no node has room for."""
+
+    async def watch(self) -> AsyncIterator[frozenset[str]]:
+        yield frozenset()
+        await asyncio.Event().wait()
+
+
+async def test_a_run_that_failed_is_left_as_it_is_until_it_has_failed_too_often(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its controller is started again and needs the roles."""
+    """Its controller is started again and needs the roles. Starts that wait for nodes are not counted."""
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES, "trainer.ready_timeout_s=0.1")
-    nobody = {role: ["127.0.0.1:1"] for role in job.roles}
-    async with api_server(tmp_path) as api:
+    nobody: Addresses = {role: ["127.0.0.1:1"] for role in job.roles}
+    no_node: Addresses = {role: NoPods() for role in job.roles}
+    left = workloads(["deployment/job-reward"])
+    async with api_server(tmp_path) as api, AsyncExitStack() as stack:
         in_pod(api, monkeypatch)
-        with pytest.raises(RoleUnavailable):
-            await controlled(job, nobody, scaled_down=workloads(["deployment/job-reward"]))
+        for addresses in (no_node, no_node, nobody):
+            with pytest.raises(RoleUnavailable):
+                await controlled(job, addresses, scaled_down=left, max_attempts=1)
         assert api.requests.empty()
+        run = asyncio.create_task(controlled(job, nobody, scaled_down=left, max_attempts=1))
+        stack.push_async_callback(cancel_all, [run])
+        request, change = await patched(api, "/apis/apps/v1/namespaces/here/deployments/job-reward/scale")
+        assert change == {"spec": {"replicas": 0}}
+        await request.answer({})
+        with pytest.raises(NoProgress, match=r"started 1 times .* at 127\.0\.0\.1:1"):
+            await run
 
 
 async def test_wrong_configuration_leaves_no_pod_either(

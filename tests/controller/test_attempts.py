@@ -1,0 +1,111 @@
+"""A run that reaches no new checkpoint ends after some starts. One that does is never ended by a count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.services.controller.run.attempts import FILE, Attempts, NoProgress
+
+LIMIT = 3
+
+
+def start(run_dir: Path, error: BaseException, *, waits: bool = False, have_pods: bool = False) -> None:
+    """A start that ends with an error, while it waits for roles or after that."""
+
+    def end() -> None:
+        attempts = Attempts(run_dir, LIMIT)
+        with attempts.counted():
+            with attempts.waiting(lambda: have_pods):
+                if waits:
+                    raise error
+            raise error
+
+    with pytest.raises(type(error)):
+        end()
+
+
+def refused(run_dir: Path) -> str:
+    """What a start is told that does not begin."""
+    with pytest.raises(NoProgress) as told, Attempts(run_dir, LIMIT).counted():
+        pytest.fail("it has begun")
+    return str(told.value)
+
+
+def starts(run_dir: Path) -> int:
+    return int(json.loads((run_dir / FILE).read_text())["starts"])
+
+
+def begin_and_be_killed(run_dir: Path) -> None:
+    """A start of which nothing is left but its file."""
+    begun = Attempts(run_dir, LIMIT).counted()
+    begun.__enter__()
+    saved = (run_dir / FILE).read_bytes()
+    begun.__exit__(None, None, None)
+    (run_dir / FILE).write_bytes(saved)
+
+
+def test_starts_without_a_new_checkpoint_end_the_run_and_say_how_the_last_one_ended(tmp_path: Path) -> None:
+    start(tmp_path, OSError("no space left"))
+    begin_and_be_killed(tmp_path)
+    start(tmp_path, RuntimeError("CUDA out of memory"))
+    said = refused(tmp_path)
+    assert "was started 3 times" in said
+    assert "the last start ended so: RuntimeError: CUDA out of memory. Mend that" in said
+    start(tmp_path, OSError())  # somebody has mended the cause, and started it again
+    assert starts(tmp_path) == 1
+
+
+def test_a_start_that_was_killed_counts_also_while_it_prepares(tmp_path: Path) -> None:
+    for _ in range(LIMIT):
+        begin_and_be_killed(tmp_path)
+    assert "ended so: killed, or out of memory" in refused(tmp_path)
+
+
+def test_a_spot_run_with_new_checkpoints_goes_on_however_often_it_is_started(tmp_path: Path) -> None:
+    for number in range(5 * LIMIT):
+        start(tmp_path, RoleUnavailable("the actor is gone"))
+        if number % 2:
+            (tmp_path / "latest").write_text(f"global_step_{number}\n")
+    assert starts(tmp_path) == 1
+
+
+def test_a_checkpoint_of_the_start_that_failed_counts_for_it(tmp_path: Path) -> None:
+    def save_and_fail() -> None:
+        with Attempts(tmp_path, LIMIT).counted():
+            (tmp_path / "latest").write_text("global_step_1\n")
+            raise RuntimeError("after a checkpoint")
+
+    with pytest.raises(RuntimeError, match="after a checkpoint"):
+        save_and_fail()
+    start(tmp_path, OSError())
+    assert starts(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "how", "counted"),
+    [
+        (RoleUnavailable("no node has room"), {"waits": True}, 0),
+        (RoleUnavailable("its model is missing"), {"waits": True, "have_pods": True}, 1),
+        (RoleUnavailable("lost in a step"), {}, 1),
+        (SystemExit(143), {"waits": True}, 0),  # evicted
+        (SystemExit(143), {}, 0),
+        (InvalidConfig("no such key"), {}, 0),
+    ],
+)
+def test_waiting_for_nodes_and_ends_that_somebody_asked_for_are_no_attempts(
+    tmp_path: Path, error: BaseException, how: dict[str, bool], counted: int
+) -> None:
+    start(tmp_path, error, **how)
+    assert starts(tmp_path) == counted
+
+
+def test_a_run_that_has_ended_forgets_its_starts_and_without_a_limit_nothing_is_counted(tmp_path: Path) -> None:
+    start(tmp_path, OSError())
+    with Attempts(tmp_path, LIMIT).counted():
+        pass
+    Attempts(tmp_path, 0).counted().__enter__()
+    assert not (tmp_path / FILE).exists()
