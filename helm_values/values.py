@@ -113,6 +113,9 @@ class PodValues(Config):
     envFrom: list[Kubernetes] = Field([])
     volumes: list[Kubernetes] = Field([])
     volumeMounts: list[Kubernetes] = Field([])
+    graceSeconds: int = Field(
+        30, ge=10, description="seconds from SIGTERM to SIGKILL; a role drains until 5 seconds before"
+    )
     sharedMemory: Quantity = Field("1Gi", description="size of /dev/shm; counts as the container's memory")
     scratch: Quantity = Field("10Gi", description="size of /tmp, which also has caches")
     topologyKey: str = Field(
@@ -136,6 +139,7 @@ class GroupValues(Config):
     envFrom: list[Kubernetes] | None = None
     volumes: list[Kubernetes] | None = None
     volumeMounts: list[Kubernetes] | None = None
+    graceSeconds: int | None = Field(None, ge=10)
     sharedMemory: Quantity | None = None
     scratch: Quantity | None = None
     topologyKey: str | None = None

@@ -21,6 +21,7 @@ import rolemesh
 from rolemesh.services.command_line.arguments import (
     ConfigArgument,
     ConfigOption,
+    DrainOption,
     MaxAttemptsOption,
     NeedOption,
     Overrides,
@@ -126,6 +127,7 @@ def serve(
     exit_with_parent: Annotated[
         bool, typer.Option(help="Exit when standard input closes, so that no process outlives its launcher.")
     ] = False,
+    drain: DrainOption = 25.0,
     log_format: LogFormatOption = LogFormat.TEXT,
     overrides: Overrides = None,
 ) -> None:
@@ -140,6 +142,7 @@ def serve(
     ports = {"metrics_listen": metrics_listen or None, "health_listen": health_listen or None}
     if group := spread_group(roles.split(","), job, os.environ):
         arguments = ["serve", roles, "--config", str(config), "--log-format", log_format.value]
+        arguments += ["--drain", str(drain)]
         arguments += ["--tls-dir", str(tls_dir)] if tls_dir else []
         serving = serve_ranks(
             group,
@@ -149,6 +152,7 @@ def serve(
             **ports,
             address_file=address_file,
             exit_with_parent=exit_with_parent,
+            drain_s=drain,
             log_format=log_format.value,
         )
     else:
@@ -162,6 +166,7 @@ def serve(
             tls_dir=tls_dir,
             address_file=address_file,
             exit_with_parent=exit_with_parent,
+            drain_s=drain,
             log_format=log_format.value,
         )
     asyncio.run(serving)

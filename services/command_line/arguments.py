@@ -20,6 +20,14 @@ Overrides = Annotated[
         metavar="[FILE|KEY=VALUE]...",
     ),
 ]
+DrainOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Seconds for running calls after SIGTERM; the process ends at most 5 s later. A rollout needs as "
+        "long as its longest row.",
+    ),
+]
 ScaleDownOption = Annotated[
     list[str] | None,
     typer.Option(

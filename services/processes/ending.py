@@ -13,18 +13,25 @@ from rolemesh.workers import broken_device
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 25.0  # for running calls; Kubernetes kills the pod 30 s after SIGTERM
+DRAIN_S = (
+    25.0  # for running calls, by default; Kubernetes kills a pod 30 s after SIGTERM, unless it says otherwise
+)
 ORPHAN_DRAIN_S = 1.0  # when the launcher is gone or the device is broken, no answer is worth a wait
 LAST_WORDS_S = 4.0  # then the process exits even if a thread still computes, which cannot be stopped
 
 
 class Ending:
-    """Records why the process ends, how long it may drain, and its exit code."""
+    """Records why the process ends, how long it may drain, and its exit code.
 
-    def __init__(self, with_parent: bool) -> None:
+    Args:
+        with_parent: also end when standard input closes.
+        drain_s: seconds for running calls after a signal.
+    """
+
+    def __init__(self, with_parent: bool, drain_s: float = DRAIN_S) -> None:
         self.begun = asyncio.Event()
         self.reason = ""
-        self.grace_s = DRAIN_S
+        self.grace_s = self._drain_s = drain_s
         self.code = 0
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -46,7 +53,7 @@ class Ending:
     def _on_signal(self, number: signal.Signals) -> None:
         if self.begun.is_set():
             os._exit(128 + number)
-        self._begin(f"got {number.name}", DRAIN_S)
+        self._begin(f"got {number.name}", self._drain_s)
 
     def _watch_stdin(self) -> None:
         # os.read instead of sys.stdin, whose lock would be held at interpreter exit.

@@ -37,7 +37,14 @@ from rolemesh.ranks.rendezvous import Rendezvous, own_gpu
 from rolemesh.rpc import tls
 from rolemesh.rpc.contract import WEIGHTS
 from rolemesh.rpc.serving.server import RoleServer, serve_metrics
-from rolemesh.services.processes.ending import LAST_WORDS_S, ORPHAN_DRAIN_S, Ending, end_at_once, end_in
+from rolemesh.services.processes.ending import (
+    DRAIN_S,
+    LAST_WORDS_S,
+    ORPHAN_DRAIN_S,
+    Ending,
+    end_at_once,
+    end_in,
+)
 from rolemesh.telemetry import context, metrics
 from rolemesh.telemetry.logs import LogFormat, setup_logging
 from rolemesh.weights.holder import Holder
@@ -194,6 +201,7 @@ async def serve(
     tls_dir: Path | None = None,
     address_file: Path | None = None,
     exit_with_parent: bool = False,
+    drain_s: float = DRAIN_S,
     log_format: LogFormat = "text",
 ) -> None:
     """Serve a role, or a group's roles, until SIGTERM or SIGINT; a second signal ends the process at once.
@@ -209,6 +217,7 @@ async def serve(
         tls_dir: directory of the TLS keys; None: no TLS.
         address_file: written as JSON {"address", "metrics", "health", "pid"} once all ports are bound.
         exit_with_parent: also end when standard input closes, i.e. when the launcher ends.
+        drain_s: seconds for running calls after the first signal.
         log_format: of the lines on standard error.
 
     Raises:
@@ -226,7 +235,7 @@ async def serve(
     context.role.set(",".join(roles))
     context.rank.set(rendezvous.rank if rendezvous.size > 1 else None)
     context.job.set(job.trainer.experiment_name)
-    ending = Ending(exit_with_parent)
+    ending = Ending(exit_with_parent, drain_s)
     ending.with_device()
     metrics_address = serve_metrics(metrics_listen) if metrics_listen else None
     metrics.DEVICE_BYTES.set_function(torch.cuda.memory_reserved)  # 0 until something is on a GPU

@@ -50,6 +50,7 @@ async def serve_ranks(
     health_listen: str | None = None,
     address_file: Path | None = None,
     exit_with_parent: bool = False,
+    drain_s: float = DRAIN_S,
     log_format: LogFormat = "text",
 ) -> None:
     """Start the ranks of a group, and serve until SIGTERM or SIGINT; a second signal ends the process at once.
@@ -66,6 +67,7 @@ async def serve_ranks(
         health_listen: host:port of the first rank of a machine.
         address_file: of rank 0.
         exit_with_parent: also end when standard input closes.
+        drain_s: seconds for running calls after the first signal.
         log_format: of the lines on standard error.
 
     Raises:
@@ -74,7 +76,7 @@ async def serve_ranks(
     setup_logging(log_format)
     context.role.set(group)
     context.job.set(job.trainer.experiment_name)
-    ending = Ending(exit_with_parent)
+    ending = Ending(exit_with_parent, drain_s)
 
     def of_rank(rank: int, local_rank: int) -> list[str]:
         own = [*arguments, "--exit-with-parent", "--listen", listen]
@@ -99,7 +101,7 @@ async def serve_ranks(
                     )
                 lost = await _first_end(processes, ending)
             finally:
-                await asyncio.shield(processes.end(DRAIN_S if ending.begun.is_set() else GRACE_S))
+                await asyncio.shield(processes.end(drain_s if ending.begun.is_set() else GRACE_S))
                 del store
             if ending.begun.is_set():
                 return

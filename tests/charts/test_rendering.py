@@ -83,8 +83,17 @@ def check(things: list[Object]) -> None:
     for pod in pods(things):
         restricted(pod["spec"])
         mounts_exist(pod["spec"])
+    draining(things)
     selected(things)
     references(things)
+
+
+def draining(things: list[Object]) -> None:
+    """A role has 5 seconds to end once it has drained."""
+    for thing in (*workloads(things), *heads(things)):
+        spec = thing["spec"]["template"]["spec"]
+        (drain,) = [arg for arg in spec["containers"][0]["args"] if arg.startswith("--drain=")]
+        assert int(drain.removeprefix("--drain=")) + 5 == spec["terminationGracePeriodSeconds"]
 
 
 def restricted(pod: Object) -> None:

@@ -116,7 +116,7 @@ def test_settings_of_pods_are_in_pods_and_a_groups_override_them() -> None:
     values = {
         "gpu": gpu,
         "pods": {"priorityClassName": "high", "env": [{"name": "A", "value": "1"}], "sharedMemory": "8Gi"},
-        "groups": {"reward": {"priorityClassName": "low", "topologyKey": ""}},
+        "groups": {"reward": {"priorityClassName": "low", "topologyKey": "", "graceSeconds": 900}},
         "huggingFace": {"secret": "hub"},
         "image": {"pullSecrets": ["registry"]},
         "storage": {"models": {"existingClaim": "weights"}},
@@ -128,6 +128,8 @@ def test_settings_of_pods_are_in_pods_and_a_groups_override_them() -> None:
     assert not reward.keys() & gpu.keys()
     assert (actor["priorityClassName"], reward["priorityClassName"]) == ("high", "low")
     assert "topologySpreadConstraints" not in reward
+    assert (actor["terminationGracePeriodSeconds"], reward["terminationGracePeriodSeconds"]) == (30, 900)
+    assert "--drain=895" in reward["containers"][0]["args"]
     env = {entry["name"]: entry for entry in actor["containers"][0]["env"]}
     assert env["A"]["value"] == "1"
     assert "HF_TOKEN" not in env  # only where something is fetched

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import socket
@@ -20,7 +21,7 @@ from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import RewardClient
 from rolemesh.rpc.contract import REWARD
 from rolemesh.rpc.serving.server import RoleServer
-from rolemesh.services.processes.ending import DRAIN_S
+from rolemesh.services.processes.ending import DRAIN_S, Ending
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -72,6 +73,15 @@ async def test_a_second_signal_ends_the_process_at_once(tiny_model: Path, tmp_pa
                 assert await role.process.wait() == 128 + signal.SIGTERM
             with pytest.raises(RoleUnavailable):
                 await running
+
+
+async def test_a_signal_gives_running_calls_the_time_that_the_command_line_says() -> None:
+    ending = Ending(with_parent=False, drain_s=900)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await ending.begun.wait()
+    assert (ending.reason, ending.grace_s) == ("got SIGTERM", 900)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
 
 
 async def test_a_role_that_cannot_load_exits_with_one_line(tmp_path: Path) -> None:
