@@ -168,7 +168,7 @@ def test_ray_pods_are_restricted_have_the_job_s_keys_and_belong_to_its_gang() ->
             "lab",
             "demo-gang",
         )
-        assert said["kueue.x-k8s.io/pod-group-total-count"] == "5"
+        assert said["kueue.x-k8s.io/pod-group-total-count"] == "3"  # two of the actor, and the critic
     values = TWO_PODS | {"tls": {"mode": "certManager"}, "gang": {"scheduler": "volcano"}}
     for pod in actors(values):
         assert pod["spec"]["securityContext"]["runAsNonRoot"] is True

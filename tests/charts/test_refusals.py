@@ -190,6 +190,10 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "the pods of critic need a node with pool gpu and those of reward one with cpu: set the same",
     ),
+    "a scaler under Kueue": (
+        {"autoscaling": {"reward": SCALER}, "gang": {"scheduler": "kueue", "queue": "lab"}},
+        "and adds more; remove autoscaling.reward, or set the scheduler to none",
+    ),
     "Kueue without a queue": ({"gang": {"scheduler": "kueue"}}, "gang.queue is empty: set it to a LocalQueue"),
 }
 

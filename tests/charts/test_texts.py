@@ -161,7 +161,7 @@ OPERATED: Object = SCALED | {
 }
 OWN: Object = {
     "tls": {"mode": "secret", "secret": "keys"},
-    "gang": {"scheduler": "kueue"},
+    "gang": {"scheduler": "coscheduling"},
     "autoscaling": dict.fromkeys(SCALED["autoscaling"], SCALER | {"scaler": "keda"}),
     "job": JOB,
 }

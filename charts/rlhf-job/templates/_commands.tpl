@@ -64,7 +64,9 @@ disruptionBudgets, so that this value restarts nothing. */}}
 {{- toJson $names }}
 {{- end }}
 
-{{/* Labels and annotations for a gang scheduler, of (list $ GROUPS). */}}
+{{/* Labels and annotations of a group's pods for a gang scheduler, of (list $ GROUPS GROUP). With Kueue every pod of a gang
+says how many they are. So it has the groups whose number of pods is fixed, those with a trained role, or to scale another
+role would restart them. Pods of the others are admitted one by one. */}}
 {{- define "rlhf-job.gang" -}}
 {{- $ := first . }}{{ $gang := $.Values.gang }}{{ $name := include "rlhf-job.name" (list $ "gang") }}
 {{- if eq $gang.scheduler "volcano" -}}
@@ -74,10 +76,14 @@ labels: {scheduling.x-k8s.io/pod-group: {{ $name }}}
 {{- else if eq $gang.scheduler "kueue" -}}
 labels:
   kueue.x-k8s.io/queue-name: {{ quote $gang.queue }}
+{{- if (last .).trained }}
+{{- $fixed := list }}
+{{- range index . 1 }}{{ if .trained }}{{ $fixed = append $fixed . }}{{ end }}{{ end }}
   kueue.x-k8s.io/pod-group-name: {{ $name }}
 annotations:
-  kueue.x-k8s.io/pod-group-total-count: {{ include "rlhf-job.pods" (last .) | quote }}
+  kueue.x-k8s.io/pod-group-total-count: {{ include "rlhf-job.pods" $fixed | quote }}
   kueue.x-k8s.io/pod-group-serving: "true"
+{{- end }}
 {{- end }}
 {{- end }}
 

@@ -107,6 +107,9 @@
 {{- if and $scaler (not (has $role $roles)) }}
 {{- fail (printf "autoscaling.%s is set, but this job has no %s: remove it" $role $role) }}
 {{- end }}
+{{- if and $scaler (eq $.Values.gang.scheduler "kueue") }}
+{{- fail (printf "autoscaling.%s is set, but gang.scheduler is kueue: a scaler counts pods that wait for quota as replicas that do too little, and adds more; remove autoscaling.%s, or set the scheduler to none" $role $role) }}
+{{- end }}
 {{- if and $scaler (eq ($scaler.scaler | default "") "keda") }}
 {{- include "rlhf-job.refuse.crd" (list $ "keda.sh/v1alpha1/ScaledObject" (printf "autoscaling.%s.scaler is keda" $role) "KEDA" "set it to hpa") }}
 {{- end }}
