@@ -226,6 +226,9 @@ def test_without_rbac_replicas_are_found_by_dns_and_no_pod_has_a_token() -> None
     assert "--reward=dns:demo-reward:50051" in args
     assert not [arg for arg in args if arg.startswith("--scale-down")]
     assert not any(pod["spec"]["automountServiceAccountToken"] for pod in pods(things))
+    budgets = [thing["spec"] for thing in of_kind(things, "PodDisruptionBudget")]
+    assert budgets
+    assert not [budget for budget in budgets if "minAvailable" in budget]  # nobody would delete it
 
 
 @pytest.mark.parametrize("tls", ["none", "certManager"])
