@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from helm_values.values import Values
+from helm_values.values import StorageValues, Values
 from rolemesh.catalog.engines import ENGINES
 from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.loading import NAMED
@@ -155,6 +155,7 @@ def defaults() -> str:
             name: size // GIB for name, size in (("vllm", VLLM_BYTES), ("perGpu", RANK_BYTES), ("hf", HF_BYTES))
         },
         "ray": ray_version(),
+        "storage": StorageValues().model_dump(mode="json", exclude={"singleNode"}),
         "job": JobConfig().model_dump(mode="json", exclude={"placement"}),
     }
     return json.dumps(content, indent=1) + "\n"

@@ -124,8 +124,8 @@ class PodValues(Config):
     )
 
 
-class GroupValues(Config):
-    """Overrides of `pods` for the pods of one group; null: as in `pods`."""
+class PodOverrides(Config):
+    """Overrides of `pods` for some pods; null: as in `pods`."""
 
     labels: Labels | None = None
     annotations: Labels | None = None
@@ -142,6 +142,11 @@ class GroupValues(Config):
     graceSeconds: int | None = Field(None, ge=10)
     sharedMemory: Quantity | None = None
     scratch: Quantity | None = None
+
+
+class GroupValues(PodOverrides):
+    """Overrides for the pods of one group."""
+
     topologyKey: str | None = None
     gpus: int | None = Field(None, ge=0, description="GPUs of each replica; null: the maximum of its roles")
     resources: Resources | None = Field(None, description="resources per pod; null: computed from its roles")
@@ -150,9 +155,9 @@ class GroupValues(Config):
     )
 
 
-class ControllerValues(GroupValues):
-    gpus: Literal[0] = 0
-    pods: Literal[1] = 1
+class ControllerValues(PodOverrides):
+    """The controller's pod, which is one, has no GPU, and is not spread."""
+
     resources: Resources = _needs(2, "8Gi")
     suspend: bool = Field(False, description="start the roles without a run, for helm test")
     scaleDown: bool = Field(True, description="scale the workloads to zero when the run has ended")

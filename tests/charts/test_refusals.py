@@ -202,7 +202,7 @@ NOT_INSTALLED = {
     "KEDA": {"autoscaling": {"reward": SCALER | {"scaler": "keda"}}},
     "cert-manager": {"tls": {"mode": "certManager"}},
     "Volcano": {"gang": {"scheduler": "volcano"}},
-    "the scheduler plugins": {"gang": {"scheduler": "coscheduling"}},
+    "the scheduler plugins": {"gang": {"scheduler": "coscheduling"}, "pods": {"schedulerName": "plugins"}},
 }
 
 

@@ -118,6 +118,7 @@ def test_settings_of_pods_are_in_pods_and_a_groups_override_them() -> None:
         "pods": {"priorityClassName": "high", "env": [{"name": "A", "value": "1"}], "sharedMemory": "8Gi"},
         "groups": {"reward": {"priorityClassName": "low", "topologyKey": "", "graceSeconds": 900}},
         "huggingFace": {"secret": "hub"},
+        "prepare": [{"creates": "x", "command": ["fetch", "x"]}],
         "image": {"pullSecrets": ["registry"]},
         "storage": {"models": {"existingClaim": "weights"}},
         "job": {"actor": {"model": {"path": "/models/qwen"}}},
@@ -162,8 +163,10 @@ def test_a_reward_function_is_the_reward_pods_and_what_compares_it() -> None:
 
 @pytest.mark.parametrize("scheduler", ["volcano", "coscheduling"])
 def test_a_gang_is_all_pods_of_the_roles(scheduler: str) -> None:
-    replicas = {"reward": 3, "rollout": 2}
-    things = objects({"gang": {"scheduler": scheduler, "queue": "lab"}, "placement": {"replicas": replicas}})
+    values: Object = {"gang": {"scheduler": scheduler, "queue": "lab"}}
+    if scheduler == "coscheduling":
+        values = {"gang": {"scheduler": scheduler}, "pods": {"schedulerName": "scheduler-plugins-scheduler"}}
+    things = objects(values | {"placement": {"replicas": {"reward": 3, "rollout": 2}}})
     for pod in _templates(things).values():
         said = pod["metadata"]["labels"] | pod["metadata"]["annotations"]
         assert "demo-gang" in said.values()

@@ -49,7 +49,7 @@ def gpus(pod: Object) -> int:
 def test_a_large_job_is_scheduled_as_its_values_say(namespace: Namespace, nodes: dict[str, Object]) -> None:
     claims_of_the_user(namespace)
     placed = json.dumps({"pods": PODS, "groups": {"rollout": ENGINES}})
-    more = ("--set", "gang.scheduler=coscheduling")
+    more = ("--set", "gang.scheduler=coscheduling,pods.schedulerName=default-scheduler")
     notes = namespace.install("job", "--values", LARGE, "--values", "-", *more, stdin=placed)
     for group, replicas in REPLICAS.items():
         kind = "statefulset" if group in ("actor", "critic") else "deployment"

@@ -140,20 +140,23 @@ none), resources and pod (values.pods with the overrides of values.groups). Refu
 {{- include "rlhf-job.refuse.groups" (list . $groups) }}
 {{- include "rlhf-job.refuse.job" (list . $groups) }}
 {{- include "rlhf-job.refuse.tls" (list . $groups) }}
+{{- include "rlhf-job.refuse.unread" (list . $groups) }}
 {{- dict "groups" $groups "roles" $roles | toJson }}
 {{- end }}
 
-{{/* values.pods with the keys of OVERRIDE replaced, of (list $ OVERRIDE GPUS). */}}
+{{/* values.pods with the keys of OVERRIDE replaced, of (list $ OVERRIDE GPUS). A pod with GPUs has those of values.gpu, too. */}}
 {{- define "rlhf-job.settings" -}}
-{{- $ := index . 0 }}
+{{- $ := index . 0 }}{{ $override := index . 1 }}
 {{- $pod := deepCopy $.Values.pods }}
+{{- range $key, $value := $override }}
+{{- if and (hasKey $pod $key) (not (kindIs "invalid" $value)) }}{{ $_ := set $pod $key $value }}{{ end }}
+{{- end }}
 {{- if index . 2 }}
 {{- $_ := set $pod "nodeSelector" (merge dict $pod.nodeSelector $.Values.gpu.nodeSelector) }}
 {{- $_ := set $pod "tolerations" (concat $pod.tolerations $.Values.gpu.tolerations) }}
+{{- if kindIs "invalid" (index $override "runtimeClassName") }}
 {{- $_ := set $pod "runtimeClassName" ($.Values.gpu.runtimeClassName | default $pod.runtimeClassName) }}
 {{- end }}
-{{- range $key, $value := index . 1 }}
-{{- if and (hasKey $pod $key) (not (kindIs "invalid" $value)) }}{{ $_ := set $pod $key $value }}{{ end }}
 {{- end }}
 {{- toJson $pod }}
 {{- end }}

@@ -62,7 +62,8 @@ spec:
   {{- $beside := include "rlhf-job.release" $ | fromYaml }}
   {{- if and $node.leads (ne $component $node.leads) }}{{ $beside = include "rlhf-job.selector" (list $ $node.leads) | fromYaml }}{{ end }}
   {{- $near := dict "labelSelector" (dict "matchLabels" $beside) "topologyKey" "kubernetes.io/hostname" }}
-  {{- $affinity = merge (dict "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (list $near))) $affinity }}
+  {{- $given := dig "podAffinity" "requiredDuringSchedulingIgnoredDuringExecution" list $affinity }}
+  {{- $affinity = merge (dict "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (prepend $given $near))) $affinity }}
   {{- end }}
   {{- range $key := list "schedulerName" "priorityClassName" "runtimeClassName" "nodeSelector" "tolerations" }}
   {{- with get $settings $key }}
@@ -167,7 +168,8 @@ spec:
 
 {{/* The fields that all containers of a pod share. */}}
 {{- define "rlhf-job.container" -}}
-{{- $ := .root }}{{ $values := $.Values }}{{ $prepares := .prepares -}}
+{{- $ := .root }}{{ $values := $.Values }}{{ $prepares := .prepares }}
+{{- $given := list }}{{ range .settings.env }}{{ $given = append $given .name }}{{ end -}}
 image: {{ include "rlhf-job.image" $ | quote }}
 imagePullPolicy: {{ $values.image.pullPolicy }}
 workingDir: {{ $values.storage.workspace.mountPath | quote }}
@@ -183,9 +185,13 @@ env:
   - {name: HOME, value: /tmp}
   - {name: USER, value: rolemesh} # the uid has no name in the image; some libraries need one
   - {name: PYTHONUNBUFFERED, value: "1"}
+  {{- if not (has "TOKENIZERS_PARALLELISM" $given) }}
   - {name: TOKENIZERS_PARALLELISM, value: "false"}
+  {{- end }}
+  {{- if not (has "OMP_WAIT_POLICY" $given) }}
   - {name: OMP_WAIT_POLICY, value: PASSIVE} # threads that spin at barriers slow down the other processes of the node
-  {{- if or (dig "requests" "cpu" "" .resources) (dig "limits" "cpu" "" .resources) }}
+  {{- end }}
+  {{- if and (not (has "OMP_NUM_THREADS" $given)) (or (dig "requests" "cpu" "" .resources) (dig "limits" "cpu" "" .resources)) }}
   {{- if gt (int .ranks) 1 }}
   {{- $cpu := dig "requests" "cpu" (dig "limits" "cpu" 0 .resources) .resources }}
   - name: OMP_NUM_THREADS # a rank's share of the CPUs that the pod requests, rounded up

@@ -1,0 +1,205 @@
+"""Every value changes what is rendered, or is refused. What would do nothing in silence is a mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rendering import Object, objects, refusal, template, workloads
+from test_texts import GROUPS, OPERATED, OWN, SCHEMA, merged
+
+NO_DASHBOARDS: Object = {"monitoring": {"dashboards": {"enabled": False}}}  # large
+# Between them, everything that the chart has is in use.
+BASES = [
+    merged(OPERATED, NO_DASHBOARDS),
+    merged(OWN, NO_DASHBOARDS | {
+        "gang": {"queue": "lab"},
+        "huggingFace": {"fetch": True},
+        "placement": {"ranks": {"actor": 8}},
+        "roles": {"actor": {"gpus": 8}},
+    }),
+]
+
+
+def cases(node: Object = SCHEMA, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
+    """Each place of a value that is no text, and some values for it. Texts have a test in test_texts.py.
+
+    The job's own are left out: all of them are in its file. So are lists of objects, which are passed on whole.
+    """
+    if "$ref" in node:
+        node = SCHEMA["$defs"][node["$ref"].rpartition("/")[2]]
+    for option in node.get("anyOf", ()):
+        yield from cases(option, path)
+    for name, field in node.get("properties", {}).items():
+        if path or name != "job":
+            yield from cases(field, (*path, name))
+    if isinstance(more := node.get("additionalProperties"), dict):
+        at = "/" + "/".join(path)
+        if at in GROUPS or at == "/placement/ranks":
+            yield from cases(more, (*path, "reward" if at in GROUPS else "actor"))
+    kind = node.get("type")
+    if "enum" in node:
+        yield path, node["enum"]
+    elif kind == "boolean":
+        yield path, [True, False]
+    elif kind in ("integer", "number"):
+        least = node.get("minimum", node.get("exclusiveMinimum", -1) + 1)
+        yield path, [number for number in (1, 2, 1000) if number >= least]
+    elif kind == "array" and "enum" in node["items"]:
+        yield path, [[one] for one in node["items"]["enum"]]
+
+
+CASES = {"/" + "/".join(path): (path, options) for path, options in cases()}
+
+
+def with_value(path: tuple[str, ...], value: Any) -> Object:
+    for key in reversed(path):
+        value = {key: value}
+    return dict(value)
+
+
+def has_effect(path: tuple[str, ...], options: list[Any]) -> bool:
+    for base in BASES:
+        for option in options:
+            values = merged(base, with_value(path, option))
+            if refusal(values) or template(values) != template(base):
+                return True
+    return False
+
+
+def test_every_value_changes_what_is_rendered_or_is_refused() -> None:
+    assert len(CASES) > 60
+    assert {at for at, case in CASES.items() if not has_effect(*case)} == set()
+
+
+HPA = {"scaler": "hpa", "maxReplicas": 4}
+KEDA = HPA | {"scaler": "keda"}
+UNREAD: dict[str, tuple[Object, str]] = {
+    "replicas beside a scaler": (
+        {"placement": {"replicas": {"reward": 3}}, "autoscaling": {"reward": HPA}},
+        "placement.replicas.reward is 3, but autoscaling.reward decides the number of its pods: set autoscaling"
+        ".reward.minReplicas instead",
+    ),
+    "rows for a scaler that does not count them": (
+        {"autoscaling": {"reward": HPA | {"pendingPerReplica": 8}}},
+        "autoscaling.reward.pendingPerReplica is set, but its scaler is hpa, which does not count rows",
+    ),
+    "metrics for a scaler that counts rows": (
+        {"autoscaling": {"reward": KEDA | {"metrics": [{"type": "Resource"}]}}},
+        "autoscaling.reward.metrics is set, but its scaler is keda, which counts pending rows alone",
+    ),
+    "ranks of nobody": (
+        {"placement": {"ranks": {"actors": 2}}},
+        "placement.ranks.actors is 2, but placement.strategy standalone has no such group, and there is no such "
+        "role: use one of actor, critic, environment, reference, reward, rollout",
+    ),
+    "a gang that no scheduler knows": (
+        {"gang": {"scheduler": "coscheduling"}},
+        "gang.scheduler is coscheduling, but pods of group actor have no schedulerName: set pods.schedulerName",
+    ),
+    "a queue of nobody": (
+        {"gang": {"queue": "lab"}},
+        "gang.queue is lab, but gang.scheduler is none, which has no queues",
+    ),
+    "a path of no claim": (
+        {"storage": {"models": {"mountPath": "/weights"}}},
+        "storage.models.mountPath is set, but storage.models has neither a size nor an existingClaim",
+    ),
+    "a cache for nothing": (
+        {"huggingFace": {"cache": "/workspace/hub"}},
+        "huggingFace.cache is /workspace/hub, but huggingFace.fetch is false",
+    ),
+    "a token for nothing": (
+        {"huggingFace": {"secret": "hub"}},
+        "huggingFace.secret is hub, but no pod fetches or prepares anything: set huggingFace.fetch to true",
+    ),
+    "files that nobody imports": (
+        {"plugins": {"configMap": "mine"}},
+        "plugins.configMap is mine, but job.plugins names none of its files",
+    ),
+    "the kind of an issuer without a name": (
+        {"tls": {"mode": "certManager", "issuerRef": {"kind": "ClusterIssuer"}}},
+        "tls.issuerRef.kind is ClusterIssuer of cert-manager.io, but tls.issuerRef.name is empty",
+    ),
+    "a variable of the chart": (
+        {"groups": {"reward": {"env": [{"name": "HOME", "value": "/a"}]}}},
+        "env of group reward has HOME, which the chart itself sets: leave it out, or use another name",
+    ),
+    "the Hub's token for every process": (
+        {"pods": {"env": [{"name": "HF_TOKEN", "value": "hf_a"}]}},
+        "env of group actor has HF_TOKEN, which the chart itself sets: name its Secret in huggingFace.secret",
+    ),
+    "the Hub's cache by another name": (
+        {"huggingFace": {"fetch": True}, "controller": {"env": [{"name": "HF_HUB_CACHE", "value": "/a"}]}},
+        "env of the controller has HF_HUB_CACHE, which the chart itself sets: set huggingFace.cache",
+    ),
+    "a variable twice": (
+        {"pods": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}},
+        "env of group actor has A twice: leave one out",
+    ),
+    "a volume of the chart": (
+        {"pods": {"volumes": [{"name": "shm", "emptyDir": {}}]}},
+        "volumes of group actor has shm, which the chart itself sets",
+    ),
+    "a path of the chart": (
+        {"pods": {"volumeMounts": [{"name": "a", "mountPath": "/workspace/"}]}},
+        "volumeMounts of group actor has /workspace, which the chart itself sets",
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "words"), UNREAD.values(), ids=UNREAD)
+def test_a_value_that_nothing_reads_is_refused(values: Object, words: str) -> None:
+    said = refusal(values)
+    assert words in said
+    assert "\n" not in said
+
+
+def test_the_controller_is_not_spread_and_has_no_gpus() -> None:
+    for key, value in {"topologyKey": "zone", "gpus": 0, "pods": 1}.items():
+        assert f"at '/controller': additional properties '{key}' not allowed" in refusal(
+            {"controller": {key: value}}
+        )
+
+
+def spec(values: Object, name: str) -> Any:
+    [workload] = [thing for thing in workloads(objects(values)) if thing["metadata"]["name"] == name]
+    return workload["spec"]["template"]["spec"]
+
+
+def test_a_groups_own_settings_do_not_take_those_of_its_gpus() -> None:
+    of_gpus, of_group = ({"key": key, "operator": "Exists"} for key in ("nvidia.com/gpu", "reserved"))
+    values = {
+        "gpu": {"tolerations": [of_gpus], "nodeSelector": {"pool": "any", "gpu": "h100"}},
+        "pods": {"tolerations": [{"key": "all"}], "nodeSelector": {"zone": "a"}},
+        "groups": {"actor": {"tolerations": [of_group], "nodeSelector": {"pool": "mine"}}},
+    }
+    actor, critic, reward = (spec(values, f"demo-{name}") for name in ("actor", "critic", "reward"))
+    assert actor["tolerations"] == [of_group, of_gpus]
+    assert actor["nodeSelector"] == {"pool": "mine", "gpu": "h100"}
+    assert critic["tolerations"] == [{"key": "all"}, of_gpus]
+    assert reward["tolerations"] == [{"key": "all"}]
+    assert reward["nodeSelector"] == {"zone": "a"}
+
+
+def test_a_group_may_have_another_runtime_class_than_gpus() -> None:
+    values = {"gpu": {"runtimeClassName": "nvidia"}, "groups": {"actor": {"runtimeClassName": "kata"}}}
+    assert spec(values, "demo-actor")["runtimeClassName"] == "kata"
+    assert spec(values, "demo-critic")["runtimeClassName"] == "nvidia"
+
+
+def test_affinity_of_yours_holds_beside_that_to_the_single_node() -> None:
+    near = {"labelSelector": {"matchLabels": {"app": "cache"}}, "topologyKey": "zone"}
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    values = {"pods": {"affinity": {"podAffinity": {required: [near]}}}, "storage": {"singleNode": True}}
+    terms = spec(values, "demo-actor")["affinity"]["podAffinity"][required]
+    assert [term["topologyKey"] for term in terms] == ["kubernetes.io/hostname", "zone"]
+
+
+def test_a_variable_that_tunes_threads_may_be_replaced() -> None:
+    yours = [{"name": name, "value": "x"} for name in ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")]
+    [container] = spec({"pods": {"env": yours}}, "demo-actor")["containers"]
+    names = [entry["name"] for entry in container["env"]]
+    assert len(set(names)) == len(names)
+    assert container["env"][-2:] == yours
