@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from helm_values.kubernetes import typed
 from helm_values.values import StorageValues, Values
 from rolemesh.catalog.engines import ENGINES
 from rolemesh.catalog.estimators import ESTIMATORS
@@ -111,6 +112,10 @@ def schema() -> str:
         if "n" in properties:
             properties["false"] = properties["n"]
     schema["$defs"]["Kubernetes"] = KUBERNETES
+    types: dict[str, Any] = {}
+    typed(schema["properties"], types, LINES, ONE_LINE)
+    typed(schema["$defs"], types, LINES, ONE_LINE)
+    schema["$defs"] |= types
     text = json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
     return text.replace("\u2028", r"\u2028").replace("\u2029", r"\u2029")
 

@@ -1,8 +1,8 @@
 """Typed values of the chart `rlhf-job`.
 
 `make chart` writes values.schema.json from these types and the job file's types, so `helm install` refuses the
-keys and values that `rolemesh` would refuse. Objects of Kubernetes (volumes, affinity, metrics) are passed
-through, and the API server checks them.
+keys and values that `rolemesh` would refuse. Objects of Kubernetes (volumes, affinity, metrics) have Kubernetes' own
+types (kubernetes.py), and are passed through.
 """
 
 from __future__ import annotations
@@ -11,10 +11,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from helm_values.kubernetes import (
+    Affinity,
+    Behavior,
+    EgressRule,
+    EnvFromSource,
+    EnvVar,
+    MetricSpec,
+    Peer,
+    Volume,
+    VolumeMount,
+)
 from rolemesh.config import Config, JobConfig
 from rolemesh.config.placement import PlacementConfig
 
-Kubernetes = dict[str, Any]  # an object of the Kubernetes API
+Kubernetes = dict[str, Any]  # any object
 Labels = dict[str, str]
 Name = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)]
 Quantity = (
@@ -105,14 +116,14 @@ class PodValues(Config):
     annotations: Labels = Field({})
     nodeSelector: Labels = Field({})
     tolerations: list[Toleration] = Field([])
-    affinity: Kubernetes = Field({})
+    affinity: Affinity = Field({})
     schedulerName: str = ""
     priorityClassName: Name = ""
     runtimeClassName: Name = ""
-    env: list[Kubernetes] = Field([])
-    envFrom: list[Kubernetes] = Field([])
-    volumes: list[Kubernetes] = Field([])
-    volumeMounts: list[Kubernetes] = Field([])
+    env: list[EnvVar] = Field([])
+    envFrom: list[EnvFromSource] = Field([])
+    volumes: list[Volume] = Field([])
+    volumeMounts: list[VolumeMount] = Field([])
     graceSeconds: int = Field(
         30, ge=10, description="seconds from SIGTERM to SIGKILL; a role drains until 5 seconds before"
     )
@@ -131,14 +142,14 @@ class PodOverrides(Config):
     annotations: Labels | None = None
     nodeSelector: Labels | None = None
     tolerations: list[Toleration] | None = None
-    affinity: Kubernetes | None = None
+    affinity: Affinity | None = None
     schedulerName: str | None = None
     priorityClassName: Name | None = None
     runtimeClassName: Name | None = None
-    env: list[Kubernetes] | None = None
-    envFrom: list[Kubernetes] | None = None
-    volumes: list[Kubernetes] | None = None
-    volumeMounts: list[Kubernetes] | None = None
+    env: list[EnvVar] | None = None
+    envFrom: list[EnvFromSource] | None = None
+    volumes: list[Volume] | None = None
+    volumeMounts: list[VolumeMount] | None = None
     graceSeconds: int | None = Field(None, ge=10)
     sharedMemory: Quantity | None = None
     scratch: Quantity | None = None
@@ -185,7 +196,7 @@ class ClaimValues(Config):
     existingClaim: Name = Field("", description="your PersistentVolumeClaim")
     size: Quantity | Literal[""] = Field("", description="size of a claim that the chart creates; empty: none")
     storageClass: Name = Field("", description="empty: the cluster's default")
-    accessModes: list[AccessMode] = Field(["ReadWriteMany"])
+    accessModes: list[AccessMode] = Field(["ReadWriteMany"], min_length=1)
     mountPath: str = Field(..., pattern="^/[^:]+$")
     readOnly: bool = False
     keep: bool = Field(True, description="helm uninstall keeps the claim")
@@ -226,7 +237,7 @@ class HuggingFaceValues(Config):
 class RewardFunctionValues(Config):
     code: str = Field("", description="content of a Python file: --set-file rewardFunction.code=my_reward.py")
     configMap: Name = Field("", description="your ConfigMap with Python files")
-    egress: list[Kubernetes] = Field(
+    egress: list[EgressRule] = Field(
         [], description="what the reward's pods may reach in addition to DNS, as rules of a NetworkPolicy"
     )
     writes: bool = Field(False, description="the reward's pods may write to the workspace")
@@ -243,10 +254,10 @@ class Scaler(Config):
     )
     minReplicas: int = Field(1, ge=1)
     maxReplicas: int = Field(gt=0)
-    metrics: list[Kubernetes] = Field(
+    metrics: list[MetricSpec] = Field(
         [], description="hpa: metrics of autoscaling/v2; empty: 70 % of the requested CPU"
     )
-    behavior: Kubernetes = Field({}, description="behavior of autoscaling/v2")
+    behavior: Behavior = Field({}, description="behavior of autoscaling/v2")
     pendingPerReplica: int = Field(64, gt=0, description="keda: target number of pending rows per replica")
 
 
@@ -284,15 +295,15 @@ class TlsValues(Config):
 
 class NetworkPolicyValues(Config):
     enabled: bool = True
-    metricsFrom: list[Kubernetes] = Field(
+    metricsFrom: list[Peer] = Field(
         [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
         description="who may read metrics",
     )
-    scalerFrom: list[Kubernetes] = Field(
+    scalerFrom: list[Peer] = Field(
         [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "keda"}}}],
         description="who may read pending work at the controller, if a scaler is keda",
     )
-    dnsTo: list[Kubernetes] = Field(
+    dnsTo: list[Peer] = Field(
         [
             {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}},
             {"ipBlock": {"cidr": "169.254.20.10/32"}},
@@ -300,14 +311,14 @@ class NetworkPolicyValues(Config):
         description="the DNS servers of all pods",
     )
     dnsPorts: list[Port] = Field([53], min_length=1, description="ports of the DNS servers' pods, UDP and TCP")
-    prepareEgress: list[Kubernetes] = Field(
+    prepareEgress: list[EgressRule] = Field(
         [],
         description="what `prepare` may reach, as rules of a NetworkPolicy; not of reward and environment",
     )
-    environmentEgress: list[Kubernetes] = Field(
+    environmentEgress: list[EgressRule] = Field(
         [], description="what the environment's pods may reach in addition to DNS, as rules of a NetworkPolicy"
     )
-    controllerEgress: list[Kubernetes] = Field(
+    controllerEgress: list[EgressRule] = Field(
         [{}],
         description="what the controller may reach in addition to DNS and the roles: the API server, loggers",
     )

@@ -69,6 +69,11 @@ class OpenAIConfig(Config):
     timeout_s: float = Field(
         600.0, gt=0, description="deadline of a row or a load of weights, in seconds, after which it fails"
     )
+    trust_env: bool = Field(
+        False,
+        description="reach the servers through the proxy that the environment names (HTTP_PROXY, HTTPS_PROXY, "
+        "ALL_PROXY, NO_PROXY); false: directly",
+    )
 
 
 class McpServerConfig(Config):

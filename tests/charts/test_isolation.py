@@ -15,7 +15,7 @@ JUDGE = {"to": [{"ipBlock": {"cidr": "10.1.2.3/32"}}], "ports": [{"port": 8443}]
 OPENAI = {
     "name": "openai",
     "openai": {
-        "urls": ["http://10.0.0.7:8000", "https://fleet.example/v1", "http://fleet:8001"],
+        "urls": ["http://10.0.0.7:8000", "https://fleet.example/v1", "http://fleet:8001", "http://[fd00::7]:8"],
         "weights_dir": "/mnt/weights",
     },
 }
@@ -70,7 +70,8 @@ def test_a_pod_that_a_reward_shares_reaches_what_each_of_its_roles_may() -> None
 
 def test_a_rollout_by_other_servers_reaches_them_on_their_ports() -> None:
     to_one = {"to": [{"ipBlock": {"cidr": "10.0.0.7/32"}}], "ports": [{"port": 8000}]}
-    servers = [to_one, {"ports": [{"port": 443}]}, {"ports": [{"port": 8001}]}]
+    by_ipv6 = {"to": [{"ipBlock": {"cidr": "fd00::7/128"}}], "ports": [{"port": 8}]}
+    servers = [to_one, {"ports": [{"port": 443}]}, {"ports": [{"port": 8001}]}, by_ipv6]
     assert leaving("rollout", {"job": {"rollout": OPENAI}}) == servers
     assert leaving("actor", {"job": {"rollout": OPENAI}}) == []
 

@@ -19,6 +19,7 @@ CONTROLS = [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2
 # What YAML takes for something else unless it is quoted.
 AMBIGUOUS = ["true", "1e3", "a: b", "a #b", '"a', "*a", "a, b: c"]
 
+OF_KUBERNETES = re.compile("/k$|/(env|volumes|volumeMounts|metrics)/0/")
 GROUPS = {"/groups", "/tls/secrets"}  # the user's keys here name groups of the job
 
 Text = Callable[
@@ -27,9 +28,14 @@ Text = Callable[
 
 
 def values(text: Text, key: str = "k", node: Object = SCHEMA, at: str = "") -> Any:
-    """Values with a text wherever one may be. The user's own keys are called `key`."""
+    """Values with a text wherever one may be. The user's own keys are called `key`. An object of Kubernetes has
+    what it must have, and one other key."""
     if "$ref" in node:
-        node = SCHEMA["$defs"][node["$ref"].rpartition("/")[2]]
+        name = node["$ref"].rpartition("/")[2]
+        node = SCHEMA["$defs"][name]
+        if name.startswith("Kubernetes") and node.get("type") == "object":
+            required = {field: node["properties"][field] for field in node.get("required", ())}
+            node = node | {"properties": required}
     options = [values(text, key, option, at) for option in node.get("anyOf", ())]
     if some := [option for option in options if option is not None]:
         return some[-1]  # of a text and a list of them the list
@@ -80,7 +86,7 @@ def test_no_text_takes_the_end_of_a_line(character: str) -> None:
 
 
 def test_texts_of_several_lines_are_scripts_and_objects_of_kubernetes() -> None:
-    own = {at for at, patterns in places().items() if patterns == [LINES] and not at.endswith("/k")}
+    own = {at for at, patterns in places().items() if patterns == [LINES] and not OF_KUBERNETES.search(at)}
     assert own == {"/job/rollout/stop/0", "/prepare/0/command/0"}
     env = {"name": "A", "value": "a\n\tb"}
     prepare = {"creates": "x", "command": ["sh", "-c", "a\n\tb\r\n"]}
@@ -128,10 +134,10 @@ def test_an_annotation_of_several_lines_arrives_as_it_is() -> None:
 def test_every_control_character_is_refused_in_a_text_and_in_a_key() -> None:
     texts = {f"k{at}": character for at, character in enumerate(CONTROLS)}
     keys = dict.fromkeys(CONTROLS, "a")
-    deep = [{"name": {"k": [character]}} for character in CONTROLS if character not in "\t\n\r"]
+    deep = [{"name": "a", "k": {"k": [character]}} for character in CONTROLS if character not in "\t\n\r"]
     said = refusal({"pods": {"labels": texts, "annotations": keys, "env": deep, "affinity": {"a": keys}}})
     assert set(re.findall(r"at '/pods/labels/(\S+)': '.*' does not match pattern", said)) == texts.keys()
-    assert set(re.findall(r"at '/pods/env/(\d+)/name/k/0': '.*' does not match pattern", said)) == {
+    assert set(re.findall(r"at '/pods/env/(\d+)/k/k/0': '.*' does not match pattern", said)) == {
         str(at) for at in range(len(deep))
     }
     assert said.count("invalid propertyName") == 2 * len(CONTROLS)

@@ -75,6 +75,7 @@ async def test_a_program_gets_its_row_and_an_endpoint_and_little_else(
 ) -> None:
     monkeypatch.setenv("SEARCH_KEY", "s")
     monkeypatch.setenv("CLOUD_KEY", "c")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nobody: the endpoint is reached directly
     code = """
 row = json.load(sys.stdin)
 said = ask(*row["messages"], max_tokens=9, tools=[{"type": "function", "function": {"name": "f"}}])
@@ -83,7 +84,7 @@ open(row["extra_info"]["log"], "w").write(json.dumps([row, sorted(os.environ)]))
 print(json.dumps({"reward": 0.5, "steps": 3}))
 """
     log = tmp_path / "log"
-    async with program(tmp_path, tiny_model, code, pass_env=["SEARCH_KEY"]) as client:
+    async with program(tmp_path, tiny_model, code, pass_env=["SEARCH_KEY", "http_proxy"]) as client:
         opened = await client.open_episode(opening("a", "external", log=str(log)))
         assert [(m.role, m.content) for m in opened.prompt.messages] == [("user", "begin")]
         assert [json.loads(tool)["function"]["name"] for tool in opened.prompt.tools] == ["f"]

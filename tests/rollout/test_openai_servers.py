@@ -56,18 +56,31 @@ def test_a_server_that_does_not_answer_is_named(model: Path, tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_of_another_protocol_is_named(model: Path, tmp_path: Path):
+@pytest.mark.parametrize("trust_env", [False, True])
+def test_a_server_of_another_protocol_is_named_and_reached_by_a_proxy_if_the_job_says_so(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trust_env: bool
+):
+    asked = []
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            asked.append(self.path)
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b'{"hello": "world"}')
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, reserved_port() as nobody:
         threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_address[1]}"
+        url, proxy = ("http://fleet.invalid", here) if trust_env else (here, f"http://127.0.0.1:{nobody}")
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
         with pytest.raises(RoleUnavailable, match="an answer is not as documented: KeyError 'data'"):
-            RolloutWorker(job_of(model, [f"http://127.0.0.1:{server.server_address[1]}"], tmp_path))
+            RolloutWorker(job_of(model, [url], tmp_path, openai={"trust_env": trust_env}))
         server.shutdown()
+    assert asked == [f"{url}/v1/models" if trust_env else "/v1/models"]
 
 
 def test_settings_that_are_missing_are_named(model: Path, tmp_path: Path):

@@ -274,6 +274,7 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- if not (or .Values.storage.workspace.existingClaim .Values.storage.workspace.size) }}
 {{- fail "storage.workspace has neither a size nor an existingClaim: set one, because the run directory is there" }}
 {{- end }}
+{{- include "rlhf-job.refuse.access" . }}
 {{- if .Values.rewardFunction.code }}
 {{- $path := (include "rlhf-job.job" . | fromJson).reward.custom_reward_function.path }}
 {{- if or (ne (toString $path) "/etc/rolemesh-reward/reward.py") .Values.rewardFunction.configMap }}
@@ -305,6 +306,22 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- include "rlhf-job.refuse.absent" (list . "Secret" .Values.huggingFace.secret "huggingFace.secret") }}
 {{- include "rlhf-job.refuse.absent" (list . "ConfigMap" .Values.rewardFunction.configMap "rewardFunction.configMap") }}
 {{- include "rlhf-job.refuse.absent" (list . "ConfigMap" .Values.plugins.configMap "plugins.configMap") }}
+{{- end }}
+
+{{/* Refuse claims of the chart that not all pods of the job can mount. */}}
+{{- define "rlhf-job.refuse.access" -}}
+{{- $ := . }}
+{{- range $key, $claim := omit .Values.storage "singleNode" }}
+{{- if and $claim.size (not $claim.existingClaim) }}
+{{- $modes := $claim.accessModes }}
+{{- if has "ReadWriteOncePod" $modes }}
+{{- fail (printf "storage.%s.accessModes has ReadWriteOncePod, with which one pod alone can mount the claim, but a job has several: use ReadWriteMany, or ReadWriteOnce with storage.singleNode" $key) }}
+{{- end }}
+{{- if not (or $.Values.storage.singleNode (has "ReadWriteMany" $modes) (and $claim.readOnly (has "ReadOnlyMany" $modes))) }}
+{{- fail (printf "storage.%s.accessModes is %s, with which pods on several nodes cannot use the claim: set storage.singleNode to true, or use ReadWriteMany" $key (join ", " $modes)) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- end }}
 
 {{/* Refuse names of estimators, losses and so on that are not built in, if there is no plug-in to define them. */}}

@@ -10,6 +10,7 @@ import signal
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from rolemesh.agents.environment import Endpoint, Episode
 from rolemesh.config import JobConfig
@@ -87,6 +88,9 @@ def _variables(endpoint: Endpoint, passed: tuple[str, ...]) -> dict[str, str]:
             f"rollout.agent.external.pass_env names {', '.join(absent)}, which is not set there"
         )
     given = {name: os.environ[name] for name in (*GIVEN, *passed) if name in os.environ}
+    if any(name.lower().endswith("_proxy") for name in given):  # else the endpoint's calls would go there, too
+        for name in ("no_proxy", "NO_PROXY"):
+            given[name] = ",".join(filter(None, (given.get(name), urlsplit(endpoint.base_url).hostname)))
     return given | {
         "OPENAI_BASE_URL": endpoint.base_url,
         "OPENAI_API_KEY": endpoint.key,

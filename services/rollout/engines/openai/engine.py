@@ -103,6 +103,7 @@ class OpenAIEngine:
         return httpx.AsyncClient(
             headers=self._headers,
             verify=self._ssl,
+            trust_env=self._job.rollout.openai.trust_env,  # else prompts and the key would go to any proxy
             timeout=httpx.Timeout(self._job.rollout.openai.timeout_s, connect=CONNECT_S, pool=None),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),
         )
