@@ -373,3 +373,6 @@ class Values(Config):
     user: int | None = Field(
         1000, gt=0, description="uid and gid of every process; null: assigned by the namespace"
     )
+    supplementalGroups: list[Annotated[int, Field(ge=1, le=2**31 - 1)]] = Field(
+        [], description="further gids of every process, for claims whose files belong to another group"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rendering import Object, notes, objects, of_kind, refusal, selects, workloads
+from rendering import Object, notes, objects, of_kind, pods, refusal, selects, workloads
 
 ANYWHERE: Object = {}
 DNS_PORTS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
@@ -198,6 +198,33 @@ def test_a_path_that_only_begins_like_a_claims_brings_nothing() -> None:
 def test_reward_pods_write_to_the_workspace_where_the_job_says_so(values: Object) -> None:
     found = mounts(values)
     assert found.get("reward", found.get("judges")) == {"workspace": True}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"prepare": [{"creates": "out/model", "command": ["make"]}], "huggingFace": {"fetch": True}},
+        {
+            "huggingFace": {"fetch": True, "cache": "/models/hub"},
+            "storage": CLAIMS | {"models": {"existingClaim": "models", "readOnly": False}},
+        },
+    ],
+)
+def test_a_claim_is_read_only_for_the_kubelet_where_no_container_writes_to_it(values: Object) -> None:
+    """Else it changes the group of every file in the claim to fsGroup."""
+    job = {"actor": {"model": {"path": "/models/qwen"}}, "data": {"train_files": "/data/train.parquet"}}
+    found = set()
+    for pod in pods(objects({"storage": CLAIMS, "job": job, "supplementalGroups": [2000]} | values)):
+        spec = pod["spec"]
+        assert spec["securityContext"]["supplementalGroups"] == [2000]
+        mounts = [m for c in (*spec["containers"], *spec.get("initContainers", [])) for m in c["volumeMounts"]]
+        for volume in spec["volumes"]:
+            if claim := volume.get("persistentVolumeClaim"):
+                read_only = all(mount["readOnly"] for mount in mounts if mount["name"] == volume["name"])
+                assert claim.get("readOnly", False) is read_only, (pod["metadata"]["labels"], volume)
+                found.add((volume["name"], read_only))
+    assert {("data", True), ("models", True), ("workspace", True), ("workspace", False)} <= found
 
 
 def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:

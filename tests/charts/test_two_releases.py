@@ -138,7 +138,8 @@ def test_settings_of_pods_are_in_pods_and_a_groups_override_them() -> None:
     assert {"name": "models", "mountPath": "/models", "readOnly": True} in actor["containers"][0][
         "volumeMounts"
     ]
-    assert {"name": "models", "persistentVolumeClaim": {"claimName": "weights"}} in actor["volumes"]
+    weights = {"claimName": "weights", "readOnly": True}
+    assert {"name": "models", "persistentVolumeClaim": weights} in actor["volumes"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in actor["volumes"]
 
 

@@ -17,6 +17,8 @@ in another pod, to which the roles' Services lead. */}}
 {{- $ := .root }}{{ $values := $.Values }}{{ $settings := .settings }}{{ $component := .component }}
 {{- $claims := include "rlhf-job.claims" (list $ .roles $settings) | fromJsonArray }}
 {{- $readOnly := include "rlhf-job.readsOnly" (list $ .roles) }}
+{{- /* Whether a container of this pod prepares or fetches. */}}
+{{- $writes := and (not $readOnly) (or $values.prepare (eq $component "controller")) }}
 {{- $labels := merge dict (include "rlhf-job.selector" (list $ .component) | fromYaml) (.labels | default dict) }}
 {{- if not .follows }}{{ range .roles }}{{ $_ := set $labels (printf "rolemesh.dev/role-%s" .) "true" }}{{ end }}{{ end }}
 {{- /* The controller reads the reward function, too: it compares its content with that of the reward's pods. */}}
@@ -93,6 +95,9 @@ spec:
     fsGroup: {{ int64 . }}
     fsGroupChangePolicy: OnRootMismatch
     {{- end }}
+    {{- with $values.supplementalGroups }}
+    supplementalGroups: {{ toJson . }}
+    {{- end }}
   {{- $shared := dict "root" $ "settings" $settings "resources" .resources "claims" $claims "rewards" $rewards "plugins" $plugins "ranks" (.ranks | default 1) }}
   {{- $fetch := include "rlhf-job.fetch" $ | fromJsonArray }}
   {{- with concat $fetch $values.prepare }}
@@ -160,6 +165,9 @@ spec:
     - name: {{ .name }}
       persistentVolumeClaim:
         claimName: {{ .existingClaim | default (include "rlhf-job.name" (list $ .name)) | quote }}
+        {{- if or .readOnly (and $values.huggingFace.fetch (not $writes) (eq .name "models")) }}
+        readOnly: true # so the kubelet changes the group of no file
+        {{- end }}
     {{- end }}
     {{- with $settings.volumes }}
     {{- toYaml . | nindent 4 }}
