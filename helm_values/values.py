@@ -261,6 +261,23 @@ class Scaler(Config):
     pendingPerReplica: int = Field(64, gt=0, description="keda: target number of pending rows per replica")
 
 
+class AccountValues(Config):
+    create: bool = Field(False, description="the chart makes the account; false: yours, or the namespace's")
+    name: Name = Field("", description="of the account; empty: the chart chooses it, or the namespace's default")
+    annotations: Labels = Field({}, description="of the account that the chart makes, e.g. for IRSA")
+
+
+class AccountsValues(Config):
+    """Service accounts. No token of theirs is mounted, but the controller's, if it has rights."""
+
+    roles: AccountValues = AccountValues()
+    reward: AccountValues = Field(AccountValues(), description="of pods without other roles than reward and environment")
+    environment: AccountValues = AccountValues()
+    controller: AccountValues = Field(
+        AccountValues(), description="made without a name of yours if controller.rbac is true"
+    )
+
+
 class AutoscalingValues(Config):
     rollout: Scaler | None = None
     reference: Scaler | None = None
@@ -363,6 +380,7 @@ class Values(Config):
     plugins: PluginsValues = PluginsValues()
     autoscaling: AutoscalingValues = AutoscalingValues()
     gang: GangValues = GangValues()
+    serviceAccounts: AccountsValues = AccountsValues()
     disruptionBudgets: bool = True
     tls: TlsValues = TlsValues()
     networkPolicy: NetworkPolicyValues = NetworkPolicyValues()

@@ -113,7 +113,7 @@ def restricted(pod: Object) -> None:
     kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
     assert kinds <= {"projected", "configMap", "secret", "emptyDir", "persistentVolumeClaim"}
     assert all("sizeLimit" in volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume)
-    assert pod["automountServiceAccountToken"] == ("serviceAccountName" in pod)
+    assert pod["automountServiceAccountToken"] == (pod.get("serviceAccountName") == "demo-controller")
 
 
 def mounts_exist(pod: Object) -> None:

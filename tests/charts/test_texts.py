@@ -158,7 +158,9 @@ JOB: Object = {
     "rollout": {"multi_turn": {"enable": True}},
     "reward": {"reward_model": {"enable": True}},
 }
+ACCOUNTS: Object = {key: {"create": True} for key in ("roles", "reward", "environment", "controller")}
 OPERATED: Object = SCALED | {
+    "serviceAccounts": ACCOUNTS,
     "tls": {"mode": "certManager"},
     "gang": {"scheduler": "volcano"},
     "monitoring": {"operator": "always"},
@@ -166,6 +168,7 @@ OPERATED: Object = SCALED | {
     "job": JOB,
 }
 OWN: Object = {
+    "serviceAccounts": ACCOUNTS,
     "tls": {"mode": "secret", "secret": "keys"},
     "gang": {"scheduler": "coscheduling"},
     "autoscaling": dict.fromkeys(SCALED["autoscaling"], SCALER | {"scaler": "keda"}),

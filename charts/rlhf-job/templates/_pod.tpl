@@ -37,8 +37,8 @@ metadata:
     {{- include "rlhf-job.beside" (list $annotations $settings.annotations "pods.annotations") | nindent 4 }}
 spec:
   automountServiceAccountToken: {{ .talksToKubernetes | default false }}
-  {{- if .talksToKubernetes }}
-  serviceAccountName: {{ include "rlhf-job.name" (list $ "controller") }}
+  {{- with include "rlhf-job.account" (list $ (include "rlhf-job.accountKey" .roles)) }}
+  serviceAccountName: {{ quote . }}
   {{- end }}
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ .graceSeconds }}

@@ -300,6 +300,7 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- end }}
 {{- end }}
 {{- include "rlhf-job.refuse.names" . }}
+{{- include "rlhf-job.refuse.accounts" . }}
 {{- range $key, $claim := omit .Values.storage "singleNode" }}
 {{- include "rlhf-job.refuse.absent" (list $ "PersistentVolumeClaim" $claim.existingClaim (printf "storage.%s.existingClaim" $key)) }}
 {{- end }}

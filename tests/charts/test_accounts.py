@@ -1,0 +1,72 @@
+"""Service accounts: which pods share one, who makes it, and whose token is mounted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rendering import Object, objects, of_kind, pods, refusal
+
+ROLE = {"eks.amazonaws.com/role-arn": "arn:aws:iam::111122223333:role/models"}
+CONVERSES: Object = {"job": {"rollout": {"multi_turn": {"enable": True}}}}
+
+
+def accounts(values: Object) -> dict[str, Any]:
+    """Component to the account of its pods; None: the namespace's default."""
+    found = {}
+    for pod in pods(objects(values)):
+        spec = pod["spec"]
+        component = pod["metadata"]["labels"]["app.kubernetes.io/component"]
+        found[component] = spec.get("serviceAccountName")
+        assert spec["automountServiceAccountToken"] == (component in ("controller", "check")), component
+    return found
+
+
+def made(values: Object) -> dict[str, Object]:
+    things = of_kind(objects(values), "ServiceAccount")
+    assert all(thing["automountServiceAccountToken"] is False for thing in things)
+    return {thing["metadata"]["name"]: thing["metadata"].get("annotations", {}) for thing in things}
+
+
+def test_by_default_the_controller_has_an_account_and_no_other_pod_has() -> None:
+    found = accounts(CONVERSES)
+    assert {name for name, account in found.items() if account} == {"controller", "check"}
+    assert made({}) == {"demo-controller": {}}
+
+
+def test_roles_that_train_users_code_and_the_controller_have_accounts_of_their_own() -> None:
+    values = CONVERSES | {
+        "serviceAccounts": {
+            "roles": {"create": True, "annotations": ROLE},
+            "reward": {"name": "judges"},
+            "environment": {"create": True, "name": "tools"},
+            "controller": {"annotations": {"a": "b"}},
+        }
+    }
+    assert accounts(values) == dict.fromkeys(("actor", "critic", "rollout"), "demo-roles") | {
+        "reward": "judges",
+        "environment": "tools",
+        "controller": "demo-controller",
+        "check": "demo-controller",
+    }
+    assert made(values) == {"demo-roles": ROLE, "tools": {}, "demo-controller": {"a": "b"}}
+
+
+def test_a_reward_that_shares_a_pod_with_a_trained_role_has_its_account() -> None:
+    given = {"roles": {"name": "models"}, "reward": {"name": "judges"}}
+    found = accounts({"placement": {"strategy": "hybrid"}, "serviceAccounts": given})
+    assert (found["policy"], found["judges"]) == ("models", "models")
+
+
+def test_the_controllers_rights_go_to_the_account_that_is_named() -> None:
+    values = {"serviceAccounts": {"controller": {"name": "mine"}}}
+    assert made(values) == {}
+    [binding] = of_kind(objects(values), "RoleBinding")
+    assert [subject["name"] for subject in binding["subjects"]] == ["mine"]
+    assert accounts(values)["controller"] == "mine"
+
+
+@pytest.mark.parametrize("key", ["roles", "reward", "environment"])
+def test_annotations_of_an_account_that_nobody_makes_are_refused(key: str) -> None:
+    said = refusal({"serviceAccounts": {key: {"name": "mine", "annotations": ROLE}}})
+    assert f"serviceAccounts.{key}.annotations is set, but the chart makes no such account: set service" in said
