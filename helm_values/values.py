@@ -229,7 +229,7 @@ class HuggingFaceValues(Config):
         description="folder of the Hub's cache, in a claim; empty: huggingface in the workspace",
     )
     secret: Name = Field(
-        "", description="a Secret with a token, set as HF_TOKEN while a pod fetches or prepares"
+        "", description="a Secret with a token: the file HF_TOKEN_PATH where a pod fetches or prepares"
     )
     key: str = "token"
 

@@ -13,12 +13,16 @@ NO_DASHBOARDS: Object = {"monitoring": {"dashboards": {"enabled": False}}}  # la
 # Between them, everything that the chart has is in use.
 BASES = [
     merged(OPERATED, NO_DASHBOARDS),
-    merged(OWN, NO_DASHBOARDS | {
-        "gang": {"queue": "lab"},
-        "huggingFace": {"fetch": True},
-        "placement": {"ranks": {"actor": 8}},
-        "roles": {"actor": {"gpus": 8}},
-    }),
+    merged(
+        OWN,
+        NO_DASHBOARDS
+        | {
+            "gang": {"queue": "lab"},
+            "huggingFace": {"fetch": True},
+            "placement": {"ranks": {"actor": 8}},
+            "roles": {"actor": {"gpus": 8}},
+        },
+    ),
 ]
 
 
@@ -91,8 +95,8 @@ UNREAD: dict[str, tuple[Object, str]] = {
     ),
     "ranks of nobody": (
         {"placement": {"ranks": {"actors": 2}}},
-        "placement.ranks.actors is 2, but placement.strategy standalone has no such group, and there is no such "
-        "role: use one of actor, critic, environment, reference, reward, rollout",
+        "placement.ranks.actors is 2, but placement.strategy standalone has no such group, and there is no "
+        "such role: use one of actor, critic, environment, reference, reward, rollout",
     ),
     "a gang that no scheduler knows": (
         {"gang": {"scheduler": "coscheduling"}},
@@ -124,15 +128,15 @@ UNREAD: dict[str, tuple[Object, str]] = {
     ),
     "a variable of the chart": (
         {"groups": {"reward": {"env": [{"name": "HOME", "value": "/a"}]}}},
-        "env of group reward has HOME, which the chart itself sets: leave it out, or use another name",
+        "env of group reward has HOME, which is reserved for the chart: leave it out, or use another name",
     ),
     "the Hub's token for every process": (
         {"pods": {"env": [{"name": "HF_TOKEN", "value": "hf_a"}]}},
-        "env of group actor has HF_TOKEN, which the chart itself sets: name its Secret in huggingFace.secret",
+        "env of group actor has HF_TOKEN, which is reserved for the chart: name its Secret in huggingFace.",
     ),
     "the Hub's cache by another name": (
         {"huggingFace": {"fetch": True}, "controller": {"env": [{"name": "HF_HUB_CACHE", "value": "/a"}]}},
-        "env of the controller has HF_HUB_CACHE, which the chart itself sets: set huggingFace.cache",
+        "env of the controller has HF_HUB_CACHE, which is reserved for the chart: set huggingFace.cache",
     ),
     "a variable twice": (
         {"pods": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}},
@@ -140,11 +144,11 @@ UNREAD: dict[str, tuple[Object, str]] = {
     ),
     "a volume of the chart": (
         {"pods": {"volumes": [{"name": "shm", "emptyDir": {}}]}},
-        "volumes of group actor has shm, which the chart itself sets",
+        "volumes of group actor has shm, which is reserved for the chart",
     ),
     "a path of the chart": (
         {"pods": {"volumeMounts": [{"name": "a", "mountPath": "/workspace/"}]}},
-        "volumeMounts of group actor has /workspace, which the chart itself sets",
+        "volumeMounts of group actor has /workspace, which is reserved for the chart",
     ),
 }
 

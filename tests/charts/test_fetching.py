@@ -43,9 +43,8 @@ def test_the_controllers_pod_fetches_and_the_others_wait() -> None:
         assert runs == (component == "controller")
         if runs:
             assert fetch["args"] == [done, "rolemesh", "fetch", "/etc/rolemesh/job.yaml", "--done", done]
-        assert ("HF_TOKEN" in env(fetch)) == runs
+        assert ("HF_TOKEN_PATH" in env(fetch)) == runs
         [main] = spec["containers"]
-        assert "HF_TOKEN" not in env(main)
         assert env(main)["HF_HUB_OFFLINE"] == "1"
         assert env(main)["HF_HUB_CACHE"] == env(fetch)["HF_HUB_CACHE"] == "/models/hub"
         mounts = [
@@ -62,6 +61,35 @@ def test_the_controllers_pod_fetches_and_the_others_wait() -> None:
     assert (ignored["containerName"], ignored["operator"]) == ("controller", "NotIn")  # it counts them itself
     assert ignored["values"] == failing["controller"]
     assert "--max-attempts=5" in job["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"rewardFunction": {"writes": True}},
+        {"job": {"trainer": {"profile_steps": [1]}, "rollout": {"multi_turn": {"enable": True}}}},
+        {"placement": {"strategy": "hybrid"}},
+    ],
+)
+def test_the_token_is_a_file_where_something_is_prepared_and_nowhere_else(values: dict[str, Any]) -> None:
+    """It is in no pod whose roles are reward or environment alone, whatever else these may do."""
+    secret = {"secretName": "hub", "defaultMode": 0o400, "items": [{"key": "token", "path": "token"}]}
+    holding = set()
+    for component, spec in specs(FETCH | values).items():
+        volumes = [volume for volume in spec["volumes"] if volume["name"] == "hub-token"]
+        assert volumes in ([], [{"name": "hub-token", "secret": secret}])
+        for container in [*spec["initContainers"], *spec["containers"]]:
+            paths = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "hub-token"]
+            runs = container in spec["initContainers"] and container["command"][0] == "flock"
+            assert paths == (["/etc/rolemesh-hub"] if runs else [])
+            assert env(container).get("HF_TOKEN_PATH") == ("/etc/rolemesh-hub/token" if runs else None)
+            assert "hub" not in str(container["env"]).replace("rolemesh-hub", "").replace("/models/hub", "")
+            if runs:
+                assert volumes
+                holding.add(component)
+    assert holding >= {"controller", "check"}
+    assert not holding & {"reward", "environment"}
 
 
 def test_other_models_are_fetched_anew_and_other_settings_are_not() -> None:

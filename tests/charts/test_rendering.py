@@ -35,6 +35,7 @@ SCALERS = {
 }
 ALONE = ("standalone", "custom")  # reward and rollout have pods of their own
 
+
 def combinations() -> Iterator[Any]:
     """Each pair of what can be chosen. Scalers need roles alone; the examples are without."""
     for (place, strategy), (kind, tls) in itertools.product(enumerate(STRATEGIES), enumerate(TLS)):

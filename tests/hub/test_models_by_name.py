@@ -128,13 +128,19 @@ def test_a_plan_downloads_the_configuration_alone(hub: Hub, tiny_model: Path) ->
 
 
 def test_the_token_is_sent_and_nowhere_kept(
-    hub: Hub, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub,
+    tiny_model: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hub.add(NAME, tiny_model)
     hub.repositories[NAME].token = "hf_secret"
     with pytest.raises(ModelNotFound, match=r"status 401\): check the name, or set HF_TOKEN"):
         fetched(job_of())
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    token = tmp_path_factory.mktemp("secret") / "token"  # as in the chart
+    token.write_text("hf_secret\n")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(token))
     job = tmp_path / "job.yaml"
     job.write_text(job_of().to_yaml())
     answer = command("fetch", job, "--done", tmp_path / "done.json")

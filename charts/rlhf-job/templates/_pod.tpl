@@ -17,8 +17,9 @@ in another pod, to which the roles' Services lead. */}}
 {{- $ := .root }}{{ $values := $.Values }}{{ $settings := .settings }}{{ $component := .component }}
 {{- $claims := include "rlhf-job.claims" (list $ .roles $settings) | fromJsonArray }}
 {{- $readOnly := include "rlhf-job.readsOnly" (list $ .roles) }}
-{{- /* Whether a container of this pod prepares or fetches. */}}
-{{- $writes := and (not $readOnly) (or $values.prepare (eq $component "controller")) }}
+{{- /* Users' code runs in these pods, so nothing is prepared in them, also if they may write: it would need the Hub's token. */}}
+{{- $judges := and .roles (not (without .roles "reward" "environment")) }}
+{{- $prepares := and (not $readOnly) (not $judges) (or $values.prepare (and $values.huggingFace.fetch (eq $component "controller"))) }}
 {{- $labels := merge dict (include "rlhf-job.selector" (list $ .component) | fromYaml) (.labels | default dict) }}
 {{- if not .follows }}{{ range .roles }}{{ $_ := set $labels (printf "rolemesh.dev/role-%s" .) "true" }}{{ end }}{{ end }}
 {{- /* The controller reads the reward function, too: it compares its content with that of the reward's pods. */}}
@@ -105,9 +106,9 @@ spec:
     {{- range $index, $step := . }}
     {{- $fetches := lt $index (len $fetch) }}
     - name: {{ $fetches | ternary "fetch" (printf "prepare-%d" (sub $index (len $fetch))) }}
-      {{- $waits := or $readOnly (and $fetches (ne $component "controller")) }}
+      {{- $waits := or $readOnly $judges (and $fetches (ne $component "controller")) }}
       {{- if $waits }}
-      # Another pod creates it; this pod may not write.
+      # Another pod creates it.
       command: [sh, -c, 'until test -e "$0"; do sleep 1; done']
       {{- else }}
       # The first pod creates it; the others wait for the lock, and then skip the command.
@@ -144,6 +145,13 @@ spec:
         defaultMode: 0400 # with an fsGroup the kubelet sets 0440, with owner root and that group
         items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}, {key: ca.crt, path: ca.crt}]
     {{- end }}
+    {{- if and $prepares $values.huggingFace.secret }}
+    - name: hub-token
+      secret:
+        secretName: {{ quote $values.huggingFace.secret }}
+        defaultMode: 0400 # with an fsGroup 0440, as for tls
+        items: [{key: {{ quote $values.huggingFace.key }}, path: token}]
+    {{- end }}
     {{- if $rewards }}
     - name: reward
       configMap:
@@ -165,7 +173,7 @@ spec:
     - name: {{ .name }}
       persistentVolumeClaim:
         claimName: {{ .existingClaim | default (include "rlhf-job.name" (list $ .name)) | quote }}
-        {{- if or .readOnly (and $values.huggingFace.fetch (not $writes) (eq .name "models")) }}
+        {{- if or .readOnly (and $values.huggingFace.fetch (not $prepares) (eq .name "models")) }}
         readOnly: true # so the kubelet changes the group of no file
         {{- end }}
     {{- end }}
@@ -211,9 +219,7 @@ env:
   {{- end }}
   {{- end }}
   {{- if and .prepares $values.huggingFace.secret }}
-  - name: HF_TOKEN
-    valueFrom:
-      secretKeyRef: {name: {{ quote $values.huggingFace.secret }}, key: {{ quote $values.huggingFace.key }}}
+  - {name: HF_TOKEN_PATH, value: /etc/rolemesh-hub/token}
   {{- end }}
   {{- if $values.huggingFace.fetch }}
   - {name: HF_HUB_CACHE, value: {{ include "rlhf-job.cache" $ | quote }}}
@@ -232,6 +238,9 @@ volumeMounts:
   - {name: job, mountPath: /etc/rolemesh, readOnly: true}
   {{- if .keys }}
   - {name: tls, mountPath: /etc/rolemesh-tls, readOnly: true}
+  {{- end }}
+  {{- if and .prepares $values.huggingFace.secret }}
+  - {name: hub-token, mountPath: /etc/rolemesh-hub, readOnly: true}
   {{- end }}
   {{- if .rewards }}
   - {name: reward, mountPath: /etc/rolemesh-reward, readOnly: true}

@@ -82,24 +82,24 @@ cluster (gpu, monitoring, networkPolicy) may be set though a job has no use for 
 takes the last of two variables of one name, and refuses two volumes. Three variables may be replaced (_pod.tpl). */}}
 {{- define "rlhf-job.refuse.settings" -}}
 {{- $ := index . 0 }}{{ $of := index . 1 }}{{ $settings := index . 2 }}
-{{- $claims := list }}{{ $paths := list "/etc/rolemesh" "/etc/rolemesh-tls" "/etc/rolemesh-reward" "/etc/rolemesh-plugins" "/tmp" "/dev/shm" }}
+{{- $claims := list }}{{ $paths := list "/etc/rolemesh" "/etc/rolemesh-tls" "/etc/rolemesh-reward" "/etc/rolemesh-plugins" "/etc/rolemesh-hub" "/tmp" "/dev/shm" }}
 {{- range $name, $claim := omit $.Values.storage "singleNode" }}
 {{- if or $claim.existingClaim $claim.size }}
 {{- $claims = append $claims $name }}{{ $paths = append $paths (trimSuffix "/" $claim.mountPath) }}
 {{- end }}
 {{- end }}
-{{- $variables := list "HOME" "USER" "PYTHONUNBUFFERED" "HF_TOKEN" }}
+{{- $variables := list "HOME" "USER" "PYTHONUNBUFFERED" "HF_TOKEN" "HF_TOKEN_PATH" }}
 {{- if $.Values.huggingFace.fetch }}{{ $variables = append $variables "HF_HUB_CACHE" | concat (list "HF_HUB_OFFLINE") }}{{ end }}
-{{- $instead := dict "HF_TOKEN" "name its Secret in huggingFace.secret" "HF_HUB_CACHE" "set huggingFace.cache" }}
+{{- $instead := dict "HF_TOKEN" "name its Secret in huggingFace.secret" "HF_TOKEN_PATH" "name its Secret in huggingFace.secret" "HF_HUB_CACHE" "set huggingFace.cache" }}
 {{- range $key, $rule := dict
       "env" (dict "field" "name" "own" $variables)
-      "volumes" (dict "field" "name" "own" (concat $claims (list "job" "tls" "reward" "plugins" "tmp" "shm")))
+      "volumes" (dict "field" "name" "own" (concat $claims (list "job" "tls" "reward" "plugins" "hub-token" "tmp" "shm")))
       "volumeMounts" (dict "field" "mountPath" "own" $paths) }}
 {{- $seen := list }}
 {{- range get $settings $key }}
 {{- $name := get . $rule.field | toString | trimSuffix "/" }}
 {{- if has $name $rule.own }}
-{{- fail (printf "%s of %s has %s, which the chart itself sets: %s" $key $of $name (get $instead $name | default "leave it out, or use another name")) }}
+{{- fail (printf "%s of %s has %s, which is reserved for the chart: %s" $key $of $name (get $instead $name | default "leave it out, or use another name")) }}
 {{- end }}
 {{- if and $name (has $name $seen) }}
 {{- fail (printf "%s of %s has %s twice: leave one out" $key $of $name) }}
