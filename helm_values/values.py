@@ -1,7 +1,7 @@
 """Typed values of the chart `rlhf-job`.
 
 `make chart` writes values.schema.json from these types and the job file's types, so `helm install` refuses the
-keys and values that `rolemesh` would refuse. Objects of Kubernetes (volumes, affinity, metrics) have Kubernetes' own
+keys and values that `rolemesh` would refuse. Objects of Kubernetes (volumes, affinity, metrics) have its own
 types (kubernetes.py), and are passed through.
 """
 
@@ -263,7 +263,7 @@ class Scaler(Config):
 
 class AccountValues(Config):
     create: bool = Field(False, description="the chart makes the account; false: yours, or the namespace's")
-    name: Name = Field("", description="of the account; empty: the chart chooses it, or the namespace's default")
+    name: Name = Field("", description="empty: chosen by the chart, or the namespace's default")
     annotations: Labels = Field({}, description="of the account that the chart makes, e.g. for IRSA")
 
 
@@ -271,7 +271,9 @@ class AccountsValues(Config):
     """Service accounts. No token of theirs is mounted, but the controller's, if it has rights."""
 
     roles: AccountValues = AccountValues()
-    reward: AccountValues = Field(AccountValues(), description="of pods without other roles than reward and environment")
+    reward: AccountValues = Field(
+        AccountValues(), description="of pods without other roles than reward and environment"
+    )
     environment: AccountValues = AccountValues()
     controller: AccountValues = Field(
         AccountValues(), description="made without a name of yours if controller.rbac is true"
@@ -384,6 +386,7 @@ class Values(Config):
     disruptionBudgets: bool = True
     tls: TlsValues = TlsValues()
     networkPolicy: NetworkPolicyValues = NetworkPolicyValues()
+    serviceMesh: bool = Field(False, description="let a service mesh (Istio, Linkerd) take the pods in")
     monitoring: MonitoringValues = MonitoringValues()
     umbrella: Kubernetes = Field(
         {}, alias="global", description="values shared by a parent chart; not used here"

@@ -1,4 +1,4 @@
-"""What a pod may reach, mount and be called, by the chart's values."""
+"""What a pod may reach and be called, by the chart's values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ OPENAI = {
         "urls": ["http://10.0.0.7:8000", "https://fleet.example/v1", "http://fleet:8001", "http://[fd00::7]:8"],
         "weights_dir": "/mnt/weights",
     },
-}
-CLAIMS = {
-    "models": {"existingClaim": "models"},
-    "data": {"existingClaim": "data"},
-    "checkpoints": {"existingClaim": "checkpoints"},
 }
 
 
@@ -123,118 +118,6 @@ def test_an_empty_list_of_peers_means_nobody() -> None:
     assert all(rule.get("from") or rule.get("to") for rule in rules)
     assert {port["port"] for rule in rules for port in rule["ports"]} == {50051}
     assert policy_of("controller", values)["ingress"] == []
-
-
-# ------------------------------------------------------------------------------------------- claims
-
-
-def mounts(values: Object) -> dict[str, dict[str, bool]]:
-    """Component to its claims, and whether it may write there."""
-    found = {}
-    things = objects({"storage": CLAIMS} | values)
-    for thing in (*workloads(things), *of_kind(things, "Job")):
-        pod = thing["spec"]["template"]["spec"]
-        claims = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
-        found[thing["metadata"]["labels"]["app.kubernetes.io/component"]] = {
-            mount["name"]: not mount["readOnly"]
-            for mount in pod["containers"][0]["volumeMounts"]
-            if mount["name"] in claims
-        }
-    return found
-
-
-def test_a_pod_mounts_the_workspace_and_the_claims_that_it_has_paths_in() -> None:
-    job = {
-        "actor": {"model": {"path": "/models/qwen"}},
-        "data": {"train_files": "/data/train.parquet"},
-        "trainer": {"default_local_dir": "/checkpoints/run"},
-    }
-    trained = {"workspace": True, "models": False, "checkpoints": True}
-    assert mounts({"job": job}) == {
-        "actor": trained,
-        "critic": trained,
-        "rollout": {"workspace": True, "models": False},
-        "reward": {"workspace": False, "models": False},
-        "controller": {"workspace": True, "models": False, "data": False, "checkpoints": True},
-    }
-    assert mounts({}) | {"controller": {}} == {
-        "actor": {"workspace": True},
-        "critic": {"workspace": True},
-        "rollout": {"workspace": True},
-        "reward": {"workspace": False},
-        "controller": {},
-    }
-
-
-@pytest.mark.parametrize(
-    ("values", "claim"),
-    [
-        ({"job": {"reward": {"custom_reward_function": {"path": "/data/judge.py"}}}}, "data"),
-        (
-            {"job": {"reward": {"custom_reward_function": {"path": "r.py", "reward_kwargs": {"at": "/data"}}}}},
-            "data",
-        ),
-        ({"prepare": [{"creates": "x", "command": ["sh", "-c", "fetch >/models/x"]}]}, "models"),
-        ({"groups": {"reward": {"env": [{"name": "HF_HOME", "value": "/models/cache"}]}}}, "models"),
-    ],
-)
-def test_a_path_anywhere_in_what_a_pod_reads_brings_its_claim(values: Object, claim: str) -> None:
-    assert mounts(values)["reward"] == {"workspace": False, claim: False}
-
-
-def test_a_path_that_only_begins_like_a_claims_brings_nothing() -> None:
-    job = {"actor": {"model": {"path": "/models-2/qwen"}}, "critic": {"model": {"path": "x/models/qwen"}}}
-    assert mounts({"job": job})["critic"] == {"workspace": True}
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"rewardFunction": {"writes": True}},
-        {"job": {"trainer": {"profile_steps": [2]}}},
-        {"placement": {"strategy": "hybrid"}},  # roles that take turns park their weights there
-    ],
-)
-def test_reward_pods_write_to_the_workspace_where_the_job_says_so(values: Object) -> None:
-    found = mounts(values)
-    assert found.get("reward", found.get("judges")) == {"workspace": True}
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"prepare": [{"creates": "out/model", "command": ["make"]}], "huggingFace": {"fetch": True}},
-        {
-            "huggingFace": {"fetch": True, "cache": "/models/hub"},
-            "storage": CLAIMS | {"models": {"existingClaim": "models", "readOnly": False}},
-        },
-    ],
-)
-def test_a_claim_is_read_only_for_the_kubelet_where_no_container_writes_to_it(values: Object) -> None:
-    """Else it changes the group of every file in the claim to fsGroup."""
-    job = {"actor": {"model": {"path": "/models/qwen"}}, "data": {"train_files": "/data/train.parquet"}}
-    found = set()
-    for pod in pods(objects({"storage": CLAIMS, "job": job, "supplementalGroups": [2000]} | values)):
-        spec = pod["spec"]
-        assert spec["securityContext"]["supplementalGroups"] == [2000]
-        mounts = [m for c in (*spec["containers"], *spec.get("initContainers", [])) for m in c["volumeMounts"]]
-        for volume in spec["volumes"]:
-            if claim := volume.get("persistentVolumeClaim"):
-                read_only = all(mount["readOnly"] for mount in mounts if mount["name"] == volume["name"])
-                assert claim.get("readOnly", False) is read_only, (pod["metadata"]["labels"], volume)
-                found.add((volume["name"], read_only))
-    assert {("data", True), ("models", True), ("workspace", True), ("workspace", False)} <= found
-
-
-def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:
-    values = {"prepare": [{"creates": "out/model", "command": ["rolemesh", "demo", "out"]}]}
-    first = {
-        thing["metadata"]["name"]: thing["spec"]["template"]["spec"]["initContainers"][0]["command"]
-        for thing in workloads(objects(values))
-    }
-    assert first["demo-actor"][0] == "flock"
-    assert first["demo-reward"] == ["sh", "-c", 'until test -e "$0"; do sleep 1; done']
 
 
 # ----------------------------------------------------------------------------------- labels and images
@@ -355,6 +238,36 @@ def test_a_model_without_a_gpu_is_in_the_notes_or_refused(tmp_path: Any) -> None
     said = refusal({"job": reward | {"trainer": {"device": "cuda"}}})
     assert "a pod of group reward has no GPU for the models of reward: set roles.reward.gpus to 1" in said
     assert "roles.rollout" not in refusal({"job": {"rollout": OPENAI, "trainer": {"device": "cuda"}}})
+
+
+def test_a_mesh_takes_pods_in_only_if_the_values_say_so() -> None:
+    """Also pods of a RayCluster, of `helm test`, and of a group with labels of its own."""
+    out = {
+        "sidecar.istio.io/inject": "false",
+        "istio.io/dataplane-mode": "none",
+        "linkerd.io/inject": "disabled",
+    }
+    values = {
+        "placement": {"ranks": {"actor": 16}},
+        "roles": {"actor": {"gpus": 16}},
+        "groups": {"reward": {"labels": {"team": "b"}, "annotations": {"team": "b"}}},
+    }
+    for inside in (False, True):
+        said = [
+            pod["metadata"]["labels"] | pod["metadata"]["annotations"]
+            for pod in pods(objects(values | {"serviceMesh": inside}))
+        ]
+        assert len(said) == 7
+        assert [out.items() <= each.items() for each in said] == [not inside] * 7
+        assert [bool(out.keys() & each.keys()) for each in said] == [not inside] * 7
+
+
+def test_notes_say_that_what_prepares_has_no_network(tmp_path: Any) -> None:
+    prepare = {"prepare": [{"creates": "x", "command": ["make", "x"]}]}
+    told = "PREPARE HAS NO NETWORK: if a command of `prepare` downloads something, set networkPolicy.prepareEg"
+    assert told in notes(prepare, tmp_path)
+    for other in ({"prepareEgress": [HUB]}, {"enabled": False}):
+        assert told not in notes(prepare | {"networkPolicy": other}, tmp_path)
 
 
 CONVERSES: Object = {"job": {"rollout": {"multi_turn": {"enable": True}}}}

@@ -26,6 +26,10 @@ in another pod, to which the roles' Services lead. */}}
 {{- $rewards := and (or (has "reward" .roles) (has $component (list "controller" "check"))) (or $values.rewardFunction.code $values.rewardFunction.configMap) }}
 {{- $plugins := or $values.plugins.code $values.plugins.configMap }}
 {{- $annotations := merge (dict "checksum/job" (include "rlhf-job.file" $ | sha256sum)) (.annotations | default dict) }}
+{{- if not $values.serviceMesh }} {{- /* of Istio with sidecars, of Istio without, and of Linkerd */}}
+{{- $labels = merge $labels (dict "sidecar.istio.io/inject" "false" "istio.io/dataplane-mode" "none") }}
+{{- $_ := set $annotations "linkerd.io/inject" "disabled" }}
+{{- end }}
 {{- if $rewards }}{{ $_ := set $annotations "checksum/reward" ($values.rewardFunction.code | sha256sum) }}{{ end }}
 {{- if $plugins }}{{ $_ := set $annotations "checksum/plugins" ($values.plugins.code | sha256sum) }}{{ end }}
 {{- if and .probes $values.monitoring.annotations }}

@@ -1,0 +1,121 @@
+"""What a pod mounts, and where it may write, by the chart's values."""
+
+from __future__ import annotations
+
+import pytest
+from rendering import Object, objects, of_kind, pods, workloads
+
+CLAIMS = {
+    "models": {"existingClaim": "models"},
+    "data": {"existingClaim": "data"},
+    "checkpoints": {"existingClaim": "checkpoints"},
+}
+
+
+def mounts(values: Object) -> dict[str, dict[str, bool]]:
+    """Component to its claims, and whether it may write there."""
+    found = {}
+    things = objects({"storage": CLAIMS} | values)
+    for thing in (*workloads(things), *of_kind(things, "Job")):
+        pod = thing["spec"]["template"]["spec"]
+        claims = {volume["name"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume}
+        found[thing["metadata"]["labels"]["app.kubernetes.io/component"]] = {
+            mount["name"]: not mount["readOnly"]
+            for mount in pod["containers"][0]["volumeMounts"]
+            if mount["name"] in claims
+        }
+    return found
+
+
+def test_a_pod_mounts_the_workspace_and_the_claims_that_it_has_paths_in() -> None:
+    job = {
+        "actor": {"model": {"path": "/models/qwen"}},
+        "data": {"train_files": "/data/train.parquet"},
+        "trainer": {"default_local_dir": "/checkpoints/run"},
+    }
+    trained = {"workspace": True, "models": False, "checkpoints": True}
+    assert mounts({"job": job}) == {
+        "actor": trained,
+        "critic": trained,
+        "rollout": {"workspace": True, "models": False},
+        "reward": {"workspace": False, "models": False},
+        "controller": {"workspace": True, "models": False, "data": False, "checkpoints": True},
+    }
+    assert mounts({}) | {"controller": {}} == {
+        "actor": {"workspace": True},
+        "critic": {"workspace": True},
+        "rollout": {"workspace": True},
+        "reward": {"workspace": False},
+        "controller": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "claim"),
+    [
+        ({"job": {"reward": {"custom_reward_function": {"path": "/data/judge.py"}}}}, "data"),
+        (
+            {"job": {"reward": {"custom_reward_function": {"path": "r.py", "reward_kwargs": {"at": "/data"}}}}},
+            "data",
+        ),
+        ({"prepare": [{"creates": "x", "command": ["sh", "-c", "fetch >/models/x"]}]}, "models"),
+        ({"groups": {"reward": {"env": [{"name": "HF_HOME", "value": "/models/cache"}]}}}, "models"),
+    ],
+)
+def test_a_path_anywhere_in_what_a_pod_reads_brings_its_claim(values: Object, claim: str) -> None:
+    assert mounts(values)["reward"] == {"workspace": False, claim: False}
+
+
+def test_a_path_that_only_begins_like_a_claims_brings_nothing() -> None:
+    job = {"actor": {"model": {"path": "/models-2/qwen"}}, "critic": {"model": {"path": "x/models/qwen"}}}
+    assert mounts({"job": job})["critic"] == {"workspace": True}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rewardFunction": {"writes": True}},
+        {"job": {"trainer": {"profile_steps": [2]}}},
+        {"placement": {"strategy": "hybrid"}},  # roles that take turns park their weights there
+    ],
+)
+def test_reward_pods_write_to_the_workspace_where_the_job_says_so(values: Object) -> None:
+    found = mounts(values)
+    assert found.get("reward", found.get("judges")) == {"workspace": True}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"prepare": [{"creates": "out/model", "command": ["make"]}], "huggingFace": {"fetch": True}},
+        {
+            "huggingFace": {"fetch": True, "cache": "/models/hub"},
+            "storage": CLAIMS | {"models": {"existingClaim": "models", "readOnly": False}},
+        },
+    ],
+)
+def test_a_claim_is_read_only_for_the_kubelet_where_no_container_writes_to_it(values: Object) -> None:
+    """Else it changes the group of every file in the claim to fsGroup."""
+    job = {"actor": {"model": {"path": "/models/qwen"}}, "data": {"train_files": "/data/train.parquet"}}
+    found = set()
+    for pod in pods(objects({"storage": CLAIMS, "job": job, "supplementalGroups": [2000]} | values)):
+        spec = pod["spec"]
+        assert spec["securityContext"]["supplementalGroups"] == [2000]
+        mounts = [m for c in (*spec["containers"], *spec.get("initContainers", [])) for m in c["volumeMounts"]]
+        for volume in spec["volumes"]:
+            if claim := volume.get("persistentVolumeClaim"):
+                read_only = all(mount["readOnly"] for mount in mounts if mount["name"] == volume["name"])
+                assert claim.get("readOnly", False) is read_only, (pod["metadata"]["labels"], volume)
+                found.add((volume["name"], read_only))
+    assert {("data", True), ("models", True), ("workspace", True), ("workspace", False)} <= found
+
+
+def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:
+    values = {"prepare": [{"creates": "out/model", "command": ["rolemesh", "demo", "out"]}]}
+    first = {
+        thing["metadata"]["name"]: thing["spec"]["template"]["spec"]["initContainers"][0]["command"]
+        for thing in workloads(objects(values))
+    }
+    assert first["demo-actor"][0] == "flock"
+    assert first["demo-reward"] == ["sh", "-c", 'until test -e "$0"; do sleep 1; done']
