@@ -11,21 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from helm_values.kubernetes import (
-    Affinity,
-    Behavior,
-    EgressRule,
-    EnvFromSource,
-    EnvVar,
-    MetricSpec,
-    Peer,
-    Volume,
-    VolumeMount,
-)
+from helm_values import kubernetes
 from rolemesh.config import Config, JobConfig
 from rolemesh.config.placement import PlacementConfig
 
-Kubernetes = dict[str, Any]  # any object
 Labels = dict[str, str]
 Name = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)]
 Quantity = (
@@ -36,6 +25,7 @@ _TAG = "[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 _DIGEST = "sha256:[0-9a-f]{64}"
 Tag = Annotated[str, Field(pattern=f"^({_TAG})?$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
+Gid = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _PATH = "[a-z0-9]+([._-]+[a-z0-9]+)*"  # one part of an image's path
 
 AccessMode = Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"]
@@ -116,19 +106,23 @@ class PodValues(Config):
     annotations: Labels = Field({})
     nodeSelector: Labels = Field({})
     tolerations: list[Toleration] = Field([])
-    affinity: Affinity = Field({})
+    affinity: kubernetes.Affinity = Field({})
     schedulerName: str = ""
     priorityClassName: Name = ""
     runtimeClassName: Name = ""
-    env: list[EnvVar] = Field([])
-    envFrom: list[EnvFromSource] = Field([])
-    volumes: list[Volume] = Field([])
-    volumeMounts: list[VolumeMount] = Field([])
+    env: list[kubernetes.EnvVar] = Field([])
+    envFrom: list[kubernetes.EnvFromSource] = Field([])
+    volumes: list[kubernetes.Volume] = Field([])
+    volumeMounts: list[kubernetes.VolumeMount] = Field([])
     graceSeconds: int = Field(
         30, ge=10, description="seconds from SIGTERM to SIGKILL; a role drains until 5 seconds before"
     )
-    sharedMemory: Quantity = Field("1Gi", description="size of /dev/shm; counts as the container's memory")
-    scratch: Quantity = Field("10Gi", description="size of /tmp, which also has caches")
+    sharedMemory: Quantity | Literal[""] = Field(
+        "", description="size of /dev/shm; counts as the container's memory; empty: 1Gi for each rank and GPU"
+    )
+    scratch: Quantity = Field(
+        "10Gi", description="size of /tmp, which also has caches; requested as ephemeral-storage"
+    )
     topologyKey: str = Field(
         "kubernetes.io/hostname",
         description="label over whose values a group's pods are spread; empty: no spread",
@@ -142,14 +136,14 @@ class PodOverrides(Config):
     annotations: Labels | None = None
     nodeSelector: Labels | None = None
     tolerations: list[Toleration] | None = None
-    affinity: Affinity | None = None
+    affinity: kubernetes.Affinity | None = None
     schedulerName: str | None = None
     priorityClassName: Name | None = None
     runtimeClassName: Name | None = None
-    env: list[EnvVar] | None = None
-    envFrom: list[EnvFromSource] | None = None
-    volumes: list[Volume] | None = None
-    volumeMounts: list[VolumeMount] | None = None
+    env: list[kubernetes.EnvVar] | None = None
+    envFrom: list[kubernetes.EnvFromSource] | None = None
+    volumes: list[kubernetes.Volume] | None = None
+    volumeMounts: list[kubernetes.VolumeMount] | None = None
     graceSeconds: int | None = Field(None, ge=10)
     sharedMemory: Quantity | None = None
     scratch: Quantity | None = None
@@ -207,6 +201,9 @@ class StorageValues(Config):
     models: ClaimValues = ClaimValues(mountPath="/models", readOnly=True)
     data: ClaimValues = ClaimValues(mountPath="/data", readOnly=True)
     checkpoints: ClaimValues = ClaimValues(mountPath="/checkpoints")
+    caches: ClaimValues = Field(
+        ClaimValues(mountPath="/caches"), description="compiled kernels of pods with GPUs, by image"
+    )
     singleNode: bool = Field(
         False, description="run all pods on one node, for claims that only one node can mount"
     )
@@ -237,7 +234,7 @@ class HuggingFaceValues(Config):
 class RewardFunctionValues(Config):
     code: str = Field("", description="content of a Python file: --set-file rewardFunction.code=my_reward.py")
     configMap: Name = Field("", description="your ConfigMap with Python files")
-    egress: list[EgressRule] = Field(
+    egress: list[kubernetes.EgressRule] = Field(
         [], description="what the reward's pods may reach in addition to DNS, as rules of a NetworkPolicy"
     )
     writes: bool = Field(False, description="the reward's pods may write to the workspace")
@@ -254,10 +251,10 @@ class Scaler(Config):
     )
     minReplicas: int = Field(1, ge=1)
     maxReplicas: int = Field(gt=0)
-    metrics: list[MetricSpec] = Field(
+    metrics: list[kubernetes.MetricSpec] = Field(
         [], description="hpa: metrics of autoscaling/v2; empty: 70 % of the requested CPU"
     )
-    behavior: Behavior = Field({}, description="behavior of autoscaling/v2")
+    behavior: kubernetes.Behavior = Field({}, description="behavior of autoscaling/v2")
     pendingPerReplica: int = Field(64, gt=0, description="keda: target number of pending rows per replica")
 
 
@@ -268,15 +265,13 @@ class AccountValues(Config):
 
 
 class AccountsValues(Config):
-    """Service accounts. No token of theirs is mounted, but the controller's, if it has rights."""
+    """Service accounts. `reward` is of pods without other roles than reward and environment."""
 
     roles: AccountValues = AccountValues()
-    reward: AccountValues = Field(
-        AccountValues(), description="of pods without other roles than reward and environment"
-    )
+    reward: AccountValues = AccountValues()
     environment: AccountValues = AccountValues()
     controller: AccountValues = Field(
-        AccountValues(), description="made without a name of yours if controller.rbac is true"
+        AccountValues(), description="made, too, if it needs rights and has no name"
     )
 
 
@@ -314,15 +309,15 @@ class TlsValues(Config):
 
 class NetworkPolicyValues(Config):
     enabled: bool = True
-    metricsFrom: list[Peer] = Field(
+    metricsFrom: list[kubernetes.Peer] = Field(
         [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
         description="who may read metrics",
     )
-    scalerFrom: list[Peer] = Field(
+    scalerFrom: list[kubernetes.Peer] = Field(
         [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "keda"}}}],
         description="who may read pending work at the controller, if a scaler is keda",
     )
-    dnsTo: list[Peer] = Field(
+    dnsTo: list[kubernetes.Peer] = Field(
         [
             {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}},
             {"ipBlock": {"cidr": "169.254.20.10/32"}},
@@ -330,14 +325,14 @@ class NetworkPolicyValues(Config):
         description="the DNS servers of all pods",
     )
     dnsPorts: list[Port] = Field([53], min_length=1, description="ports of the DNS servers' pods, UDP and TCP")
-    prepareEgress: list[EgressRule] = Field(
+    prepareEgress: list[kubernetes.EgressRule] = Field(
         [],
         description="what `prepare` may reach, as rules of a NetworkPolicy; not of reward and environment",
     )
-    environmentEgress: list[EgressRule] = Field(
+    environmentEgress: list[kubernetes.EgressRule] = Field(
         [], description="what the environment's pods may reach in addition to DNS, as rules of a NetworkPolicy"
     )
-    controllerEgress: list[EgressRule] = Field(
+    controllerEgress: list[kubernetes.EgressRule] = Field(
         [{}],
         description="what the controller may reach in addition to DNS and the roles: the API server, loggers",
     )
@@ -388,12 +383,12 @@ class Values(Config):
     networkPolicy: NetworkPolicyValues = NetworkPolicyValues()
     serviceMesh: bool = Field(False, description="let a service mesh (Istio, Linkerd) take the pods in")
     monitoring: MonitoringValues = MonitoringValues()
-    umbrella: Kubernetes = Field(
+    umbrella: dict[str, Any] = Field(
         {}, alias="global", description="values shared by a parent chart; not used here"
     )
     user: int | None = Field(
         1000, gt=0, description="uid and gid of every process; null: assigned by the namespace"
     )
-    supplementalGroups: list[Annotated[int, Field(ge=1, le=2**31 - 1)]] = Field(
-        [], description="further gids of every process, for claims whose files belong to another group"
+    supplementalGroups: list[Gid] = Field(
+        [], description="further gids of every process, e.g. for model stores"
     )

@@ -233,7 +233,7 @@ def test_resources_of_roles_that_take_turns() -> None:
     values = {"placement": {"strategy": "hybrid"}, "roles": roles, "job": engine}
     container = _containers(values)["demo-policy"]
     assert container["resources"] == {
-        "requests": {"cpu": "1500m", "memory": "2Gi"},
+        "requests": {"cpu": "1500m", "memory": "2Gi", "ephemeral-storage": "10Gi"},
         "limits": {"memory": str(2 * 1024**3 + 2 * 10**9), "nvidia.com/gpu": 2},
     }
     assert container["args"][-1] == "trainer.device=cuda"
@@ -242,7 +242,10 @@ def test_resources_of_roles_that_take_turns() -> None:
     engine["rollout"]["tensor_model_parallel_size"] = 8
     own = {"gpus": 8, "resources": {"requests": {"cpu": 7}}}
     container = _containers(values | {"groups": {"policy": own}})["demo-policy"]
-    assert container["resources"] == {"requests": {"cpu": 7}, "limits": {"nvidia.com/gpu": 8}}
+    assert container["resources"] == {
+        "requests": {"cpu": 7, "ephemeral-storage": "10Gi"},
+        "limits": {"nvidia.com/gpu": 8},
+    }
 
 
 def _containers(values: dict[str, Any]) -> dict[str, Object]:

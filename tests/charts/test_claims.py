@@ -119,3 +119,87 @@ def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:
     }
     assert first["demo-actor"][0] == "flock"
     assert first["demo-reward"] == ["sh", "-c", 'until test -e "$0"; do sleep 1; done']
+
+
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")
+
+
+def caches(values: Object) -> dict[str, list[str]]:
+    """Component to the folders of its caches, for pods that mount the claim."""
+    found = {}
+    for pod in pods(objects(values)):
+        for container in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])):
+            env = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+            mounted = [m["readOnly"] for m in container["volumeMounts"] if m["mountPath"] == "/caches"]
+            assert mounted == ([False] if CACHES[0] in env else [])
+            if mounted:
+                found[pod["metadata"]["labels"]["app.kubernetes.io/component"]] = [env[key] for key in CACHES]
+    return found
+
+
+def test_kernels_are_kept_by_image_for_pods_with_gpus_that_run_no_code_of_users() -> None:
+    assert caches({}) == {}
+    values: Object = {
+        "storage": {"caches": {"existingClaim": "kernels"}},
+        "job": {"reward": {"reward_model": {"enable": True}}},
+        "roles": {"reward": {"gpus": 1}, "critic": {"gpus": 0}},
+    }
+    found = caches(values)
+    assert found.keys() == {"actor", "rollout"}
+    [[inductor, triton, vllm]] = {tuple(folders) for folders in found.values()}
+    folder = inductor.removesuffix("/inductor")
+    assert (triton, vllm) == (f"{folder}/triton", f"{folder}/vllm")
+    assert folder.startswith("/caches/")
+    other = caches(values | {"image": {"tag": "other"}})
+    assert other.keys() == found.keys()
+    assert not {path for paths in other.values() for path in paths} & {inductor, triton, vllm}
+
+
+def test_scratch_is_requested_unless_the_resources_name_a_disk() -> None:
+    values: Object = {
+        "pods": {"scratch": "5Gi"},
+        "groups": {"critic": {"scratch": 1024}},
+        "roles": {
+            "rollout": {"resources": {"requests": {"ephemeral-storage": "1Gi"}}},
+            "reward": {"resources": {"limits": {"ephemeral-storage": "2Gi"}}},
+        },
+    }
+    asked = {}
+    for thing in workloads(objects(values)):
+        [container] = thing["spec"]["template"]["spec"]["containers"]
+        requests = container["resources"]["requests"]
+        asked[thing["metadata"]["name"]] = requests.get("ephemeral-storage")
+        assert requests["cpu"]
+    assert asked == {"demo-actor": "5Gi", "demo-critic": 1024, "demo-rollout": "1Gi", "demo-reward": None}
+
+
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [
+        ({}, "1Gi"),
+        ({"placement": {"ranks": {"actor": 8}}, "roles": {"actor": {"gpus": 8}}}, "8Gi"),
+        (
+            {"placement": {"ranks": {"actor": 16}}, "roles": {"actor": {"gpus": 16}}},
+            "8Gi",
+        ),  # in each of two pods
+        (
+            {"placement": {"ranks": {"actor": 3}}, "roles": {"actor": {"gpus": 0}}, "image": {"kind": "gpu"}},
+            "3Gi",
+        ),
+        ({"groups": {"actor": {"sharedMemory": "64Mi"}}}, "64Mi"),
+    ],
+)
+def test_shared_memory_is_for_each_rank_of_a_pod(values: Object, size: str) -> None:
+    for pod in pods(objects(values)):
+        if pod["metadata"]["labels"]["app.kubernetes.io/component"] == "actor":
+            [shm] = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "shm"]
+            assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": size}
+
+
+def test_an_engine_over_several_gpus_has_shared_memory_for_each() -> None:
+    engine = {"rollout": {"name": "vllm", "tensor_model_parallel_size": 4}}
+    for pod in pods(objects({"job": engine, "roles": {"rollout": {"gpus": 4}}})):
+        if pod["metadata"]["labels"]["app.kubernetes.io/component"] == "rollout":
+            assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "4Gi"}} in pod["spec"][
+                "volumes"
+            ]

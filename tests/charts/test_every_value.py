@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from rendering import Object, objects, refusal, template, workloads
+import yaml
+from rendering import CHART, Object, objects, refusal, template, workloads
 from test_texts import GROUPS, OPERATED, OWN, SCHEMA, merged
 
 NO_DASHBOARDS: Object = {"monitoring": {"dashboards": {"enabled": False}}}  # large
@@ -17,13 +18,17 @@ BASES = [
         OWN,
         NO_DASHBOARDS
         | {
-            "gang": {"queue": "lab"},
             "huggingFace": {"fetch": True},
             "placement": {"ranks": {"actor": 8}},
             "roles": {"actor": {"gpus": 8}},
+            "serviceAccounts": {"controller": {"name": "mine"}},
         },
     ),
 ]
+
+
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+ALIKE = {("autoscaling",): ["reward"], ("storage",): ["workspace", "caches", "singleNode"]}  # some of many
 
 
 def cases(node: Object = SCHEMA, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
@@ -36,7 +41,7 @@ def cases(node: Object = SCHEMA, path: tuple[str, ...] = ()) -> Iterator[tuple[t
     for option in node.get("anyOf", ()):
         yield from cases(option, path)
     for name, field in node.get("properties", {}).items():
-        if path or name != "job":
+        if (path or name != "job") and name in ALIKE.get(path, [name]):
             yield from cases(field, (*path, name))
     if isinstance(more := node.get("additionalProperties"), dict):
         at = "/" + "/".join(path)
@@ -65,7 +70,12 @@ def with_value(path: tuple[str, ...], value: Any) -> Object:
 
 def has_effect(path: tuple[str, ...], options: list[Any]) -> bool:
     for base in BASES:
+        found: Any = merged(DEFAULTS, base)
+        for key in path:
+            found = found.get(key) if isinstance(found, dict) else None
         for option in options:
+            if option == found:
+                continue
             values = merged(base, with_value(path, option))
             if refusal(values) or template(values) != template(base):
                 return True
@@ -109,6 +119,10 @@ UNREAD: dict[str, tuple[Object, str]] = {
     "a path of no claim": (
         {"storage": {"models": {"mountPath": "/weights"}}},
         "storage.models.mountPath is set, but storage.models has neither a size nor an existingClaim",
+    ),
+    "a cache that nobody may write": (
+        {"storage": {"caches": {"size": "1Gi", "readOnly": True}}},
+        "storage.caches.readOnly is true, but pods write what they compile there",
     ),
     "a cache for nothing": (
         {"huggingFace": {"cache": "/workspace/hub"}},

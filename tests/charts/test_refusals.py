@@ -194,6 +194,14 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
         {"autoscaling": {"reward": SCALER}, "gang": {"scheduler": "kueue", "queue": "lab"}},
         "and adds more; remove autoscaling.reward, or set the scheduler to none",
     ),
+    "ranks on parts of GPUs": (
+        {
+            "gpu": {"resource": "nvidia.com/mig-3g.40gb"},
+            "placement": {"ranks": {"actor": 2}},
+            "roles": {"actor": {"gpus": 2}},
+        },
+        "a pod of group actor requests 2 of nvidia.com/mig-3g.40gb, but parts of GPUs cannot work together",
+    ),
     "a claim of one pod": (
         {"storage": {"workspace": {"accessModes": ["ReadWriteOncePod"]}, "singleNode": True}},
         "storage.workspace.accessModes has ReadWriteOncePod, with which one pod alone can mount the claim, but",
@@ -330,7 +338,7 @@ def test_no_depth_has_room_for_an_unknown_key() -> None:
     pods = ("labels", "annotations", "nodeSelector")
     labels = {f"{of}.{key}" for of in ("PodValues", "GroupValues", "ControllerValues") for key in pods}
     rest = {"GpuValues.nodeSelector", "MonitoringValues.labels", "Values.global", "TlsValues.secrets"}
-    rest |= {f"DashboardsValues.{key}" for key in ("labels", "annotations")}
+    rest |= {"DashboardsValues.labels", "DashboardsValues.annotations", "AccountValues.annotations"}
     assert open_ones == own | labels | rest
 
 

@@ -161,17 +161,19 @@ JOB: Object = {
 ACCOUNTS: Object = {key: {"create": True} for key in ("roles", "reward", "environment", "controller")}
 OPERATED: Object = SCALED | {
     "serviceAccounts": ACCOUNTS,
-    "tls": {"mode": "certManager"},
+    "tls": {"mode": "certManager", "issuerRef": {"name": "ca"}},
     "gang": {"scheduler": "volcano"},
     "monitoring": {"operator": "always"},
-    "storage": {name: {"size": "1Gi"} for name in ("models", "data", "checkpoints")},
+    "storage": {name: {"size": "1Gi"} for name in ("models", "data", "checkpoints", "caches")},
     "job": JOB,
 }
 OWN: Object = {
     "serviceAccounts": ACCOUNTS,
     "tls": {"mode": "secret", "secret": "keys"},
     "gang": {"scheduler": "coscheduling"},
+    "pods": {"schedulerName": "plugins"},
     "autoscaling": dict.fromkeys(SCALED["autoscaling"], SCALER | {"scaler": "keda"}),
+    "storage": {name: {"existingClaim": "mine"} for name in ("models", "data", "checkpoints", "caches")},
     "job": JOB,
 }
 HELD_AGAINST_NAMES = re.compile(  # /huggingFace/cache is a folder of a claim; test_fetching.py has it
@@ -180,7 +182,7 @@ HELD_AGAINST_NAMES = re.compile(  # /huggingFace/cache is a folder of a claim; t
 QUANTITY = re.compile(".*/(requests|limits|size|scratch|sharedMemory)")
 REFUSED = {  # beside what the values have besides
     "certManager": re.compile("/tls/secret|.*/existingClaim"),
-    "secret": re.compile("/autoscaling/[a-z]*/metrics"),  # KEDA counts rows
+    "secret": re.compile("/autoscaling/[a-z]*/metrics|/tls/issuerRef/group|/gang/queue"),  # KEDA counts rows
 }
 
 

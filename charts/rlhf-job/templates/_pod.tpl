@@ -15,10 +15,16 @@
 in another pod, to which the roles' Services lead. */}}
 {{- define "rlhf-job.pod" -}}
 {{- $ := .root }}{{ $values := $.Values }}{{ $settings := .settings }}{{ $component := .component }}
-{{- $claims := include "rlhf-job.claims" (list $ .roles $settings) | fromJsonArray }}
 {{- $readOnly := include "rlhf-job.readsOnly" (list $ .roles) }}
 {{- /* Users' code runs in these pods, so nothing is prepared in them, also if they may write: it would need the Hub's token. */}}
 {{- $judges := and .roles (not (without .roles "reward" "environment")) }}
+{{- $gpus := dig "limits" $values.gpu.resource 0 .resources | int }}
+{{- $claims := include "rlhf-job.claims" (list $ .roles $settings (and $gpus (not $judges))) | fromJsonArray }}
+{{- /* The disk that scratch may take is asked for, unless the resources say otherwise. */}}
+{{- $resources := .resources }}
+{{- if not (or (dig "requests" "ephemeral-storage" "" $resources) (dig "limits" "ephemeral-storage" "" $resources)) }}
+{{- $resources = merge (dict "requests" (dict "ephemeral-storage" $settings.scratch)) $resources }}
+{{- end }}
 {{- $prepares := and (not $readOnly) (not $judges) (or $values.prepare (and $values.huggingFace.fetch (eq $component "controller"))) }}
 {{- $labels := merge dict (include "rlhf-job.selector" (list $ .component) | fromYaml) (.labels | default dict) }}
 {{- if not .follows }}{{ range .roles }}{{ $_ := set $labels (printf "rolemesh.dev/role-%s" .) "true" }}{{ end }}{{ end }}
@@ -103,7 +109,7 @@ spec:
     {{- with $values.supplementalGroups }}
     supplementalGroups: {{ toJson . }}
     {{- end }}
-  {{- $shared := dict "root" $ "settings" $settings "resources" .resources "claims" $claims "rewards" $rewards "plugins" $plugins "ranks" (.ranks | default 1) }}
+  {{- $shared := dict "root" $ "settings" $settings "resources" $resources "claims" $claims "rewards" $rewards "plugins" $plugins "ranks" (.ranks | default 1) }}
   {{- $fetch := include "rlhf-job.fetch" $ | fromJsonArray }}
   {{- with concat $fetch $values.prepare }}
   initContainers:
@@ -172,7 +178,7 @@ spec:
     - name: shm
       emptyDir:
         medium: Memory
-        sizeLimit: {{ toJson $settings.sharedMemory }}
+        sizeLimit: {{ $settings.sharedMemory | default (printf "%dGi" (max 1 (.ranks | default 1) $gpus)) | toJson }}
     {{- range $claims }}
     - name: {{ .name }}
       persistentVolumeClaim:
@@ -224,6 +230,14 @@ env:
   {{- end }}
   {{- if and .prepares $values.huggingFace.secret }}
   - {name: HF_TOKEN_PATH, value: /etc/rolemesh-hub/token}
+  {{- end }}
+  {{- range .claims }}
+  {{- if eq .name "caches" }}
+  {{- $folder := printf "%s/%s" (trimSuffix "/" .mountPath) (include "rlhf-job.image" $ | sha256sum | trunc 12) }}
+  {{- range $name, $part := dict "VLLM_CACHE_ROOT" "vllm" "TORCHINDUCTOR_CACHE_DIR" "inductor" "TRITON_CACHE_DIR" "triton" }}
+  - {name: {{ $name }}, value: {{ printf "%s/%s" $folder $part | quote }}}
+  {{- end }}
+  {{- end }}
   {{- end }}
   {{- if $values.huggingFace.fetch }}
   - {name: HF_HUB_CACHE, value: {{ include "rlhf-job.cache" $ | quote }}}
@@ -303,10 +317,10 @@ their weights there while they sleep, and profiles are written there. */}}
 {{- if not (or (ne (len $userCode) (len (last .))) (not (last .)) $writes $profiled) }}true{{ end }}
 {{- end }}
 
-{{/* The claims that a pod mounts, of (list $ ROLES SETTINGS), as JSON: the workspace, and each claim that contains a path
-that the pod uses. A pod without roles (controller, check) mounts all claims. */}}
+{{/* The claims that a pod mounts, of (list $ ROLES SETTINGS COMPILES), as JSON: the workspace, each claim that contains a path
+that the pod uses, and the caches if it compiles for GPUs. A pod without roles (controller, check) mounts all but these. */}}
 {{- define "rlhf-job.claims" -}}
-{{- $ := index . 0 }}{{ $roles := index . 1 }}
+{{- $ := index . 0 }}{{ $roles := index . 1 }}{{ $compiles := index . 3 }}
 {{- $job := include "rlhf-job.job" $ | fromJson }}
 {{- $read := list $job.actor.model $.Values.prepare (index . 2) (include "rlhf-job.fetch" $) }}
 {{- range $roles }}{{ $read = append $read (get $job .) }}{{ end }}
@@ -321,7 +335,9 @@ that the pod uses. A pod without roles (controller, check) mounts all claims. */
 {{- $claims := list }}
 {{- range $name, $claim := omit $.Values.storage "singleNode" }}
 {{- $path := printf `(^|[^\w./-])%s([^\w.-]|$)` (regexQuoteMeta (trimSuffix "/" $claim.mountPath)) }}
-{{- if and (or $claim.existingClaim $claim.size) (or (not $roles) (eq $name "workspace") (regexMatch $path $text)) }}
+{{- $used := or (not $roles) (eq $name "workspace") (regexMatch $path $text) }}
+{{- if eq $name "caches" }}{{ $used = $compiles }}{{ end }}
+{{- if and (or $claim.existingClaim $claim.size) $used }}
 {{- $readOnly := or $claim.readOnly (ne (include "rlhf-job.readsOnly" (list $ $roles)) "") }}
 {{- $claims = append $claims (merge (dict "name" $name "readOnly" $readOnly) $claim) }}
 {{- end }}

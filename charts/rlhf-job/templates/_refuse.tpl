@@ -79,6 +79,9 @@
 {{- if gt (int $group.gpus) (int $.Values.gpu.perNode) }}
 {{- fail (printf "a pod of group %s requests %d GPUs, but a node has %d (gpu.perNode): lower gpus of %s, or spread its models over several pods by placement.ranks" $group.name (int $group.gpus) (int $.Values.gpu.perNode) (join ", " $group.roles)) }}
 {{- end }}
+{{- if and (regexMatch "/mig-|[.]shared$" $.Values.gpu.resource) (or (gt (int $group.gpus) 1) (gt (int $group.ranks) 1)) }}
+{{- fail (printf "a pod of group %s requests %d of %s, but parts of GPUs cannot work together: set gpus of %s to 1, without placement.ranks and job.rollout.tensor_model_parallel_size, or use whole GPUs" $group.name (int $group.gpus) $.Values.gpu.resource (join ", " $group.roles)) }}
+{{- end }}
 {{- $ranks := eq (include "rlhf-job.generatesElsewhere" $) "true" | ternary (min 1 (len (without $group.roles "rollout"))) 1 | int }}
 {{- if and (has "rollout" $group.roles) (gt (int $job.rollout.tensor_model_parallel_size) 1) }}{{ $ranks = int $job.rollout.tensor_model_parallel_size }}{{ end }}
 {{- if and (gt (int $group.gpus) $ranks) (eq (int $group.ranks) 1) }}

@@ -7,6 +7,9 @@ cluster (gpu, monitoring, networkPolicy) may be set though a job has no use for 
 {{- include "rlhf-job.refuse.unreadRanks" . }}
 {{- include "rlhf-job.refuse.unreadScalers" $ }}
 {{- include "rlhf-job.refuse.unreadClaims" $ }}
+{{- if $values.storage.caches.readOnly }}
+{{- fail "storage.caches.readOnly is true, but pods write what they compile there: set it to false" }}
+{{- end }}
 {{- $gang := $values.gang }}
 {{- if and $gang.queue (not (has $gang.scheduler (list "volcano" "kueue"))) }}
 {{- fail (printf "gang.queue is %s, but gang.scheduler is %s, which has no queues: set it to volcano or kueue, or leave the queue out" $gang.queue $gang.scheduler) }}
@@ -90,6 +93,7 @@ takes the last of two variables of one name, and refuses two volumes. Three vari
 {{- end }}
 {{- $variables := list "HOME" "USER" "PYTHONUNBUFFERED" "HF_TOKEN" "HF_TOKEN_PATH" }}
 {{- if $.Values.huggingFace.fetch }}{{ $variables = append $variables "HF_HUB_CACHE" | concat (list "HF_HUB_OFFLINE") }}{{ end }}
+{{- if has "caches" $claims }}{{ $variables = concat $variables (list "VLLM_CACHE_ROOT" "TORCHINDUCTOR_CACHE_DIR" "TRITON_CACHE_DIR") }}{{ end }}
 {{- $instead := dict "HF_TOKEN" "name its Secret in huggingFace.secret" "HF_TOKEN_PATH" "name its Secret in huggingFace.secret" "HF_HUB_CACHE" "set huggingFace.cache" }}
 {{- range $key, $rule := dict
       "env" (dict "field" "name" "own" $variables)
