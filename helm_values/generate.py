@@ -19,6 +19,7 @@ from rolemesh.catalog.loading import NAMED
 from rolemesh.catalog.pages import PAGES
 from rolemesh.catalog.roles import ROLES, stateless_roles
 from rolemesh.config import JobConfig
+from rolemesh.config.base import MAX_WHOLE
 from rolemesh.config.placement import strategies
 from rolemesh.planner.devices import GIB
 from rolemesh.planner.host import HF_BYTES, RANK_BYTES, VLLM_BYTES
@@ -88,8 +89,11 @@ SEVERAL_LINES = {
 }
 # Any text. The template quotes it.
 ANY_TEXT = {("RewardFunctionValues", "code"), ("PluginsValues", "code")}
+# Helm holds numbers as doubles, which change larger whole numbers.
+WHOLE = {"minimum": -MAX_WHOLE, "maximum": MAX_WHOLE}
 # Objects of the Kubernetes API, at any depth.
 KUBERNETES = {
+    **WHOLE,
     "pattern": LINES,
     "items": {"$ref": "#/$defs/Kubernetes"},
     "additionalProperties": {"$ref": "#/$defs/Kubernetes"},
@@ -121,7 +125,9 @@ def schema() -> str:
 
 
 def _restrict(node: Any, pattern: str) -> None:
-    """Require every text of a field to match a pattern, and every key of the user to match ONE_LINE."""
+    """Require every text of a field to match a pattern, every key of the user to match ONE_LINE, and every
+    whole number to be one that Helm leaves as it is.
+    """
     if isinstance(node, list):
         for item in node:
             _restrict(item, pattern)
@@ -131,12 +137,23 @@ def _restrict(node: Any, pattern: str) -> None:
                 node["allOf"] = [{"pattern": pattern}]
             else:
                 node["pattern"] = pattern
+        choices = node.get("anyOf", [node])
+        if any(choice.get("type") == "integer" for choice in choices):
+            for choice in choices:
+                if choice.get("type") in ("integer", "number"):
+                    _bound(choice)
         if node.get("type") == "object":
             node.setdefault("propertyNames", {})["pattern"] = ONE_LINE
             if node.get("additionalProperties") is True:
                 node["additionalProperties"] = {"$ref": "#/$defs/Kubernetes"}
         for key in ("anyOf", "items", "additionalProperties", "prefixItems"):
             _restrict(node.get(key), pattern)
+
+
+def _bound(number: dict[str, Any]) -> None:
+    for bound, limit in WHOLE.items():
+        if not number.keys() & {bound, f"exclusive{bound.capitalize()}"}:
+            number[bound] = limit
 
 
 def defaults() -> str:

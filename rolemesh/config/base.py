@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -26,6 +27,11 @@ ELSEWHERE = {
 }
 KINDS = {bool: "boolean", int: "number", float: "number", str: "string"}
 MAX_FINDINGS = 20  # errors reported at once
+# The largest whole number of which a double, as Helm and JSON hold numbers, has no second one: 2^53 itself is
+# also what 2^53 + 1 becomes.
+MAX_WHOLE = 2**53 - 1
+INTERPOLATION = re.compile(r"\$\{[^{}]*\}")
+VARIABLE = re.compile(r"\$[A-Za-z_]\w*")
 
 
 class Config(BaseModel):
@@ -52,6 +58,45 @@ class Config(BaseModel):
                     expected = " or ".join(sorted(kinds))
                     raise PydanticCustomError("kind", f"Input should be a valid {expected}, but is a {kind}")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _arrives_as_written(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `${…}`, which nothing replaces, and whole numbers that Helm would change."""
+        if _section(cls, str(info.field_name)):  # its own fields name the key
+            return value
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        for scalar in _scalars(value):
+            if isinstance(scalar, str) and (found := INTERPOLATION.search(scalar)):
+                raise PydanticCustomError(
+                    "interpolation",
+                    "a job file has no interpolation, so {found} would stay as it is; write its value there",
+                    {"found": found[0]},
+                )
+            if takes_whole(annotation) and type(scalar) in (int, float) and abs(scalar) > MAX_WHOLE:
+                raise PydanticCustomError(
+                    "whole_number",
+                    "a number above 2^53 - 1 ({most}) becomes another one in Helm; choose a smaller one",
+                    {"most": str(MAX_WHOLE)},
+                )
+        return value
+
+
+def _expanded(path: str) -> str:
+    if variable := VARIABLE.search(path):
+        raise PydanticCustomError(
+            "variable",
+            "environment variables are not replaced, so {found} would stay as it is; write its value there",
+            {"found": variable[0]},
+        )
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise PydanticCustomError("home", "there is no such user; write ./~ if the name begins with ~")
+    return expanded
+
+
+# A path in the file system: `~` is the home directory of the process that reads the job file.
+LocalPath = Annotated[str, AfterValidator(_expanded)]
 
 
 def name_in(catalog: Catalog[Any]) -> AfterValidator:
@@ -97,6 +142,13 @@ def kinds_of(annotation: Any) -> set[str]:
     if isinstance(annotation, type) and annotation in KINDS:
         return {KINDS[annotation]}
     return {kind for part in get_args(annotation) for kind in kinds_of(part)}
+
+
+def takes_whole(annotation: Any) -> bool:
+    """Return whether a field takes whole numbers: int, also in a union or a list, or any value."""
+    if annotation in (int, Any):
+        return True
+    return any(takes_whole(part) for part in get_args(annotation))
 
 
 def _scalars(value: Any) -> Iterator[Any]:

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.catalog.datasets import DATASETS, DatasetSpec
-from rolemesh.config.base import Config, name_in, options_of
+from rolemesh.config.base import Config, LocalPath, name_in, options_of
 
 Files = Annotated[
-    list[str],
+    list[LocalPath],
     BeforeValidator(
         lambda value: [value] if isinstance(value, str) else value or [],
         json_schema_input_type=str | list[str] | None,

@@ -39,12 +39,17 @@ DTYPE_KEYS = (
 )
 
 
-class JobConfig(Config):
-    """One job, from the YAML file, the command line's overrides, or the chart's value `job`."""
+class Plugins(Config):
+    """What is read of a job before everything else, since the rest may name its parts."""
 
     plugins: Files = Field(
         [], description="your Python files and modules, imported in every process (docs/plugins.md)"
     )
+
+
+class JobConfig(Plugins):
+    """One job, from the YAML file, the command line's overrides, or the chart's value `job`."""
+
     algorithm: AlgorithmConfig = AlgorithmConfig()
     data: DataConfig = DataConfig()
     actor: ActorConfig = ActorConfig()
@@ -332,14 +337,10 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
 
 def make_job(data: dict[str, Any], where: str = "job") -> JobConfig:
     """Make a job from sections, after importing its plug-ins; error messages begin with `where`."""
-    plugins = data.get("plugins") or ()
-    if isinstance(plugins, str):
-        plugins = [plugins]
     try:
-        load_plugins(str(name) for name in plugins)
+        load_plugins(Plugins(plugins=data.get("plugins")).plugins)
+        return JobConfig.model_validate(data)
     except InvalidConfig as error:
         raise InvalidConfig(f"{where}: {error}") from error
-    try:
-        return JobConfig.model_validate(data)
     except ValidationError as error:
         raise explain(error, JobConfig, where) from error

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rolemesh.config.base import Config, NoEffect
+from rolemesh.config.base import Config, LocalPath, NoEffect
 from rolemesh.errors import InvalidConfig
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
@@ -16,7 +16,7 @@ NO_BACKWARD = NoEffect("the role is not trained, so it has no backward pass to k
 
 
 class ModelConfig(Config):
-    path: str = Field(
+    path: LocalPath = Field(
         "",
         description="a Hugging Face model directory, or a name of the Hugging Face Hub, ORGANISATION/MODEL; "
         "empty: the actor's",
@@ -113,7 +113,7 @@ class PolicyModelConfig(TrainedModelConfig):
         "for "
         "the whole name; all-linear: every matrix except the head",
     )
-    lora_adapter_path: str = Field(
+    lora_adapter_path: LocalPath = Field(
         "", description="start from this adapter and its target modules; empty: from a new adapter"
     )
 

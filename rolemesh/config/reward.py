@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rolemesh.catalog.reward_managers import REWARD_MANAGERS, RewardManagerSpec
-from rolemesh.config.base import Config, NoEffect, name_in, options_of
+from rolemesh.config.base import Config, LocalPath, NoEffect, name_in, options_of
 from rolemesh.config.model import FsdpConfig, JudgingModelConfig, Ulysses
 
 PRIME = NoEffect("prime does what naive does: rows in parallel, each with a time limit", "prime")
 
 
 class CustomRewardConfig(Config):
-    path: str | None = Field(
+    path: LocalPath | None = Field(
         None, description="your Python file with the reward function; null: built-in rules"
     )
     name: str = Field(

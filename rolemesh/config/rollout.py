@@ -8,7 +8,7 @@ from rolemesh.catalog.agents import AGENTS
 from rolemesh.catalog.call_formats import CALL_FORMATS
 from rolemesh.catalog.engines import ENGINES, EngineSpec
 from rolemesh.catalog.tools import TOOLS
-from rolemesh.config.base import Config, NoEffect, name_in, options_of
+from rolemesh.config.base import Config, LocalPath, NoEffect, name_in, options_of
 from rolemesh.config.model import Precision
 
 # A batch is judged in about this many calls: enough to overlap judging with generation, and few enough that
@@ -62,7 +62,9 @@ class OpenAIConfig(Config):
         (), description="URLs of the servers, e.g. [http://10.0.0.7:8000]; all must serve the same model"
     )
     api: Literal["vllm", "sglang"] = Field("vllm", description="the kind of server")
-    weights_dir: str = Field("", description="a directory shared with the servers, at the same path on them")
+    weights_dir: LocalPath = Field(
+        "", description="a directory shared with the servers, at the same path on them"
+    )
     api_key_env: str = Field(
         "", description="name of the environment variable with the servers' API key; empty: no key"
     )
@@ -128,8 +130,8 @@ class MultiTurnConfig(Config):
         description="a chat template that changes earlier turns: refuse it; keep the ids as sampled; or split "
         "the row there, and show the policy what the template makes of the whole conversation",
     )
-    tool_config_path: str | None = Field(None, description="verl's YAML file of tools")
-    interaction_config_path: str | None = Field(None, description="verl's YAML file of interactions")
+    tool_config_path: LocalPath | None = Field(None, description="verl's YAML file of tools")
+    interaction_config_path: LocalPath | None = Field(None, description="verl's YAML file of interactions")
     tools: tuple[Annotated[str, name_in(TOOLS)], ...] = Field(
         (), description="tools by name: built in, or of a plug-in"
     )

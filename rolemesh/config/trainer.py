@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from rolemesh.config.base import Config
+from rolemesh.config.base import Config, LocalPath
 
 Logger = Literal["console", "file", "tensorboard", "wandb", "mlflow"]
 
@@ -12,7 +12,7 @@ Logger = Literal["console", "file", "tensorboard", "wandb", "mlflow"]
 class TrainerConfig(Config):
     project_name: str = Field("rolemesh", description="project of the run in wandb and mlflow")
     experiment_name: str = Field("run", description="name of the run in loggers, metrics and its directory")
-    default_local_dir: str | None = Field(
+    default_local_dir: LocalPath | None = Field(
         None, description="the run directory; null: outputs/<experiment_name>"
     )
     total_epochs: int = Field(1, gt=0, description="passes over the prompts, if total_training_steps is null")
@@ -53,16 +53,16 @@ class TrainerConfig(Config):
         "run; resume_path: resume from resume_from_path. The last two decide once for a run directory; later "
         "starts resume from its latest checkpoint",
     )
-    resume_from_path: str | None = Field(
+    resume_from_path: LocalPath | None = Field(
         None, description="resume_path: a global_step_<n> directory, which the run never deletes"
     )
     logger: list[Logger] = Field(
         ["console", "file"], description="outputs of step metrics; metrics.jsonl (file) is always written"
     )
-    rollout_data_dir: str | None = Field(
+    rollout_data_dir: LocalPath | None = Field(
         None, description="directory for one JSONL file of responses per training step; null: none"
     )
-    validation_data_dir: str | None = Field(
+    validation_data_dir: LocalPath | None = Field(
         None, description="directory for one JSONL file of responses per validation; null: none"
     )
     log_val_generations: int = Field(3, ge=0, description="number of validation answers shown at the end")

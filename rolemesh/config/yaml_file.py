@@ -39,8 +39,8 @@ def _too_deep(event: yaml.Event) -> _Error:
 
 class _Loader(yaml.SafeLoader):
     """Loads YAML 1.1 with changes: keys are text as written, and duplicate keys are errors; 1e-6 is a number;
-    a date is text. 1_5, which YAML 1.1 reads as 15, is text too, because it may be two bounds; 10_000 is a
-    number.
+    a date is text, and so are = and, as a value, <<. 1_5, which YAML 1.1 reads as 15, is text too, because it
+    may be two bounds; 10_000 is a number.
     """
 
     yaml_constructors: ClassVar[dict[Any, Any]] = {
@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
         if tag is None or tag.rpartition(":")[2] in TAGS
     }
     yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith((":timestamp", ":value"))]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -128,6 +128,11 @@ def _number(read: Callable[[Any, ScalarNode], Any]) -> Callable[[Any, ScalarNode
     return number
 
 
+def _as_written(loader: _Loader, node: ScalarNode) -> Any:
+    return loader.construct_scalar(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:merge", _as_written)
 _Loader.add_constructor("tag:yaml.org,2002:int", _number(yaml.SafeLoader.construct_yaml_int))
 _Loader.add_constructor("tag:yaml.org,2002:float", _number(yaml.SafeLoader.construct_yaml_float))
 

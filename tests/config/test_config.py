@@ -1,5 +1,7 @@
 """The job file: what it refuses, and with which words."""
 
+import re
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,19 @@ def test_an_override_that_is_neither_a_key_nor_a_file_is_refused() -> None:
         parse_overrides(["dapo"])
 
 
+# Text that other systems replace.
+UNREPLACED = (
+    (
+        "a/${trainer.project_name}/x.py",
+        "a job file has no interpolation, so ${trainer.project_name} would stay as",
+    ),
+    (
+        "$HOME/x.py",
+        "environment variables are not replaced, so $HOME would stay as it is; write its value there",
+    ),
+)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -136,6 +151,13 @@ def test_an_override_that_is_neither_a_key_nor_a_file_is_refused() -> None:
         (["trainer.resume_mode=resume_path"], "resume_from_path is not set"),
         (["rollout.top_k=0"], "-1 for all tokens"),
         (["rollout.name=openai"], "set rollout.openai.urls to the servers"),
+        *((["plugins=" + text], words) for text, words in UNREPLACED),
+        *((["trainer.default_local_dir=" + text], words) for text, words in UNREPLACED),
+        (["rollout.agent.external.command=[run, '${oc.env:HOME}/x']"], "so ${oc.env:HOME} would stay as it is"),
+        (
+            ["trainer.default_local_dir=~nobody-here/a"],
+            "there is no such user; write ./~ if the name begins with ~",
+        ),
     ],
 )
 def test_sections_that_disagree_are_refused_at_start(tmp_path: Path, overrides: list[str], words: str) -> None:
@@ -144,6 +166,32 @@ def test_sections_that_disagree_are_refused_at_start(tmp_path: Path, overrides: 
     with pytest.raises(InvalidConfig) as error:
         load_job(path, overrides)
     assert words in str(error.value)
+
+
+def test_every_key_of_a_path_expands_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other text: a stop text may begin with ~."""
+    monkeypatch.setenv("HOME", "/home/ann")
+    paths = [key for key in leaves(JobConfig) if re.search(r"(^|_|\.)(path|dir|files)$", key)]
+    assert len(paths) == 15
+    for key in paths:
+        # Some need another key beside them.
+        servers = ["rollout.name=openai", "rollout.openai.urls=[http://a:1]"]
+        beside = {
+            "rollout.openai.weights_dir": servers,
+            "actor.model.lora_adapter_path": ["actor.model.lora_rank=8"],
+        }
+        job = make_job(parse_overrides([f"{key}=~/a/~b", *beside.get(key, [])]))
+        value = reduce(getattr, key.split("."), job)
+        assert value in ("/home/ann/a/~b", ["/home/ann/a/~b"]), key
+    assert make_job(parse_overrides(["trainer.experiment_name=~/a"])).trainer.experiment_name == "~/a"
+
+
+def test_plugins_are_files_of_the_home_directory_before_they_are_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.py").write_text("")
+    assert make_job({"plugins": "~/mine.py"}).plugins == [str(tmp_path / "mine.py")]
 
 
 def test_a_critic_free_job_does_not_check_the_critic() -> None:

@@ -147,6 +147,14 @@ def test_keys_are_text_numbers_have_exponents_and_dates_are_text() -> None:
     }  # fmt: skip
 
 
+def test_an_equals_sign_and_a_merge_sign_are_text_as_values() -> None:
+    """YAML 1.1 has tags for them, and Helm's toYaml writes them without quotes."""
+    text = "stop: [=, <<, '=', ==]\nmark: =\n=: {<<: {a: =}}"
+    assert parse_yaml(text, "job") == {"stop": ["=", "<<", "=", "=="], "mark": "=", "=": {"a": "="}}
+    kwargs = parse_overrides(["reward.custom_reward_function={path: f.py, reward_kwargs: {mark: =}}"])
+    assert make_job(kwargs).reward.custom_reward_function.reward_kwargs == {"mark": "="}
+
+
 def test_a_recorded_job_is_the_job_whatever_its_texts_look_like(tmp_path: Path) -> None:
     for text in (
         "1e-6",
@@ -162,6 +170,8 @@ def test_a_recorded_job_is_the_job_whatever_its_texts_look_like(tmp_path: Path) 
         "0x10",
         "[",
         "-",
+        "=",
+        "<<",
     ):
         job = make_job({"trainer": {"experiment_name": text, "project_name": f"{text}\n"}})
         (tmp_path / "config.yaml").write_text(job.to_yaml())
@@ -259,6 +269,30 @@ def test_which_spellings_of_a_number_the_job_and_the_chart_take(
     for part in key.split("."):
         value = getattr(value, part)
     assert value == read
+
+
+def test_a_whole_number_that_helm_would_change_is_refused_by_job_and_chart() -> None:
+    """A double holds every whole number up to 2^53. The next one becomes 2^53, so that is refused, too."""
+    own = "reward.custom_reward_function={path: f.py, reward_kwargs: {a: %s}}"
+    for override in ("rollout.seed=%s", "data.seed=-%s", "trainer.profile_steps=[%s]", own):
+        for number, fits in (
+            ("9007199254740991", True),
+            ("9007199254740992", False),
+            ("1234567890123456789", False),
+        ):
+            job = parse_overrides([override % number])
+            assert CHARTS_JOB.is_valid(job) is fits, (override, number)
+            if not fits:
+                with pytest.raises(
+                    InvalidConfig, match=r"a number above 2\^53 - 1 .* becomes another one in Helm"
+                ):
+                    make_job(job)
+    assert make_job({"rollout": {"seed": 2**53 - 1}}).rollout.seed == 2**53 - 1
+    with pytest.raises(InvalidConfig, match="becomes another one in Helm"):
+        make_job({"rollout": {"seed": 1e18}})
+    big = {"actor": {"optim": {"eps": 1e300}}}  # a fraction is a double everywhere
+    assert CHARTS_JOB.is_valid(big)
+    assert make_job(big).actor.optim.eps == 1e300
 
 
 def test_a_value_of_any_type_keeps_its_type() -> None:
