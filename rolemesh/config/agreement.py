@@ -25,6 +25,7 @@ def check_sections(job: JobConfig) -> None:
         )
     _check_estimator(job)
     _check_greedy(job)
+    _check_equal_answers(job)
     for key in ("prompt_length", "response_length"):
         own, common = getattr(job.rollout, key), getattr(job.data, f"max_{key}")
         if own not in (None, common):
@@ -205,6 +206,21 @@ def _check_greedy(job: JobConfig) -> None:
             f"rollout.{found[0][0]}, so all answers to a prompt are the same, but {found[1][0]} needs answers "
             "that differ; set do_sample to true, temperature above 0 and top_k to -1"
         )
+
+
+def _check_equal_answers(job: JobConfig) -> None:
+    """Greedy answers to one prompt are all the same, unless an environment answers in between."""
+    if job.rollout.multi_turn.enable:
+        return
+    for key, sampling in (("rollout", job.rollout), ("rollout.val_kwargs", job.rollout.val_kwargs)):
+        if sampling.n > 1 and (sampling.greedy or sampling.top_k == 1):
+            why = "top_k is 1" if not sampling.greedy else "temperature is 0"
+            if not sampling.do_sample:
+                why = f"do_sample is false{' (its default there)' * (key != 'rollout')}"
+            raise ValueError(
+                f"{key}.n is {sampling.n}, but {key}.{why}, so all answers to a prompt are the same; set n to "
+                "1, or do_sample to true, temperature above 0 and top_k to -1"
+            )
 
 
 def _check_adapter(job: JobConfig) -> None:

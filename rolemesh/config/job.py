@@ -27,6 +27,7 @@ from rolemesh.config.model import CriticModelConfig, FsdpConfig, JudgingModelCon
 from rolemesh.config.placement import PlacementConfig, num_ranks, num_replicas, place
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import RolloutConfig
+from rolemesh.config.switches import switched_off
 from rolemesh.config.trainer import TrainerConfig
 from rolemesh.config.yaml_file import read_yaml, to_yaml
 from rolemesh.errors import InvalidConfig
@@ -295,13 +296,14 @@ class JobConfig(Plugins):
             keys = type(self.rollout.multi_turn).model_fields.keys() - {"enable"}
             why = "rollout.multi_turn.enable is false"
             overruled |= {f"rollout.multi_turn.{key}": why for key in keys}
+        overruled |= switched_off(self)
         return tuple(idle_keys(self, overruled))
 
     def to_yaml(self) -> str:
         """Write the resolved job file: every key with its value.
 
         Keys without effect are included only if the job file sets them, so a run of the resolved file logs the
-        same warnings.
+        same warnings, except those of a value that a switch turns off (switches.py): it is written, too.
         """
         unset = (idle.key for idle in self.idle_keys() if not idle.is_set)
         return to_yaml(without(self.model_dump(mode="json"), unset))

@@ -54,6 +54,27 @@ class SamplingConfig(Config):
 class ValSamplingConfig(SamplingConfig):
     do_sample: bool = Field(False, description="sample tokens; false: greedy")
 
+    @model_validator(mode="after")
+    def _says_how_it_samples_if_it_does(self) -> "ValSamplingConfig":
+        if self.do_sample:
+            return self
+        fields = type(self).model_fields
+        given = [key for key in ("temperature", "top_k", "top_p") if getattr(self, key) != fields[key].default]
+        if self.temperature == 0:
+            given.remove("temperature")  # greedy, which it says, too
+        if (
+            "do_sample" not in self.model_fields_set
+            and self.temperature
+            and "temperature" in self.model_fields_set
+        ):
+            given = ["temperature"]
+        if given:
+            raise ValueError(
+                f"{given[0]} is {getattr(self, given[0]):g}, but do_sample is false, the default of "
+                f"validation, so answers are greedy; set do_sample to true, or leave {given[0]} out"
+            )
+        return self
+
 
 class OpenAIConfig(Config):
     """Servers for the engine openai; docs/openai-engine.md describes how to start one."""

@@ -151,6 +151,23 @@ UNREPLACED = (
         (["trainer.resume_mode=resume_path"], "resume_from_path is not set"),
         (["rollout.top_k=0"], "-1 for all tokens"),
         (["rollout.name=openai"], "set rollout.openai.urls to the servers"),
+        (
+            ["rollout.val_kwargs={n: 8, temperature: 0.7}"],
+            "temperature is 0.7, but do_sample is false, the default of validation, so answers are greedy",
+        ),
+        (["rollout.val_kwargs.temperature=1"], "temperature is 1, but do_sample is false"),
+        (["rollout.val_kwargs={do_sample: false, top_k: 5}"], "top_k is 5, but do_sample is false"),
+        (["rollout.val_kwargs={temperature: 0, top_p: 0.5}"], "top_p is 0.5, but do_sample is false"),
+        (
+            ["rollout.val_kwargs.n=8"],
+            "rollout.val_kwargs.do_sample is false (its default there), so all answers",
+        ),
+        (["rollout.val_kwargs={n: 8, do_sample: true, temperature: 0}"], "rollout.val_kwargs.temperature is 0"),
+        (
+            ["rollout.val_kwargs={n: 8, do_sample: true, top_k: 1}"],
+            "rollout.val_kwargs.top_k is 1, so all answers",
+        ),
+        (["rollout={n: 2, do_sample: false}"], "rollout.do_sample is false, so all answers"),
         *((["plugins=" + text], words) for text, words in UNREPLACED),
         *((["trainer.default_local_dir=" + text], words) for text, words in UNREPLACED),
         (["rollout.agent.external.command=[run, '${oc.env:HOME}/x']"], "so ${oc.env:HOME} would stay as it is"),
@@ -166,6 +183,15 @@ def test_sections_that_disagree_are_refused_at_start(tmp_path: Path, overrides: 
     with pytest.raises(InvalidConfig) as error:
         load_job(path, overrides)
     assert words in str(error.value)
+
+
+def test_greedy_answers_that_a_resolved_file_or_an_environment_makes_sense_of_are_accepted(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.yaml").write_text(make_job({}).to_yaml())  # says temperature 1 beside do_sample: false
+    load_job(tmp_path / "config.yaml")
+    make_job({"rollout": {"val_kwargs": {"n": 8}, "multi_turn": {"enable": True}}})
+    make_job({"rollout": {"val_kwargs": {"n": 8, "do_sample": True, "temperature": 0.7}}})
 
 
 def test_every_key_of_a_path_expands_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@ says that it has none. Found in the sources, by the types that they declare, wit
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 from key_readers import ROOT, Sources, keys
@@ -21,6 +23,7 @@ from rolemesh.config.algorithm import AlgorithmConfig
 from rolemesh.config.base import NoEffect
 from rolemesh.config.job import make_job
 from rolemesh.config.rollout import RolloutConfig
+from rolemesh.config.switches import SWITCHES
 from rolemesh.services.controller.main import warn_of_idle_keys
 from rolemesh.services.rollout.engines.vllm.arguments import ENGINE
 
@@ -41,7 +44,12 @@ def has_no_effect(section: type[Config], name: str) -> bool:
 
 
 def effective(readers: set[str]) -> set[str]:
-    idle = ("rolemesh/planner/", "rolemesh/config/agreement.py", "services/command_line/plan.py")
+    idle = (
+        "rolemesh/planner/",
+        "rolemesh/config/agreement.py",
+        "rolemesh/config/switches.py",
+        "services/command_line/plan.py",
+    )
     return {reader for reader in readers if not reader.startswith(idle) and "settings_to_keep" not in reader}
 
 
@@ -135,6 +143,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "rolemesh/workers/numerics.py: allocator_settings *": (),  # no answer depends on the allocator
     "rolemesh/workers/*": ALL,
     **dict.fromkeys(("rolemesh/planner/*", "rolemesh/graph/*", "rolemesh/data/*", "rolemesh/config/*"), ()),
+    "rolemesh/catalog/roles.py: RoleSpec.is_in *": (),
     "rolemesh/fingerprint.py: *": (),
 }
 NOT_COMPARED = {
@@ -197,6 +206,25 @@ NAMED = {
 }
 
 
+# A value other than the default, for each key of SWITCHES.
+OTHER = {
+    **dict.fromkeys((key for keys_ in SWITCHES.values() for key in keys_), "0.5"),
+    "actor.kl_loss_type": "abs",
+    "algorithm.kl_penalty": "abs",
+    "algorithm.kl_ctrl.horizon": "5",
+    "algorithm.pf_ppo.reweight_method": "max_min",
+    "algorithm.filter_groups.metric": "score",
+    "algorithm.rollout_correction.rollout_is_threshold": "3.0",
+    "actor.model.lora_alpha": "32",
+    "actor.model.target_modules": "[q_proj]",
+    "data.seed": "7",
+    "reward.reward_model.model.path": "judge",
+    "reward.overlong_buffer.len": "4",
+    "reward.overlong_buffer.log": "true",
+    "rollout.top_k": "5",
+}
+
+
 def test_a_key_without_effect_is_warned_of_where_it_is_set_and_only_there(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -233,6 +261,36 @@ def test_a_key_that_another_one_overrules_is_warned_of() -> None:
     servers = ("rollout.name=openai", "rollout.openai.urls=[http://a:1]", "rollout.openai.weights_dir=/shared")
     assert warned("rollout.free_cache_engine=false", *servers) == ["rollout.free_cache_engine"]
     assert warned("rollout.free_cache_engine=false") == []
+
+
+def test_a_value_that_another_key_switches_off_is_warned_of_and_a_default_is_not() -> None:
+    def warned(*overrides: str) -> dict[str, str]:
+        idle_keys = make_job(parse_overrides(overrides)).idle_keys()
+        return {idle.key: idle.reason for idle in idle_keys if idle.is_set}
+
+    for switch, keys_ in SWITCHES.items():
+        for key in keys_:
+            value: Any = make_job({})
+            for part in key.split("."):
+                value = getattr(value, part)
+            off = f"{switch}=false" if switch in ("data.shuffle", "rollout.do_sample") else ""
+            assert warned(*filter(None, [off, f"{key}={json.dumps(value)}"])) == {}, key
+            found = warned(*filter(None, [off, f"{key}={OTHER[key]}"]))
+            assert list(found) == [key]
+            assert found[key].startswith(f"{switch} is ")
+    both = warned("critic.optim={lr_warmup_steps: 3, lr_warmup_steps_ratio: 0.1}")
+    assert both == {"critic.optim.lr_warmup_steps_ratio": "critic.optim.lr_warmup_steps is 3"}
+    for said in ("true", "false"):  # written, so meant
+        assert warned("actor.kl_loss_coef=0.01", f"actor.use_kl_loss={said}") == {}
+    assert warned("trainer.max_staleness=2", "rollout.mode=sync") == {}
+    assert warned("actor.tau_pos=2") == {"actor.tau_pos": "the policy loss is vanilla"}
+    assert warned("actor.tau_pos=2", "actor.policy_loss.loss_mode=sapo") == {}
+    assert warned("actor.clip_ratio_c=4", "actor.policy_loss.loss_mode=sapo").keys() == {"actor.clip_ratio_c"}
+    greedy = warned("rollout.val_kwargs={do_sample: true, temperature: 0, top_k: 5}")
+    assert greedy == {"rollout.val_kwargs.top_k": "rollout.val_kwargs.temperature is 0"}
+    assert warned("trainer.max_staleness=2") == {"trainer.max_staleness": "rollout.mode is sync"}
+    factor = warned("actor.loss_scale_factor=64")
+    assert factor == {"actor.loss_scale_factor": "actor.loss_agg_mode is token-mean"}
 
 
 def test_the_resolved_job_file_begins_with_the_same_warnings(tmp_path: Path) -> None:

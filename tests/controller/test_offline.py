@@ -135,11 +135,11 @@ async def test_settings_tell_other_prompts_and_weights_but_not_replicas(
         )
         return settings_of(job, data)
 
-    one = settings()
-    assert settings("placement.replicas.rollout=3", "trainer.total_training_steps=9") == one
-    other = settings("rollout.val_kwargs.top_k=5", "rollout.seed=3")
+    one = settings(sampled := "rollout.val_kwargs.do_sample=true")
+    assert settings(sampled, "placement.replicas.rollout=3", "trainer.total_training_steps=9") == one
+    other = settings(sampled, "rollout.val_kwargs.top_k=5", "rollout.seed=3")
     assert {key for key in one if other[key] != one[key]} == {"rollout.val_kwargs.top_k", "rollout.seed"}
-    shorter = settings("data.val_max_samples=2")
+    shorter = settings(sampled, "data.val_max_samples=2")
     assert shorter["the prompts' tokens"] != one["the prompts' tokens"]
 
 

@@ -43,7 +43,9 @@ async def test_the_answer_that_a_function_found_is_returned_as_text_and_is_no_me
 async def test_a_rule_returns_found_answers_if_validation_counts_votes(
     tiny_model: Path, n: int, told: bool
 ) -> None:
-    config = make_job(merge(job(tiny_model).model_dump(), {"rollout": {"val_kwargs": {"n": n}}}))
+    config = make_job(
+        merge(job(tiny_model).model_dump(), {"rollout": {"val_kwargs": {"n": n, "do_sample": True}}})
+    )
     worker = RewardWorker(config)
     answered = await worker.compute_scores(batch(("math_dapo", "Answer: 07 ", "7"), ("math_dapo", "no", "7")))
     worker.close()

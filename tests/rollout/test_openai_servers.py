@@ -200,7 +200,11 @@ async def test_generate_asks_servers_where_this_machine_holds_no_weights(model: 
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}"
         job = job_of(outline, [address], tmp_path, tokens=8, openai={"api": "sglang"})
-        keys = (f"data.val_files={prompts}", "data.max_prompt_length=64", "rollout.val_kwargs.n=2")
+        keys = (
+            f"data.val_files={prompts}",
+            "data.max_prompt_length=64",
+            "rollout.val_kwargs={n: 2, do_sample: true}",
+        )
         async with rolemesh("generate", written(job, tmp_path), "--output", str(output), *keys) as launched:
             code, said = await launched.end()
         server.shutdown()

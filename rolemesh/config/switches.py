@@ -1,0 +1,98 @@
+"""Keys that another key of the job switches off, although the job file gives them a value of their own.
+
+A recipe may be merged over any job file, so keys of a part that a job does not have are no error
+(docs/decisions/0009-no-key-is-ignored-in-silence.md). A value that somebody chose and that does nothing is
+warned of: `kl_loss_coef: 0.01` without `use_kl_loss` trains without a KL. Where `use_kl_loss: false` is
+written, too, that was meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rolemesh.catalog.catalog import BUILT_IN
+from rolemesh.catalog.policy_losses import POLICY_LOSSES
+from rolemesh.config.base import Config
+
+if TYPE_CHECKING:
+    from rolemesh.config.job import JobConfig
+
+KL_CTRL = "algorithm.kl_ctrl"
+OVERLONG = "reward.overlong_buffer"
+# A switch that is off, as its reason says, to the keys that then have no effect.
+SWITCHES: dict[str, tuple[str, ...]] = {
+    "actor.use_kl_loss": ("actor.kl_loss_coef", "actor.kl_loss_type"),
+    "algorithm.use_kl_in_reward": (
+        *("algorithm.kl_penalty", f"{KL_CTRL}.kl_coef", f"{KL_CTRL}.horizon", f"{KL_CTRL}.target_kl"),
+    ),
+    "algorithm.use_pf_ppo": ("algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow"),
+    "algorithm.filter_groups.enable": ("algorithm.filter_groups.metric",),
+    "algorithm.rollout_correction.rollout_is": ("algorithm.rollout_correction.rollout_is_threshold",),
+    "actor.model.lora_rank": ("actor.model.lora_alpha", "actor.model.target_modules"),
+    "data.shuffle": ("data.seed",),
+    "reward.reward_model.enable": ("reward.reward_model.model.path",),
+    f"{OVERLONG}.enable": (f"{OVERLONG}.len", f"{OVERLONG}.penalty_factor", f"{OVERLONG}.log"),
+    "rollout.do_sample": ("rollout.temperature", "rollout.top_k", "rollout.top_p"),
+}
+
+
+def switched_off(job: JobConfig) -> dict[str, str]:
+    """Return the dotted keys with a value other than their default that do nothing, each with the reason.
+
+    A page of a plug-in may read any key, so only the built-in pages' keys are judged.
+    """
+    if job.page.origin != BUILT_IN:
+        return {}
+    return {key: reason for key, reason in _off(job) if _chosen(job, key)}
+
+
+def _off(job: JobConfig) -> Iterator[tuple[str, str]]:
+    for switch, keys in SWITCHES.items():
+        if not (value := _value(job, switch)) and not _is_meant(job, switch):
+            said = "not set" if value is None else str(value).lower()
+            yield from ((key, f"{switch} is {said}") for key in keys)
+    for role, optim in (("actor", job.actor.optim), ("critic", job.critic.optim)):
+        if optim.lr_warmup_steps > 0:
+            steps = f"{role}.optim.lr_warmup_steps"
+            yield f"{steps}_ratio", f"{steps} is {optim.lr_warmup_steps}"
+    for section, sampling in (("rollout", job.rollout), ("rollout.val_kwargs", job.rollout.val_kwargs)):
+        if sampling.do_sample and sampling.temperature == 0:
+            yield from ((f"{section}.{key}", f"{section}.temperature is 0") for key in ("top_k", "top_p"))
+    if job.rollout.mode == "sync" and not _is_meant(job, "rollout.mode"):
+        yield "trainer.max_staleness", "rollout.mode is sync"
+    loss = job.policy_loss
+    read = {*loss.keys, *loss.choose_keys}
+    for key in {key for each in POLICY_LOSSES.values() for key in (*each.keys, *each.choose_keys)} - read:
+        for section in ("actor", "actor.policy_loss"):
+            if key in type(_section(job, section)).model_fields:
+                yield f"{section}.{key}", f"the policy loss is {loss.name}"
+    aggregation = loss.aggregation or job.actor.loss_agg_mode
+    if aggregation != "seq-mean-token-sum-norm":
+        yield "actor.loss_scale_factor", f"actor.loss_agg_mode is {aggregation}"
+
+
+def _is_meant(job: JobConfig, switch: str) -> bool:
+    """Return whether the job file writes a switch that is off anyway."""
+    section, _, name = switch.rpartition(".")
+    inner = _section(job, section)
+    return name in inner.model_fields_set and getattr(inner, name) == type(inner).model_fields[name].default
+
+
+def _chosen(job: JobConfig, key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    inner = _section(job, section)
+    return bool(getattr(inner, name) != type(inner).model_fields[name].default)
+
+
+def _section(job: JobConfig, name: str) -> Config:
+    section = _value(job, name)
+    assert isinstance(section, Config), "each key is in a section"
+    return section
+
+
+def _value(job: Config, key: str) -> object:
+    value: object = job
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
