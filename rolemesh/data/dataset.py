@@ -155,7 +155,7 @@ class PromptDataset:
                 f"should hold a list of {{role, content}}, both text; it holds {prompt!r:.200}",
             )
         del row[self.config.prompt_key]  # saves memory: only the ids are needed from here on
-        # Arrow adds keys of other rows' messages with value None. Drop them: a template may test "is defined".
+        # A template may test "is defined", and a null says nothing.
         messages = [{k: v for k, v in message.items() if v is not None} for message in prompt]
         tools = self._tools_of(position, row)
         opens = True

@@ -10,7 +10,7 @@ extra_info: {split: str, index: int, ...}  anything
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,18 @@ class FileRows:
         return self._ends[-1]
 
     def rows(self, positions: Iterable[int]) -> list[dict[str, Any]]:
-        """Return the rows at these positions, counted over all files."""
+        """Return the rows at these positions, counted over all files.
+
+        A key within a cell that is null in Parquet is left out: Arrow gives every row the keys of all rows.
+        """
         places = [self._find(position) for position in positions]
         rows: list[dict[str, Any]] = []
         # Convert neighbouring rows together: one at a time takes six times as long.
         for (file, _), run in groupby(enumerate(places), key=lambda item: (item[1][0], item[1][1] - item[0])):
             together = [at for _, (_, at) in run]
-            rows += self._tables[file].slice(together[0], len(together)).to_pylist()
+            table = self._tables[file]
+            cells = table.slice(together[0], len(together)).to_pylist()
+            rows += [without_fill_ins(row) for row in cells] if isinstance(table, pa.Table) else cells
         return rows
 
     def where(self, row: int) -> str:
@@ -73,6 +78,21 @@ class FileRows:
             raise IndexError(f"row {row} of {len(self)}")
         file = bisect_right(self._ends, row)
         return file, row - (self._ends[file - 1] if file else 0)
+
+
+def without_fill_ins(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row without the keys, at any depth of its cells, whose values are null.
+
+    Where a column's rows have different keys, Arrow adds the others' with null. So `{"x": 0}` in one row and
+    `{"text": "hi"}` in another would reach templates and functions as `{"x": 0, "text": None}`.
+    """
+    return {column: _without_nulls(cell) for column, cell in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def read_rows(files: Sequence[str | Path], config: DataConfig, split: str) -> FileRows:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.datasets import DatasetSpec
 from rolemesh.config.data import DataConfig
-from rolemesh.data.files import FileRows, read_answered_rows
+from rolemesh.data.files import FileRows, read_answered_rows, without_fill_ins
 from rolemesh.errors import InvalidData
 from rolemesh.hub import data_file
 
@@ -63,7 +63,7 @@ class GivenRows:
             raise InvalidData(f"{self.where(position)} should be a dict; it is {row!r:.200}")
         if missing := [column for column in self._required if column not in row]:
             raise InvalidData(f"{self.where(position)} lacks the columns {missing}; it has {sorted(row)}")
-        return dict(row)
+        return without_fill_ins(row)  # a data set may be a table of Arrow's itself
 
 
 def load_rows(

@@ -10,11 +10,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from rolemesh.catalog.datasets import DATASETS
 from rolemesh.config.data import DataConfig
 from rolemesh.data import PromptDataset, PromptOrder, write_arithmetic, write_gsm8k
 from rolemesh.data.arithmetic import arithmetic_problems
 from rolemesh.data.parquet import write_rows
 from rolemesh.data.publishers.gsm8k import gsm8k_rows
+from rolemesh.data.source import GivenRows
 from rolemesh.errors import InvalidData
 from rolemesh.models.tiny import byte_tokenizer
 
@@ -91,6 +93,57 @@ def test_a_message_has_only_the_keys_that_its_row_gave(tmp_path: Path) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['name'] if m.name is defined else '-' }}{% endfor %}"
     batch = PromptDataset([file], DataConfig(max_prompt_length=8), tokenizer).batch([0])
     assert tokenizer.decode(batch["prompts"][0][batch["prompt_mask"][0]]) == "bo-"
+
+
+SEES = (
+    "{% for m in messages %}{{ m.tool_calls | tojson if m.tool_calls is defined else m.content }}{% endfor %}"
+)
+
+
+def test_no_column_has_keys_that_arrow_adds_from_other_rows_at_any_depth(tmp_path: Path) -> None:
+    """Two rows with tool calls of different arguments. A null in a list is a value, and stays."""
+
+    def called(arguments: dict[str, Any], **more: Any) -> dict[str, Any]:
+        calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+        prompt = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}]
+        return row("", prompt=prompt, **more)
+
+    extras: list[dict[str, Any]] = [
+        {"tools_kwargs": {"f": {"create_kwargs": {"x": 0}}}, "list": [None, {"a": 1}]},
+        {"tools_kwargs": {"g": {"create_kwargs": {"text": "hi"}}}, "index": 3},
+    ]
+    truths = [
+        {"style": "rule", "ground_truth": {"target": "1"}},
+        {"style": "rule", "ground_truth": {"words": ["a"]}},
+    ]
+    rows = [
+        called(arguments, extra_info=extra, reward_model=truth)
+        for arguments, extra, truth in zip(({"x": 0}, {"text": "hi"}), extras, truths, strict=True)
+    ]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = SEES
+    file = write_rows(tmp_path / "a.parquet", rows)
+    data = PromptDataset([file], DataConfig(max_prompt_length=200), tokenizer)
+    batch = data.batch([0, 1])
+    texts = [
+        tokenizer.decode(ids[mask]) for ids, mask in zip(batch["prompts"], batch["prompt_mask"], strict=True)
+    ]
+    for text, arguments in zip(texts, ('{"x": 0}', '{"text": "hi"}'), strict=True):
+        assert f'"arguments": {arguments}' in text
+        assert "null" not in text
+    assert batch["extra_info"].tolist() == extras
+    assert batch["reward_model"].tolist() == truths
+
+
+def test_a_row_of_a_data_set_of_arrows_has_no_fill_ins_either() -> None:
+    table = pa.table(
+        {"prompt": [[{"a": 1}], [{"b": {"c": None, "d": 2}}]], "extra_info": [None, {"x": [None]}]}
+    )
+    rows = GivenRows(table.to_pylist(), DATASETS["parquet"], ("prompt",)).rows([0, 1])
+    assert rows == [
+        {"prompt": [{"a": 1}], "extra_info": None},
+        {"prompt": [{"b": {"d": 2}}], "extra_info": {"x": [None]}},
+    ]
 
 
 @pytest.mark.parametrize(
