@@ -24,13 +24,14 @@ class Template:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
+        variables: of the template (data.apply_chat_template_kwargs).
 
     Raises:
         InvalidConfig: the template does not put a turn's text into the conversation as it is.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer, self._variables = tokenizer, variables or {}
         self._begun = self._render([ASKS, SAID], opens=False)
         _, found, self._ends_turn = self._begun.rpartition(MARK)
         if not found:
@@ -88,7 +89,11 @@ class Template:
     def _render(self, messages: Chat, opens: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, add_generation_prompt=opens, tokenize=False
+                messages,
+                tools=list(tools) or None,
+                add_generation_prompt=opens,
+                tokenize=False,
+                **self._variables,
             )
         except Exception as error:  # the template is the model's code and may raise anything
             raise self._refused(f"it refuses {_kinds(messages)}: {error}") from error

@@ -7,6 +7,27 @@ from pydantic import BeforeValidator, Field, model_validator
 from rolemesh.catalog.datasets import DATASETS, DatasetSpec
 from rolemesh.config.base import Config, LocalPath, name_in, options_of
 
+# Arguments of a tokenizer's apply_chat_template that are no variables of the template.
+NO_VARIABLES = frozenset(
+    [
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    ]
+)
+
 Files = Annotated[
     list[LocalPath],
     BeforeValidator(
@@ -53,6 +74,11 @@ class DataConfig(Config):
         "messages",
         description="sft: the column with whole conversations, in place of prompt_key and response_key",
     )
+    apply_chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="variables of the chat template, e.g. {enable_thinking: false}; a template that writes "
+        "today's date may take a fixed one, {date_string: 26 Jul 2024}",
+    )
     tools_key: str = Field("tools", description="sft: the column with the tools that a prompt describes")
     reward_fn_key: str = Field("data_source", description="the column that selects the reward function")
     reward_model_key: str = Field(
@@ -86,6 +112,15 @@ class DataConfig(Config):
             raise ValueError(
                 f"max_length is {self.max_length}, but max_prompt_length is {parts[0]} and max_response_length "
                 f"{parts[1]}; set the former alone, or both of the latter"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _variables_are_the_templates(self) -> "DataConfig":
+        if taken := sorted(NO_VARIABLES & self.apply_chat_template_kwargs.keys()):
+            raise ValueError(
+                f"apply_chat_template_kwargs has {taken[0]}, which is no variable of a chat template; leave it "
+                "out"
             )
         return self
 

@@ -28,7 +28,12 @@ class Rendered:
     spans: list[tuple[int, int]]
 
 
-def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Rendered:
+def render(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Message] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> Rendered:
     """Render a conversation, and find the assistant's turns, each with the token that ends it.
 
     A template with `{% generation %}` marks them. With any other a turn is what is added to the conversation
@@ -38,11 +43,13 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message]
         tokenizer: a Hugging Face tokenizer with a chat template.
         messages: the conversation.
         tools: that the template describes.
+        variables: of the template (data.apply_chat_template_kwargs).
 
     Raises:
         InvalidData: the template refuses the conversation, or writes earlier turns differently once others
             follow, so the assistant's tokens cannot be found.
     """
+    variables = variables or {}
     if GENERATION.search(template := tokenizer.get_chat_template(tools=list(tools) or None)):
         try:
             [text], [spans] = render_jinja_template(
@@ -50,18 +57,18 @@ def render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message]
                 tools=list(tools) or None,
                 chat_template=template,
                 return_assistant_tokens_mask=True,
-                **tokenizer.special_tokens_map,
+                **(tokenizer.special_tokens_map | variables),
             )
         except Exception as error:  # the template is the model's code and may raise anything
             raise InvalidData(f"the chat template refuses it: {error}") from error
         return Rendered(text, [(int(begin), int(end)) for begin, end in spans])
-    text = _text(tokenizer, messages, tools, opens=False)
+    text = _text(tokenizer, messages, tools, variables, opens=False)
     spans = []
     for number, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        before = _text(tokenizer, messages[:number], tools, opens=True)
-        after = _text(tokenizer, messages[: number + 1], tools, opens=False)
+        before = _text(tokenizer, messages[:number], tools, variables, opens=True)
+        after = _text(tokenizer, messages[: number + 1], tools, variables, opens=False)
         end = _end_of_turn(after, len(before), tokenizer)
         if not after.startswith(before) or text[:end] != after[:end]:
             raise InvalidData(
@@ -79,10 +86,17 @@ def _end_of_turn(text: str, begin: int, tokenizer: Any) -> int:
     return max(ends, default=len(text))
 
 
-def _text(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Message], opens: bool) -> str:
+def _text(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Message],
+    variables: Mapping[str, Any],
+    *,
+    opens: bool,
+) -> str:
     try:
         text: str = tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, add_generation_prompt=opens, tokenize=False
+            list(messages), tools=list(tools) or None, add_generation_prompt=opens, tokenize=False, **variables
         )
     except Exception as error:  # the template is the model's code and may raise anything
         raise InvalidData(f"the chat template refuses it: {error}") from error

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,6 +103,11 @@ class PromptDataset:
         """The agents of the rows of a job with conversations."""
         return {row["agent_name"] for row in self._rows} if self._agents else set()
 
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all prompts in token ids, and so of data, template and tokenizer."""
+        return digest_of(self.positions, self._ids)
+
     def batch(self, indices: Sequence[int] | Rows) -> DataProto:
         """Return the prompts at these indices as a batch.
 
@@ -164,7 +171,11 @@ class PromptDataset:
             opens = not AGENTS[row["agent_name"]].speaks_first
         try:
             text: str = tokenizer.apply_chat_template(
-                messages, tools=tools or None, add_generation_prompt=opens, tokenize=False
+                messages,
+                tools=tools or None,
+                add_generation_prompt=opens,
+                tokenize=False,
+                **self.config.apply_chat_template_kwargs,
             )
         except Exception as error:  # the template is the model's code and may raise anything
             said = f"is refused by the chat template: {error}"
@@ -226,6 +237,14 @@ class PromptDataset:
 
     def _wrong(self, position: int, column: str, problem: str) -> InvalidData:
         return InvalidData(f"{self._source.where(position)}: column {column!r} {problem}")
+
+
+def digest_of(positions: Sequence[int], rows: Iterable[NDArray[np.int32]]) -> str:
+    """Return a digest of rows in token ids, and of their positions in the files."""
+    digest = hashlib.sha256(np.array(positions, np.int64).tobytes())
+    for ids in rows:
+        digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def judging_columns(rows: Sequence[Mapping[str, Any]], config: DataConfig) -> dict[str, list[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from rolemesh.config.data import DataConfig
 from rolemesh.data.assistant import Message, render, tokenised
-from rolemesh.data.dataset import TOKENISE_AT_ONCE, is_chat, limited
+from rolemesh.data.dataset import TOKENISE_AT_ONCE, digest_of, is_chat, limited
 from rolemesh.data.order import Rows
 from rolemesh.data.progress_bar import track
 from rolemesh.data.source import load_rows
@@ -82,7 +83,7 @@ class RowsWithResponses:
             raise InvalidData(
                 f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which rows need"
             )
-        self.config, self.split = config, split
+        self.config, self.split, self._variables = config, split, config.apply_chat_template_kwargs
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._source = load_rows(files, config, split, self.layout)
         limit = config.train_max_samples if split == "train" else config.val_max_samples
@@ -104,6 +105,12 @@ class RowsWithResponses:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all rows' tokens and of what is learned of them."""
+        joined = (np.concatenate([row.ids, row.turns, row.contexts]) for row in self._rows)
+        return digest_of(self._positions, joined)
 
     def batch(self, indices: Sequence[int] | Rows) -> DataProto:
         """Return the rows at these indices as a batch.
@@ -168,7 +175,7 @@ class RowsWithResponses:
 
     def _rendered(self, position: int, row: Mapping[str, Any], of: Conversation, tokenizer: Any) -> Any:
         try:
-            return render(tokenizer, of.messages, row.get(self.config.tools_key) or ())
+            return render(tokenizer, of.messages, row.get(self.config.tools_key) or (), self._variables)
         except InvalidData as error:
             raise self._wrong(position, of.column, f"cannot be used: {error}") from error
 

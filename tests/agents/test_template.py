@@ -57,6 +57,14 @@ def test_a_turn_that_the_policy_ended_is_not_ended_twice() -> None:
     assert text(tokenizer, template.after_turn(answer, "<|endoftext|>")) == END + added
 
 
+def test_variables_of_the_template_are_in_what_is_appended() -> None:
+    thoughtless = "{% if add_generation_prompt and enable_thinking is false %}<think></think>{% endif %}"
+    tokenizer = tokenizer_with(CHATML + thoughtless)
+    answer = [{"role": "tool", "content": "42"}]
+    added = text(tokenizer, Template(tokenizer, {"enable_thinking": False}).after_turn(answer, END))
+    assert added == text(tokenizer, Template(tokenizer).after_turn(answer, END)) + "<think></think>"
+
+
 @pytest.mark.parametrize("template", [CHATML, FORGETFUL])
 def test_turn_by_turn_the_ids_are_those_of_the_whole_conversation(template: str) -> None:
     tokenizer = tokenizer_with(template)

@@ -334,6 +334,7 @@ def test_no_depth_has_room_for_an_unknown_key() -> None:
         *("CustomRewardConfig.reward_kwargs", "MultiTurnConfig.mcp_servers", "McpServerConfig.headers"),
         *(f"{section}.options" for section in ("AlgorithmConfig", "PolicyLossConfig", "RolloutConfig")),
         *("AlgorithmConfig.page_options", "RewardConfig.options", "DataConfig.options"),
+        "DataConfig.apply_chat_template_kwargs",
     }
     pods = ("labels", "annotations", "nodeSelector")
     labels = {f"{of}.{key}" for of in ("PodValues", "GroupValues", "ControllerValues") for key in pods}

@@ -168,6 +168,7 @@ UNREPLACED = (
             "rollout.val_kwargs.top_k is 1, so all answers",
         ),
         (["rollout={n: 2, do_sample: false}"], "rollout.do_sample is false, so all answers"),
+        (["data.apply_chat_template_kwargs.tools=[]"], "has tools, which is no variable of a chat template"),
         *((["plugins=" + text], words) for text, words in UNREPLACED),
         *((["trainer.default_local_dir=" + text], words) for text, words in UNREPLACED),
         (["rollout.agent.external.command=[run, '${oc.env:HOME}/x']"], "so ${oc.env:HOME} would stay as it is"),

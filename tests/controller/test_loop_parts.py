@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from rolemesh.roles import Roles, methods
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.services.controller.display.curves import draw_curves
 from rolemesh.services.controller.display.summary import accuracy_by_step
-from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState, settings_to_keep
+from rolemesh.services.controller.run.checkpoints import (
+    PROMPTS,
+    STEPS,
+    Checkpoints,
+    ControllerState,
+    settings_to_keep,
+)
 from rolemesh.services.controller.run.stopwatch import Stopwatch
 from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.services.controller.stages.advantages import apply_kl_penalty, compute_advantages
@@ -283,6 +290,44 @@ def test_groups_that_wait_have_the_components_that_they_were_judged_by(
         assert Checkpoints.read(tmp_path, settings).to_json() == state.to_json()
     with pytest.raises(InvalidConfig, match=rf"algorithm\.{key} is .* now and was"):
         Checkpoints.read(tmp_path, settings_to_keep(make_job(now), 10))
+
+
+@pytest.mark.parametrize(
+    ("job", "prompts", "refused"),
+    [
+        (
+            {"optim": {"lr_scheduler_type": "cosine"}},
+            ("a", "a"),
+            "trainer.total_training_steps is 8 now and was 4",
+        ),
+        (
+            {"optim": {"lr_warmup_steps_ratio": 0.1}},
+            ("a", "a"),
+            "trainer.total_training_steps is 8 now and was 4",
+        ),
+        ({"optim": {"lr_warmup_steps": 2}}, ("a", "a"), ""),
+        ({}, ("a", "a"), ""),
+        (
+            {},
+            ("a", "b"),
+            "digest of the tokenised prompts is 'b' now and was 'a'.*the date of the run's beginning",
+        ),
+    ],
+)
+def test_what_a_schedule_and_the_prompts_depend_on_belongs_to_the_run(
+    job: dict[str, Any], prompts: tuple[str, str], refused: str, tmp_path: Path
+) -> None:
+    before, now = (
+        settings_to_keep(make_job({"actor": job, "trainer": {"total_training_steps": steps}}), 10, digest)
+        for steps, digest in zip((4, 8), prompts, strict=True)
+    )
+    file = tmp_path / "controller.json"
+    file.write_text(ControllerState(1, {}, before).to_json())
+    with pytest.raises(InvalidConfig, match=refused) if refused else nullcontext():
+        Checkpoints.read(tmp_path, now)
+    of_an_earlier_version = {key: before[key] for key in before if key not in (STEPS, PROMPTS)}
+    file.write_text(ControllerState(1, {}, of_an_earlier_version).to_json())
+    assert Checkpoints.read(tmp_path, now).step == 1
 
 
 def test_a_run_goes_on_with_its_rules_and_one_of_an_earlier_version_with_any(tmp_path: Path) -> None:

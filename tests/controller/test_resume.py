@@ -161,6 +161,12 @@ async def test_resume_refuses_a_job_of_another_course_and_names_what_differs(
         InvalidConfig, match=r"data\.seed is 7 now and was 42; rollout\.seed is 8 now and was 42"
     ):
         await train(job)
+    next_day = load_tokenizer(unbroken.actor.model)
+    next_day.chat_template = "{{ date_string or '28 Nov' }}" + next_day.chat_template
+    with pytest.raises(
+        InvalidConfig, match=r"digest of the tokenised prompts is '.* now and was '.*date_string"
+    ):
+        Run(unbroken, next_day).finished()
 
 
 async def test_a_new_run_does_not_overwrite_the_checkpoints_of_an_old_one(

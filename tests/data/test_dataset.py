@@ -146,6 +146,23 @@ def test_a_row_of_a_data_set_of_arrows_has_no_fill_ins_either() -> None:
     ]
 
 
+def test_the_digest_tells_other_data_template_and_tokenizer_and_nothing_else(tmp_path: Path) -> None:
+    def digest(rows: list[Any], name: str = "a", tokenizer: Any = TOKENIZER, **config: Any) -> str:
+        file = write_rows(tmp_path / f"{name}.parquet", rows)
+        return PromptDataset([file], DataConfig(max_prompt_length=64, **config), tokenizer).digest
+
+    one = digest([row("ab"), row("cd")])
+    assert digest([row("ab"), row("cd", ability="x")], "b", seed=7) == one
+    assert digest([row("ab"), row("ce")]) != one  # as many rows, as long
+    assert digest([row("abc"), row("d")]) != one
+    assert digest([row("ab")]) != one
+    dated = byte_tokenizer()
+    dated.chat_template = "{{ date_string or '27 Nov' }}" + dated.chat_template
+    other = digest([row("ab"), row("cd")], tokenizer=dated)
+    fixed = {"date_string": "26 Nov"}
+    assert len({one, other, digest([row("ab"), row("cd")], "a", dated, apply_chat_template_kwargs=fixed)}) == 3
+
+
 @pytest.mark.parametrize(
     ("truncation", "left_over"),
     [

@@ -85,6 +85,21 @@ def test_ids_and_learned_tokens_are_those_that_transformers_says(template: str) 
     assert [int(turn > 0) for turn in turns] == expected["assistant_masks"]
 
 
+@pytest.mark.parametrize("template", [MARKED, byte_tokenizer().chat_template], ids=["marked", "without marks"])
+def test_variables_of_the_template_are_in_the_text_and_the_digest(template: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_with("{{ date_string }}" + template)
+    file = write_rows(tmp_path / "rows.parquet", [{"messages": [USER, SAYS]}])
+
+    def data(date: str) -> SupervisedDataset:
+        fixed = {"date_string": date}
+        return SupervisedDataset([file], DataConfig(max_length=64, apply_chat_template_kwargs=fixed), tokenizer)
+
+    text, taught = learned(data("26 Nov"))
+    assert text.startswith("26 Nov<|im_start|>user")
+    assert taught == ["5", "<|im_end|>"]
+    assert data("26 Nov").digest == data("26 Nov").digest != data("27 Nov").digest
+
+
 def test_a_template_that_rewrites_is_refused_unless_it_has_marks() -> None:
     says = "{{ m['content'] if loop.last else m['content'][:1] }}"
     template = "{% for m in messages %}" + says + "\n{% endfor %}"

@@ -52,7 +52,7 @@ class Speech:
     def __init__(self, job: JobConfig, tokenizer: Any) -> None:
         self._config = job.rollout.multi_turn
         self._tokenizer = tokenizer
-        self._template = Template(tokenizer)
+        self._template = Template(tokenizer, job.data.apply_chat_template_kwargs)
         self._template.check(self._config.template_rewrites)
         self._format = CALL_FORMATS[self._config.format]
         self._read = self._format.load()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -86,7 +84,7 @@ def settings_of(job: JobConfig, prompts: PromptDataset) -> dict[str, Any]:
         "trainer.device": job.trainer.device,
         "reward.skip_special_tokens": job.reward.skip_special_tokens,
         "plugins": list(job.plugins),
-        "the prompts' tokens": _digest(prompts),
+        "the prompts' tokens": prompts.digest,
         "the model's files": _files_of(job),
     }
 
@@ -98,13 +96,6 @@ def _keys(section: Config, name: str) -> dict[str, Any]:
         inner = getattr(section, key)
         found |= _keys(inner, f"{name}.{key}") if isinstance(inner, Config) else {f"{name}.{key}": value}
     return found
-
-
-def _digest(prompts: PromptDataset) -> str:
-    digest = hashlib.sha256(np.array(prompts.positions, np.int64).tobytes())
-    for batch in prompts.batches(512):
-        digest.update(batch["prompts"].numpy().tobytes() + batch["prompt_mask"].numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _files_of(job: JobConfig) -> list[tuple[str, int, int]]:

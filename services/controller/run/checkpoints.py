@@ -42,6 +42,14 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"global_step_(\d+)")
 PARTIAL = ".partial"
 RULES = "reward.rules"
+NUM_PROMPTS, PROMPTS = "prompts in data.train_files", "digest of the tokenised prompts"
+STEPS = "trainer.total_training_steps"
+HINT = (
+    ". The prompts' tokens depend on the content of data.train_files, on the tokenizer and on its chat "
+    "template. A template that writes today's date takes the date of the run's beginning from "
+    "data.apply_chat_template_kwargs, as in {date_string: 26 Jul 2024}"
+)
+NEW = (RULES, PROMPTS, STEPS)  # settings that a checkpoint of an earlier version lacks
 
 
 @dataclass(frozen=True)
@@ -72,17 +80,24 @@ class ControllerState:
         return json.dumps({name: value for name, value in vars(self).items() if name != "waiting"}, indent=1)
 
 
-def settings_to_keep(job: JobConfig, num_prompts: int) -> dict[str, Any]:
-    """Return the settings that determine a step's prompts, its sampled tokens, and the waiting groups.
+def settings_to_keep(job: JobConfig, num_prompts: int, prompts: str = "") -> dict[str, Any]:
+    """Return the settings that determine a step's prompts, its sampled tokens, the waiting groups, and the
+    learning rate's schedule.
 
     A resumed run must have the same ones, or it would be neither the old run nor a new one. In which dtype a
     role computes depends on its device, so actor and critic keep theirs in their own files.
+
+    Args:
+        job: with its number of steps.
+        num_prompts: of the training data.
+        prompts: digest of these prompts in token ids.
 
     Raises:
         InvalidConfig: the job uses a part of a plug-in that other processes would not import.
     """
     data, rollout, filter_groups = job.data, job.rollout, job.algorithm.filter_groups
     model, plugins = job.actor.model, used_plugins(job.plugins, job.parts)
+    optims = [job.actor.optim, *([job.critic.optim] if job.uses_critic else [])]
     return {
         **{f"revision of {role}'s model": read.revision or None for role, read in models_of(job).items()},
         "actor.model.lora_alpha": model.lora_alpha if model.lora_rank else None,
@@ -97,7 +112,8 @@ def settings_to_keep(job: JobConfig, num_prompts: int) -> dict[str, Any]:
         "algorithm.gdpo_reward_weights": list(job.algorithm.gdpo_reward_weights or ()) or None,
         "algorithm.filter_groups.metric": filter_groups.metric if filter_groups.enable else None,
         "data.train_files": [Path(file).name for file in data.train_files],
-        "prompts in data.train_files": num_prompts,
+        NUM_PROMPTS: num_prompts,
+        PROMPTS: prompts,
         "data.train_batch_size": data.train_batch_size,
         "data.gen_batch_size": data.gen_batch_size,
         "data.shuffle": data.shuffle,
@@ -105,6 +121,7 @@ def settings_to_keep(job: JobConfig, num_prompts: int) -> dict[str, Any]:
         "data.max_prompt_length": data.max_prompt_length,
         "data.max_response_length": data.max_response_length,
         RULES: job.reward.rules,
+        STEPS: job.trainer.total_training_steps if any(optim.depends_on_total for optim in optims) else None,
         "rollout.n": rollout.n,
         "rollout.seed": rollout.seed,
         "rollout.temperature": rollout.temperature,
@@ -183,8 +200,13 @@ class Checkpoints:
         return state
 
     @staticmethod
-    def read(path: Path, settings: dict[str, Any]) -> ControllerState:
+    def read(path: Path, settings: dict[str, Any], *, prompts_are_known: bool = True) -> ControllerState:
         """Read the controller's state from a checkpoint, without the waiting groups.
+
+        Args:
+            path: the checkpoint.
+            settings: `settings_to_keep` of the job.
+            prompts_are_known: False leaves out what depends on the prompts.
 
         Raises:
             CheckpointFailed: it is not readable.
@@ -200,7 +222,8 @@ class Checkpoints:
         differing = [
             f"{key} is {settings.get(key)!r} now and was {state.kept_settings.get(key)!r}"
             for key in state.kept_settings | settings
-            if not (key == RULES and key not in state.kept_settings)  # of an earlier version; `load` warns
+            if prompts_are_known or key not in (NUM_PROMPTS, PROMPTS)
+            if not (key in NEW and key not in state.kept_settings)  # `load` warns
             if state.kept_settings.get(key) != settings.get(key)
         ]
         if differing:
@@ -208,6 +231,7 @@ class Checkpoints:
             raise InvalidConfig(
                 f"{path} cannot be resumed exactly: {'; '.join(differing)}. Set them back, or start a new run "
                 f"from its weights: another trainer.experiment_name, and actor.model.{key}={path / 'actor'}"
+                f"{HINT if any(PROMPTS in each for each in differing) else ''}"
             )
         return state
 

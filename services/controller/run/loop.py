@@ -116,7 +116,8 @@ class Run:
         chosen = start_of(self.job, self._checkpoints).checkpoint
         if chosen is None or self.job.trainer.val_only:
             return None
-        step = self._checkpoints.read(chosen, self._settings_to_keep()).step
+        has_tools = self.job.rollout.multi_turn.enable  # whose descriptions are not in the prompts yet
+        step = self._checkpoints.read(chosen, self._settings_to_keep(), prompts_are_known=not has_tools).step
         if step < self.status.total_steps:
             return None
         self.status.add(*read_metrics(self.job.run_dir / "metrics.jsonl"))
@@ -361,7 +362,7 @@ class Run:
         return self.job.trainer.max_staleness if self.job.rollout.mode == "async" else 0
 
     def _settings_to_keep(self) -> dict[str, Any]:
-        return settings_to_keep(self.job, len(self._train))
+        return settings_to_keep(self.job, len(self._train), self._train.digest)
 
     def _state(self, step: int) -> ControllerState:
         sampling = self._sampling
