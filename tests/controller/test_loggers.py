@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -73,6 +74,48 @@ def test_mlflow_reads_back_one_run_that_goes_on(tmp_path: Path, monkeypatch: pyt
     assert run.data.metrics["val-core/digits/acc/mean_at_1"] == 0.5
 
 
+ODD = {
+    "val-core/deepmath(hard)/acc/mean@1": "val-core/deepmath_hard_/acc/mean_at_1",
+    "reward/a>b/mean": "reward/a_b/mean",
+    "reward/a+b/mean": "reward/a_b/mean_172f6489",  # a name of its own
+    "reward/a_b/mean": "reward/a_b/mean_24a3ad12",
+    "reward/Länge: 1.5-2/mean": "reward/Länge: 1.5-2/mean",
+    "/a//../.b\n/": "_/a/_/__/.b_/_",
+    "reward/" + "é" * 200: None,
+}
+
+
+@pytest.mark.parametrize("logger", ["mlflow", "tensorboard"])
+def test_any_name_arrives_and_a_bad_value_costs_no_other(
+    logger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    values: dict[str, Any] = dict(zip(ODD, range(len(ODD)), strict=True))
+    job = job_with(tmp_path / "run", logger)
+    job.run_dir.mkdir()
+    with Loggers(job, 0, Console(file=io.StringIO())) as loggers:
+        loggers.log(1, {"first": 1.0, **values, "last": 2.0})
+        loggers.log(2, {"first": 3.0, "bad": object(), "last": 4.0})  # type: ignore[dict-item]
+    assert caplog.text.count("could not log step 2") == 2  # Prometheus could not, either
+    assert "1 of 3 metrics are lost, first 'bad': " in caplog.text
+    if logger == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+        assert {tag: events.Scalars(tag)[0].value for tag in ODD} == values
+        assert [[each.value for each in events.Scalars(tag)] for tag in ("first", "last")] == [[1, 3], [2, 4]]
+        return
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "run" / "mlflow").as_uri())
+    found = client.get_run((tmp_path / "run" / "mlflow" / "run_id").read_text().strip()).data.metrics
+    assert (found.pop("first"), found.pop("last")) == (3, 4)
+    assert sorted(found.values()) == sorted(values.values())
+    for name, given in ODD.items():
+        if given:
+            assert found[given] == values[name]
+
+
 def wandb_records(file: Path) -> Iterator[bytes]:
     """The records of a .wandb file, a LevelDB log: blocks of 32 KiB, in them parts with a checksum (4 bytes),
     a length (2) and a kind (1): whole, first, middle, last. wandb has no public reader of its own files."""
@@ -112,6 +155,17 @@ def test_wandb_offline_reads_back_what_was_logged(tmp_path: Path, monkeypatch: p
             found.append((int(items["_step"]), json.loads(items[SCORE])))
     assert found == [(1, 0.25), (2, 0.5)]
     assert (tmp_path / "run" / "wandb" / "run_id").read_text().strip() in file.name
+
+    steps, out = MetricsFile(job.run_dir / "metrics.jsonl", 0), io.StringIO()
+    for step in (1, 2):
+        steps.log(step, {SCORE: 0.5})
+    steps.close()
+    with Loggers(job, 1, Console(file=out, width=20)):  # after a crash, from the checkpoint of step 1
+        pass
+    wandb.teardown()
+    assert out.getvalue().startswith(
+        "Weights & Biases keeps steps 2 to 2 as they were before this start, and drops "
+    )
 
 
 def test_the_console_has_a_header_and_a_row_for_each_step(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@ here.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import logging
 import os
+import re
 import secrets
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
@@ -22,6 +25,7 @@ from rolemesh.roles import Metrics
 from rolemesh.services.controller.display.summary import accuracy_by_step
 from rolemesh.services.controller.display.table import ACCURACY, StepTable
 from rolemesh.services.controller.record import STEP
+from rolemesh.services.controller.run.run_dir import read_metrics
 from rolemesh.telemetry.metrics import (
     STEP_ENDED,
     STEP_METRIC,
@@ -31,13 +35,18 @@ from rolemesh.telemetry.metrics import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MLFLOW_BATCH = 1000  # most metrics of a request
+MLFLOW_BYTES = 250  # of a name
+MLFLOW_INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's code where a metric, not the server, is the cause
 
 
 class Logger(Protocol):
     """A target for step metrics."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Write one step's metrics."""
+        """Write one step's metrics. One that cannot be written keeps no other from being written."""
         ...
 
     def close(self) -> None:
@@ -87,6 +96,22 @@ class Loggers:
             logger.close()
 
 
+def write_each(metrics: Mapping[str, T], write: Callable[[str, T], object]) -> None:
+    """Write every metric, and only then raise the first error.
+
+    Raises:
+        RolemeshError: some could not be written.
+    """
+    errors = []
+    for name, value in metrics.items():
+        try:
+            write(name, value)
+        except Exception as error:  # each library has its own
+            errors.append(f"{name!r:.100}: {type(error).__name__}: {error}")
+    if errors:
+        raise RolemeshError(f"{len(errors)} of {len(metrics)} metrics are lost, first {errors[0]}")
+
+
 class ConsoleLogger:
     """Prints the most important numbers of each step as a row of a table."""
 
@@ -116,8 +141,7 @@ class PrometheusLogger:
         TRAINING_STEP.set(step)
         if "timing_s/step" in metrics:
             STEP_SECONDS.observe(metrics["timing_s/step"])
-        for name, value in metrics.items():
-            STEP_METRIC.labels(name).set(value)
+        write_each(metrics, lambda name, value: STEP_METRIC.labels(name).set(value))
 
     def close(self) -> None:
         """Do nothing: nothing is buffered."""
@@ -132,21 +156,26 @@ class TensorboardLogger:
         self._writer: Any = SummaryWriter(str(job.run_dir / "tensorboard"), purge_step=start + 1)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        write_each(metrics, lambda name, value: self._writer.add_scalar(name, value, step))
 
     def close(self) -> None:
         self._writer.close()
 
 
 class WandbLogger:
-    """Logs to Weights & Biases. WANDB_MODE=offline keeps everything in <run directory>/wandb."""
+    """Logs to Weights & Biases. WANDB_MODE=offline keeps everything in <run directory>/wandb.
+
+    The server takes no step that it has already. So steps that a resumed run makes again stay there as the
+    earlier start made them, and the console says which.
+    """
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
         import wandb
 
         trainer = job.trainer
-        run_id = _kept_id(job.run_dir / "wandb" / "run_id", start, lambda: secrets.token_hex(4))
+        file = job.run_dir / "wandb" / "run_id"
+        goes_on = bool(start) and file.exists()
+        run_id = _kept_id(file, start, lambda: secrets.token_hex(4))
         self._run: Any = wandb.init(
             project=trainer.project_name,
             name=trainer.experiment_name,
@@ -155,9 +184,20 @@ class WandbLogger:
             id=run_id,
             resume="allow",
         )
+        logged = [int(record[STEP] or 0) for record in read_metrics(job.run_dir / "metrics.jsonl")]
+        newest = max([*logged, self._run.step - 1])
+        if goes_on and newest > start and not trainer.val_only:
+            console.print(
+                f"Weights & Biases keeps steps {start + 1} to {newest} as they were before this start, and "
+                "drops them as they are made again; metrics.jsonl has the new ones",
+                style="dim", highlight=False, soft_wrap=True,
+            )  # fmt: skip
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(metrics, step=step)
+        try:
+            self._run.log(metrics, step=step)
+        except Exception:  # of one value
+            write_each(metrics, lambda name, value: self._run.log({name: value}, step=step))
 
     def close(self) -> None:
         self._run.finish()
@@ -187,14 +227,46 @@ class MlflowLogger:
             return run_id
 
         self._run_id = _kept_id(directory / "run_id", start, new_run)
+        self._names: dict[str, str] = {}  # by which MLflow has them, to the metrics' own
 
     def log(self, step: int, metrics: Metrics) -> None:
-        for name, value in metrics.items():
-            # MLflow does not allow '@' in names.
-            self._client.log_metric(self._run_id, name.replace("@", "_at_"), value, step=step)
+        from mlflow.entities import Metric
+
+        now = time.time_ns() // 1_000_000
+        named = [(name, Metric(self._name(name), value, now, step)) for name, value in metrics.items()]
+        for at in range(0, len(named), MLFLOW_BATCH):
+            some = dict(named[at : at + MLFLOW_BATCH])
+            try:
+                self._client.log_batch(self._run_id, [*some.values()])
+            except Exception as error:
+                if getattr(error, "error_code", MLFLOW_INVALID) != MLFLOW_INVALID:
+                    raise  # the server's: each metric alone would wait for it, too
+                write_each(some, lambda _, metric: self._client.log_batch(self._run_id, [metric]))
+
+    def _name(self, name: str) -> str:
+        """Return the name that MLflow has for a metric; no two metrics have the same."""
+        given = mlflow_name(name)
+        if self._names.setdefault(given, name) != name:
+            given = _with_digest(given, name)
+        return given
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
+
+
+def mlflow_name(name: str) -> str:
+    """Change a metric's name as little as MLflow requires: letters, digits and _-. :/, as a path of 250 bytes.
+
+    `@` becomes `_at_`, and every other character `_`.
+    """
+    parts = [re.sub(r"[^\w.\- :]", "_", part.replace("@", "_at_")) for part in name.split("/")]
+    given = "/".join("_" * max(1, len(part)) if part in ("", ".", "..") else part for part in parts)
+    return given if len(given.encode()) <= MLFLOW_BYTES else _with_digest(given, name)
+
+
+def _with_digest(given: str, name: str) -> str:
+    digest = f"_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return given.encode()[: MLFLOW_BYTES - len(digest)].decode(errors="ignore") + digest
 
 
 START_HINTS = {
