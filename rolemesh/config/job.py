@@ -106,6 +106,11 @@ class JobConfig(Plugins):
         return "rollout" in self.page.roles
 
     @property
+    def steps_ahead(self) -> int:
+        """How many steps ahead of training the rollouts may generate: 0 with rollout.mode sync."""
+        return self.trainer.max_staleness if self.answers and self.rollout.mode == "async" else 0
+
+    @property
     def temperature(self) -> float:
         """Temperature of the distribution that log-probabilities are of; 0 if answers are greedy."""
         if not self.answers:

@@ -25,6 +25,12 @@ class TrainerConfig(Config):
         description="rollout.mode async: how many steps old the weights that generated a token may be; 0 is "
         "sync",
     )
+    max_rollout_kl: float | None = Field(
+        0.5,
+        gt=0,
+        description="without generation ahead: end the run before an update if rollout_corr/kl is above this, "
+        "in nats per token, since the engine then cannot have the actor's weights; null: never",
+    )
     critic_warmup: int = Field(0, ge=0, description="first steps, in which only the critic is trained")
     balance_batch: bool = Field(
         True,

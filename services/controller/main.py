@@ -76,6 +76,7 @@ async def control(
     """
     tune()
     warn_of_idle_keys(job)
+    warn_of_stale_rows(job)
     if needed:
         await refuse_scaled_down(needed, Cluster.in_pod())
     cluster = Cluster.in_pod() if scaled_down else None
@@ -113,6 +114,19 @@ def warn_of_idle_keys(job: JobConfig) -> None:
     for idle in job.idle_keys():
         if idle.is_set:
             log.warning("%s has no effect: %s", idle.key, idle.reason)
+
+
+def warn_of_stale_rows(job: JobConfig) -> None:
+    """Log a warning if generation runs ahead, and the loss neither clips nor weighs tokens of older weights."""
+    correction, loss = job.algorithm.rollout_correction, job.policy_loss
+    weighs = loss.has_ratio and not (loss.corrects and correction.loss_type == "reinforce")
+    if job.steps_ahead and not weighs and correction.rollout_is is None:
+        log.warning(
+            "rollout.mode is async, so tokens are of weights up to %d steps older than those that learn from "
+            "them, but the policy loss (%s) has neither a clip nor an importance weight; set "
+            "algorithm.rollout_correction.rollout_is to token, or trainer.max_staleness to 0",
+            *(job.steps_ahead + 1, loss.name),
+        )
 
 
 async def prepare(job: JobConfig) -> Run:

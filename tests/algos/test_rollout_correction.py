@@ -22,7 +22,8 @@ from rolemesh.algos.rollout_correction import (
 from rolemesh.config.job import make_job
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import InvalidConfig, WeightsUnavailable
+from rolemesh.services.controller.main import warn_of_stale_rows
 from rolemesh.services.controller.stages.advantages import apply_rollout_correction
 
 MASK = tensor([[True, True, True], [True, False, False]])
@@ -440,6 +441,54 @@ def test_without_a_correction_the_mismatch_is_reported_and_nothing_is_weighted()
     assert "rollout_is_weights" not in batch
     assert metrics["rollout_corr/kl"] == pytest.approx(-math.log(1.2) / 4)
     assert metrics["rollout_corr/rollout_is_raw_mean"] == pytest.approx(7.7 / 4)
+
+
+def far(kl: float) -> DataProto:
+    """Every token's log-probability differs by this much, in nats."""
+    return DataProto({"old_log_probs": ROLLOUT - kl, "rollout_log_probs": ROLLOUT, "response_mask": MASK})
+
+
+def test_an_engine_that_cannot_have_the_actors_weights_ends_the_run_before_the_update() -> None:
+    """Unless older weights are allowed: generation ahead, or no bound."""
+    with pytest.raises(WeightsUnavailable, match=r"kl is 0\.6 nats per token, above .*engine hf has"):
+        apply_rollout_correction(far(0.6), make_job({}))
+    apply_rollout_correction(far(0.4), make_job({}))
+    ahead = {"rollout": {"mode": "async"}}
+    for job in (ahead, {"trainer": {"max_rollout_kl": None}}, {"trainer": {"max_rollout_kl": 0.7}}):
+        apply_rollout_correction(far(0.6), make_job(job))
+    with pytest.raises(WeightsUnavailable):  # async, but none ahead
+        apply_rollout_correction(far(0.6), make_job(ahead | {"trainer": {"max_staleness": 0}}))
+
+
+REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
+
+
+@pytest.mark.parametrize(
+    ("loss_mode", "correction", "mode", "warned"),
+    [
+        ("gpg", {}, "async", True),
+        ("gpg", {}, "sync", False),
+        ("gpg", {"rollout_is": "token"}, "async", False),
+        ("vanilla", {}, "async", False),
+        ("bypass", REINFORCE, "async", True),
+        ("bypass", REINFORCE | {"rollout_is": "token"}, "async", False),
+        ("bypass", {"bypass_mode": True}, "async", False),
+    ],
+)
+def test_generation_ahead_without_clip_and_weight_is_warned_of(
+    loss_mode: str, correction: dict[str, Any], mode: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job(
+        {
+            "algorithm": {"rollout_correction": correction},
+            "actor": {"policy_loss": {"loss_mode": loss_mode}},
+            "rollout": {"mode": mode},
+        }
+    )
+    warn_of_stale_rows(job)
+    words = f"up to 2 steps older than those that learn from them, but the policy loss ({loss_mode}) has"
+    assert (words in caplog.text) is warned
+    assert bool(caplog.text) is warned
 
 
 def test_a_batch_without_a_sampled_token_has_finite_metrics() -> None:

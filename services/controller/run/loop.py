@@ -139,7 +139,7 @@ class Run:
         if self.job.rollout.multi_turn.enable:
             await self._meet_agents(roles.environment)
             rollout = Conversing(rollout, roles.environment, self.job, self._tokenizer)
-        ahead = Ahead(rollout, self._upcoming, self._max_staleness)
+        ahead = Ahead(rollout, self._upcoming, self.job.steps_ahead)
         if self.job.answers:
             roles = replace(roles, rollout=ahead)
         self._roles = bypassing(timed(roles, self._stopwatch), self.job)
@@ -356,10 +356,6 @@ class Run:
             return None
         rollout = self.job.rollout
         return fan_out(self._prompts(number), rollout.sampling[sampling].n, rollout.seed, number, sampling)
-
-    @property
-    def _max_staleness(self) -> int:
-        return self.job.trainer.max_staleness if self.job.rollout.mode == "async" else 0
 
     def _settings_to_keep(self) -> dict[str, Any]:
         return settings_to_keep(self.job, len(self._train), self._train.digest)

@@ -9,7 +9,7 @@ from rolemesh.algos.kl import kl_penalty
 from rolemesh.algos.rollout_correction import correct
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidConfig
+from rolemesh.errors import InvalidConfig, WeightsUnavailable
 from rolemesh.graph import node
 from rolemesh.roles import Metrics
 
@@ -41,6 +41,10 @@ def apply_rollout_correction(batch: DataProto, job: JobConfig) -> tuple[DataProt
 
     Returns:
         The batch, and metrics of how far the engine's policy is from the actor's, corrected or not.
+
+    Raises:
+        WeightsUnavailable: no generation runs ahead, and yet the policies are further apart than
+            trainer.max_rollout_kl.
     """
     if job.algorithm.rollout_correction.bypass_mode:
         return batch, {}
@@ -50,6 +54,14 @@ def apply_rollout_correction(batch: DataProto, job: JobConfig) -> tuple[DataProt
         batch["response_mask"],
         job.algorithm.rollout_correction,
     )
+    limit, kl = job.trainer.max_rollout_kl, found.metrics["rollout_corr/kl"]
+    if limit is not None and kl > limit and not job.steps_ahead:
+        raise WeightsUnavailable(
+            f"rollout_corr/kl is {kl:.3g} nats per token, above trainer.max_rollout_kl {limit:g}, although the "
+            f"rollouts should have the actor's weights: engine {job.engine.name} has others, or computes with "
+            "them otherwise. Nothing was learned from these responses. Compare dtype and quantization of both; "
+            "set max_rollout_kl higher, or to null, if the difference is meant"
+        )
     if found.weights is not None:
         batch["rollout_is_weights"] = found.weights
     if found.accepted is not None:
