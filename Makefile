@@ -11,7 +11,7 @@ IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' role
 TARGET ?= cpu
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-engines test-tools examples stress mutation setup vllm lint format chart proto test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
+.PHONY: help run test test-engines test-tools examples stress mutation setup vllm lint format chart proto released test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \
 	curves docs lock check-locks image test-cluster demo-cluster clean
 
 help: ## this list
@@ -91,6 +91,7 @@ chart: .venv/bin/helm ## what the chart has from the job file's types and config
 
 lint: setup .venv/.buf ## buf, ruff and mypy --strict
 	$(BIN)/buf lint proto
+	$(BIN)/buf breaking proto --against proto/released.binpb
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -45,7 +45,7 @@ ROOMS = [
     "proto",
     "scripts",
 ]
-NO_TEXT = (".png", ".lock", ".pyc", ".tgz", ".safetensors")
+NO_TEXT = (".png", ".lock", ".pyc", ".tgz", ".safetensors", ".binpb")
 
 
 @cache

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from grpc_health.v1 import health_pb2
 
@@ -74,3 +79,32 @@ async def test_a_method_without_a_dispatch_is_refused_by_the_client_that_spreads
     dispatcher = Dispatcher(ReplicaPool("rollout", ["127.0.0.1:1"], patience_s=0.0), WEIGHTS, timeout_s=1.0)
     with pytest.raises(AssertionError, match=r"GetManifest: the \.proto declares no dispatch"):
         await dispatcher.call("GetManifest", GetManifestRequest())
+
+
+BUF = Path(sys.executable).with_name("buf")  # make lint installs it
+
+
+@pytest.mark.skipif(not BUF.exists(), reason="buf is not installed")
+@pytest.mark.parametrize(
+    ("file", "before", "after", "said"),
+    [
+        ("critic", "", "", ""),
+        ("weights", "  uint64 version = 1;", "  uint64 version = 1;\n  uint64 more = 99;", ""),
+        ("weights", "  uint64 version = 1;", "  uint64 version = 77;", 'present field "1" with name "version"'),
+        ("weights", "  uint64 version = 1;", "  string version = 1;", 'from "uint64" to "string"'),
+        ("reference", "rpc ComputeLogProbs", "rpc ComputeLogProb", '"ComputeLogProbs" on service'),
+    ],
+)
+def test_a_contract_that_breaks_the_last_releases_is_refused(
+    file: str, before: str, after: str, said: str, tmp_path: Path
+) -> None:
+    proto = Path(__file__).parents[2] / "proto"
+    shutil.copytree(proto, tmp_path / "proto")
+    changed = tmp_path / "proto" / "rolemesh" / "v1" / f"{file}.proto"
+    text = changed.read_text()
+    assert before in text
+    changed.write_text(text.replace(before, after, 1) if before else text)
+    command = [BUF, "breaking", tmp_path / "proto", "--against", proto / "released.binpb"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode == 0) is (not said), done.stdout + done.stderr
+    assert said in done.stdout
