@@ -100,8 +100,12 @@ format: setup ## fix what ruff can fix, and lay the code out
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-proto: setup ## generate rolemesh/v1 from proto/
+proto: setup ## generate rolemesh/v1 and the servicers' base classes from proto/
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+	$(BIN)/python scripts/generate-servicers
+
+released: setup .venv/.buf ## at a release: the descriptors that later .proto files must not break
+	$(BIN)/buf build proto --exclude-source-info -o proto/released.binpb
 
 dashboards: setup ## generate charts/rlhf-job/dashboards from monitoring/
 	$(BIN)/python -m monitoring.dashboards

@@ -128,6 +128,18 @@ def test_workers_do_no_grpc_and_servicers_do_no_torch() -> None:
             assert not [name for name in imports(path) if name.split(".")[0] == "torch"], name_of(path)
 
 
+def test_a_context_of_a_call_has_a_type() -> None:
+    """Servicers derive from rolemesh/rpc/serving/servicers.py, whose methods take one."""
+    untyped = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in OURS
+        for node in nodes(path)
+        if isinstance(node, ast.arg) and node.arg == "context"
+        if node.annotation is None or ast.unparse(node.annotation) == "Any"
+    ]
+    assert untyped == []
+
+
 def test_a_batch_reaches_a_model_by_one_check() -> None:
     """A worker computes what it is given. Under every placement processes/serve.py alone makes workers, each
     for its servicer, from the catalog of roles; and the guard looks at its batches once

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
-from typing import Any
 
 from rolemesh.errors import InvalidBatch
+from rolemesh.rpc.serving.handlers import Context
+from rolemesh.rpc.serving.servicers import WeightsServiceBase
 from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import (
     FetchRangeRequest,
@@ -26,13 +27,13 @@ MAX_WAIT_S = 30.0
 WATCH_BYTES = LEAST_BYTES
 
 
-class WeightsServicer:
+class WeightsServicer(WeightsServiceBase):
     """Implements WeightsService."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
 
-    async def GetManifest(self, request: GetManifestRequest, context: Any) -> GetManifestResponse:
+    async def GetManifest(self, request: GetManifestRequest, context: Context) -> GetManifestResponse:
         if not (math.isfinite(request.wait_s) and request.wait_s >= 0):
             raise InvalidBatch(f"wait_s is {request.wait_s}; expected a number of seconds, 0 or more")
         holding = await self._store.get(request.version, request.digest, min(request.wait_s, MAX_WAIT_S))
@@ -40,7 +41,7 @@ class WeightsServicer:
             return GetManifestResponse(manifest=holding.serialized, striped=holding.striped.message())
         return GetManifestResponse(manifest=holding.serialized, shared=holding.region.shared)
 
-    async def FetchRange(self, request: FetchRangeRequest, context: Any) -> AsyncIterator[bytes]:
+    async def FetchRange(self, request: FetchRangeRequest, context: Context) -> AsyncIterator[bytes]:
         holding = await self._store.get(request.version, request.digest)
         at, end = request.offset, request.offset + request.length
         if end > holding.num_bytes:
@@ -58,7 +59,7 @@ class WeightsServicer:
             at = part
 
     async def WatchRegion(
-        self, request: WatchRegionRequest, context: Any
+        self, request: WatchRegionRequest, context: Context
     ) -> AsyncIterator[WatchRegionResponse]:
         holding = await self._store.get(request.version, request.digest)
         if holding.striped:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Actor, Reference
+from rolemesh.rpc.serving.handlers import Context
+from rolemesh.rpc.serving.servicers import ActorServiceBase, ReferenceServiceBase
 from rolemesh.rpc.serving.trained import TrainedServicer
 from rolemesh.services.actor.worker import ActorWorker, ReferenceWorker
 from rolemesh.telemetry import metrics
@@ -17,7 +18,7 @@ from rolemesh.weights.manifest import check_version
 from rolemesh.weights.store import WeightStore
 
 
-class ActorServicer(TrainedServicer):
+class ActorServicer(TrainedServicer, ActorServiceBase):
     """Implements ActorService."""
 
     def __init__(self, worker: ActorWorker, store: WeightStore | None = None) -> None:
@@ -27,18 +28,18 @@ class ActorServicer(TrainedServicer):
         self._store = store or WeightStore()
         self._published: HeldVersion | None = None
 
-    async def ComputeLogProbs(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
+    async def ComputeLogProbs(self, batch: DataProto, context: Context) -> AsyncIterator[DataProto]:
         yield await self._worker.compute_log_probs(batch)
 
-    async def ComputeRefLogProbs(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
+    async def ComputeRefLogProbs(self, batch: DataProto, context: Context) -> AsyncIterator[DataProto]:
         yield await self._worker.compute_ref_log_probs(batch)
 
-    async def Update(self, batch: DataProto, context: Any) -> checkpoint_pb2.UpdateResponse:
+    async def Update(self, batch: DataProto, context: Context) -> checkpoint_pb2.UpdateResponse:
         self._published = None  # the weights change, even if the next version has the same number
         return await super().Update(batch, context)
 
     async def PublishWeights(
-        self, request: actor_pb2.PublishWeightsRequest, context: Any
+        self, request: actor_pb2.PublishWeightsRequest, context: Context
     ) -> actor_pb2.PublishWeightsResponse:
         check_version(request.version)
         if self._published is None or self._published.version != request.version:
@@ -53,7 +54,7 @@ class ActorServicer(TrainedServicer):
         return actor_pb2.PublishWeightsResponse(version=request.version, digest=self._published.digest)
 
     async def LoadCheckpoint(
-        self, request: checkpoint_pb2.LoadCheckpointRequest, context: Any
+        self, request: checkpoint_pb2.LoadCheckpointRequest, context: Context
     ) -> checkpoint_pb2.LoadCheckpointResponse:
         response = await super().LoadCheckpoint(request, context)
         self._store.clear("a checkpoint was loaded")
@@ -61,12 +62,12 @@ class ActorServicer(TrainedServicer):
         return response
 
 
-class ReferenceServicer:
+class ReferenceServicer(ReferenceServiceBase):
     """Implements ReferenceService."""
 
     def __init__(self, worker: ReferenceWorker) -> None:
         self._worker: Reference = worker
         self.validator = worker.validator
 
-    async def ComputeLogProbs(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
+    async def ComputeLogProbs(self, batch: DataProto, context: Context) -> AsyncIterator[DataProto]:
         yield await self._worker.compute_log_probs(batch)

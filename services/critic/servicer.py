@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Critic
+from rolemesh.rpc.serving.handlers import Context
+from rolemesh.rpc.serving.servicers import CriticServiceBase
 from rolemesh.rpc.serving.trained import TrainedServicer
 from rolemesh.services.critic.worker import CriticWorker
 
 
-class CriticServicer(TrainedServicer):
+class CriticServicer(TrainedServicer, CriticServiceBase):
     """Implements CriticService."""
 
     def __init__(self, worker: CriticWorker) -> None:
@@ -19,5 +20,5 @@ class CriticServicer(TrainedServicer):
         self._worker: Critic = worker
         self.validator = worker.validator
 
-    async def ComputeValues(self, batch: DataProto, context: Any) -> AsyncIterator[DataProto]:
+    async def ComputeValues(self, batch: DataProto, context: Context) -> AsyncIterator[DataProto]:
         yield await self._worker.compute_values(batch)

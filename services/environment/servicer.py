@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rolemesh.errors import RoleBusy
 from rolemesh.roles import Environment
 from rolemesh.rpc.errors import to_status
+from rolemesh.rpc.serving.handlers import Context
+from rolemesh.rpc.serving.servicers import EnvironmentServiceBase
 from rolemesh.services.environment.worker import EnvironmentWorker
 from rolemesh.v1.environment_pb2 import (
     ActRequest,
@@ -20,24 +20,24 @@ from rolemesh.v1.environment_pb2 import (
 )
 
 
-class EnvironmentServicer:
+class EnvironmentServicer(EnvironmentServiceBase):
     """Implements EnvironmentService."""
 
     def __init__(self, worker: EnvironmentWorker) -> None:
         self._worker: Environment = worker
 
-    async def Describe(self, request: DescribeRequest, context: Any) -> DescribeResponse:
+    async def Describe(self, request: DescribeRequest, context: Context) -> DescribeResponse:
         return await self._worker.describe(request)
 
-    async def OpenEpisode(self, request: OpenEpisodeRequest, context: Any) -> OpenEpisodeResponse:
+    async def OpenEpisode(self, request: OpenEpisodeRequest, context: Context) -> OpenEpisodeResponse:
         try:
             return await self._worker.open_episode(request)
         except RoleBusy as error:  # the worker's own, raised before it begins; the guard knows only others'
             await context.abort(*to_status(error))
             raise
 
-    async def Act(self, request: ActRequest, context: Any) -> ActResponse:
+    async def Act(self, request: ActRequest, context: Context) -> ActResponse:
         return await self._worker.act(request)
 
-    async def CloseEpisode(self, request: CloseEpisodeRequest, context: Any) -> CloseEpisodeResponse:
+    async def CloseEpisode(self, request: CloseEpisodeRequest, context: Context) -> CloseEpisodeResponse:
         return await self._worker.close_episode(request)

@@ -7,12 +7,14 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, cast
+from typing import cast
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import Rollout
 from rolemesh.rpc.metadata import VERSION_KEY
+from rolemesh.rpc.serving.handlers import Context
+from rolemesh.rpc.serving.servicers import RolloutServiceBase
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.telemetry import metrics
 from rolemesh.v1 import rollout_pb2
@@ -22,7 +24,7 @@ from rolemesh.weights.store import WeightStore
 OWN_SHARE = 0.9  # of the caller's deadline, so that an error reaches the caller in time
 
 
-class RolloutServicer:
+class RolloutServicer(RolloutServiceBase):
     """Implements RolloutService.
 
     Args:
@@ -50,7 +52,7 @@ class RolloutServicer:
         if self._on_serving is not None:
             await self._on_serving(bool(self._taken))
 
-    async def Generate(self, prompts: DataProto, context: Any) -> AsyncIterator[DataProto]:
+    async def Generate(self, prompts: DataProto, context: Context) -> AsyncIterator[DataProto]:
         await self._check_version(context)
         generated = self._worker.generate(prompts)
         async with aclosing(cast(AsyncGenerator[DataProto, None], generated)) as batches:
@@ -58,7 +60,7 @@ class RolloutServicer:
                 yield batch
 
     async def UpdateWeights(
-        self, request: rollout_pb2.UpdateWeightsRequest, context: Any
+        self, request: rollout_pb2.UpdateWeightsRequest, context: Context
     ) -> rollout_pb2.UpdateWeightsResponse:
         left_s = min(context.time_remaining() or math.inf, self._longest_s)
         source = RemoteWeights(
@@ -105,7 +107,7 @@ class RolloutServicer:
         if source.is_fetched and not isinstance(error, WeightsUnavailable):
             self._taken = ""  # the swap may have failed halfway
 
-    async def _check_version(self, context: Any) -> None:
+    async def _check_version(self, context: Context) -> None:
         """Raise RoleUnavailable unless this replica holds the version that the caller expects.
 
         A restarted replica holds the model directory's weights. It gets no work until the client has sent it

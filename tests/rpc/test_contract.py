@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2
 
+from rolemesh.catalog.catalog import load
+from rolemesh.catalog.roles import ROLES
+from rolemesh.dataproto import DataProto
 from rolemesh.roles import Actor, Critic, Reference, Reward, Rollout
 from rolemesh.rpc.calling.dispatch import Dispatcher
 from rolemesh.rpc.calling.pool import ReplicaPool
 from rolemesh.rpc.contract import (
     ACTOR,
     CRITIC,
+    ENVIRONMENT,
     FRAME,
     REFERENCE,
     REWARD,
@@ -26,8 +32,12 @@ from rolemesh.rpc.contract import (
     rpcs,
     serializer,
 )
+from rolemesh.rpc.serving import servicers
+from rolemesh.rpc.serving.handlers import Context
+from rolemesh.services.controller.service.servicer import ControllerServicer
 from rolemesh.v1.data_pb2 import DISPATCH_BROADCAST, DISPATCH_SHARD_ROWS, DISPATCH_UNSPECIFIED, Dispatch
 from rolemesh.v1.weights_pb2 import GetManifestRequest
+from rolemesh.weights.service import WeightsServicer
 
 ROLE_RPCS = [rpc for service in (ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT) for rpc in rpcs(service)]
 
@@ -79,6 +89,31 @@ async def test_a_method_without_a_dispatch_is_refused_by_the_client_that_spreads
     dispatcher = Dispatcher(ReplicaPool("rollout", ["127.0.0.1:1"], patience_s=0.0), WEIGHTS, timeout_s=1.0)
     with pytest.raises(AssertionError, match=r"GetManifest: the \.proto declares no dispatch"):
         await dispatcher.call("GetManifest", GetManifestRequest())
+
+
+# ------------------------------------------------------------------------------------------- servicers
+
+
+def test_the_bases_of_servicers_are_what_the_protos_generate() -> None:
+    generator = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "generate-servicers"))
+    assert generator["FILE"].read_text() == generator["generated"]()
+
+
+def test_every_servicer_derives_from_its_base_and_one_that_misspells_an_rpc_cannot_be_made() -> None:
+    for service in (ACTOR, CRITIC, ENVIRONMENT, REFERENCE, REWARD, ROLLOUT):
+        [role] = (role for role in ROLES.values() if load(role.service) is service)
+        base = getattr(servicers, f"{service.name}Base")
+        assert issubclass(load(role.servicer), base)
+        assert base.__abstractmethods__ == {rpc.name for rpc in rpcs(service)}
+    assert issubclass(WeightsServicer, servicers.WeightsServiceBase)
+    assert issubclass(ControllerServicer, servicers.ControllerServiceBase)
+
+    class Misspelt(servicers.RewardServiceBase):
+        async def ComputeScore(self, batch: DataProto, context: Context) -> AsyncIterator[DataProto]:
+            yield batch
+
+    with pytest.raises(TypeError, match=r"abstract method '?ComputeScores"):
+        Misspelt()  # type: ignore[abstract]
 
 
 BUF = Path(sys.executable).with_name("buf")  # make lint installs it

@@ -82,7 +82,7 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # 
         super().__init__()
         self._life, self._why, self._hung, self._fingerprints = life, why, hung, fingerprints
 
-    async def Check(self, request: Any, context: Any) -> Any:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
         answer = await super().Check(request, context)
         trailing = [(LIFE_KEY, self._life)]
         why = self._hung() if request.service == LIVE else self._why()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.roles import Metrics
+from rolemesh.rpc.serving.handlers import Context
 from rolemesh.rpc.serving.terms import Terms
 from rolemesh.v1 import checkpoint_pb2
 
@@ -41,23 +42,23 @@ class TrainedServicer:
         self._trained = trained
         self.terms = Terms(trained.role, trained.job.run_dir)
 
-    async def Update(self, batch: DataProto, context: Any) -> checkpoint_pb2.UpdateResponse:
+    async def Update(self, batch: DataProto, context: Context) -> checkpoint_pb2.UpdateResponse:
         return checkpoint_pb2.UpdateResponse(metrics=await self._trained.update(batch))
 
     async def BeginCheckpoint(
-        self, request: checkpoint_pb2.BeginCheckpointRequest, context: Any
+        self, request: checkpoint_pb2.BeginCheckpointRequest, context: Context
     ) -> checkpoint_pb2.BeginCheckpointResponse:
         await self._trained.begin_checkpoint(Path(request.directory))
         return checkpoint_pb2.BeginCheckpointResponse()
 
     async def FinishCheckpoint(
-        self, request: checkpoint_pb2.FinishCheckpointRequest, context: Any
+        self, request: checkpoint_pb2.FinishCheckpointRequest, context: Context
     ) -> checkpoint_pb2.FinishCheckpointResponse:
         await self._trained.finish_checkpoint(Path(request.directory))
         return checkpoint_pb2.FinishCheckpointResponse()
 
     async def LoadCheckpoint(
-        self, request: checkpoint_pb2.LoadCheckpointRequest, context: Any
+        self, request: checkpoint_pb2.LoadCheckpointRequest, context: Context
     ) -> checkpoint_pb2.LoadCheckpointResponse:
         await self._trained.load_checkpoint(Path(request.directory) if request.directory else None)
         return checkpoint_pb2.LoadCheckpointResponse()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from rolemesh.rpc.serving.handlers import Context
+from rolemesh.rpc.serving.servicers import ControllerServiceBase
 from rolemesh.services.controller.record import ENDED_AT, STEP, Record
 from rolemesh.services.controller.service.status import RunStatus
 from rolemesh.v1 import controller_pb2 as pb
@@ -18,7 +20,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["ControllerService"]
 REPLICAS_EVERY_S = 2.0  # polling interval for replicas, whose changes are not signalled
 
 
-class ControllerServicer:
+class ControllerServicer(ControllerServiceBase):
     """Implements ControllerService. It can be served before the run starts and after it ends.
 
     Args:
@@ -29,7 +31,7 @@ class ControllerServicer:
     def __init__(self, status: RunStatus, clients: Mapping[str, RoleClient] = MappingProxyType({})) -> None:
         self._status, self._clients = status, clients
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         status = self._status
         return pb.GetStatusResponse(
             job=status.job,
@@ -44,24 +46,24 @@ class ControllerServicer:
         )
 
     async def WatchStatus(
-        self, request: pb.WatchStatusRequest, context: Any
+        self, request: pb.WatchStatusRequest, context: Context
     ) -> AsyncIterator[pb.WatchStatusResponse]:
         async for _ in self._status.changes(REPLICAS_EVERY_S):
             yield pb.WatchStatusResponse(status=await self.GetStatus(pb.GetStatusRequest(), context))
 
-    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
         async for record in self._status.watch(request.after_step):
             yield pb.WatchResponse(record=to_message(record))
 
-    async def Pause(self, request: pb.PauseRequest, context: Any) -> pb.PauseResponse:
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
         self._status.pause()
         return pb.PauseResponse()
 
-    async def Resume(self, request: pb.ResumeRequest, context: Any) -> pb.ResumeResponse:
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
         self._status.resume()
         return pb.ResumeResponse()
 
-    async def Stop(self, request: pb.StopRequest, context: Any) -> pb.StopResponse:
+    async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopResponse:
         self._status.request_stop()
         return pb.StopResponse()
 
