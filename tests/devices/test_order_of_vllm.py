@@ -17,6 +17,8 @@ from recorded_vllm import RecordedEngine, RecordedVllm
 from vllm_source import Source
 
 from rolemesh.config.job import make_job
+from rolemesh.config.rollout import SamplingConfig
+from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed, RoleUnavailable, Unsupported
 from rolemesh.services.rollout.engines.vllm import engine as module
 
@@ -71,6 +73,38 @@ async def test_asleep_it_takes_no_weights(vllm: RecordedVllm) -> None:
     assert vllm.calls[4:] == [PAUSE, "worker.take_weights()", "update_weight_version(1)", RESUME]
 
 
+LOADED = ["worker.wake_up(['weights'])", "worker.take_weights()"]
+CACHED = ["worker.wake_up(['kv_cache'])", RESUME]
+
+
+async def test_weights_that_the_host_has_are_dropped_and_what_follows_is_loaded_before_the_cache(
+    vllm: RecordedVllm,
+) -> None:
+    engine = engine_of(vllm)
+    await engine.load_weights(1, NEW)
+    vllm.calls.clear()
+    assert (await engine.sleep(), await engine.wake()) == (0, 0)
+    assert vllm.calls == [PAUSE, "worker.sleep(2)"]  # woken, it waits for a version, so as to load only that
+    await engine.load_weights(2, NEW)
+    assert vllm.calls[2:] == [*LOADED, "update_weight_version(2)", *CACHED]
+
+
+async def test_without_new_weights_those_that_were_dropped_are_loaded_once_they_are_needed(
+    vllm: RecordedVllm,
+) -> None:
+    engine = engine_of(vllm)
+    await engine.load_weights(1, NEW)
+    vllm.calls.clear()
+    for _ in range(2):  # a second sleep comes before anything needed the weights
+        await engine.sleep()
+        await engine.wake()
+    again = [PAUSE, "worker.sleep(2)"]
+    assert vllm.calls == [*again, *LOADED, *CACHED, *again]
+    none = {"prompts": torch.zeros(0, 1), "prompt_mask": torch.zeros(0, 1), "seeds": torch.zeros(0)}
+    assert [rows async for rows in engine.generate(DataProto(none), SamplingConfig())] == []
+    assert vllm.calls[-4:] == [*LOADED, *CACHED]
+
+
 @pytest.mark.parametrize("call", ["worker.take_weights", "worker.sleep", "worker.wake_up"])
 async def test_an_engine_that_fails_half_way_ends(vllm: RecordedVllm, call: str) -> None:
     engine, vllm.fails_at = engine_of(vllm), call
@@ -79,6 +113,7 @@ async def test_an_engine_that_fails_half_way_ends(vllm: RecordedVllm, call: str)
         await engine.load_weights(1, NEW)
         await engine.sleep()
         await engine.wake()
+        await engine.load_weights(2, NEW)
 
     with pytest.raises(RoleFailed, match=f"{call} failed"):
         await used()

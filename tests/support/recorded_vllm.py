@@ -14,6 +14,7 @@ from rolemesh.config import JobConfig
 from rolemesh.services.rollout.engines.vllm.engine import VllmEngine
 from rolemesh.services.rollout.engines.vllm.extension import RolloutExtension
 
+MEMORY = ("weights", "kv_cache")
 ASYNC_LLM = "vllm.v1.engine.async_llm:AsyncLLM"
 
 
@@ -33,7 +34,8 @@ class RecordedVllm:
     def __init__(self, source: Source) -> None:
         self._source = source
         self.calls: list[str] = []
-        self.is_paused = self.is_asleep = self.has_ended = False
+        self.is_paused = self.has_ended = False
+        self._lacks: set[str] = set()  # tags of the memory that sleeps
         self.fails_at = ""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -47,8 +49,8 @@ class RecordedVllm:
             method, positional = given["method"], given.get("args", ())
             own = getattr(RolloutExtension, method, None)
             its = self._signature(WORKER, method) if own is None else _bound(own)
-            its.bind(*positional)
-            self._happen(f"worker.{method}", dict(enumerate(positional)) if own is None else {})
+            bound = its.bind(*positional).arguments
+            self._happen(f"worker.{method}", bound if own is None else {})
             return [None]
 
         return call
@@ -64,12 +66,13 @@ class RecordedVllm:
         return found
 
     def _happen(self, name: str, given: dict[Any, Any]) -> None:
-        awake_and_paused = self.is_paused and not self.is_asleep
+        tags = set(given.get("tags") or MEMORY)
         allowed = {
-            "worker.sleep": awake_and_paused,  # vLLM asserts nothing, and rows would read memory that is gone
-            "worker.wake_up": self.is_asleep,
-            "worker.take_weights": awake_and_paused,
-            "resume_generation": awake_and_paused,
+            # vLLM asserts nothing, and rows would read memory that is gone
+            "worker.sleep": self.is_paused and not self._lacks,
+            "worker.wake_up": tags <= self._lacks,
+            "worker.take_weights": self.is_paused and "weights" not in self._lacks,
+            "resume_generation": self.is_paused and not self._lacks,
         }
         assert allowed.get(name, True), f"{name} after {self.calls}"
         shown = ", ".join(str(value) for value in given.values())
@@ -78,7 +81,10 @@ class RecordedVllm:
             raise RuntimeError(f"{name} failed")
         self.is_paused |= name == "pause_generation"
         self.is_paused &= name != "resume_generation"
-        self.is_asleep = {"worker.sleep": True, "worker.wake_up": False}.get(name, self.is_asleep)
+        if name == "worker.sleep":
+            self._lacks = {*MEMORY}
+        elif name == "worker.wake_up":
+            self._lacks -= tags
 
 
 def _bound(method: Callable[..., Any]) -> inspect.Signature:

@@ -57,6 +57,10 @@ ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",  # models are local directories
     "VLLM_LOGGING_CONFIG_PATH": str(owner.LOGGING),
+    # FlashInfer's sampler has neither seeds nor processed log-probabilities, so vLLM would only import it.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # float32 is float32: vLLM's attention for it, written in Triton, would multiply in TF32.
+    "TRITON_F32_DEFAULT": "ieee",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads of gRPC, which do not survive a fork
 }
 BIND = "VLLM_CPU_OMP_THREADS_BIND"

@@ -59,7 +59,9 @@ class VllmEngine:
             rollout = job.rollout.model_copy(update={"dtype": dtype})
             self._start(job.model_copy(update={"rollout": rollout}))
         self._version = 0
+        self._held: RegionTensors | None = None  # the weights in use; None: the model directory's
         self._asleep = False
+        self._is_bare = False  # awake without weights and KV cache; see `wake`
         self._changing = asyncio.Lock()  # for changes of weights, and for sleep and wake
         self._numbers = itertools.count()  # names of requests
         self._rows: set[asyncio.Task[Any]] = set()
@@ -96,6 +98,7 @@ class VllmEngine:
         return self._version
 
     async def generate(self, prompts: DataProto, sampling: SamplingConfig) -> AsyncGenerator[DataProto, None]:
+        await self._filled()
         arguments = sampling_arguments(self._job, sampling, self._ends)
         rows = [asyncio.create_task(self._row(row, arguments)) for row in rows_to_generate(prompts)]
         self._rows.update(rows)
@@ -162,11 +165,11 @@ class VllmEngine:
                 raise Unsupported("rollout: the engine sleeps, and takes no weights before it wakes")
             held = tensors if isinstance(tensors, RegionTensors) else await _copy(version, tensors)
             place = held.place
-            async with self._paused():
+            async with self._bare() if self._is_bare else self._paused():
                 await self._on_all_ranks("take_weights", *place)
                 if self._names_versions:
                     await self._answer(self._living().update_weight_version(str(version)))
-                self._version = version
+                self._version, self._held = version, held
 
     async def read_weights(self) -> dict[str, Tensor]:
         """Read back the weights in use, in rollout.dtype, under the names of `named_weights`.
@@ -176,6 +179,7 @@ class VllmEngine:
         """
         if self._job.rollout.tensor_model_parallel_size > 1:
             raise Unsupported("rollout: reading back the weights of several ranks is not supported")
+        await self._filled()
         manifest = lay_out(self._version, self.weights)
         read = RegionTensors(manifest, WeightRegion(manifest.region_bytes))
         (found,) = await self._on_all_ranks("give_weights", *read.place)
@@ -206,24 +210,60 @@ class VllmEngine:
     # ----------------------------------------------------------------------------- sleep
 
     async def sleep(self) -> int:
+        await self._filled()
         async with self._changing:
             if self._asleep:
                 return 0
             with self._whole_or_ended():
                 await self._answer(self._living().pause_generation(mode="keep", clear_cache=True))
-                moved = await self._move("release_memory", "sleep", 1)  # level 1: weights to host memory
+                moved = await self._move("release_memory", "sleep", 2 if self._drops else 1)
             self._asleep = True
-            return moved
+            return 0 if self._drops else moved
+
+    @property
+    def _drops(self) -> bool:
+        """Whether a sleep drops the weights (vLLM's level 2): the host has them. Else it copies them there."""
+        return self._held is not None and not self._on_cpu and self._job.rollout.free_cache_engine
 
     async def wake(self) -> int:
+        """Wake vLLM. If its weights were dropped, new ones usually follow, so it stays bare until a version is
+        loaded, or until rows need the version that it had."""
         async with self._changing:
             if not self._asleep:
                 return 0
-            with self._whole_or_ended():
-                moved = await self._move("restore_memory", "wake_up")
-                await self._answer(self._living().resume_generation())
+            moved, self._is_bare = 0, self._drops
+            if not self._is_bare:
+                with self._whole_or_ended():
+                    moved = await self._move("restore_memory", "wake_up")
+                    await self._answer(self._living().resume_generation())
             self._asleep = False
-            return moved
+        return moved + (await self._filled() if self._rows else 0)
+
+    async def _filled(self) -> int:
+        """Load the version that a bare vLLM had, even if the caller cancels. Return the number of bytes."""
+        return await asyncio.shield(asyncio.ensure_future(self._fill())) if self._is_bare else 0
+
+    async def _fill(self) -> int:
+        async with self._changing:
+            if not self._is_bare:
+                return 0
+            assert self._held is not None, "only what the host has is dropped"
+            async with self._bare():
+                await self._on_all_ranks("take_weights", *self._held.place)
+            return self._held.region.num_bytes
+
+    @asynccontextmanager
+    async def _bare(self) -> AsyncIterator[None]:
+        """Give a bare vLLM memory for its weights, and once they are loaded its KV cache. Then it generates.
+
+        In this order the cache does not yet take memory that the loading needs.
+        """
+        with self._whole_or_ended():
+            await self._on_all_ranks("wake_up", ["weights"])
+            yield
+            await self._on_all_ranks("wake_up", ["kv_cache"])
+            await self._answer(self._living().resume_generation())
+            self._is_bare = False
 
     async def _move(self, on_cpu: str, on_cuda: str, *arguments: Any) -> int:
         """Release or restore weights by a method of the workers. vLLM's own methods work only on CUDA.
