@@ -25,6 +25,7 @@ from rolemesh.models.heads import VocabularyHead
 LOG_PROBS = Wanted(0.7, entropy=True, entropy_gradient=False, sum_pi_squared=False)
 ROUNDS = 4
 MOST_KERNELS = 12  # of a block
+OF_LOGITS = 5  # of these, which go over float32 logits: cast, temperature, exp, product, sum
 HEADS = ("autocast", "model", "float32")  # without a head of ours, and by actor.head_dtype
 
 
@@ -122,8 +123,10 @@ def head(device: str, directory: Path) -> dict[str, Any]:
                 seconds[f"log-probs, {name}"].append(timed(partial(problem.log_probs, sizes.tokens), device))
         for kind in HEADS:
             seconds[f"gradient, {kind}"].append(timed(partial(problem.gradient, sizes.tokens, kind), device))
-    num_blocks = -(-sizes.tokens // tokens_in_block(sizes.vocabulary, most))
-    bound = MOST_KERNELS * num_blocks + 2  # two columns of several blocks are joined
+    block = tokens_in_block(sizes.vocabulary, most)
+    blocks_of = [min(block, sizes.tokens - at) for at in range(0, sizes.tokens, block)]
+    num_blocks = len(blocks_of)
+    bound = 2 + sum(most_kernels(n, sizes.vocabulary) for n in blocks_of)  # two columns are joined
     far = float((found["old"] - found["new"]).abs().max())
     check(far < 0.1, f"log-probabilities by blocks of another size differ by up to {far}")
     figures: dict[str, Any] = {
@@ -141,6 +144,21 @@ def head(device: str, directory: Path) -> dict[str, Any]:
     if device == "cuda" and launched[f"new, {sizes.tokens} tokens"] > bound:
         raise Missed(f"{launched} kernels; wanted {bound} for {num_blocks} blocks", figures)
     return figures
+
+
+def most_kernels(tokens: int, vocabulary: int) -> int:
+    """How many kernels a block may take.
+
+    A kernel of torch's TensorIterator counts bytes in 32 bits. It halves the rows of an operand until each part
+    is below 2 GiB, and is launched for each part.
+    """
+    return MOST_KERNELS + OF_LOGITS * (num_parts(tokens, vocabulary) - 1)
+
+
+def num_parts(tokens: int, vocabulary: int) -> int:
+    if 4 * tokens * vocabulary < 2**31:
+        return 1
+    return num_parts(tokens // 2, vocabulary) + num_parts(tokens - tokens // 2, vocabulary)
 
 
 def memory_bytes(device: str) -> int:

@@ -29,6 +29,8 @@ def test_parts_that_need_no_gpu_pass_on_a_cpu(tmp_path: Path) -> None:
     assert handed["bytes"] == parked["actor"]["planned_bytes"] // 3
     assert handed["copies"].keys() == {"pageable", "pinned", "write", "publish"}
     assert correctness.twice("cpu", room("twice"))["as it runs"]["weights_equal"]
+    assert head.most_kernels(3533, 151_936) == 12
+    assert head.most_kernels(7067, 151_936) == 12 + 2 * 5  # 4 GiB of logits: 3533 rows, and 3534 halved again
     off = head.head("cpu", room("head"))["errors"]
     assert off["float32"]["gradient, 30 chunks"] < off["autocast"]["gradient, 30 chunks"] / 2
 
