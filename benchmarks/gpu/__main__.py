@@ -34,6 +34,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+SO_FAR = "so_far.json"  # in a part's directory: figures that it keeps if it is killed
 PACKAGES = (
     "torch",
     "transformers",
@@ -82,7 +83,10 @@ PARTS = {
     "parking-3b": Part("large:parked", 90, "3e9 parameters with their moments sleep and wake"),
     "handover-3b": Part("large:handed_over", 90, "3e9 new weights in bfloat16, each copy timed, beside IPC"),
     "tests": Part("services:tests", 90, "the tests with the mark gpu"),
-    "vllm": Part("services:vllm", 120, "vLLM asleep and awake"),
+    "vllm": Part("vllm_rows:numbers", 150, "vLLM's log-probs, kept ids and seeds beside the trainer's"),
+    "vllm-updates": Part("vllm_rows:updates", 150, "ten updates of vLLM, read back, and a swap"),
+    "vllm-sleep": Part("vllm_rows:sleep", 180, "vLLM asleep and awake, both levels, two shares of the memory"),
+    "vllm-speed": Part("vllm_speed:decoding", 180, "tokens per second beside vLLM alone"),
 }
 
 
@@ -115,7 +119,7 @@ def run_all(names: Sequence[str], device: str, out: Path, deadline: float) -> di
         else:
             found["parts"][name] = run(name, device, min(left, PARTS[name].bound_s))
         part = found["parts"][name]
-        print(f"{name:10} {part['state']:8} {part['seconds']:6.1f} s  {part.get('why', '')[:200]}", flush=True)
+        print(f"{name:12} {part['state']:8} {part['seconds']:6.1f} s  {part.get('why', '')[:200]}", flush=True)
         found["passed"] = all(each["state"] != "failed" for each in found["parts"].values())
         (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n")
     print(table(found), flush=True)
@@ -151,6 +155,8 @@ def run(name: str, device: str, bound_s: float) -> dict[str, Any]:
         else:
             ended = f"exit code {part.returncode}" if part.returncode != -signal.SIGKILL else "killed"
             found = {"state": "failed", "why": f"no result after {seconds:.0f} of {bound_s:.0f} s: {ended}"}
+            if (so_far := directory / SO_FAR).exists():
+                found["figures"] = json.loads(so_far.read_text())
         if found["state"] == "failed":
             found["log"] = log.read_bytes()[-LOG_BYTES:].decode(errors="replace")
     return {"state": found.pop("state"), "seconds": seconds, **found}
@@ -210,7 +216,7 @@ def table(found: Mapping[str, Any]) -> str:
         lines += [f"{name}.{label} = {value}" for label, value in _flat(part.get("figures", {}))]
     lines += [""]
     for name, part in found["parts"].items():
-        lines.append(f"{part['state']:8} {name:10} {PARTS[name].meaning}  {part.get('why', '')[:300]}")
+        lines.append(f"{part['state']:8} {name:12} {PARTS[name].meaning}  {part.get('why', '')[:300]}")
     return "\n".join(lines)
 
 

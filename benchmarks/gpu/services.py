@@ -1,9 +1,8 @@
-"""Roles as services on the GPU: PPO steps from end to end, the tests with the mark gpu, and vLLM asleep."""
+"""Roles as services on the GPU: PPO steps from end to end, and the tests with the mark gpu."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import math
 import subprocess
@@ -12,9 +11,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import torch
-
-from benchmarks.gpu.workload import CORRECT, ROOT, Scale, Skipped, check, job_of, make_model
+from benchmarks.gpu.workload import ROOT, Scale, Skipped, check, job_of
 from rolemesh.data.arithmetic import write_arithmetic
 from rolemesh.models.tiny import make_tiny_model
 
@@ -70,51 +67,3 @@ def tests(device: str, directory: Path) -> dict[str, Any]:
         "output": told.stdout.strip().splitlines()[-1],
         "seconds": {case["name"]: float(case["time"]) for case in cases},
     }
-
-
-def vllm(device: str, directory: Path) -> dict[str, Any]:
-    """vLLM's engine generates, sleeps, frees the device, wakes with new weights and generates."""
-    if importlib.util.find_spec("vllm") is None:
-        raise Skipped("vllm is not installed in this Python")
-    if device == "cpu":
-        raise Skipped("on a CPU tests/rollout has it")
-    from rolemesh.dataproto import DataProto
-    from rolemesh.services.actor.worker import ActorWorker
-    from rolemesh.services.rollout.worker import RolloutWorker
-
-    scale = CORRECT[device]
-    model = make_model(directory / "model", scale)
-    rollout_of = {"name": "vllm", "gpu_memory_utilization": 0.2, "max_num_batched_tokens": 2048}
-    job = job_of(directory, model, scale, device, {"rollout": rollout_of})
-    shape = scale.rows, scale.prompt
-    columns = {
-        "prompts": torch.randint(200, shape),
-        "prompt_mask": torch.ones(shape, dtype=torch.bool),
-        "seeds": torch.arange(shape[0]),
-    }
-
-    async def measured() -> dict[str, Any]:
-        rollout, actor = RolloutWorker(job), ActorWorker(job)
-
-        async def rows() -> int:
-            prompts = DataProto(columns, {}, {"sampling": "train"})
-            return sum([len(some) async for some in rollout.generate(prompts)])
-
-        check(await rows() == scale.rows, "not every prompt was answered")
-        awake = _used()
-        moved, asleep = await rollout.sleep(), _used()
-        check(asleep < awake, f"{asleep} of {awake} bytes are used while it sleeps")
-        await rollout.wake()
-        await rollout.update_weights(await actor.publish_weights(1))
-        check(await rows() == scale.rows, "not every prompt was answered after it woke")
-        rollout.close()
-        actor.close()
-        return {"moved_bytes": moved, "used_awake": awake, "used_asleep": asleep}
-
-    return asyncio.run(measured())
-
-
-def _used() -> int:
-    """Bytes of the device that all processes use: the engine's are not this process's."""
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -141,6 +142,12 @@ def check(holds: bool, what: str) -> None:
     """Fail the part unless something holds."""
     if not holds:
         raise AssertionError(what)
+
+
+def keep(directory: Path, figures: Mapping[str, Any]) -> None:
+    """Write the figures so far; they count if the part is killed before it ends."""
+    (directory / "so_far.part").write_text(json.dumps(figures))
+    (directory / "so_far.part").replace(directory / "so_far.json")
 
 
 class Missed(AssertionError):
