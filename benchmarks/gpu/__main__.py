@@ -85,7 +85,7 @@ PARTS = {
     "tests": Part("services:tests", 90, "the tests with the mark gpu"),
     "vllm": Part("vllm_rows:numbers", 150, "vLLM's log-probs, kept ids and seeds beside the trainer's"),
     "vllm-updates": Part("vllm_rows:updates", 150, "ten updates of vLLM, read back, and a swap"),
-    "vllm-sleep": Part("vllm_rows:sleep", 180, "vLLM asleep and awake, both levels, two shares of the memory"),
+    "vllm-sleep": Part("vllm_sleep:sleep", 180, "vLLM asleep and awake, both levels, two shares of the memory"),
     "vllm-speed": Part("vllm_speed:decoding", 180, "tokens per second beside vLLM alone"),
 }
 
