@@ -20,7 +20,7 @@ type Dtype = keyof typeof ARRAYS;
 async function computeScores(call: ServerDuplexStream<Frame, object>): Promise<void> {
   try {
     const frames: Frame[] = [];
-    for await (const frame of call) frames.push(frame);
+    for await (const frame of call.iterator({ destroyOnReturn: false })) frames.push(frame); // the answer uses it too
     const region = Buffer.concat(frames.map((frame) => frame.payload));
     call.write(score({ header: frames[0].header!, region: new Uint8Array(region).buffer }));
     call.end();
