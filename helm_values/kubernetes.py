@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import kubernetes_validate
 from pydantic import Field
 
+from rolemesh.config.base import MAX_WHOLE
+
 VERSION = "1.34.0"
 NAMED = "kubernetes"  # the key under which a field's schema names its type, until `typed` resolves it
 
@@ -91,6 +93,8 @@ def _converted(node: dict[str, Any], into: dict[str, Any], texts: str, keys: str
     made: dict[str, Any] = {"type": kind}
     if kind == "string":
         made["pattern"] = texts
+    elif kind == "integer":  # Helm would change larger ones
+        made |= {"minimum": -MAX_WHOLE, "maximum": MAX_WHOLE}
     elif kind == "array":
         made["items"] = _converted(node["items"], into, texts, keys)
     elif kind == "object":

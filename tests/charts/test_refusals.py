@@ -281,6 +281,10 @@ def test_a_release_whose_name_no_service_can_have() -> None:
             "at '/pods/volumeMounts/0/readOnly': got string, want boolean",
         ),
         (
+            {"pods": {"volumes": [{"name": "a", "secret": {"defaultMode": 2**53}}]}},
+            "at '/pods/volumes/0/secret/defaultMode': maximum: got ",
+        ),
+        (
             {"networkPolicy": {"metricsFrom": [{"podSelector": {"matchLabels": {"a": 1}}}]}},
             "at '/networkPolicy/metricsFrom/0/podSelector/matchLabels/a': got number, want string",
         ),

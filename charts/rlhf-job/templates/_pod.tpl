@@ -17,7 +17,8 @@ in another pod, to which the roles' Services lead. */}}
 {{- $ := .root }}{{ $values := $.Values }}{{ $settings := .settings }}{{ $component := .component }}
 {{- $readOnly := include "rlhf-job.readsOnly" (list $ .roles) }}
 {{- /* Users' code runs in these pods, so nothing is prepared in them, also if they may write: it would need the Hub's token. */}}
-{{- $judges := and .roles (not (without .roles "reward" "environment")) }}
+{{- $userCode := include "rlhf-job.of" (list $ (.roles | default list) "runsUserCode") | fromJsonArray }}
+{{- $judges := and .roles (eq (len $userCode) (len .roles)) }}
 {{- $gpus := dig "limits" $values.gpu.resource 0 .resources | int }}
 {{- $claims := include "rlhf-job.claims" (list $ .roles $settings (and $gpus (not $judges))) | fromJsonArray }}
 {{- /* The disk that scratch may take is asked for, unless the resources say otherwise. */}}
