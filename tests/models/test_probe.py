@@ -35,7 +35,7 @@ from rolemesh.services.critic.worker import CriticWorker
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.2,
-}  # fmt: skip  # of large weights; with those of 0.02 attention is nearly uniform
+}  # fmt: skip  # with smaller weights attention is nearly uniform, so that positions do not matter
 DTYPES = ["float32", "bfloat16", "float16"]
 Inputs = dict[str, Any]
 
@@ -97,10 +97,8 @@ def forget_rows(inputs: Inputs) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", [drop_positions, forget_rows])
 def test_a_model_that_ignores_positions_or_rows_is_refused(fault: Callable[[Inputs], None], dtype: str) -> None:
-    for initializer_range in (0.2, 0.02):
-        body = with_fault(body_of("Qwen2", initializer_range=initializer_range), fault)
-        with pytest.raises(InvalidConfig, match="rows laid end to end change each other's numbers"):
-            remove_padding(body, "actor", dtype)
+    with pytest.raises(InvalidConfig, match="rows laid end to end change each other's numbers"):
+        remove_padding(with_fault(body_of("Qwen2"), fault), "actor", dtype)
 
 
 @pytest.mark.parametrize(
