@@ -128,7 +128,7 @@ def _number(read: Callable[[Any, ScalarNode], Any]) -> Callable[[Any, ScalarNode
     return number
 
 
-def _as_written(loader: _Loader, node: ScalarNode) -> Any:
+def _as_written(loader: Any, node: ScalarNode) -> Any:
     return loader.construct_scalar(node)
 
 
