@@ -55,7 +55,7 @@ HALF_BILLION = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-SIZES = {"cuda": HALF_BILLION, "cpu": SMALL}
+SIZES: dict[str, Mapping[str, Any]] = {"cuda": HALF_BILLION, "cpu": SMALL}
 UPDATES = 10
 MODELS = (  # of the updates
     (LlamaConfig, False, "float32"),
@@ -124,7 +124,8 @@ def prompts_of(rows: int) -> DataProto:
 async def generated(engine: VllmEngine, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
     """All rows, in the order of the prompts."""
     answer = DataProto.concat([rows async for rows in engine.generate(prompts, sampling)])
-    return answer[answer["row"].argsort()]
+    ordered: DataProto = answer[answer["row"].argsort()]
+    return ordered
 
 
 def whole(prompts: DataProto, answer: DataProto) -> DataProto:

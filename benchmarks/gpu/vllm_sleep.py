@@ -41,10 +41,10 @@ def sleep(device: str, directory: Path) -> dict[str, Any]:
     need_vllm()
     model = write_model(directory / "model", Qwen2Config, SIZES[device], device)
     figures: dict[str, Any] = {}
-    for share in SHARES:
-        job = vllm_job(model, device, DTYPES[device][-1], gpu_memory_utilization=share)
-        figures[f"share {share}"] = {}
-        asyncio.run(slept(job, model, figures[f"share {share}"], lambda: keep(directory, figures)))
+    for each in SHARES:
+        job = vllm_job(model, device, DTYPES[device][-1], gpu_memory_utilization=each)
+        figures[f"share {each}"] = {}
+        asyncio.run(slept(job, model, figures[f"share {each}"], lambda: keep(directory, figures)))
     wrong = []
     for share, levels in figures.items():
         for level in ("level 1", "level 2", "level 2, new weights"):
