@@ -184,8 +184,8 @@ spec:
     - name: {{ .name }}
       persistentVolumeClaim:
         claimName: {{ .existingClaim | default (include "rlhf-job.name" (list $ .name)) | quote }}
-        {{- if or .readOnly (and $values.huggingFace.fetch (not $prepares) (eq .name "models")) }}
-        readOnly: true # so the kubelet changes the group of no file
+        {{- if (index $values.storage .name).readOnly }}
+        readOnly: true # so the kubelet changes the group of no file; not where a pod writes, as it may do so once, for the first pod
         {{- end }}
     {{- end }}
     {{- with $settings.volumes }}
