@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,9 +195,9 @@ def hold_frozen(model: nn.Module, dtype: str) -> None:
 
     Under autocast it computes the same bits as with float32 weights. Autocast would round the weights of linear
     layers in every pass; here they are rounded once. Whatever it leaves in float32 stays in float32: norms,
-    heads for scores, experts that are one tensor, and biases that a model may read by itself. An embedding is
-    held in `dtype` only if no number in it changes, as in a model that was saved in `dtype`; the rows that it
-    returns are float32. If it would change, a head that is tied to it becomes a copy.
+    heads for scores, and experts that are one tensor. An embedding is held in `dtype` only if no number in it
+    changes, as in a model that was saved in `dtype`; the rows that it returns are float32. If it would change,
+    a head that is tied to it becomes a copy.
 
     Args:
         model: its weights are float32.
@@ -224,13 +224,12 @@ def _hold(model: nn.Module, kind: torch.dtype, exactly: bool = False) -> None:
     if kind == torch.float32:
         return
     users: dict[int, list[nn.Module]] = {}
-    also_read = _also_read(model.modules())
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             users.setdefault(id(weight), []).append(module)
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
-            if weight.requires_grad or id(weight) in also_read:
+            if weight.requires_grad:
                 continue
             if all(map(_is_linear, users[id(weight)])):
                 if not exactly or torch.equal(weight.to(kind).float(), weight):
@@ -250,26 +249,9 @@ def hold_frozen_blocks(model: nn.Module, dtype: str, parts: Sequence[nn.Module])
     whatever is outside of the blocks.
     """
     model.requires_grad_(False)
-    modules = [module for part in parts for module in part.modules()]
-    also_read = _also_read(modules)
-    for linear in filter(_is_linear, modules):
+    for linear in filter(_is_linear, (module for part in parts for module in part.modules())):
         for weight in linear.parameters(recurse=False):
-            if id(weight) not in also_read:
-                weight.data = weight.data.to(getattr(torch, dtype))
-
-
-def _also_read(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the ids of linear layers' biases that their parents may read, in float32.
-
-    A parent with parameters of its own computes with them outside of its layers. Mamba's adds a bias there.
-    """
-    return {
-        id(child.bias)
-        for module in modules
-        if any(True for _ in module.parameters(recurse=False))
-        for child in module.children()
-        if _is_linear(child) and child.bias is not None
-    }
+            weight.data = weight.data.to(getattr(torch, dtype))
 
 
 def _is_linear(module: nn.Module) -> bool:
