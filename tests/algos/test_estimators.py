@@ -308,7 +308,7 @@ def test_where_all_answers_to_a_prompt_are_the_same_nothing_can_be_compared(
 
 def test_greedy_answers_may_be_compared_with_those_to_other_prompts() -> None:
     for name in ("gae", "reinforce_plus_plus"):
-        make_job(job_sections(name) | {"rollout": {"n": 4, "do_sample": False}})
+        make_job(job_sections(name) | {"rollout": {"n": 1, "do_sample": False}})
 
 
 def test_a_warm_up_of_a_critic_that_is_not_there_is_refused() -> None:

@@ -102,3 +102,4 @@ class RecordedEngine(VllmEngine):
     def _start(self, job: JobConfig) -> None:
         self._job, self._llm, self._on_cpu = job, self._recorded, False  # type: ignore[assignment]
         self.weights = {"w": torch.empty(4, device="meta")}
+        self._ends, self._pad = [0], 0
