@@ -120,8 +120,9 @@ class PodValues(Config):
     sharedMemory: Quantity | Literal[""] = Field(
         "", description="size of /dev/shm; counts as the container's memory; empty: 1Gi for each rank and GPU"
     )
-    scratch: Quantity = Field(
-        "10Gi", description="size of /tmp, which also has caches; requested as ephemeral-storage"
+    scratch: Quantity = Field("10Gi", description="maximum size of /tmp, which also has caches")
+    scratchRequest: Quantity | Literal[""] = Field(
+        "1Gi", description="of it, requested as ephemeral-storage; empty: none"
     )
     topologyKey: str = Field(
         "kubernetes.io/hostname",
@@ -147,6 +148,7 @@ class PodOverrides(Config):
     graceSeconds: int | None = Field(None, ge=10)
     sharedMemory: Quantity | None = None
     scratch: Quantity | None = None
+    scratchRequest: Quantity | Literal[""] | None = None
 
 
 class GroupValues(PodOverrides):
@@ -179,7 +181,7 @@ class ControllerValues(PodOverrides):
         description="starts without a new checkpoint, after which the run fails; 0: only backoffLimit counts",
     )
     backoffLimit: int = Field(
-        100, ge=0, description="maximum number of restarts before the controller's process begins"
+        100, ge=0, description="maximum number of restarts for what the controller cannot count"
     )
     graceSeconds: int = Field(
         300, gt=0, description="time for the running step and a checkpoint after SIGTERM, in seconds"

@@ -233,7 +233,7 @@ def test_resources_of_roles_that_take_turns() -> None:
     values = {"placement": {"strategy": "hybrid"}, "roles": roles, "job": engine}
     container = _containers(values)["demo-policy"]
     assert container["resources"] == {
-        "requests": {"cpu": "1500m", "memory": "2Gi", "ephemeral-storage": "10Gi"},
+        "requests": {"cpu": "1500m", "memory": "2Gi", "ephemeral-storage": "1Gi"},
         "limits": {"memory": str(2 * 1024**3 + 2 * 10**9), "nvidia.com/gpu": 2},
     }
     assert container["args"][-1] == "trainer.device=cuda"
@@ -243,7 +243,7 @@ def test_resources_of_roles_that_take_turns() -> None:
     own = {"gpus": 8, "resources": {"requests": {"cpu": 7}}}
     container = _containers(values | {"groups": {"policy": own}})["demo-policy"]
     assert container["resources"] == {
-        "requests": {"cpu": 7, "ephemeral-storage": "10Gi"},
+        "requests": {"cpu": 7, "ephemeral-storage": "1Gi"},
         "limits": {"nvidia.com/gpu": 8},
     }
 

@@ -161,8 +161,8 @@ def test_kernels_are_kept_by_image_for_pods_with_gpus_that_run_no_code_of_users(
 
 def test_scratch_is_requested_unless_the_resources_name_a_disk() -> None:
     values: Object = {
-        "pods": {"scratch": "5Gi"},
-        "groups": {"critic": {"scratch": 1024}},
+        "pods": {"scratchRequest": "5Gi"},
+        "groups": {"critic": {"scratchRequest": 1024}},
         "roles": {
             "rollout": {"resources": {"requests": {"ephemeral-storage": "1Gi"}}},
             "reward": {"resources": {"limits": {"ephemeral-storage": "2Gi"}}},
@@ -175,6 +175,8 @@ def test_scratch_is_requested_unless_the_resources_name_a_disk() -> None:
         asked[thing["metadata"]["name"]] = requests.get("ephemeral-storage")
         assert requests["cpu"]
     assert asked == {"demo-actor": "5Gi", "demo-critic": 1024, "demo-rollout": "1Gi", "demo-reward": None}
+    without = pods(objects({"pods": {"scratchRequest": ""}}))
+    assert "ephemeral-storage" not in str([pod["spec"]["containers"] for pod in without])
 
 
 @pytest.mark.parametrize(

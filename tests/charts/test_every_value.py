@@ -144,9 +144,12 @@ UNREAD: dict[str, tuple[Object, str]] = {
         {"groups": {"reward": {"env": [{"name": "HOME", "value": "/a"}]}}},
         "env of group reward has HOME, which is reserved for the chart: leave it out, or use another name",
     ),
-    "the Hub's token for every process": (
-        {"pods": {"env": [{"name": "HF_TOKEN", "value": "hf_a"}]}},
-        "env of group actor has HF_TOKEN, which is reserved for the chart: name its Secret in huggingFace.",
+    "two tokens of the Hub": (
+        {
+            "huggingFace": {"fetch": True, "secret": "hub"},
+            "pods": {"env": [{"name": "HF_TOKEN", "value": "hf_a"}]},
+        },
+        "env of group actor has HF_TOKEN, which is reserved for the chart: huggingFace.secret names another",
     ),
     "the Hub's cache by another name": (
         {"huggingFace": {"fetch": True}, "controller": {"env": [{"name": "HF_HUB_CACHE", "value": "/a"}]}},

@@ -252,6 +252,8 @@ def test_a_mesh_takes_pods_in_only_if_the_values_say_so() -> None:
         "roles": {"actor": {"gpus": 16}},
         "groups": {"reward": {"labels": {"team": "b"}, "annotations": {"team": "b"}}},
     }
+    own = {"pods": {"labels": {"sidecar.istio.io/inject": "true"}}}  # a label of yours is kept
+    assert {pod["metadata"]["labels"]["sidecar.istio.io/inject"] for pod in pods(objects(own))} == {"true"}
     for inside in (False, True):
         said = [
             pod["metadata"]["labels"] | pod["metadata"]["annotations"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rolemesh.errors import InvalidConfig, RoleUnavailable
-from rolemesh.services.controller.run.attempts import FILE, Attempts, NoProgress
+from rolemesh.services.controller.run.attempts import COUNTED, FILE, Attempts, NoProgress
 
 LIMIT = 3
 
@@ -90,6 +90,7 @@ def test_a_checkpoint_of_the_start_that_failed_counts_for_it(tmp_path: Path) -> 
     [
         (RoleUnavailable("no node has room"), {"waits": True}, 0),
         (RoleUnavailable("its model is missing"), {"waits": True, "have_pods": True}, 1),
+        (OSError("the network is unreachable"), {"waits": True}, 1),
         (RoleUnavailable("lost in a step"), {}, 1),
         (SystemExit(143), {"waits": True}, 0),  # evicted
         (SystemExit(143), {}, 0),
@@ -101,6 +102,15 @@ def test_waiting_for_nodes_and_ends_that_somebody_asked_for_are_no_attempts(
 ) -> None:
     start(tmp_path, error, **how)
     assert starts(tmp_path) == counted
+    if isinstance(error, RoleUnavailable):  # the Job must not count it a second time
+        assert error.exit_code == COUNTED
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", '{"checkpoint": ""}'])
+def test_a_file_of_another_shape_counts_from_zero(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    start(tmp_path, OSError())
+    assert starts(tmp_path) == 1
 
 
 def test_a_run_that_has_ended_forgets_its_starts_and_without_a_limit_nothing_is_counted(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ in another pod, to which the roles' Services lead. */}}
 {{- $judges := and .roles (eq (len $userCode) (len .roles)) }}
 {{- $gpus := dig "limits" $values.gpu.resource 0 .resources | int }}
 {{- $claims := include "rlhf-job.claims" (list $ .roles $settings (and $gpus (not $judges))) | fromJsonArray }}
-{{- /* The disk that scratch may take is asked for, unless the resources say otherwise. */}}
+{{- /* The request for disk, unless the resources have one. */}}
 {{- $resources := .resources }}
-{{- if not (or (dig "requests" "ephemeral-storage" "" $resources) (dig "limits" "ephemeral-storage" "" $resources)) }}
-{{- $resources = merge (dict "requests" (dict "ephemeral-storage" $settings.scratch)) $resources }}
+{{- if and $settings.scratchRequest (not (or (dig "requests" "ephemeral-storage" "" $resources) (dig "limits" "ephemeral-storage" "" $resources))) }}
+{{- $resources = merge (dict "requests" (dict "ephemeral-storage" $settings.scratchRequest)) $resources }}
 {{- end }}
 {{- $prepares := and (not $readOnly) (not $judges) (or $values.prepare (and $values.huggingFace.fetch (eq $component "controller"))) }}
 {{- $labels := merge dict (include "rlhf-job.selector" (list $ .component) | fromYaml) (.labels | default dict) }}
@@ -34,8 +34,10 @@ in another pod, to which the roles' Services lead. */}}
 {{- $plugins := or $values.plugins.code $values.plugins.configMap }}
 {{- $annotations := merge (dict "checksum/job" (include "rlhf-job.file" $ | sha256sum)) (.annotations | default dict) }}
 {{- if not $values.serviceMesh }} {{- /* of Istio with sidecars, of Istio without, and of Linkerd */}}
-{{- $labels = merge $labels (dict "sidecar.istio.io/inject" "false" "istio.io/dataplane-mode" "none") }}
-{{- $_ := set $annotations "linkerd.io/inject" "disabled" }}
+{{- range $key, $value := dict "sidecar.istio.io/inject" "false" "istio.io/dataplane-mode" "none" }}
+{{- if not (hasKey $settings.labels $key) }}{{ $_ := set $labels $key $value }}{{ end }}
+{{- end }}
+{{- if not (hasKey $settings.annotations "linkerd.io/inject") }}{{ $_ := set $annotations "linkerd.io/inject" "disabled" }}{{ end }}
 {{- end }}
 {{- if $rewards }}{{ $_ := set $annotations "checksum/reward" ($values.rewardFunction.code | sha256sum) }}{{ end }}
 {{- if $plugins }}{{ $_ := set $annotations "checksum/plugins" ($values.plugins.code | sha256sum) }}{{ end }}

@@ -91,10 +91,11 @@ takes the last of two variables of one name, and refuses two volumes. Three vari
 {{- $claims = append $claims $name }}{{ $paths = append $paths (trimSuffix "/" $claim.mountPath) }}
 {{- end }}
 {{- end }}
-{{- $variables := list "HOME" "USER" "PYTHONUNBUFFERED" "HF_TOKEN" "HF_TOKEN_PATH" }}
+{{- $variables := list "HOME" "USER" "PYTHONUNBUFFERED" }}
+{{- if $.Values.huggingFace.secret }}{{ $variables = concat $variables (list "HF_TOKEN" "HF_TOKEN_PATH") }}{{ end }}
 {{- if $.Values.huggingFace.fetch }}{{ $variables = append $variables "HF_HUB_CACHE" | concat (list "HF_HUB_OFFLINE") }}{{ end }}
 {{- if has "caches" $claims }}{{ $variables = concat $variables (list "VLLM_CACHE_ROOT" "TORCHINDUCTOR_CACHE_DIR" "TRITON_CACHE_DIR") }}{{ end }}
-{{- $instead := dict "HF_TOKEN" "name its Secret in huggingFace.secret" "HF_TOKEN_PATH" "name its Secret in huggingFace.secret" "HF_HUB_CACHE" "set huggingFace.cache" }}
+{{- $instead := dict "HF_TOKEN" "huggingFace.secret names another" "HF_TOKEN_PATH" "huggingFace.secret names another" "HF_HUB_CACHE" "set huggingFace.cache" }}
 {{- range $key, $rule := dict
       "env" (dict "field" "name" "own" $variables)
       "volumes" (dict "field" "name" "own" (concat $claims (list "job" "tls" "reward" "plugins" "hub-token" "tmp" "shm")))

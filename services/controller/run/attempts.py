@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 FILE = "attempts.json"
 KILLED = "killed, or out of memory"
+COUNTED = 75  # exit code of a start that is counted here, or that waited for nodes
 
 
 class NoProgress(RolemeshError, RuntimeError):
@@ -83,6 +84,8 @@ class Attempts:
         except Exception as error:
             self._last_error = f"{type(error).__name__}: {error}"
             self._write(self._counted)
+            if isinstance(error, RolemeshError):
+                error.exit_code = COUNTED
             raise
         except BaseException:  # asked to end
             self._write(self._before)
@@ -103,19 +106,22 @@ class Attempts:
             if have_pods():
                 self._write(self._before + 1)
             raise
+        except Exception:
+            self._write(self._before + 1)
+            raise
         self._write(self._before + 1)
 
     def _read(self) -> None:
         """Take over what earlier starts have written, unless the run has a new checkpoint since."""
         self._checkpoint = _newest(self._run_dir)
-        known: dict[str, Any] = {}
-        if self._file.exists():
-            try:
-                known = dict(json.loads(self._file.read_text(encoding="utf-8")))
-            except ValueError as error:
-                log.warning("%s cannot be read, so starts are counted from 0: %s", self._file, error)
-        if known.get("checkpoint") == self._checkpoint:
-            self._before, self._last_error = int(known["starts"]), str(known["last_error"])
+        if not self._file.exists():
+            return
+        try:
+            known: dict[str, Any] = dict(json.loads(self._file.read_text(encoding="utf-8")))
+            if known["checkpoint"] == self._checkpoint:
+                self._before, self._last_error = int(known["starts"]), str(known["last_error"])
+        except (ValueError, TypeError, KeyError) as error:
+            log.warning("%s cannot be read, so starts are counted from 0: %s", self._file, error)
 
     def _write(self, starts: int) -> None:
         self._counted = starts
