@@ -182,7 +182,7 @@ def new_namespace(enforced: str = "restricted") -> Iterator[Namespace]:
         run("kubectl", "delete", "namespace", name, "--wait=false")
 
 
-def await_control_plane(within_s: float = 600) -> None:
+def await_control_plane(within_s: float = 240) -> None:
     """Return once the controllers, the scheduler and the garbage collector have done a first piece of work.
 
     On a busy machine a new cluster's API server answers minutes before they do.
