@@ -27,7 +27,7 @@ ENGINES := $(wildcard tests/e2e/test_ray_*.py tests/e2e/test_vllm_*.py tests/rol
 test: test-tools ## every test that needs no GPU, no cluster and no Ray or vLLM
 	@command -v prometheus >/dev/null || \
 		echo "DASHBOARDS AND ALERTS ARE NOT TESTED: there is no Prometheus; on Debian: apt-get install prometheus"
-	$(BIN)/python scripts/test -n 3 -m "not gpu and not cluster" $(addprefix --ignore=,$(ENGINES)) $(ARGS)
+	$(BIN)/python scripts/test -n 2 -m "not gpu and not cluster" $(addprefix --ignore=,$(ENGINES)) $(ARGS)
 
 # Without Go's caches each of the two builds takes minutes, and vLLM waits for the network: all at once.
 test-tools: setup
