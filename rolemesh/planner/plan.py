@@ -63,7 +63,7 @@ class Group:
         memory: of each role, on each of the devices.
         host: of a pod with a rollout on GPUs; None without one.
         seconds: of each role, by phase.
-        idle: why some of the ranks would compute no row of a mini-batch; empty if each computes one.
+        idle: why its ranks cannot share the rows of a mini-batch or their heads; empty if they can.
     """
 
     name: str
@@ -320,11 +320,17 @@ class Planner:
         return self._groups[roles, devices, ranks]
 
     def _idle(self, role: str, ranks: int) -> str:
-        """Return why the job file refuses this number of ranks of a role; empty if it accepts it."""
+        """Return why the job file or the role refuses this number of ranks; empty if both accept it."""
         if not ROLES[role].trained:
             return ""
         rows = self.job.mini_batch_size(role) * self.job.rollout.n
         parts = Spread.of(self.job, role, ranks).streams
+        shape, size = self.shapes.get(role), Spread.of(self.job, role, ranks).together
+        if shape and (shape.heads % size or (shape.kv_heads % size and size % shape.kv_heads)):
+            return (
+                f"{role} has {shape.heads} attention heads and {shape.kv_heads} heads of keys and values, "
+                f"which do not divide among the {size} ranks that compute a row"
+            )
         if parts <= rows:
             return ""
         return (

@@ -36,7 +36,10 @@ def test_an_actor_of_two_pods_outlives_both_and_ends_with_the_bits_of_a_local_ru
 ) -> None:
     make_claim(namespace, "workspace", "ReadWriteOnce")
     job = Job(namespace, "ranks", "workspace", "ranked")
-    job.install("--set", f"job.trainer.total_training_steps={STEPS}")
+    steps = ("--set", f"job.trainer.total_training_steps={STEPS}")
+    job.install(*steps, "--set", "controller.suspend=true")
+    namespace.helm("test", job.name, "--timeout=10m")
+    job.upgrade(*steps)
     for saved, kind in DEATHS.items():
         job.reach(saved + 1)
         (pod,) = [

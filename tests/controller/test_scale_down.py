@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,31 @@ async def test_replicas_that_somebody_has_added_are_kept_and_a_workload_that_is_
         await request.answer({})
         await scaling
     assert "could not scale up deployment b: b is not found" in caplog.text
+
+
+async def test_a_ray_cluster_is_suspended_and_goes_on_and_one_that_is_suspended_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    cluster, path = workloads(["raycluster/job-actor"]), "/apis/ray.io/v1/namespaces/here/rayclusters/job-actor"
+    async with api_server(tmp_path) as api:
+        for is_suspended in (True, False):
+            scaling = asyncio.create_task(
+                scale_down.scale_down(cluster, api.cluster)
+                if is_suspended
+                else scale_down.scale_up(cluster, api.cluster, sets_replicas=False)
+            )
+            request, change = await patched(api, path)
+            assert change == {"spec": {"suspend": is_suspended}}
+            await request.answer({})
+            await scaling
+        for is_suspended in (False, True):
+            asking = asyncio.create_task(scale_down.refuse_scaled_down(cluster, api.cluster))
+            request = await api.next()
+            assert (request.method, request.path) == ("GET", path)
+            await request.answer({"spec": {"suspend": is_suspended}})
+            words = r"raycluster/job-actor in .* -n here patch raycluster/job-actor .*\"suspend\": false"
+            with pytest.raises(InvalidConfig, match=words) if is_suspended else nullcontext():
+                await asking
 
 
 async def test_a_run_that_has_ended_leaves_no_pod_and_a_refusal_does_not_fail_it(

@@ -114,6 +114,14 @@ def test_the_values_of_the_cluster_tutorial_render_to_the_kinds_that_it_shows() 
     assert Counter(thing["kind"] for thing in things) == {kind: int(number) for number, kind in shown}
 
 
+def test_the_job_of_the_tutorial_on_many_gpus_has_the_ranks_of_each_of_its_steps() -> None:
+    job, *steps = (yaml.safe_load(block) for block in blocks("many-gpus", "yaml"))
+    jobs = [make_job(merge(job, step)) for step in steps]
+    spread = [{group: n for group in one.groups if (n := one.num_ranks(group)) > 1} for one in jobs]
+    assert spread == [{}, {"all": 8}, {"policy": 20}]
+    assert [one.rollout.tensor_model_parallel_size for one in jobs] == [1, 1, 4]
+
+
 def test_the_parts_of_the_algorithm_tutorial_make_the_steps_that_it_shows(tmp_path: Path) -> None:
     parts = tmp_path / "my_parts.py"
     parts.write_text("\n\n".join(blocks("own-algorithm", "python")))

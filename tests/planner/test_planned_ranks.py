@@ -169,6 +169,17 @@ def test_each_rank_has_a_row_of_a_mini_batch_or_shares_one() -> None:
         ppo(**keys, placement={"ranks": {"actor": 18}})
 
 
+def test_ranks_that_do_not_divide_the_heads_of_a_model_are_refused() -> None:
+    actor, placement = {"ulysses_sequence_parallel_size": 4}, {"ranks": {"actor": 4}}
+    shapes = [replace(LLAMA_7B, heads=heads, kv_heads=heads) for heads in (32, 30)]
+    plans = [planner(shape, actor=actor, placement=placement) for shape in shapes]
+    assert [each.plan("standalone", STANDALONE).blocked for each in plans] == [
+        "",
+        "actor has 30 attention heads and 30 heads of keys and values, "
+        "which do not divide among the 4 ranks that compute a row",
+    ]
+
+
 def test_a_judge_that_one_device_cannot_hold_is_spread_as_little_as_it_must() -> None:
     small = replace(H100, memory_bytes=13 * GIB)  # the reference needs 13.9 GiB
     plan = planner(gpus=64, device=small).plan("standalone", STANDALONE)

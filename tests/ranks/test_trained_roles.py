@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ ON_FOUR: list[Case] = [
     ("critic", 1, FEW, {"critic": {"ppo_mini_batch_size": 3, "ppo_micro_batch_size_per_gpu": 1}}),
     ("actor", 2, STEPS, {"actor": CLIP_COV}),
     ("actor", 2, ONCE, {"actor": DPO_NORM} | PREFERENCES),
+]
+# Each way to spread a model over four ranks.
+ON_FOUR_IN_FLOAT32: list[Case] = [
+    ("actor", 1, STEPS, {"actor": ONE_EPOCH}),
+    ("critic", 1, STEPS, {"critic": {"model": {"fsdp_config": {"fsdp_size": 2}}}}),
+    ("actor", 2, STEPS, {"actor": ONE_EPOCH}),
 ]
 
 
@@ -171,22 +178,25 @@ def agrees(found: Sequence[Any], expected: Sequence[Any], bound: float) -> None:
             assert mine == pytest.approx(other, rel=1e3 * bound, abs=1e3 * bound)
 
 
-def train_as_one(ranks: Ranks, directory: Path, model: Path, cases: Sequence[Case], double: bool) -> None:
+def train_as_one(
+    ranks: Ranks, directory: Path, model: Path, in_float64: Sequence[Case], in_float32: Sequence[Case]
+) -> None:
     """Train every case on all ranks, and on rank 0 also alone."""
     rendezvous = Rendezvous.of(os.environ)
+    cases = [(*case, True) for case in in_float64] + [(*case, False) for case in in_float32]
     names = [f"case-{number}" for number in range(len(cases))]
     threads = {name: ComputingThread(name) for name in names}
     workers: dict[str, Any] = {}
-    bound = 1e-10 if double else 1e-5
     seats = {}
-    for name, (role, sharing, _, sections) in zip(names, cases, strict=True):
+    for name, (role, sharing, _, sections, double) in zip(names, cases, strict=True):
         key: dict[str, Any] = {"ulysses_sequence_parallel_size": sharing}
         shared = {role: {"reward_model": key} if role == "reward" else key}
         # A job with fewer rows in a mini-batch than ranks is refused, but would be computed.
         placed = {"placement": {"ranks": {role: ranks.size}}} | shared if sharing > 1 else {}
         job = job_of(model, directory, merge(placed, sections))
         seats[name] = Seat(threads[name], ranks=Ranks.of_process("cpu", sharing))
-        workers[name] = threads[name].submit(WORKERS[role], job, seats[name]).result()
+        with loaded_in_float64() if double else nullcontext():
+            workers[name] = threads[name].submit(WORKERS[role], job, seats[name]).result()
 
     def command(name: str, method: str) -> Command:
         return command_of(workers[name], method)
@@ -196,7 +206,7 @@ def train_as_one(ranks: Ranks, directory: Path, model: Path, cases: Sequence[Cas
         await leader.start()
         await leader.gather()
         told = {}
-        for name, (_, _, steps, _) in zip(names, cases, strict=True):
+        for name, (_, _, steps, _, _) in zip(names, cases, strict=True):
             object.__setattr__(seats[name], "orders", leader.orders(name))
             told[name] = await worked(workers[name], steps)
         await leader.close()
@@ -206,26 +216,23 @@ def train_as_one(ranks: Ranks, directory: Path, model: Path, cases: Sequence[Cas
         found = asyncio.run(lead())
     else:
         asyncio.run(follow(names, rendezvous, threads, command))
-    for name, (role, _, steps, sections) in zip(names, cases, strict=True):
-        of_ranks = weights_of(workers[name])
+    for name, (role, _, steps, sections, double) in zip(names, cases, strict=True):
+        of_ranks, bound = weights_of(workers[name]), 1e-10 if double else 1e-5
         if ranks.rank == 0:
-            one = WORKERS[role](job_of(model, directory, sections), Seat(ComputingThread("one")))
+            with loaded_in_float64() if double else nullcontext():
+                one = WORKERS[role](job_of(model, directory, sections), Seat(ComputingThread("one")))
             agrees(found[name], asyncio.run(worked(one, steps)), bound)
             for parameter, weight in weights_of(one).items():
                 assert (of_ranks[parameter] - weight).abs().max() <= bound, (name, parameter)
         ranks.wait()
 
 
-def in_double(ranks: Ranks, directory: Path, model: Path, cases: Sequence[Case]) -> None:
-    with loaded_in_float64():
-        train_as_one(ranks, directory, model, cases, double=True)
+def test_two_ranks_train_as_one_in_float64(model: Path, tmp_path: Path) -> None:
+    on_ranks(2, train_as_one, tmp_path, model, ON_TWO, [])
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)])
-def test_several_ranks_train_as_one_in_float64(
-    num_ranks: int, cases: list[Case], model: Path, tmp_path: Path
-) -> None:
-    on_ranks(num_ranks, in_double, tmp_path, model, cases)
+def test_four_ranks_train_as_one_in_float64_and_in_float32(model: Path, tmp_path: Path) -> None:
+    on_ranks(4, train_as_one, tmp_path, model, ON_FOUR, ON_FOUR_IN_FLOAT32)
 
 
 def test_two_ranks_train_as_one_in_float32(model: Path, tmp_path: Path) -> None:
@@ -233,4 +240,4 @@ def test_two_ranks_train_as_one_in_float32(model: Path, tmp_path: Path) -> None:
     cases += [("actor", 1, FEW, {"actor": LORA | DRO})]
     cases += [("actor", 1, ONCE, {"actor": DPPO_KL}), ("actor", 1, ONCE, {"actor": PADDED | IPO} | PREFERENCES)]
     cases += [(role, sharing, FEW, {}) for role in ("reference", "reward") for sharing in (1, 2)]
-    on_ranks(2, train_as_one, tmp_path, model, cases, False)
+    on_ranks(2, train_as_one, tmp_path, model, [], cases)
