@@ -97,6 +97,7 @@ def vllm_job(model: Path, device: str, dtype: str, **rollout: Any) -> JobConfig:
             "data": {"max_prompt_length": P, "max_response_length": T},
             "rollout": {**given, **rollout},
             "trainer": {"device": device},
+            "placement": {"strategy": "collocate"},  # alone on its GPU an engine never sleeps
         }
     )
 

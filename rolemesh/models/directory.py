@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from rolemesh import hub
@@ -72,3 +73,23 @@ def described_directory(config: ModelConfig, role: str, *, weights: bool = False
     if not (directory / "config.json").is_file():
         raise ModelNotFound(f"{role}: {directory} is not a Hugging Face model directory: it has no config.json")
     return directory
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files with a model's weights: `model.safetensors`, or those of its index, or none.
+
+    Others beside them are not the model's, e.g. `consolidated.safetensors`, the same weights under other names.
+
+    Raises:
+        ModelNotFound: the index is damaged, or names a file elsewhere.
+    """
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.is_file() or not index.is_file():
+        return [single] if single.is_file() else []
+    try:
+        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelNotFound(f"{index} cannot be read: {error!r}") from error
+    if strange := [name for name in names if Path(name).name != name]:
+        raise ModelNotFound(f"{index} names {strange[0]!r}, which is not a file beside it")
+    return [directory / name for name in names]

@@ -11,7 +11,7 @@ from typing import Any
 
 from rolemesh.config.model import ModelConfig, PolicyModelConfig, is_target
 from rolemesh.errors import InvalidConfig, ModelNotFound, unreadable
-from rolemesh.models.directory import described_directory
+from rolemesh.models.directory import described_directory, weight_files
 
 # Prefixes of heads of causal LMs and of reward models. A role does not load a head that it does not use.
 HEADS = ("lm_head.", "score.", "classifier.", "v_head.")
@@ -165,9 +165,9 @@ def _number(settings: Mapping[str, Any], key: str, directory: Path, role: str) -
 
 
 def _stored(directory: Path, settings: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Read names, shapes and types in the headers of the directory's *.safetensors; empty if there are none."""
+    """Read names, shapes and types in the headers of the weight files; empty if there are none."""
     tensors: dict[str, tuple[tuple[int, ...], str]] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in weight_files(directory) or sorted(directory.glob("*.safetensors")):
         try:
             with file.open("rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")

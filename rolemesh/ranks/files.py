@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rolemesh.errors import ModelNotFound, unreadable
 from rolemesh.home import Home
+from rolemesh.models.directory import weight_files
 from rolemesh.ranks.agreement import agreed, broadcast_text
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import is_first_copy, is_in_rows, local, memory_of, rows_of, whole
@@ -210,16 +211,7 @@ class TensorFiles:
     @classmethod
     def of_model(cls, directory: Path) -> TensorFiles:
         """Return the weights of a Hugging Face model directory: in one file, or in those of its index."""
-        single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-        if single.is_file() or not index.is_file():
-            return cls([single] if single.is_file() else [])
-        try:
-            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelNotFound(f"{index} cannot be read: {error!r}") from error
-        if strange := [name for name in names if Path(name).name != name]:
-            raise ModelNotFound(f"{index} names {strange[0]!r}, which is not a file beside it")
-        return cls(directory / name for name in names)
+        return cls(weight_files(directory))
 
     @property
     def names(self) -> set[str]:

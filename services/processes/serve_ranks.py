@@ -10,7 +10,7 @@ from typing import Any
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import RoleUnavailable
-from rolemesh.services.processes.ending import DRAIN_S, Ending
+from rolemesh.services.processes.ending import DRAIN_S, LAST_WORDS_S, Ending
 from rolemesh.services.processes.launchers import HERE
 from rolemesh.services.processes.role_processes import (
     GRACE_S,
@@ -101,7 +101,9 @@ async def serve_ranks(
                     )
                 lost = await _first_end(processes, ending)
             finally:
-                await asyncio.shield(processes.end(drain_s if ending.begun.is_set() else GRACE_S))
+                # Rank 0 drains as long, and ends the calls that are left then.
+                grace_s = drain_s + LAST_WORDS_S if ending.begun.is_set() else GRACE_S
+                await asyncio.shield(processes.end(grace_s))
                 del store
             if ending.begun.is_set():
                 return

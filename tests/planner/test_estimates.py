@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned import COLLOCATE, H100, LLAMA_7B, MODELLED, STANDALONE, planner, ppo
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rolemesh.config.model import ModelConfig
@@ -45,6 +47,16 @@ def test_parameters_are_counted_exactly_with_and_without_weights(any_model: Path
         assert shape.multiplied_parameters == sum(m.weight.numel() for m in linears)
     critic = ScoreModel.load(ModelConfig(path=str(any_model)), "critic")
     assert shape.score_parameters == sum(p.numel() for p in critic.parameters())
+
+
+def test_the_same_weights_in_another_file_beside_them_are_not_counted(tiny_model: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_model, tmp_path / "model")
+    expected = read_shape(ModelConfig(path=str(directory)), "actor")
+    weights = load_file(directory / "model.safetensors")
+    save_file(
+        {f"other.{name}": tensor for name, tensor in weights.items()}, directory / "consolidated.safetensors"
+    )
+    assert read_shape(ModelConfig(path=str(directory)), "actor") == expected
 
 
 def test_a_token_is_multiplied_by_the_experts_that_it_is_routed_to(tmp_path: Path) -> None:

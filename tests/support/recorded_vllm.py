@@ -27,6 +27,7 @@ class RecordedVllm:
     Attributes:
         calls: as text, in their order; those of the workers as `worker.NAME`.
         fails_at: the name of a call that raises.
+        answers: of the workers, by method; the others answer None.
     """
 
     errored = False
@@ -37,6 +38,7 @@ class RecordedVllm:
         self.is_paused = self.has_ended = False
         self._lacks: set[str] = set()  # tags of the memory that sleeps
         self.fails_at = ""
+        self.answers: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         signature = self._signature(ASYNC_LLM, name)
@@ -51,7 +53,7 @@ class RecordedVllm:
             its = self._signature(WORKER, method) if own is None else _bound(own)
             bound = its.bind(*positional).arguments
             self._happen(f"worker.{method}", bound if own is None else {})
-            return [None]
+            return [self.answers.get(method)]
 
         return call
 

@@ -59,7 +59,8 @@ class VllmEngine:
             rollout = job.rollout.model_copy(update={"dtype": dtype})
             self._start(job.model_copy(update={"rollout": rollout}))
         self._version = 0
-        self._held: RegionTensors | None = None  # the weights in use; None: the model directory's
+        self._held: RegionTensors | None = None  # the weights in use, if a sleep is to drop them
+        self._may_drop: bool | None = None  # whether a sleep may drop them; None: not known yet
         self._asleep = False
         self._is_bare = False  # awake without weights and KV cache; see `wake`
         self._changing = asyncio.Lock()  # for changes of weights, and for sleep and wake
@@ -164,12 +165,12 @@ class VllmEngine:
             if self._asleep:
                 raise Unsupported("rollout: the engine sleeps, and takes no weights before it wakes")
             held = tensors if isinstance(tensors, RegionTensors) else await _copy(version, tensors)
-            place = held.place
+            place, may_drop = held.place, await self._may_drop_weights()
             async with self._bare() if self._is_bare else self._paused():
                 await self._on_all_ranks("take_weights", *place)
                 if self._names_versions:
                     await self._answer(self._living().update_weight_version(str(version)))
-                self._version, self._held = version, held
+                self._version, self._held = version, held if may_drop else None
 
     async def read_weights(self) -> dict[str, Tensor]:
         """Read back the weights in use, in rollout.dtype, under the names of `named_weights`.
@@ -210,20 +211,30 @@ class VllmEngine:
     # ----------------------------------------------------------------------------- sleep
 
     async def sleep(self) -> int:
-        await self._filled()
         async with self._changing:
             if self._asleep:
                 return 0
+            if self._is_bare:  # still paused, and without weights: no row has come since it woke
+                self._asleep, self._is_bare = True, False
+                return 0
             with self._whole_or_ended():
                 await self._answer(self._living().pause_generation(mode="keep", clear_cache=True))
-                moved = await self._move("release_memory", "sleep", 2 if self._drops else 1)
+                level = 1 if self._held is None else 2  # 1 copies the weights to the host, 2 drops them
+                moved = await self._move("release_memory", "sleep", level)
             self._asleep = True
-            return 0 if self._drops else moved
+            return moved if level == 1 else 0
 
-    @property
-    def _drops(self) -> bool:
-        """Whether a sleep drops the weights (vLLM's level 2): the host has them. Else it copies them there."""
-        return self._held is not None and not self._on_cpu and self._job.rollout.free_cache_engine
+    async def _may_drop_weights(self) -> bool:
+        """Return whether a sleep may drop the weights. Then their version is held until the next one is loaded.
+
+        Where the engine never sleeps it is not held: the host would have two while it receives one.
+        """
+        if self._may_drop is None:
+            roles = next(roles for roles in self._job.groups.values() if "rollout" in roles)
+            sleeps = self._job.rollout.free_cache_engine and sum(map(self._job.on_device, roles)) > 1
+            may = sleeps and not self._on_cpu
+            self._may_drop = may and not any(await self._on_all_ranks("has_loose_tensors"))
+        return self._may_drop
 
     async def wake(self) -> int:
         """Wake vLLM. If its weights were dropped, new ones usually follow, so it stays bare until a version is
@@ -231,7 +242,7 @@ class VllmEngine:
         async with self._changing:
             if not self._asleep:
                 return 0
-            moved, self._is_bare = 0, self._drops
+            moved, self._is_bare = 0, self._held is not None
             if not self._is_bare:
                 with self._whole_or_ended():
                     moved = await self._move("restore_memory", "wake_up")

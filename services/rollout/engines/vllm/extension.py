@@ -68,6 +68,20 @@ class RolloutExtension:
             if layer.weight.numel():
                 _pack(layer, remove_weight=False)
 
+    def has_loose_tensors(self) -> bool:
+        """Whether a layer's attention has tensors on the GPU that are neither parameters nor buffers.
+
+        ALiBi's slopes are. A sleep that drops weights drops these too, and no load brings them back.
+        """
+        model = self.model_runner.get_model()
+        known = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        return any(
+            isinstance(tensor, Tensor) and tensor.is_cuda and tensor.data_ptr() not in known
+            for module in model.modules()
+            if hasattr(module, "impl")
+            for tensor in vars(module.impl).values()
+        )
+
     def give_weights(self, path: str, name: str, manifest: bytes) -> list[str]:
         """Write the layers' weights to a region, under Hugging Face names. Works only with one rank.
 
