@@ -19,7 +19,7 @@ from rolemesh.catalog.loading import NAMED
 from rolemesh.catalog.pages import PAGES
 from rolemesh.catalog.roles import ROLES, stateless_roles
 from rolemesh.config import JobConfig
-from rolemesh.config.base import MAX_WHOLE
+from rolemesh.config.base import MAX_WHOLE, path_keys
 from rolemesh.config.placement import strategies
 from rolemesh.planner.devices import GIB
 from rolemesh.planner.host import HF_BYTES, RANK_BYTES, VLLM_BYTES
@@ -165,6 +165,7 @@ def defaults() -> str:
         "servesWeights": [name for name, role in ROLES.items() if role.serves_weights],
         "runsUserCode": [name for name, role in ROLES.items() if role.runs_user_code],
         "names": {key: list(catalog) for key, catalog in NAMED.items()},
+        "paths": path_keys(JobConfig),
         "comparing": [name for name, estimator in ESTIMATORS.items() if estimator.compares],
         "withCritic": [name for name, estimator in ESTIMATORS.items() if estimator.needs_critic],
         "pages": {

@@ -95,8 +95,27 @@ def _expanded(path: str) -> str:
     return expanded
 
 
+LOCAL = AfterValidator(_expanded)
 # A path in the file system: `~` is the home directory of the process that reads the job file.
-LocalPath = Annotated[str, AfterValidator(_expanded)]
+LocalPath = Annotated[str, LOCAL]
+
+
+def path_keys(schema: type[BaseModel]) -> list[str]:
+    """Return the dotted keys of a schema whose values are paths in the file system, or lists of them."""
+    keys = []
+    for key in leaves(schema):
+        *parents, leaf = key.split(".")
+        section = schema
+        for part in parents:
+            section = _section(section, part) or section
+        field = section.model_fields[leaf]
+        if LOCAL in field.metadata or _names_paths(field.annotation):
+            keys.append(key)
+    return keys
+
+
+def _names_paths(annotation: Any) -> bool:
+    return LOCAL in getattr(annotation, "__metadata__", ()) or any(map(_names_paths, get_args(annotation)))
 
 
 def name_in(catalog: Catalog[Any]) -> AfterValidator:
