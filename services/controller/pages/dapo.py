@@ -42,7 +42,9 @@ async def dapo_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
         roles.reference.compute_log_probs(batch),  # ref_log_probs [B, T], if the job uses KL
     )
     batch = batch.union(old, ref)
-    batch, mismatch = apply_rollout_correction(batch, step.job)  # rollout_is_weights [B, T], if configured
+    batch, mismatch = apply_rollout_correction(  # rollout_is_weights [B, T], if configured
+        batch, step.job, newest=step.number - 1
+    )
     batch, kl_metrics = apply_kl_penalty(batch, step.job, step.kl.value)  # token_level_rewards [B, T]
     batch = compute_advantages(batch, step.job)  # advantages, returns [B, T], by groups with one uid
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from rolemesh.algos.aggregation import masked_mean
 from rolemesh.algos.kl import kl_penalty
 from rolemesh.algos.rollout_correction import correct
 from rolemesh.config import JobConfig
@@ -16,7 +19,8 @@ from rolemesh.roles import Metrics
 
 def _correction_reads(job: JobConfig) -> tuple[str, ...]:
     own = () if job.algorithm.rollout_correction.bypass_mode else ("old_log_probs", "rollout_log_probs")
-    return (*own, "response_mask")
+    waited = ("weight_versions",) if job.algorithm.filter_groups.enable else ()
+    return (*own, *waited, "response_mask")
 
 
 def _correction_writes(job: JobConfig) -> tuple[str, ...]:
@@ -24,7 +28,9 @@ def _correction_writes(job: JobConfig) -> tuple[str, ...]:
 
 
 @node(reads=_correction_reads, writes=_correction_writes, phase="adv")
-def apply_rollout_correction(batch: DataProto, job: JobConfig) -> tuple[DataProto, Metrics]:
+def apply_rollout_correction(
+    batch: DataProto, job: JobConfig, newest: int | None = None
+) -> tuple[DataProto, Metrics]:
     """Apply `algorithm.rollout_correction` for tokens that the engine sampled from another distribution.
 
     It adds rollout_is_weights [B, T] with rollout_is: the policy loss of each token is multiplied by its
@@ -39,12 +45,18 @@ def apply_rollout_correction(batch: DataProto, job: JobConfig) -> tuple[DataProt
     With bypass_mode there is nothing to compare here, because old_log_probs are the engine's. The actor
     corrects against the policy under training, and its update reports the same metrics.
 
+    Args:
+        batch: with old_log_probs, rollout_log_probs and response_mask [B, T].
+        job: selects the correction and the bound.
+        newest: the version of the weights at the start of the step, for a page whose rows may have waited
+            since an earlier one. Older tokens, by weight_versions [B, T], do not count for the bound.
+
     Returns:
         The batch, and metrics of how far the engine's policy is from the actor's, corrected or not.
 
     Raises:
         WeightsUnavailable: no generation runs ahead, and yet the policies are further apart than
-            trainer.max_rollout_kl.
+            trainer.max_rollout_kl, or by NaN.
     """
     if job.algorithm.rollout_correction.bypass_mode:
         return batch, {}
@@ -55,7 +67,10 @@ def apply_rollout_correction(batch: DataProto, job: JobConfig) -> tuple[DataProt
         job.algorithm.rollout_correction,
     )
     limit, kl = job.trainer.max_rollout_kl, found.metrics["rollout_corr/kl"]
-    if limit is not None and kl > limit and not job.steps_ahead:
+    if newest is not None and not math.isnan(kl):  # NaN counts wherever it is
+        fresh = batch["response_mask"] & (batch["weight_versions"] >= newest)  # [B, T]
+        kl = masked_mean(batch["rollout_log_probs"] - batch["old_log_probs"], fresh).item()
+    if limit is not None and not kl <= limit and not job.steps_ahead:
         raise WeightsUnavailable(
             f"rollout_corr/kl is {kl:.3g} nats per token, above trainer.max_rollout_kl {limit:g}, although the "
             f"rollouts should have the actor's weights: engine {job.engine.name} has others, or computes with "
