@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -73,7 +74,12 @@ class Config(BaseModel):
                     "a job file has no interpolation, so {found} would stay as it is; write its value there",
                     {"found": found[0]},
                 )
-            if takes_whole(annotation) and type(scalar) in (int, float) and abs(scalar) > MAX_WHOLE:
+            if not takes(annotation, int) or type(scalar) not in (int, float):
+                continue
+            if not math.isfinite(scalar):
+                raise PydanticCustomError("finite_number", "Input should be a finite number")
+            is_whole = type(scalar) is int or not takes(annotation, float)
+            if is_whole and abs(scalar) > MAX_WHOLE:
                 raise PydanticCustomError(
                     "whole_number",
                     "a number above 2^53 - 1 ({most}) becomes another one in Helm; choose a smaller one",
@@ -163,11 +169,9 @@ def kinds_of(annotation: Any) -> set[str]:
     return {kind for part in get_args(annotation) for kind in kinds_of(part)}
 
 
-def takes_whole(annotation: Any) -> bool:
-    """Return whether a field takes whole numbers: int, also in a union or a list, or any value."""
-    if annotation in (int, Any):
-        return True
-    return any(takes_whole(part) for part in get_args(annotation))
+def takes(annotation: Any, kind: type) -> bool:
+    """Return whether a field takes values of a kind, also in a union or a list, or any value."""
+    return annotation in (kind, Any) or any(takes(part, kind) for part in get_args(annotation))
 
 
 def _scalars(value: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from rolemesh.config import load_job, parse_overrides
 from rolemesh.config.base import kinds_of, leaves
 from rolemesh.config.job import JobConfig, make_job
-from rolemesh.config.yaml_file import MAX_BYTES, MAX_DEPTH, MAX_VALUES, parse_yaml, read_yaml
+from rolemesh.config.yaml_file import MAX_BYTES, MAX_DEPTH, MAX_VALUES, parse_yaml, read_yaml, to_yaml
 from rolemesh.errors import InvalidConfig
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "charts/rlhf-job/values.schema.json").read_text())
@@ -293,6 +293,22 @@ def test_a_whole_number_that_helm_would_change_is_refused_by_job_and_chart() -> 
     big = {"actor": {"optim": {"eps": 1e300}}}  # a fraction is a double everywhere
     assert CHARTS_JOB.is_valid(big)
     assert make_job(big).actor.optim.eps == 1e300
+
+
+def test_a_key_of_any_number_takes_large_fractions_and_no_infinite_number() -> None:
+    """1e18 is a fraction in a job file. Helm has one kind of number, so the chart refuses it as whole."""
+    function = "reward.custom_reward_function={path: f.py, reward_kwargs: {cap: %s}}"
+    for override in (function, "data.apply_chat_template_kwargs={cap: %s}"):
+        job = parse_overrides([override % "1e18"])
+        read = make_job(job)
+        found = {**read.reward.custom_reward_function.reward_kwargs, **read.data.apply_chat_template_kwargs}
+        assert found == {"cap": 1e18}
+        assert type(found["cap"]) is float
+        assert parse_yaml(to_yaml(found), "") == found
+        assert not CHARTS_JOB.is_valid(job)
+        for text in ("1e400", "-.inf", ".nan"):
+            with pytest.raises(InvalidConfig, match="should be a finite number"):
+                make_job(parse_overrides([override % text]))
 
 
 def test_a_value_of_any_type_keeps_its_type() -> None:
