@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rolemesh.catalog.agents import AGENTS
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.estimators import BY_COMPONENTS, BY_CRITIC, BY_GREEDY, BY_TURN
 from rolemesh.catalog.pages import PAGES
 
 if TYPE_CHECKING:
     from rolemesh.config.job import JobConfig
+
+FIXED_TOOLS = {"calculator", "calc_gsm8k_reward"}  # what they answer follows from their arguments
 
 
 def check_sections(job: JobConfig) -> None:
@@ -209,18 +212,42 @@ def _check_greedy(job: JobConfig) -> None:
 
 
 def _check_equal_answers(job: JobConfig) -> None:
-    """Greedy answers to one prompt are all the same, unless an environment answers in between."""
-    if job.rollout.multi_turn.enable:
-        return
-    for key, sampling in (("rollout", job.rollout), ("rollout.val_kwargs", job.rollout.val_kwargs)):
-        if sampling.n > 1 and (sampling.greedy or sampling.top_k == 1):
-            why = "top_k is 1" if not sampling.greedy else "temperature is 0"
-            if not sampling.do_sample:
-                why = f"do_sample is false{' (its default there)' * (key != 'rollout')}"
-            raise ValueError(
-                f"{key}.n is {sampling.n}, but {key}.{why}, so all answers to a prompt are the same; set n to "
-                "1, or do_sample to true, temperature above 0 and top_k to -1"
-            )
+    for key, is_used in (("rollout", job.answers), ("rollout.val_kwargs", job.answers and job.validates)):
+        if is_used and (reason := equal_answers(job, key)):
+            raise ValueError(reason)
+
+
+def equal_answers(job: JobConfig, key: str) -> str:
+    """Return why several answers to a prompt would all be the same, and what to set; empty if they may differ.
+
+    Args:
+        job: greedy answers differ if an environment says different things in between.
+        key: rollout or rollout.val_kwargs.
+    """
+    sampling = job.rollout if key == "rollout" else job.rollout.val_kwargs
+    if sampling.n == 1 or not (sampling.greedy or sampling.top_k == 1) or _environment_varies(job):
+        return ""
+    why = "top_k is 1" if not sampling.greedy else "temperature is 0"
+    if not sampling.do_sample:
+        why = f"do_sample is false{' (its default there)' * (key != 'rollout')}"
+    return (
+        f"{key}.n is {sampling.n}, but {key}.{why}, so all answers to a prompt are the same; set n to "
+        "1, or do_sample to true, temperature above 0 and top_k to -1"
+    )
+
+
+def _environment_varies(job: JobConfig) -> bool:
+    """Return whether an environment may say different things after equal turns of the policy."""
+    multi_turn = job.rollout.multi_turn
+    of_users = (
+        multi_turn.tool_config_path,
+        multi_turn.interaction_config_path,
+        multi_turn.mcp_servers,
+        job.rollout.agent.external.command,
+        set(multi_turn.tools) - FIXED_TOOLS,
+        any(agent.origin != BUILT_IN for agent in AGENTS.values()),  # rows may name it
+    )
+    return multi_turn.enable and any(of_users)
 
 
 def _check_adapter(job: JobConfig) -> None:

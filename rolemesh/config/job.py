@@ -106,6 +106,14 @@ class JobConfig(Plugins):
         return "rollout" in self.page.roles
 
     @property
+    def validates(self) -> bool:
+        """True if a run of the job validates at some time."""
+        trainer = self.trainer
+        return self.data.has_validation and (
+            trainer.val_only or trainer.val_before_train or trainer.test_freq > 0
+        )
+
+    @property
     def steps_ahead(self) -> int:
         """How many steps ahead of training the rollouts may generate: 0 with rollout.mode sync."""
         return self.trainer.max_staleness if self.answers and self.rollout.mode == "async" else 0

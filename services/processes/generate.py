@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from rolemesh.config import JobConfig
+from rolemesh.config.agreement import equal_answers
 from rolemesh.data import PromptDataset
 from rolemesh.data.progress_bar import counting
 from rolemesh.errors import InvalidConfig
@@ -37,6 +38,8 @@ def generate_file(job: JobConfig, output: Path, log_probs: bool) -> None:
     check_role(job, "rollout", "generate")
     if not job.data.has_validation:
         raise InvalidConfig("data.val_files is empty; set it to the file with the prompts")
+    if reason := equal_answers(job, "rollout.val_kwargs"):
+        raise InvalidConfig(reason)
     check_output(output, ".parquet")
     job = fetched(job)
     vocabulary_in(job.actor.model, "actor")

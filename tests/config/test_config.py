@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rolemesh.catalog.agents import AGENTS, AgentSpec
+from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.config import load_job, parse_overrides
 from rolemesh.config.base import leaves
 from rolemesh.config.job import JobConfig, make_job
@@ -159,12 +161,15 @@ UNREPLACED = (
         (["rollout.val_kwargs={do_sample: false, top_k: 5}"], "top_k is 5, but do_sample is false"),
         (["rollout.val_kwargs={temperature: 0, top_p: 0.5}"], "top_p is 0.5, but do_sample is false"),
         (
-            ["rollout.val_kwargs.n=8"],
+            ["rollout.val_kwargs.n=8", "data.val_files=v.parquet"],
             "rollout.val_kwargs.do_sample is false (its default there), so all answers",
         ),
-        (["rollout.val_kwargs={n: 8, do_sample: true, temperature: 0}"], "rollout.val_kwargs.temperature is 0"),
         (
-            ["rollout.val_kwargs={n: 8, do_sample: true, top_k: 1}"],
+            ["rollout.val_kwargs={n: 8, do_sample: true, temperature: 0}", "data.val_files=v.parquet"],
+            "rollout.val_kwargs.temperature is 0",
+        ),
+        (
+            ["rollout.val_kwargs={n: 8, do_sample: true, top_k: 1}", "data.val_files=v.parquet"],
             "rollout.val_kwargs.top_k is 1, so all answers",
         ),
         (["rollout={n: 2, do_sample: false}"], "rollout.do_sample is false, so all answers"),
@@ -186,13 +191,46 @@ def test_sections_that_disagree_are_refused_at_start(tmp_path: Path, overrides: 
     assert words in str(error.value)
 
 
-def test_greedy_answers_that_a_resolved_file_or_an_environment_makes_sense_of_are_accepted(
-    tmp_path: Path,
-) -> None:
+def test_a_resolved_file_and_several_sampled_answers_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(make_job({}).to_yaml())  # says temperature 1 beside do_sample: false
     load_job(tmp_path / "config.yaml")
-    make_job({"rollout": {"val_kwargs": {"n": 8}, "multi_turn": {"enable": True}}})
     make_job({"rollout": {"val_kwargs": {"n": 8, "do_sample": True, "temperature": 0.7}}})
+
+
+@pytest.mark.parametrize(
+    ("also", "differ"),
+    [
+        ([], False),
+        (["data.val_files=[]"], True),  # nothing is validated
+        (["trainer.val_before_train=false"], True),
+        (["trainer.val_before_train=false", "trainer.test_freq=5"], False),
+        (["trainer.val_before_train=false", "trainer.val_only=true"], False),
+        (["algorithm.page=sft"], True),  # no prompt is answered
+        (["rollout.multi_turn.enable=true"], False),  # no tool and no user
+        (["rollout.multi_turn={enable: true, tools: [calculator]}"], False),
+        (["rollout.multi_turn={enable: true, tools: [calculator, python]}"], True),  # may draw numbers
+        (["rollout.multi_turn={enable: true, interaction_config_path: i.yaml}"], True),
+        (["rollout.multi_turn={enable: true, mcp_servers: {a: {command: [b]}}}"], True),
+        (["rollout.multi_turn.enable=true", "rollout.agent.external.command=[a]"], True),
+        (["rollout.multi_turn={interaction_config_path: i.yaml}"], False),  # not enabled
+    ],
+)
+def test_several_greedy_answers_are_refused_where_they_are_made_and_surely_equal(
+    also: list[str], differ: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent of a plug-in may say anything; those of other tests are put aside."""
+    built_in = {name: agent for name, agent in AGENTS.items() if agent.origin == BUILT_IN}
+    monkeypatch.setattr(AGENTS, "_declared", built_in)
+    job = parse_overrides(["data.val_files=v.parquet", "rollout.val_kwargs.n=8", *also])
+    if differ:
+        make_job(job)
+    else:
+        with pytest.raises(InvalidConfig, match="so all answers to a prompt are the same"):
+            make_job(job)
+        own = AgentSpec(name="own", code=lambda job: None, origin="tests")
+        monkeypatch.setitem(built_in, "own", own)
+        job["rollout"]["multi_turn"] = {"enable": True}
+        make_job(job)
 
 
 def test_every_key_of_a_path_expands_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:

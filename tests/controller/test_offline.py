@@ -277,6 +277,11 @@ def test_commands_that_cannot_be_done_are_refused(tiny_model: Path, tmp_path: Pa
     talking = small_job(tmp_path, tiny_model, "run", "rollout.multi_turn.enable=true")
     with pytest.raises(InvalidConfig, match=r"generate has rows of one turn, but rollout\.multi_turn\.enable"):
         check_role(talking, "rollout", "generate")
+    greedy = small_job(tmp_path, tiny_model, "run", "trainer.val_before_train=false", "rollout.val_kwargs.n=2")
+    with pytest.raises(
+        InvalidConfig, match=r"rollout\.val_kwargs\.n is 2, .*so all answers to a prompt are the same"
+    ):
+        generate_file(greedy, tmp_path / "out.parquet", log_probs=False)
 
 
 def test_two_commands_do_not_fill_one_output(tiny_model: Path, tmp_path: Path) -> None:
