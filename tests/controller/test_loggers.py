@@ -20,7 +20,7 @@ from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.serving.server import RoleServer
-from rolemesh.services.controller.display.loggers import Loggers
+from rolemesh.services.controller.display.loggers import Loggers, mlflow_name
 from rolemesh.services.controller.display.progress import Display
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import MetricsFile, read_metrics
@@ -75,14 +75,26 @@ def test_mlflow_reads_back_one_run_that_goes_on(tmp_path: Path, monkeypatch: pyt
 
 
 ODD = {
-    "val-core/deepmath(hard)/acc/mean@1": "val-core/deepmath_hard_/acc/mean_at_1",
-    "reward/a>b/mean": "reward/a_b/mean",
-    "reward/a+b/mean": "reward/a_b/mean_172f6489",  # a name of its own
-    "reward/a_b/mean": "reward/a_b/mean_24a3ad12",
+    "val-core/digits/acc/mean@1": "val-core/digits/acc/mean_at_1",
+    "val-core/deepmath(hard)/acc/mean@1": "val-core/deepmath_hard_/acc/mean_at_1_80fe3fbc",
+    "reward/a>b/mean": "reward/a_b/mean_1fb10026",
+    "reward/a+b/mean": "reward/a_b/mean_172f6489",
+    "reward/a_b/mean": "reward/a_b/mean",
     "reward/Länge: 1.5-2/mean": "reward/Länge: 1.5-2/mean",
-    "/a//../.b\n/": "_/a/_/__/.b_/_",
+    "/a//../.b\n/": "_/a/_/__/.b_/__af7160f5",
     "reward/" + "é" * 200: None,
 }
+
+
+def test_a_name_at_mlflow_follows_from_the_metric_alone_and_no_two_are_the_same() -> None:
+    """So it is the same in whatever order metrics come, and after a resume. `@` alone costs no digest."""
+    for name, given in ODD.items():
+        assert given in (None, mlflow_name(name))
+    alike = ["a@b@", "a_at_b@", "a@b_at_", "a_at_b_at_", "a@b+", "a_at_b+", "a+b", "a>b", "a_b", "\ud800"]
+    assert len({mlflow_name(name) for name in alike}) == len(alike)
+    long = ["é" * 200 + end for end in "ab"]
+    assert len({mlflow_name(name) for name in long}) == 2
+    assert all(len(mlflow_name(name).encode()) <= 250 for name in long)
 
 
 @pytest.mark.parametrize("logger", ["mlflow", "tensorboard"])

@@ -227,13 +227,12 @@ class MlflowLogger:
             return run_id
 
         self._run_id = _kept_id(directory / "run_id", start, new_run)
-        self._names: dict[str, str] = {}  # by which MLflow has them, to the metrics' own
 
     def log(self, step: int, metrics: Metrics) -> None:
         from mlflow.entities import Metric
 
         now = time.time_ns() // 1_000_000
-        named = [(name, Metric(self._name(name), value, now, step)) for name, value in metrics.items()]
+        named = [(name, Metric(mlflow_name(name), value, now, step)) for name, value in metrics.items()]
         for at in range(0, len(named), MLFLOW_BATCH):
             some = dict(named[at : at + MLFLOW_BATCH])
             try:
@@ -243,13 +242,6 @@ class MlflowLogger:
                     raise  # the server's: each metric alone would wait for it, too
                 write_each(some, lambda _, metric: self._client.log_batch(self._run_id, [metric]))
 
-    def _name(self, name: str) -> str:
-        """Return the name that MLflow has for a metric; no two metrics have the same."""
-        given = mlflow_name(name)
-        if self._names.setdefault(given, name) != name:
-            given = _with_digest(given, name)
-        return given
-
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
 
@@ -257,15 +249,16 @@ class MlflowLogger:
 def mlflow_name(name: str) -> str:
     """Change a metric's name as little as MLflow requires: letters, digits and _-. :/, as a path of 250 bytes.
 
-    `@` becomes `_at_`, and every other character `_`.
+    `@` becomes `_at_`, and every other character `_`. A name that is changed ends with a digest of the metric's
+    own, so no two metrics have the same, in whatever order they come. Only `@` alone needs no digest, because a
+    name that has `_at_` itself ends with one.
     """
-    parts = [re.sub(r"[^\w.\- :]", "_", part.replace("@", "_at_")) for part in name.split("/")]
+    parts = [re.sub(r"[^\w.\- :]", "_", part) for part in name.replace("@", "_at_").split("/")]
     given = "/".join("_" * max(1, len(part)) if part in ("", ".", "..") else part for part in parts)
-    return given if len(given.encode()) <= MLFLOW_BYTES else _with_digest(given, name)
-
-
-def _with_digest(given: str, name: str) -> str:
-    digest = f"_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    is_own = given == name.replace("@", "_at_") and "_at_" not in name
+    if is_own and len(given.encode()) <= MLFLOW_BYTES:
+        return given
+    digest = f"_{hashlib.sha256(name.encode(errors='backslashreplace')).hexdigest()[:8]}"
     return given.encode()[: MLFLOW_BYTES - len(digest)].decode(errors="ignore") + digest
 
 
