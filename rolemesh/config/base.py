@@ -31,8 +31,6 @@ MAX_FINDINGS = 20  # errors reported at once
 # The largest whole number of which a double, as Helm and JSON hold numbers, has no second one: 2^53 itself is
 # also what 2^53 + 1 becomes.
 MAX_WHOLE = 2**53 - 1
-INTERPOLATION = re.compile(r"\$\{[^{}]*\}")
-VARIABLE = re.compile(r"\$[A-Za-z_]\w*")
 
 
 class Config(BaseModel):
@@ -63,17 +61,11 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _arrives_as_written(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse `${…}`, which nothing replaces, and whole numbers that Helm would change."""
+        """Refuse whole numbers that Helm would change, and numbers that are not finite."""
         if _section(cls, str(info.field_name)):  # its own fields name the key
             return value
         annotation = cls.model_fields[str(info.field_name)].annotation
         for scalar in _scalars(value):
-            if isinstance(scalar, str) and (found := INTERPOLATION.search(scalar)):
-                raise PydanticCustomError(
-                    "interpolation",
-                    "a job file has no interpolation, so {found} would stay as it is; write its value there",
-                    {"found": found[0]},
-                )
             if not takes(annotation, int) or type(scalar) not in (int, float):
                 continue
             if not math.isfinite(scalar):
@@ -89,12 +81,6 @@ class Config(BaseModel):
 
 
 def _expanded(path: str) -> str:
-    if variable := VARIABLE.search(path):
-        raise PydanticCustomError(
-            "variable",
-            "environment variables are not replaced, so {found} would stay as it is; write its value there",
-            {"found": variable[0]},
-        )
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         raise PydanticCustomError("home", "there is no such user; write ./~ if the name begins with ~")

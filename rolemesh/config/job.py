@@ -21,7 +21,16 @@ from rolemesh.catalog.tools import TOOLS
 from rolemesh.config.actor import FOLLOWS_ACTOR, ActorConfig, CriticConfig, ReferenceConfig
 from rolemesh.config.agreement import check_sections
 from rolemesh.config.algorithm import AlgorithmConfig
-from rolemesh.config.base import Config, IdleKey, explain, idle_keys, merge, parse_overrides, without
+from rolemesh.config.base import (
+    Config,
+    IdleKey,
+    explain,
+    idle_keys,
+    merge,
+    parse_overrides,
+    path_keys,
+    without,
+)  # fmt: skip
 from rolemesh.config.data import DataConfig, Files
 from rolemesh.config.model import CriticModelConfig, FsdpConfig, JudgingModelConfig, ModelConfig, chosen_dtype
 from rolemesh.config.placement import PlacementConfig, num_ranks, num_replicas, place
@@ -29,7 +38,7 @@ from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import RolloutConfig
 from rolemesh.config.switches import switched_off
 from rolemesh.config.trainer import TrainerConfig
-from rolemesh.config.yaml_file import read_yaml, to_yaml
+from rolemesh.config.yaml_file import read_texts, read_yaml, to_yaml, write_texts
 from rolemesh.errors import InvalidConfig
 
 M = TypeVar("M", bound=ModelConfig)
@@ -319,7 +328,12 @@ class JobConfig(Plugins):
         same warnings, except those of a value that a switch turns off (switches.py): it is written, too.
         """
         unset = (idle.key for idle in self.idle_keys() if not idle.is_set)
-        return to_yaml(without(self.model_dump(mode="json"), unset))
+        sections = without(self.model_dump(mode="json"), unset)
+        return to_yaml(write_texts(sections, PATHS))
+
+
+# Keys with paths, and the one that names a folder.
+PATHS = frozenset([*path_keys(JobConfig), "trainer.experiment_name"])
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
@@ -353,6 +367,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
 def make_job(data: dict[str, Any], where: str = "job") -> JobConfig:
     """Make a job from sections, after importing its plug-ins; error messages begin with `where`."""
     try:
+        data = read_texts(data, PATHS)
         load_plugins(Plugins(plugins=data.get("plugins")).plugins)
         return JobConfig.model_validate(data)
     except InvalidConfig as error:

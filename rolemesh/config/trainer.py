@@ -116,6 +116,16 @@ class TrainerConfig(Config):
         return None if self.n_gpus_per_node is None else self.n_gpus_per_node * self.nnodes
 
     @model_validator(mode="after")
+    def _name_is_a_folder(self) -> "TrainerConfig":
+        name = self.experiment_name
+        if self.default_local_dir is None and (name.startswith("~") or {"", ".", ".."} & {*name.split("/")}):
+            raise ValueError(
+                f"experiment_name is {name!r:.200}, but outputs/<experiment_name> is the run directory; use a "
+                "name that does not begin with ~ or / and has no part . or .., or set default_local_dir"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _nodes_have_gpus(self) -> "TrainerConfig":
         if self.nnodes > 1 and self.n_gpus_per_node is None:
             raise ValueError(

@@ -7,7 +7,7 @@ number of values (counting repetitions by aliases) are limited. Duplicate keys a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +25,10 @@ TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
 # YAML 1.1 requires a point in the mantissa and a sign in the exponent; users, Helm and YAML 1.2 write 1e-6.
 EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # characters that no path, process or file accepts
+# What other systems put a value in place of, with a backslash if it stands for itself.
+IN_TEXTS = re.compile(r"(\\?)(\$\{[^{}]*\})")
+IN_PATHS = re.compile(r"(\\?)(\$\{[^{}]*\}|\$[A-Za-z_]\w*)")
+VARIABLES = "environment variables are not replaced"
 NOT_THOUSANDS = re.compile(r"_(?![0-9]{3}(?![0-9]))")
 
 
@@ -164,6 +168,57 @@ def parse_yaml(text: str, where: str) -> Any:
 def to_yaml(sections: dict[str, Any]) -> str:
     """Write sections as YAML, in their order, such that read_yaml reads the same sections."""
     return str(yaml.dump(sections, Dumper=_Dumper, sort_keys=False))
+
+
+def read_texts(tree: Any, paths: Collection[str]) -> Any:
+    """Return sections in which `\\${…}` is the text `${…}`, also in keys, and in paths `\\$NAME` is `$NAME`.
+
+    Args:
+        tree: sections of a job file.
+        paths: the dotted keys whose values are paths.
+
+    Raises:
+        InvalidConfig: there is no backslash. Other systems put a value in such a place, and this one does not.
+    """
+
+    def read(text: str, key: str) -> str:
+        for backslash, found in _placeholders(key in paths).findall(text):
+            if not backslash:
+                what = "a job file has no interpolation" if found[1] == "{" else VARIABLES
+                raise InvalidConfig(
+                    one_line(
+                        f"{key!r:.200} is {text!r:.200}: {what}, so {found:.200} would stay as it is; write "
+                        f"its value there, or \\{found:.200} if this text is meant"
+                    )
+                )
+        return _placeholders(key in paths).sub(r"\2", text)
+
+    return _each_text(tree, read)
+
+
+def write_texts(tree: Any, paths: Collection[str]) -> Any:
+    """Return sections from which `read_texts` makes the given ones."""
+    return _each_text(tree, lambda text, key: _placeholders(key in paths).sub(r"\\\g<0>", text))
+
+
+def _placeholders(is_path: bool) -> re.Pattern[str]:
+    return IN_PATHS if is_path else IN_TEXTS
+
+
+def _each_text(tree: Any, change: Callable[[str, str], str], at: str = "") -> Any:
+    """Change the texts of nested sections, each with its dotted key; a key's own text, too."""
+    if isinstance(tree, str):
+        return change(tree, at)
+    if isinstance(tree, Mapping):
+        changed = {}
+        for name, value in tree.items():
+            key = f"{at}.{name}" if at else str(name)
+            new = change(name, f"the key {key}") if isinstance(name, str) else name
+            changed[new] = _each_text(value, change, key)
+        return changed
+    if isinstance(tree, list | tuple):
+        return [_each_text(value, change, at) for value in tree]
+    return tree
 
 
 def one_line(text: str) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from rolemesh.config.yaml_file import read_yaml
+from rolemesh.config.yaml_file import read_texts, read_yaml
 from rolemesh.errors import InvalidData
 from rolemesh.telemetry.logs import printable
 
@@ -79,9 +79,10 @@ def _dump(where: Path, step: int | None) -> Path:
         return where
     folder = where
     if (config := where / "config.yaml").is_file():
-        named = read_yaml(config)["trainer"].get("rollout_data_dir")
+        key = "trainer.rollout_data_dir"
+        named = read_texts(read_yaml(config), [key])["trainer"].get("rollout_data_dir")
         if not named:
-            raise InvalidData(f"{where}: the run writes no answers; set trainer.rollout_data_dir")
+            raise InvalidData(f"{where}: the run writes no answers; set {key}")
         folder = Path(named)
     steps = {int(file.stem): file for file in folder.glob("*.jsonl") if file.stem.isdigit()}
     if not steps or (step is not None and step not in steps):

@@ -181,6 +181,19 @@ UNREPLACED = (
             ["trainer.default_local_dir=~nobody-here/a"],
             "there is no such user; write ./~ if the name begins with ~",
         ),
+        (
+            ["data.apply_chat_template_kwargs={'${a}': 1}"],
+            "'the key data.apply_chat_template_kwargs.${a}' is '${a}': a job file has no interpolation, so "
+            r"${a} would stay as it is; write its value there, or \${a} if this text is meant",
+        ),
+        (["trainer.experiment_name=$USER"], "so $USER would stay as it is"),
+        *(
+            (
+                [f"trainer.experiment_name={name}"],
+                "is the run directory; use a name that does not begin with ~ or /",
+            )
+            for name in ("~/a", "'~'", "/a", "../a", "a/../../b", "a/", "''")
+        ),
     ],
 )
 def test_sections_that_disagree_are_refused_at_start(tmp_path: Path, overrides: list[str], words: str) -> None:
@@ -248,7 +261,8 @@ def test_every_key_of_a_path_expands_the_home_directory(monkeypatch: pytest.Monk
         job = make_job(parse_overrides([f"{key}=~/a/~b", *beside.get(key, [])]))
         value = reduce(getattr, key.split("."), job)
         assert value in ("/home/ann/a/~b", ["/home/ann/a/~b"]), key
-    assert make_job(parse_overrides(["trainer.experiment_name=~/a"])).trainer.experiment_name == "~/a"
+    named = make_job(parse_overrides(["trainer.experiment_name=~/a", "trainer.default_local_dir=a"]))
+    assert named.trainer.experiment_name == "~/a"
 
 
 def test_plugins_are_files_of_the_home_directory_before_they_are_imported(

@@ -173,9 +173,25 @@ def test_a_recorded_job_is_the_job_whatever_its_texts_look_like(tmp_path: Path) 
         "=",
         "<<",
     ):
-        job = make_job({"trainer": {"experiment_name": text, "project_name": f"{text}\n"}})
+        names = {"experiment_name": text, "project_name": f"{text}\n", "default_local_dir": "a"}
+        job = make_job({"trainer": names})
         (tmp_path / "config.yaml").write_text(job.to_yaml())
         assert load_job(tmp_path / "config.yaml") == job
+
+
+def test_a_backslash_makes_a_placeholder_the_text_that_it_is(tmp_path: Path) -> None:
+    """In keys and values; `$NAME` is one in paths alone. Of two backslashes one stays."""
+    written = {
+        "rollout": {"stop": [r"\${a}", r"\\${a}", r"\d", "$5", "$a", "${", r"\${a\${b}}"]},
+        "trainer": {"default_local_dir": r"/\$a/\${b}/\$c", "experiment_name": r"\$a"},
+        "data": {"apply_chat_template_kwargs": {r"\${k}": {"at": [r"\${v}"]}}},
+    }
+    job = make_job(written)
+    assert job.rollout.stop == ("${a}", r"\${a}", r"\d", "$5", "$a", "${", r"\${a${b}}")
+    assert (job.trainer.default_local_dir, job.trainer.experiment_name) == ("/$a/${b}/$c", "$a")
+    assert job.data.apply_chat_template_kwargs == {"${k}": {"at": ["${v}"]}}
+    (tmp_path / "config.yaml").write_text(job.to_yaml())
+    assert load_job(tmp_path / "config.yaml") == job
 
 
 def test_an_override_of_too_many_parts_is_refused() -> None:
