@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from in_process import small_job, workers
 from rich.console import Console
 
@@ -20,7 +22,7 @@ from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.serving.server import RoleServer
-from rolemesh.services.controller.display.loggers import Loggers, mlflow_name
+from rolemesh.services.controller.display.loggers import Loggers, mlflow_name, numbers
 from rolemesh.services.controller.display.progress import Display
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import MetricsFile, read_metrics
@@ -193,6 +195,22 @@ def test_every_run_shows_its_steps_to_prometheus(tmp_path: Path) -> None:
     assert CONTROLLER.get_sample_value("rolemesh_training_step") == 3
     assert CONTROLLER.get_sample_value("rolemesh_training_steps_planned") == 3
     assert CONTROLLER.get_sample_value("rolemesh_step_metric", {"name": SCORE}) == 0.75
+
+
+def test_a_bad_value_costs_prometheus_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values: dict[str, Any] = {"timing_s/step": object(), "one": 1.0, "none": object(), "two": 2.0}
+    with Loggers(job_with(tmp_path / "run"), 0, Console(file=io.StringIO())) as loggers:
+        loggers.log(1, values)
+    assert "2 of 4 metrics are lost, first 'timing_s/step': TypeError" in caplog.text
+    shown = [CONTROLLER.get_sample_value("rolemesh_step_metric", {"name": name}) for name in values]
+    assert shown[1:] == [1, None, 2]
+
+
+def test_what_is_no_number_is_left_out_of_a_step_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"a": torch.tensor(1.5), math.nan: 2, "b": "3", "c": torch.ones(2), "d": None, "e\ud800": math.inf}
+    assert numbers(7, given) == {"a": 1.5, "nan": 2, "e\\ud800": math.inf}
+    assert "step 7 has metrics that are no numbers and are left out: " in caplog.text
+    assert "'b' is a str, 'c' is a Tensor, 'd' is a NoneType" in caplog.text
 
 
 def test_a_missing_library_names_the_extra_that_brings_it(

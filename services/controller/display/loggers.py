@@ -112,6 +112,26 @@ def write_each(metrics: Mapping[str, T], write: Callable[[str, T], object]) -> N
         raise RolemeshError(f"{len(errors)} of {len(metrics)} metrics are lost, first {errors[0]}")
 
 
+def numbers(step: int, metrics: Mapping[Any, Any]) -> Metrics:
+    """Return a step's metrics without values that are no numbers, which a warning names.
+
+    A name becomes text that can be sent: one lone surrogate would cost every scrape of /metrics.
+    """
+    found: Metrics = {}
+    others = []
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, str):  # float() would read it
+                raise TypeError
+            text = str(name).encode(errors="backslashreplace").decode()
+            found[text] = value if isinstance(value, int | float) else float(value)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: of a tensor with several cells
+            others.append(f"{name!r:.100} is a {type(value).__name__}")
+    if others:
+        log.warning("step %d has metrics that are no numbers and are left out: %s", step, ", ".join(others))
+    return found
+
+
 class ConsoleLogger:
     """Prints the most important numbers of each step as a row of a table."""
 
@@ -139,12 +159,17 @@ class PrometheusLogger:
     def log(self, step: int, metrics: Metrics) -> None:
         STEP_ENDED.set_to_current_time()
         TRAINING_STEP.set(step)
-        if "timing_s/step" in metrics:
-            STEP_SECONDS.observe(metrics["timing_s/step"])
-        write_each(metrics, lambda name, value: STEP_METRIC.labels(name).set(value))
+        write_each(metrics, _show)
 
     def close(self) -> None:
         """Do nothing: nothing is buffered."""
+
+
+def _show(name: str, value: float) -> None:
+    number = float(value)  # before labels(), which alone would show 0
+    STEP_METRIC.labels(name).set(number)
+    if name == "timing_s/step":
+        STEP_SECONDS.observe(number)
 
 
 class TensorboardLogger:

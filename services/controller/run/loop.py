@@ -22,7 +22,7 @@ from rolemesh.errors import RolemeshError
 from rolemesh.graph import observer
 from rolemesh.roles import Environment, Metrics, Roles
 from rolemesh.services.controller.conversations.conversing import Conversing
-from rolemesh.services.controller.display.loggers import Loggers, require_libraries
+from rolemesh.services.controller.display.loggers import Loggers, numbers, require_libraries
 from rolemesh.services.controller.display.progress import Display
 from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.pages.choice import check_step, page_of
@@ -331,6 +331,7 @@ class Run:
 
     def _log(self, number: int, metrics: Metrics) -> None:
         metrics_file, loggers = self._log_to
+        metrics = numbers(number, metrics)
         record = metrics_file.log(number, metrics)
         loggers.log(number, metrics)
         self.status.set(step=number)
