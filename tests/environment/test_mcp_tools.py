@@ -215,9 +215,13 @@ async def test_a_server_that_hangs_is_started_anew(
         assert len(call.starts()) == 2
 
 
-async def test_a_server_at_a_url_that_is_gone_is_an_error_of_each_call(
-    tiny_model: Path, tmp_path: Path
+async def test_a_server_at_a_url_is_reached_without_a_proxy_and_gone_is_an_error_of_each_call(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     with http_server(tmp_path / "starts") as (url, process):
         async with talking(tmp_path, tiny_model, {"url": url}) as call:
             assert await call("add", a=1) == ("3", False)

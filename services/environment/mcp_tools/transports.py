@@ -153,7 +153,8 @@ async def over_http(url: str, headers: Mapping[str, str]) -> AsyncGenerator[Tran
     transport = _Bounded(httpx2.AsyncHTTPTransport())
     timeout = httpx2.Timeout(30.0, read=None)  # the caller has a time limit
     async with (
-        httpx2.AsyncClient(headers=values, transport=transport, timeout=timeout) as client,
+        # no proxy of the environment, which would get the calls and the headers
+        httpx2.AsyncClient(headers=values, transport=transport, timeout=timeout, trust_env=False) as client,
         streamable_http_client(url, http_client=client, max_sse_event_size=MAX_ANSWER_BYTES) as streams,
     ):
         yield streams
