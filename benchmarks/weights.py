@@ -4,8 +4,8 @@
 
 The holder and every replica are processes of their own; a replica is a rollout worker with the engine hf and a
 real model, and relays as a rollout service does. The ways take turns, and the fastest and the median turn are
-kept. A turn is a sync: the holder publishes (copies and hashes), and ends when the last replica uses the
-version.
+kept. A turn is a sync. It begins when the holder publishes (copies and hashes), and ends when the last replica
+uses the version.
 
 In use: `RolloutWorker.update_weights` has returned, so the next decode step computes with the new weights. The
 engine hf takes the region's memory for its parameters and copies nothing, however the bytes came. The process

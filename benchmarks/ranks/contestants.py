@@ -1,7 +1,7 @@
 """An actor of one rank or of two, in processes that take turns, and what a turn is.
 
 One rank has two threads, two ranks have one each: both have two cores. The ranks of verl's scheme are the same
-two processes. A process waits outside its turn and takes no processor time.
+two processes. Outside its turn a process waits and takes no processor time.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def parts_of(figures: Sequence[dict[str, Any]], commands: float, rows: float) ->
     """Divide the seconds of an update on several ranks.
 
     Args:
-        figures: of each rank, what `timed_learn` measured.
+        figures: what `timed_learn` measured on each rank.
         commands: seconds of an empty command.
         rows: seconds of a command with the rows.
 

@@ -306,7 +306,7 @@ class Planner:
         return self._group(roles, devices * split, counts.ranks)
 
     def _group(self, roles: tuple[str, ...], devices: int, ranks: int | None = None) -> Group:
-        """Return a group on `devices` devices, in replicas of `ranks` ranks; None: see `_ranks`."""
+        """Return a group on `devices` devices, in replicas of `ranks` ranks; None: as `_ranks` finds."""
         if ranks is None:
             ranks = self._ranks(roles, max(1, devices))
         if (roles, devices, ranks) not in self._groups:

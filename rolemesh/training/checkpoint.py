@@ -125,7 +125,7 @@ class CheckpointWriter:
 
         Raises:
             CheckpointFailed: writing failed, on any rank; the message names path, cause and free space. Also if
-                the directory belongs to another checkpoint than the last one begun.
+                `directory` is not the one of the last `begin`.
             RoleUnavailable: a rank was lost.
         """
         if self._written is None or directory != self._directory:

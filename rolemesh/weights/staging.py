@@ -64,7 +64,7 @@ class Staging:
     """Two buffers of host memory: the device fills one while the other one is written.
 
     A copy from the device to pageable memory waits for the device at each tensor, and also passes through a
-    buffer of the driver. Here the device runs on, and the copy waits for it once a buffer. A tensor that was
+    buffer of the driver. Here the device runs on, and the copy waits for it once per buffer. A tensor that was
     put may be freed at once, since copies are in the order of the device's stream.
 
     Args:

@@ -27,17 +27,13 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-OF_A_PROGRAM = (
-    "text",
-    "cut",
-    "prompt_tokens",
-    "completion_tokens",
-)  # fields of a turn for an agent that `calls`
+# Fields of a turn that only an agent that `calls` gets.
+OF_A_PROGRAM = ("text", "cut", "prompt_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits in seconds: of one turn, and of an episode without a request."""
+    """Time limits in seconds: for one turn, and for an episode that gets no request."""
 
     call_s: float
     episode_s: float

@@ -6,12 +6,12 @@ import os
 
 from rolemesh.cpus import usable_cpus
 
-# Variables of the launcher's own rank, if it is one, and the token that lets a process use Ray.
+# The first two belong to the launcher if it is a rank itself; the token lets a process use Ray.
 NOT_INHERITED = ("RANK", "WORLD_SIZE", "RAY_AUTH_TOKEN")
 
 
 def inherited() -> dict[str, str]:
-    """Return the variables of this process that those which it starts get, too."""
+    """Return the variables that this process passes on to the processes that it starts."""
     return {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
 
 

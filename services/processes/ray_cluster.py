@@ -27,7 +27,7 @@ from rolemesh.services.processes.ray_rank import RayRank
 log = logging.getLogger(__name__)
 
 ADDRESS = "RAY_ADDRESS"  # of a running cluster; every program of Ray reads this variable
-LOCAL = "local"  # there is none: start one
+LOCAL = "local"  # no cluster runs: start one
 STORE_BYTES = 80 << 20  # Ray's smallest object store: nothing is put there
 REMIND_S = 5
 # Of the Ray that is started here. Without the first, 127.0.0.1 becomes the machine's address in the network,

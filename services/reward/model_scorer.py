@@ -21,8 +21,8 @@ from rolemesh.workers.devices import resolve_device
 class ModelScorer:
     """Scores prompts with their responses by `reward.reward_model`.
 
-    On a CPU with MKL a row's score has the same bits beside any other rows, because widths depend on
-    the row alone.
+    On a CPU with MKL the bits of a row's score do not depend on the other rows of the call, because widths
+    depend on the row alone.
 
     Args:
         job: the job.

@@ -212,8 +212,8 @@ class ScoringPool:
 def first_message(config: RewardConfig, plugins: Sequence[str]) -> bytes:
     """Make the first message to a scoring process: what it imports and the job's section `reward`.
 
-    Without plug-ins the manager is one of Rolemesh's own. Its import path names it, so the process needs no
-    catalog and no pydantic, and starts in a third of the time.
+    Without plug-ins the manager is one of Rolemesh's own. The message has its import path, so the process
+    needs no catalog and no pydantic, and starts in a third of the time.
     """
     said: dict[str, Any] = {"reward": config.model_dump(mode="json")}
     if plugins or installed_plugins() or config.manager.origin != BUILT_IN:

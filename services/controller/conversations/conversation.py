@@ -35,7 +35,7 @@ from rolemesh.wire.limits import MAX_CONTEXTS
 
 NO_ROOM = "max_response_length"
 TOO_MANY_PROMPTS = "max_contexts"
-CLOCK = "environment_s"  # seconds in which a conversation waited for its environment
+CLOCK = "environment_s"  # seconds that a conversation waited for its environment
 
 
 class Speech:
@@ -110,8 +110,8 @@ class Speech:
 
         Args:
             messages: from the environment.
-            what: names the messages, at the beginning of an error.
-            cuts: truncate answers of tools to `max_tool_response_length`.
+            what: names the messages where an error begins.
+            cuts: whether to truncate answers of tools to `max_tool_response_length`.
 
         Raises:
             InvalidBatch: a message is malformed, or has the role `assistant`.

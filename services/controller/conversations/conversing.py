@@ -29,7 +29,7 @@ CALLS = itertools.count(1)  # part of an episode's name: validations ask for the
 
 
 class Conversing(Forwarding[Rollout]):
-    """A rollout whose rows are conversations if their agent_name says so. Implements rolemesh.roles.Rollout.
+    """A rollout that holds conversations for rows whose agent converses. Implements rolemesh.roles.Rollout.
 
     Args:
         rollout: generates the policy's turns.

@@ -38,7 +38,7 @@ class Rows:
     Args:
         prompts: the request, B rows.
         num_tokens: T, the limit for all turns of a row together.
-        pad: the id after a row's end.
+        pad: fills responses after a row's end, and prompts before their first token.
     """
 
     def __init__(self, prompts: DataProto, num_tokens: int, pad: int) -> None:
@@ -68,7 +68,7 @@ class Rows:
         """Return a request for the next turn of these rows.
 
         It has the columns `responses` and `turns` even for the first turn, so an engine keeps keys and values
-        for the next one. For a row with several contexts it has only the last one.
+        for the next turn. A row with several contexts is sent with its current one only.
         """
         asked = self.prompts.select_columns(["seeds"]).select_idxs(torch.tensor(rows))
         for name, column in self._prompts.items():
@@ -184,7 +184,7 @@ class Rows:
 
         Args:
             rows: indices of the rows.
-            facts: numbers about each row's conversation, and why it ended.
+            facts: for each row, numbers about its conversation, and why it ended.
         """
         at = list(rows)
         columns = {name: column[at] for name, column in (self._prompts | self._columns).items()}

@@ -17,7 +17,7 @@ MAX_CALLS = 32
 
 
 class Turns:
-    """Turns of the rows of one request: each row asks for its own, and turns are generated in batches.
+    """Generates turns of the rows of one request: each row asks for its own, calls generate many together.
 
     Args:
         rollout: generates the turns.

@@ -119,7 +119,7 @@ class ResponseRows:
         return batch
 
     def _ids_of(self, row: dict[str, Any], where: str) -> list[list[int]]:
-        """Return the token ids of a row's responses; one token for each where nothing counts or reads them."""
+        """Return the token ids of a row's responses; one id each if nothing counts or reads tokens."""
         texts = row[self._key]
         if not self._by_tokens:
             return [[self._end]] * len(texts)
@@ -134,7 +134,7 @@ class ResponseRows:
                 f"{where}: column {self._key!r} has a response of {longest} tokens, but "
                 f"data.max_response_length is {width}, and the reward model reads all; raise it"
             )
-        return [each[:width] for each in ids]  # with the same penalty as the longest
+        return [each[:width] for each in ids]  # longer responses get the penalty of this length
 
     def _check_ids(self, given: Any, texts: Sequence[str], where: str) -> None:
         fits = isinstance(given, list) and len(given) == len(texts)

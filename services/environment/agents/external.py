@@ -23,7 +23,7 @@ MAX_LINE_BYTES = 64 << 10  # limit of the last line of output
 PIPES_S = 5.0  # time for its output to end after the command itself
 MAX_TAIL_BYTES = 4 << 10  # kept of its standard error
 BLOCK_BYTES = 64 << 10
-MAX_SEED = 2**53  # integers below this are exact in every language
+MAX_SEED = 2**53  # whole numbers below this are exact even where all numbers are float64
 
 
 async def run_command(episode: Episode, endpoint: Endpoint, job: JobConfig) -> Any:

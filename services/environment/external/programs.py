@@ -1,4 +1,4 @@
-"""Runs an episode's program as a conversation: its calls of the policy are the environment's messages."""
+"""Runs an episode's program as a conversation: messages in its calls are what the environment says."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ OVER = (
 class Session:
     """The messages between a program and the policy.
 
-    A call continues the conversation if it repeats all messages so far and adds new ones. Any other call is a
-    new prompt for the policy.
+    A call continues the conversation if it has the same tools, repeats all messages so far, and adds messages
+    of which none is the policy's. Any other call is a new prompt for the policy.
 
     The program uses `call`; the episode uses `next`, `answer` and `end`.
     """
@@ -42,8 +42,8 @@ class Session:
 
         Args:
             call: the call.
-            is_retry: the client repeats a call whose answer it may have missed. If it was answered, the client
-                gets the same answer.
+            is_retry: the client may have missed the answer to the same call. If it was answered, the client
+                gets that answer again.
 
         Raises:
             Refused: the conversation is over.
@@ -66,7 +66,7 @@ class Session:
     # ------------------------------------------------------------------------------ the episode's side
 
     async def next(self) -> tuple[Call, Chat | Prompt]:
-        """Wait for a call. Return it with its new messages, or with its prompt if it does not continue."""
+        """Wait for a call. Return it with its new messages if it continues, else with its prompt."""
         call = await self._asked.get()
         number, new = len(self._said), call.messages[len(self._said) :]
         goes_on = self._last is not None and call.tools == self._last.tools
