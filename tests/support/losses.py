@@ -7,7 +7,10 @@ from typing import Any
 
 from rolemesh.algos.policy_loss import TokenLosses
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
-from rolemesh.config.actor import ActorConfig
+from rolemesh.config.actor import ActorConfig, PolicyLossConfig
+
+# The configuration of losses that are worked by hand.
+CONFIG = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, policy_loss=PolicyLossConfig(dro_beta=0.1))
 
 # Those of a token; the losses of a pair of answers are in tests/algos/test_preference.py.
 TOKEN_LOSSES = [name for name, loss in POLICY_LOSSES.items() if "contexts" not in loss.reads]
