@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from homes import WAYS, foreign_directory, read, state, write, write_in_place
 
 from rolemesh.config.job import make_job
 from rolemesh.errors import RolemeshError
-from rolemesh.home import ABANDONED_SECONDS, MAX_ENTRIES, NEW, Home, OutsideHome
+from rolemesh.home import MAX_ENTRIES, Home, OutsideHome
 from rolemesh.services.controller.run.checkpoints import write_durably
 from rolemesh.services.controller.run.profile import profiled
 from rolemesh.services.controller.run.run_dir import dump, held
@@ -31,42 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """A directory of somebody else, with a key in it."""
-    directory = tmp_path / "foreign"
-    (directory / "below").mkdir(parents=True)
-    (directory / "key").write_text("secret")
-    (directory / "key").chmod(0o600)
-    return directory
-
-
-def read(home: Home, path: Path) -> dict[str, str]:
-    with home.reading(path) as files:
-        return {str(p.relative_to(files)): p.read_text() for p in sorted(files.rglob("*")) if p.is_file()}
-
-
-def write(home: Home, path: Path) -> None:
-    with home.writing(path) as into:
-        (into / "key").write_text("new")
-
-
-def write_in_place(home: Home, path: Path) -> None:
-    with home.file(path / "key") as file:
-        file.write(b"new")
-
-
-WAYS: list[Callable[[Home, Path], object]] = [read, write, write_in_place]
-
-
-def state(directory: Path) -> dict[str, tuple[int, int, bytes]]:
-    """All that is there: mode, time of change, content."""
-    return {
-        str(path): (
-            path.lstat().st_mode,
-            path.lstat().st_mtime_ns,
-            path.read_bytes() if path.is_file() else b"",
-        )
-        for path in (directory, *directory.rglob("*"))
-    }
+    return foreign_directory(tmp_path)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -260,91 +223,6 @@ def test_a_lock_that_is_a_link_is_no_abandoned_folders(tmp_path: Path, foreign: 
     WeightsFolder(tmp_path / "weights").close()
     assert state(foreign) == before
     assert os.listdir(tmp_path / "weights") == ["rolemesh-planted"]
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from rolemesh.home import Home
-
-with Home(Path(sys.argv[1])).writing(Path(sys.argv[1])) as into:
-    (into / "sub").mkdir()
-    (into / "sub" / "key").write_text("half")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_files_of_a_killed_writer_go_with_the_next_write_and_those_of_a_living_one_stay(root: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(root)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    [left] = root.iterdir()
-    aged(left)
-    (root / ".new-mine").mkdir()  # no name of ours
-    with Home(root).writing(root) as first:
-        (first / "one").write_text("1")
-        assert not left.exists()
-        write(Home(root), root)
-        (first / "two").write_text("2")
-    assert read(Home(root), root) == {"one": "1", "two": "2", "key": "new"}
-    assert (root / ".new-mine").is_dir()
-
-
-def aged(left: Path, *, but: str = "") -> None:
-    """As if all of it had last changed an hour ago, but for one file."""
-    for path in (left, *left.rglob("*")):
-        if path.name != but:
-            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - ABANDONED_SECONDS))
-
-
-def test_files_of_a_writer_on_another_node_stay_if_its_lock_is_not_visible(root: Path) -> None:
-    """No lock here, and the one file that it writes is new."""
-    theirs = root / ".new-0123456789abcdef"
-    (theirs / "sub").mkdir(parents=True)
-    (theirs / "sub" / "key").write_text("half")
-    (theirs / "sub" / "other").write_text("whole")
-    aged(theirs, but="key")
-    write(Home(root), root)
-    assert (theirs / "sub" / "key").read_text() == "half"
-    aged(theirs)
-    write(Home(root), root)
-    assert not theirs.exists()
-
-
-def test_files_of_a_killed_writer_are_no_part_of_a_checkpoint(root: Path) -> None:
-    """Neither read nor counted, at any level, nor is it looked into."""
-    write(Home(root), root / "actor")
-    for number, directory in enumerate((root, root / "actor")):
-        left = directory / f".new-{number:016x}"
-        left.mkdir()
-        for part in range(MAX_ENTRIES):
-            (left / str(part)).touch()
-        (left / "link").symlink_to(root)
-    assert read(Home(root), root) == {"actor/key": "new"}
-
-
-def test_several_processes_fill_one_directory_and_its_writer_moves_all_of_it(root: Path, foreign: Path) -> None:
-    home, other = Home(root), Home(root)
-    with home.writing(root / "saved") as into:
-        name = Path(os.path.realpath(into)).name
-        with other.joining(root / "saved", name) as same:
-            (same / "theirs").write_text("1")
-        (into / "ours").write_text("2")
-    assert read(home, root / "saved") == {"theirs": "1", "ours": "2"}
-    (root / "saved" / (NEW + "0" * 16)).symlink_to(foreign)
-    for path, wrong in [(foreign, name), (root, "saved"), (root, "../foreign")]:
-        with pytest.raises(OutsideHome), other.joining(path, wrong):
-            pass
-    with pytest.raises(OSError, match="directory"), other.joining(root / "saved", NEW + "0" * 16):
-        pass
-    with pytest.raises(FileNotFoundError), other.joining(root / "saved", name):
-        pass
-
-
-def test_the_target_of_a_link_with_a_writers_name_is_not_deleted(root: Path, foreign: Path) -> None:
-    before = state(foreign)
-    (root / ".new-0123456789abcdef").symlink_to(foreign)
-    write(Home(root), root)
-    assert state(foreign) == before
 
 
 def test_new_files_are_readable_by_all_users_with_any_umask(tmp_path: Path) -> None:

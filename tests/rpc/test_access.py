@@ -23,12 +23,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from in_process import small_job
 from saving import saved
-from serving import serve_process, served
-from typer.testing import CliRunner
+from serving import served
 
 import rolemesh.v1
 from rolemesh.catalog.roles import ROLES
-from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, NotPermitted, RoleUnavailable, WeightsUnavailable
 from rolemesh.roles import methods
 from rolemesh.rpc import tls
@@ -38,7 +36,6 @@ from rolemesh.rpc.contract import ACTOR, CALLERS, WEIGHTS, rpcs
 from rolemesh.rpc.errors import ENDED_WHILE_WRITING
 from rolemesh.rpc.serving.access import Permissions
 from rolemesh.rpc.serving.server import RoleServer
-from rolemesh.services.command_line.app import app
 from rolemesh.telemetry import metrics
 from rolemesh.v1 import data_pb2
 from rolemesh.weights.remote import RemoteWeights
@@ -324,44 +321,7 @@ async def test_no_process_can_pose_as_a_role_that_its_certificate_does_not_name(
                 await RemoteWeights(sources, 1, "0" * 64, timeout_s=1).fetch()
 
 
-# ---------------------------------------------------------------------------- certificates at start
-
-
-async def test_a_process_whose_certificate_does_not_name_it_does_not_start(
-    tiny_model: Path, tmp_path: Path, authority: Authority
-) -> None:
-    job = small_job(tmp_path, tiny_model, "run")
-    keys = swap(tmp_path / "keys", authority.keys(JOB, "reward"))
-    addresses = [f"--{role}=127.0.0.1:1" for role in job.roles]
-    for role, arguments in {
-        "operator": ["status", "127.0.0.1:1"],
-        "controller": ["control", "--config", str(written(job, tmp_path)), *addresses],
-    }.items():
-        ended = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, "--tls-dir", str(keys)])
-        assert isinstance(ended.exception, InvalidConfig), ended.output
-        assert f"does not name {role}, which this process is" in str(ended.exception)
-    async with serve_process("actor,reward", job, tmp_path, f"--tls-dir={keys}") as role:
-        _, errors = await role.process.communicate()
-    assert role.process.returncode == 2
-    assert "does not name actor, which this process is" in errors.decode().splitlines()[-1]
-
-
-def test_new_keys_that_do_not_name_the_process_are_not_taken(
-    tmp_path: Path, authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
-    keys = swap(tmp_path / "keys", authority.keys(JOB, "actor", "rollout"))
-    folder = tls.KeyFolder(keys, ("actor", "rollout"))
-    before = folder.current()
-    swap(keys, authority.keys(JOB, "actor"))
-    assert folder.current() is before
-    assert "does not name rollout, which this process is" in caplog.text
-    swap(keys, authority.keys(JOB, "rollout", "actor"))
-    assert folder.current() is not before
-
-
-def written(job: JobConfig, directory: Path) -> Path:
-    (directory / "job.yaml").write_text(job.to_yaml())
-    return directory / "job.yaml"
+# ------------------------------------------------------------------------ commands that make certificates
 
 
 @needs_openssl
