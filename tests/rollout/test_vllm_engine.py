@@ -1,24 +1,17 @@
 """The engine vllm on a CPU: its log-probabilities are the trainer's, its weights the actor's, bit for bit.
 
-A start takes half a minute or more, so one engine serves most tests: a tied Qwen2. A second one is a Llama over
-two ranks."""
+A start takes half a minute or more, so one engine serves all tests: a tied Qwen2."""
 
 import asyncio
 import mmap
 import os
 import resource
-import signal
-import subprocess
-import sys
 import tempfile
-import textwrap
-import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -29,12 +22,14 @@ from vllm_rollouts import (
     GREEDY,
     PAD,
     PLAIN,
-    P,
     T,
+    assert_log_probs_agree,
+    generated,
     installed,
     job_of,
     model_with_ends,
     prompts_of,
+    reference,
     weights_of,
     with_weights,
 )
@@ -44,35 +39,12 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleFailed, RoleUnavailable, WeightsUnavailable
 from rolemesh.models.loading import named_weights
 from rolemesh.services.rollout.engines import load_engine
-from rolemesh.services.rollout.engines.sampling import log_distribution
 from rolemesh.services.rollout.engines.vllm import arguments
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.weights.held import HeldWeights
 
 pytestmark = pytest.mark.timeout(900)  # three processes import vLLM, on cores that other tests use too
 on_the_modules_loop = pytest.mark.asyncio(loop_scope="module")
-
-
-async def generated(engine: Any, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
-    """All rows, in the order of the request."""
-    answer = DataProto.concat([rows async for rows in engine.generate(prompts, sampling)])
-    assert sorted(answer["row"].tolist()) == list(range(len(prompts)))
-    return answer[answer["row"].argsort()]
-
-
-def reference(model: Any, prompts: DataProto, answer: DataProto, sampling: SamplingConfig) -> Tensor:
-    """[B, T, V] log-probabilities of the filtered distribution, by one full forward of transformers."""
-    ids = torch.cat([prompts["prompts"], answer["responses"]], 1)
-    mask = torch.cat([prompts["prompt_mask"], answer["response_mask"]], 1).long()
-    with torch.no_grad():
-        logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
-    return log_distribution(logits[:, P - 1 : -1].flatten(0, 1), sampling).view(len(ids), T, -1)
-
-
-def assert_log_probs_agree(model: Any, prompts: DataProto, answer: DataProto, sampling: SamplingConfig) -> None:
-    expected = reference(model, prompts, answer, sampling).gather(2, answer["responses"][..., None])[..., 0]
-    difference = (answer["rollout_log_probs"] - expected.float()).where(answer["response_mask"], 0)
-    assert difference.abs().max() < 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -362,57 +334,3 @@ async def test_an_engine_that_fell_asleep_half_way_ends_and_never_computes_with_
     for lost in (waiting, generated(engine, prompts_of(3), PLAIN), engine.sleep(), engine.read_weights()):
         with pytest.raises(RoleUnavailable):
             await lost
-
-
-@installed
-@on_the_modules_loop
-async def test_two_ranks_are_one_engine_whose_death_is_reported(tmp_path: Path):
-    directory = model_with_ends(tmp_path, "llama")
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    prompts = prompts_of(12)
-    job = job_of(directory, tensor_model_parallel_size=2, max_num_batched_tokens=16, max_num_seqs=16)
-    engine = load_engine(job, None)
-    try:
-        assert_log_probs_agree(model, prompts, await generated(engine, prompts, PLAIN), PLAIN)
-        weights = weights_of(model, 1)
-        await engine.load_weights(1, weights)
-        assert await engine.sleep() == await engine.wake()
-        with_weights(model, weights)
-        assert_log_probs_agree(model, prompts, await generated(engine, prompts, PLAIN), PLAIN)
-
-        workers = await engine._on_all_ranks("process_id")
-        assert len(workers) == 2
-        rows = asyncio.create_task(generated(engine, prompts_of(400), PLAIN))
-        update = asyncio.create_task(engine.load_weights(2, weights))
-        for worker in workers:
-            os.kill(worker, signal.SIGKILL)
-        for lost in (rows, update):
-            with pytest.raises(RoleUnavailable, match="has ended"):
-                await lost
-        with pytest.raises(RoleUnavailable):
-            await generated(engine, prompts, PLAIN)
-    finally:
-        engine.close()
-
-
-@installed
-def test_its_processes_end_with_the_one_that_started_them(model_directory: Path):
-    """Also when that is killed while the first of them has only begun."""
-    program = f"""
-        from pathlib import Path
-        from vllm_rollouts import job_of
-        from rolemesh.services.rollout.engines import load_engine
-        load_engine(job_of(Path({str(model_directory)!r})), None)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    path = os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
-    owner = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
-    children: list[psutil.Process] = []
-    while len(children) < 2:  # multiprocessing's tracker of resources, and the engine
-        assert owner.poll() is None
-        time.sleep(0.01)  # a look takes CPU that the start needs
-        children = psutil.Process(owner.pid).children(recursive=True)
-    os.kill(owner.pid, signal.SIGKILL)
-    owner.wait()
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert alive == []

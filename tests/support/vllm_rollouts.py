@@ -1,4 +1,4 @@
-"""A small job for engine vllm, its prompts, and models and weights for it."""
+"""A small job for engine vllm, its prompts, models and weights, and the log-probabilities that are right."""
 
 import importlib.util
 from pathlib import Path
@@ -14,6 +14,7 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.models.loading import named_weights
 from rolemesh.models.tiny import byte_tokenizer, make_tiny_model
+from rolemesh.services.rollout.engines.sampling import log_distribution
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -84,3 +85,25 @@ def with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     return model
+
+
+async def generated(engine: Any, prompts: DataProto, sampling: SamplingConfig) -> DataProto:
+    """All rows, in the order of the request."""
+    answer = DataProto.concat([rows async for rows in engine.generate(prompts, sampling)])
+    assert sorted(answer["row"].tolist()) == list(range(len(prompts)))
+    return answer[answer["row"].argsort()]
+
+
+def reference(model: Any, prompts: DataProto, answer: DataProto, sampling: SamplingConfig) -> Tensor:
+    """[B, T, V] log-probabilities of the filtered distribution, by one full forward of transformers."""
+    ids = torch.cat([prompts["prompts"], answer["responses"]], 1)
+    mask = torch.cat([prompts["prompt_mask"], answer["response_mask"]], 1).long()
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    return log_distribution(logits[:, P - 1 : -1].flatten(0, 1), sampling).view(len(ids), T, -1)
+
+
+def assert_log_probs_agree(model: Any, prompts: DataProto, answer: DataProto, sampling: SamplingConfig) -> None:
+    expected = reference(model, prompts, answer, sampling).gather(2, answer["responses"][..., None])[..., 0]
+    difference = (answer["rollout_log_probs"] - expected.float()).where(answer["response_mask"], 0)
+    assert difference.abs().max() < 1e-4
