@@ -23,14 +23,14 @@ def passing_bytes(
 ) -> int:
     """Return the peak bytes of activations in a forward and backward pass.
 
-    The blocks' activations wait for their backward pass, with autocast's copies of the matrices; with
-    checkpointing it is the blocks' inputs alone. On a GPU there is besides, one after another:
+    The blocks' activations are kept for their backward pass, with autocast's copies of the matrices; with
+    checkpointing only the blocks' inputs are kept. On a GPU these come on top, one after another:
 
     - with checkpointing: one block's forward pass, and copies of all matrices;
     - the head's logits, with their gradients;
     - gradients of one block's activations; with checkpointing also the block, recomputed, with its copies.
 
-    On a CPU they count as a sum, because its allocator reuses little of what was freed.
+    On a CPU they are added up, because its allocator reuses little freed memory.
 
     Args:
         shape: the model's.
@@ -108,9 +108,9 @@ def gathered_bytes(parameters: int, shape: ModelShape, dtype: str) -> int:
 def peak_with_gathered_bytes(passing: int, learnt: int, parameters: int, shape: ModelShape, dtype: str) -> int:
     """Return the peak bytes of activations, gathered weights and gathered gradients of a backward pass.
 
-    In the middle of it there are one block's gradients, and their float32 copies that are being added up over
-    the ranks. At its end, without activations, the same of everything outside of blocks. A model with an
-    adapter has such gradients of the adapter alone, which are small.
+    In the middle of the pass these are one block's gradients, and their float32 copies that are being added up
+    over the ranks. At its end they are the same for everything outside of blocks, without activations. A model
+    with an adapter has gathered gradients only of the adapter, which are small.
     """
     in_blocks = min(parameters, shape.multiplied_parameters)
     outside = FLOAT32 * (parameters - in_blocks)

@@ -26,8 +26,8 @@ OPTIMIZER_TRAFFIC = 10 * FLOAT32
 BACKWARD = 2
 # Launches outside of the blocks, in units of a block: embedding, positions, mask and head; loss or sampling.
 OUTSIDE = 2
-# Rank 0's orders (benchmarks/ranks/): seconds of an order to one more rank and of one that all have answered,
-# and the bytes of a row's columns per token on the wire.
+# Rank 0's orders (benchmarks/ranks/): seconds of an order for each further rank, seconds of an order that all
+# have answered, and the bytes of a row's columns per token on the wire.
 ORDER_S = 1e-3
 FOLLOWER_S = 5e-4
 TOKEN_BYTES = 24
@@ -184,7 +184,7 @@ def role_parts(
     steps = job.data.train_batch_size // job.mini_batch_size(role)
     epochs = section.ppo_epochs
     assert epochs is not None, "JobConfig fills it in"
-    # A pass of each rank in every mini-batch, be it for a few rows.
+    # Each rank makes a pass in every mini-batch, even for a few rows.
     in_mini = min(micro, share / steps)
     repeated = steps * max(1.0, share / steps / micro) / calls
     of_block = shape.layers * gather_seconds(device, FLOAT32 * learnt / shape.layers, spread.shards)

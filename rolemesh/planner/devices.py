@@ -20,9 +20,9 @@ SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 GIB = 2**30
 SHARE_REACHED = 0.5  # of a GPU's rate by its data sheet, by large matrix products in training
 FILE_BANDWIDTH = 1.5e9  # bytes per second; on a CPU, a sleeping role's tensors are in a file
-# Of a CUDA context with the buffers of cuBLAS and NCCL, usually 0.5 to 1 GiB; the upper end.
+# A CUDA context with the buffers of cuBLAS and NCCL takes 0.5 to 1 GiB; this is the upper end.
 CONTEXT_BYTES = GIB
-# Of a hand-over, in bytes per second, on the machine of an H200 (benchmarks/gpu/large.py): the version is
+# Rates of a hand-over in bytes per second, on the machine of an H200 (benchmarks/gpu/large.py): the version is
 # written into new shared memory, read once for its checksums, and copied to the engine's GPU.
 PUBLISH_BANDWIDTH, DIGEST_BANDWIDTH, RECEIVE_BANDWIDTH = 3e9, 34e9, 13e9
 LAUNCH_S = 5e-6  # of a kernel, in Python
@@ -108,7 +108,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory for the roles: all but that of a GPU's context."""
+        """Memory for the roles: all of it, less a GPU's context."""
         return self.memory_bytes if self.shared else max(0, self.memory_bytes - CONTEXT_BYTES)
 
 

@@ -1,8 +1,9 @@
 """Estimates the host memory of a rollout whose engine computes on GPUs.
 
 A pod is killed if it exceeds its memory limit. The largest part is the version that the rollout has received:
-it is kept for other rollouts that pull it from here, and the engine reads it where it lies. Weights are
-counted, so a limit below them is refused. What processes take is a guess, so a limit below both is warned of.
+it is kept for other rollouts that pull it from here, and the engine reads it in place. The size of the weights
+is known, so a smaller limit is refused. The processes' memory is a guess, so a limit below the sum only causes
+a warning.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rolemesh.planner.memory import Shapes, published_width, role_shapes
 log = logging.getLogger(__name__)
 
 # Python, libraries and buffers of an engine's processes: with vLLM, with each further GPU of the engine, and
-# with hf. They are guesses; nothing has been measured in a pod yet.
+# with hf. These are guesses, not measured in a pod.
 VLLM_BYTES, RANK_BYTES, HF_BYTES = 7 * GIB, 3 * GIB, 3 * GIB
 
 
@@ -71,7 +72,7 @@ def host_memory(job: JobConfig, shapes: Shapes, roles: Sequence[str], engines: i
 def refuse_small_limit(job: JobConfig, limit_bytes: int, engines: int = 1) -> None:
     """Refuse a rollout on a GPU in a container whose memory limit is too small for its weights in host memory.
 
-    If only what its processes are guessed to take exceeds the limit, this is logged as a warning.
+    If the limit is exceeded only with the guess for its processes, log a warning.
 
     Args:
         job: the job.

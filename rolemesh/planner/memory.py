@@ -2,9 +2,9 @@
 
 The model follows Rolemesh's trainers. Trained weights are float32. bfloat16 is the type of matrix products
 (torch.autocast), which keeps a copy of each matrix during a pass. Gradients are float32, and AdamW has two
-float32 moments. So a trained parameter takes 16 bytes. One of a role that only judges takes 2 in bfloat16, and
-has no copy. With an adapter, all of the policy's own parameters are frozen. They take 4, or 2 if they
-were saved in bfloat16.
+float32 moments. So a trained parameter takes 16 bytes. A parameter of a role that is not trained takes 2 in
+bfloat16, and has no copy. With an adapter, all of the policy's own parameters are frozen. They take 4 bytes, or
+2 if they were saved in bfloat16.
 
 Rows are assumed to have the full length S = P + T, with or without padding. The allocator's fragmentation and
 kernels' scratch memory are not counted. A GPU's context is not in any role's memory (Device.usable_bytes).
@@ -34,7 +34,7 @@ from rolemesh.planner.devices import CONTEXT_BYTES, GIB, Device
 from rolemesh.planner.shapes import ModelShape, read_shape
 from rolemesh.planner.spread import Spread
 
-# Of vLLM's CUDA graphs, by its number of sizes and layers 0.3 to 2 GiB; the upper end.
+# vLLM's CUDA graphs take 0.3 to 2 GiB, depending on the number of sizes and layers; this is the upper end.
 GRAPHS_BYTES = 2 * GIB
 
 
@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def changed(self) -> int:
-        """Bytes that an update changes, and that leave when the role sleeps: learnt weights and moments."""
+        """Bytes that an update changes, and a sleep copies to the host: learnt weights and moments."""
         return self.gradients + self.optimizer
 
     def parts(self) -> dict[str, int]:
@@ -74,7 +74,7 @@ Shapes = Mapping[str, ModelShape]
 
 
 def role_shapes(job: JobConfig, roles: Sequence[str] = ()) -> Shapes:
-    """Read the model shape of each role that loads a model; of these roles alone, if there are any.
+    """Read the model shape of each role that loads a model; with `roles`, only of these.
 
     A reward by rules has no model, nor has a rollout that uses other servers.
 
@@ -204,7 +204,7 @@ def base_bytes(job: JobConfig, shape: ModelShape, ranks: int = 1) -> int:
 
 
 def frozen_cast_bytes(shape: ModelShape, dtype: str, ranks: int = 1, *, scores: bool) -> int:
-    """Return the bytes of autocast's copies in a role that is not trained: of matrices that stay float32."""
+    """Return the bytes of autocast's copies of the float32 matrices of a role that is not trained."""
     if dtype == "float32":
         return 0
     sharded = 0 if scores else shape.head_parameters

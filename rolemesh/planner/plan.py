@@ -88,8 +88,8 @@ class Group:
         """Return the seconds per step of switching roles on a shared device.
 
         A role that is called twice in a row stays on the device. The next step starts with the role that is on
-        the device at the end of this one. A role comes with its weights, and for its update with the moments,
-        too. What it has changed since leaves with it.
+        the device at the end of this one. A role's weights are copied to the device, and for an update its
+        moments too. When it leaves, only what has changed is copied back.
         """
         visits: list[tuple[str, bool]] = []  # role, and whether it is updated
         for number, role in enumerate(TURNS):
@@ -105,7 +105,7 @@ class Group:
         return sum(self._moved(role, updates, device) for role, updates in visits) / device.host_bandwidth
 
     def _moved(self, role: str, updates: bool, device: Device) -> int:
-        """Return the bytes that come and leave with a role that is called in between."""
+        """Return the bytes that are copied in and out with a role that is called in between."""
         memory = self.memory[role]
         comes = memory.weights + updates * memory.optimizer
         leaves = updates * memory.changed
@@ -183,8 +183,9 @@ class Plan:
     def phases(self) -> dict[str, float]:
         """Seconds by phase.
 
-        Groups run in parallel, and the roles of a group run one after another. Finished rows are judged while
-        others are generated, except in the rollout's own group. The last chunk is judged after the generation.
+        Groups run in parallel, and the roles of a group run one after another. Log-probs, values and scores of
+        finished rows are computed while others are generated, except in the rollout's own group. Those of the
+        last chunk are computed after the generation.
         """
         device = self.cluster.device
         together = sum if device.shared else max

@@ -1,8 +1,8 @@
 """Refuses a job that cannot fit, before anything starts.
 
-Only certain needs count. Of a CPU's memory, which all roles share, these are weights, and gradients and moments
-of trained roles. A GPU has one process. There the activations of one row count as well, because no smaller
-micro-batch avoids them, and vLLM must find room in its own share of the GPU.
+Only memory that is certainly needed counts. In a CPU's memory, which all roles share, that is
+weights, and gradients and moments of trained roles. A GPU has one process. There the activations of one row
+count too, because no smaller micro-batch avoids them, and vLLM must find room in its own share of the GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rolemesh.planner.memory import (
 from rolemesh.planner.plan import Grouping
 from rolemesh.planner.shapes import ModelShape
 
-NO_ROOM = replace(GPUS["h100"], memory_bytes=0)  # on which vLLM has a cache for one sequence alone
+NO_ROOM = replace(GPUS["h100"], memory_bytes=0)  # here the estimate of vLLM has a cache for one sequence
 
 
 def least_memory(job: JobConfig, role: str, shapes: Shapes) -> Memory:
@@ -111,8 +111,8 @@ def refuse_what_gpus_cannot_hold(
 ) -> None:
     """Refuse processes with a role that needs more than its GPU has, or vLLM more than its share of it.
 
-    Roles of a process take turns. Of several ranks' models each GPU has a part, which is not counted, but of an
-    engine as much as the planner says.
+    Roles of a process take turns. A model over several ranks has a part on each GPU, which is not counted; an
+    engine counts as the planner estimates it.
 
     Args:
         job: the job; no dtype is auto.
@@ -159,8 +159,8 @@ def least_on_gpu(job: JobConfig, role: str, shapes: Shapes) -> Memory:
     """Return the bytes without which a role cannot process a row of full length P + T on a GPU of its own.
 
     For vLLM this is the planner's estimate with a cache for one sequence. For the others it is a lower bound of
-    the peak: logits are left out, and whatever else may be gone by then. In a job that only validates, roles
-    other than the rollout count the weights alone.
+    the peak: it leaves out logits, and everything that may be freed by then. In a job that only validates,
+    roles other than the rollout count the weights alone.
     """
     least = least_memory(job, role, shapes)
     if role not in shapes or (job.trainer.val_only and role != "rollout"):

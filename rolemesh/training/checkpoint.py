@@ -4,8 +4,7 @@
                                         the adapter (rolemesh/models/lora.py)
     optimizer.safetensors               <parameter>.<moment> of AdamW
     training_state.json                 role, dtype of its matrix products, and num_updates: optimizer steps
-                                        made. The learning rate's schedule and the shuffle depend on nothing
-                                        else.
+                                        made. The learning rate and the shuffle depend on num_updates alone.
 
 There is no random state: models run without dropout, and nothing else in a training role draws random numbers.
 A checkpoint is written while the role computes on: only the copy to host memory takes the role's time. Nothing

@@ -174,8 +174,8 @@ def learn(
 ) -> DataProto:
     """Train one rank's model on a mini-batch: add up the gradients of its own rows, and make an optimizer step.
 
-    The gradients of all ranks are added before the step (rolemesh/ranks/sharding.py). However this ends, no
-    gradient is left for the next call.
+    The gradients of all ranks are added before the step (rolemesh/ranks/sharding.py). No gradient is left for
+    the next call, even after an error.
 
     Args:
         part: the rank's rows, on the CPU. meta_info has `mini_batch`, the BatchCounts of the whole mini-batch.

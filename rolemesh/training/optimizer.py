@@ -34,15 +34,15 @@ class Optimizer:
         updates_per_step: optimizer steps in a training step, which share one learning rate.
         role: for messages and metrics.
         ranks: over which the model is sharded.
-        parks: given a function that lists the state's tensors, returns what moves them off the device; they
-            come back when they are needed. None: they stay on the device.
-        offload: whether it leaves the device after each step.
+        parks: takes a function that lists the state's tensors, and returns their Parking, which moves them
+            off the device. They come back when they are needed. None: they stay on the device.
+        offload: whether the state leaves the device after each step.
 
     Attributes:
         num_updates: steps made.
         parking: of the state; None: it stays on the device.
-        is_untouched: True if neither the model nor the state has changed since training would start: no step
-            was begun, not even one that failed, and nothing was loaded.
+        is_untouched: True while model and state are as before the first update: no step was begun, not even
+            one that failed, and no checkpoint was loaded.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Optimizer:
                 self.parking.park()
 
     def _count_changes(self) -> None:
-        """Count a write in the versions of weights and state, by which Parking knows what has changed.
+        """Count a write in the versions of weights and state. Parking finds changes by these versions.
 
         Torch counts no write to a DTensor in the version of its local part. Frozen weights are not counted.
         """
@@ -202,7 +202,7 @@ class Optimizer:
                     local(state[moment]).copy_(rows)
 
     def _owners(self, tensors: Collection[str]) -> dict[str, str]:
-        """Return the parameter that each tensor of a state belongs to."""
+        """Map each tensor of a state to the parameter to which it belongs."""
         owners = {name: name.rpartition(".")[0] for name in tensors}
         names = set(owners.values())
         expected = {f"{name}.{moment}" for name in names for moment in MOMENTS}

@@ -1,4 +1,4 @@
-"""What a trained role makes of its GPUs: the share of their peak rate that an update reaches, and peak memory.
+"""How a trained role uses its GPUs: the share of their peak rate that an update reaches, and peak memory.
 
 Nothing here waits for the device. On a CPU there are no such metrics.
 """
@@ -80,21 +80,21 @@ class GpuUsage:
         self._peak_bytes = [0, 0]
 
     def noted(self, answer: DataProto) -> DataProto:
-        """Return the answer of this rank, with the most memory that its process has held so far."""
+        """Return this rank's answer with the peak memory of its process so far."""
         if self._on_gpu:
             peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
             answer.meta_info = {**answer.meta_info, PEAK_BYTES: peaks}
         return answer
 
     def seen(self, answers: Sequence[DataProto]) -> Sequence[DataProto]:
-        """Return the answers of all ranks, having kept their largest peaks."""
+        """Keep the largest peaks of all ranks' answers, and return the answers."""
         peaks = [answer.meta_info[PEAK_BYTES] for answer in answers if PEAK_BYTES in answer.meta_info]
         self._peak_bytes = [max(of_ranks) for of_ranks in zip(self._peak_bytes, *peaks, strict=True)]
         return answers
 
     @contextmanager
     def measured(self, batch: DataProto) -> Iterator[Metrics]:
-        """Measure an update on a batch, which is the block. The metrics are there after it; on a CPU none.
+        """Measure the update that the block makes on a batch. Its metrics are complete after it; none on a CPU.
 
         `perf/mfu/<role>` is the share of the ranks' peak rate at which the batch's operations were done. It is
         left out for a GPU whose rate is not known. The names of peak memory are in PEAK_MEMORY.
@@ -113,7 +113,7 @@ class GpuUsage:
 
 
 def _shape(model: ModelConfig, role: str) -> ModelShape | None:
-    """Read the shape of a model; None if its directory does not tell it."""
+    """Read the shape of a model; None if its directory does not have it."""
     try:
         return read_shape(model, role)
     except RolemeshError as error:  # the role can train nevertheless

@@ -1,8 +1,8 @@
-"""Tells errors after which a process cannot use its device any more from all others.
+"""Recognises errors after which a process can no longer use its device.
 
 After an illegal address, a failed assert in a kernel or an Xid, the CUDA context of the process is broken.
 Every later call of the device fails, whatever it computes. Only a new process gets a new context. Other errors
-of CUDA break nothing: no memory, an input that is too large for a kernel, no kernel for this GPU.
+of CUDA leave it intact: no memory, an input that is too large for a kernel, no kernel for this GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BREAKING = (
     "unspecified launch failure",
 )
 
-_tell: Callable[[str], None] | None = None  # of the process, since the context is the process's
+_tell: Callable[[str], None] | None = None  # one for the process, since the process has one context
 
 
 def when_broken(tell: Callable[[str], None] | None) -> None:
@@ -43,7 +43,7 @@ def when_broken(tell: Callable[[str], None] | None) -> None:
 
 
 def device_answers() -> bool:
-    """Wait for what the device computes, and return whether that succeeds: not if its context is broken."""
+    """Wait for the device to finish. Return True if that succeeds, i.e. its context is not broken."""
     try:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
@@ -59,7 +59,7 @@ def error_of_device(
 
     Args:
         error: any error of a call.
-        answers: tells whether the device still works, if an error of it is not of BREAKING. ECC and NVLink
+        answers: returns whether the device still works, for errors that are not in BREAKING. ECC and NVLink
             errors, for example, may or may not break the context.
     """
     for each in chain(error):
@@ -71,7 +71,7 @@ def error_of_device(
 
 
 def report(error: BaseException, who: str) -> None:
-    """Report an error, if it broke the device.
+    """Report an error if it broke the device.
 
     Args:
         error: any error of a call.

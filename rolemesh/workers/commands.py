@@ -24,7 +24,7 @@ from rolemesh.telemetry.logs import shown
 from rolemesh.workers import broken_device
 from rolemesh.workers.seat import Seat
 
-SECONDS = "seconds"  # in an answer's meta_info: of the command, and of them in collectives
+SECONDS = "seconds"  # in an answer's meta_info: of the whole command, and of its collectives
 
 
 class Commanded(Protocol):
@@ -86,8 +86,8 @@ def command(method: Callable[[W, DataProto], DataProto]) -> Given[W]:
 def _drop_frames(error: BaseException) -> None:
     """Keep the traceback of an error as notes, one a line, and drop its frames.
 
-    The frames, and the closures among them, hold all activations of a failed pass for as long as somebody has
-    the error. A future of asyncio has it in a reference cycle.
+    The frames, and closures in them, keep all activations of a failed pass alive as long as the error is
+    referenced. A future of asyncio references it in a cycle.
     """
     for line in shown(error).split("\n"):
         error.add_note(line)
@@ -99,7 +99,7 @@ def _drop_frames(error: BaseException) -> None:
 
 
 def _num_tokens(part: DataProto, ranks: Ranks) -> int:
-    """Return how many tokens a rank computes of its part."""
+    """Return the number of tokens of its part that a rank computes."""
     return 0 if part.meta_info.get(IS_FILLER) else timeline.sizes_of(part).get("tokens", 0) // ranks.sharing
 
 

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_traced: ContextVar[str] = ContextVar("traced", default="")  # the method on whose behalf a function runs
+_traced: ContextVar[str] = ContextVar("traced", default="")  # the method for which a function runs
 
 
 class LocalWorker:
@@ -46,7 +46,7 @@ class LocalWorker:
     Attributes:
         parking: moves its device tensors away; None if it holds no device tensors or parks them itself.
         on_demand: moves other tensors away with them. These come back only when a method uses them.
-        loads: what each of the role's ranks did.
+        loads: the work that each of the role's ranks did.
         validator: checks the batches of an rpc; rolemesh/rpc/serving/guard.py calls it, the worker does not.
     """
 
@@ -120,7 +120,7 @@ class LocalWorker:
     def park(self, part: DataProto) -> DataProto:
         """Move this rank's tensors off its device. meta_info of the answer: `num_bytes`."""
         assert self.parking is not None, f"{self.role} shares a device and cannot leave it"
-        # If the second fails, the role is still awake: the first are brought back when they are used.
+        # If the second move fails, the role stays awake: the first tensors come back when they are used.
         num_bytes = self.on_demand.park() if self.on_demand else 0
         return DataProto({}, meta_info={"num_bytes": num_bytes + self.parking.park()})
 

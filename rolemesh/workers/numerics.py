@@ -1,4 +1,4 @@
-"""What a process of roles decides before CUDA starts: its allocator, and in which order and type it adds."""
+"""Settings of a process of roles before CUDA starts: its allocator, and the order and type of its sums."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _UNORDERED = re.compile(r"(\S+) does not have a deterministic implementation")
 def prepare_device(roles: Sequence[str], job: JobConfig) -> None:
     """Set this process up for the roles that it will load. Call it before anything uses CUDA.
 
-    Products of float32 are of float32, not of TF32. With trainer.deterministic every kernel adds in one order,
-    and one that cannot raises an error (kernel_without_order).
+    Products of float32 are computed in float32, not in TF32. With trainer.deterministic every kernel adds in a
+    fixed order, and a kernel that cannot raises an error (kernel_without_order).
     """
     os.environ.update(allocator_settings(roles, job, os.environ))
     torch.set_float32_matmul_precision("highest")
@@ -29,15 +29,15 @@ def prepare_device(roles: Sequence[str], job: JobConfig) -> None:
     if job.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # all that is read has been written
+        # every element is written before it is read
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def allocator_settings(roles: Sequence[str], job: JobConfig, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of torch's allocator for a process of these roles; a setting of the user's stays.
 
-    Hardly two micro-batches have the same size. Where roles are trained, segments can grow, so that memory that
-    one left is of use to the next. vLLM does not sleep in such segments, so not in its processes.
+    Micro-batches differ in size. In processes with trained roles segments can grow, so that a micro-batch can
+    reuse the memory of the one before. vLLM cannot sleep with such segments, so its processes have none.
     """
     vllm = "rollout" in roles and job.engine.reserves_memory
     if vllm or not any(ROLES[role].trained for role in roles) or any(name in environment for name in ALLOCATOR):
@@ -52,10 +52,10 @@ def kernel_without_order(error: BaseException) -> str:
 
 
 def running_sums(rows: Tensor) -> Tensor:
-    """Compute the sums of each row [B, V] up to each column, in one order.
+    """Compute the cumulative sums of each row [B, V], in a fixed order.
 
-    torch has no deterministic cumsum on CUDA, because it adds up a single long row in any order. Of several
-    rows, each is added up by one block of threads, in one order.
+    torch has no deterministic cumsum on CUDA, because it adds up a single long row in any order. With several
+    rows, one block of threads adds up each row, in a fixed order.
     """
     if not (rows.is_cuda and torch.are_deterministic_algorithms_enabled()):
         return rows.cumsum(-1)

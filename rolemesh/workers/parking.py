@@ -4,8 +4,8 @@ On CUDA the tensors are kept in pinned host memory. On a CPU, where device and h
 in an unnamed file. The tensor objects stay the same, and tied tensors stay tied: only their storages are
 emptied and refilled.
 
-Pinned memory keeps its copy while the tensors are on the device. What has not changed there since is not copied
-again.
+Pinned memory keeps its copy while the tensors are on the device. Tensors that have not changed since then are
+not copied again.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Parking:
         self._tensors, self._device = tensors, device
         self._shelf: Shelf = shelf or (HostMemory() if device.type == "cuda" else _File(directory))
         self._parked: list[tuple[UntypedStorage, int]] = []
-        self._kept: dict[int, _Copy] = {}  # by place on the shelf
+        self._kept: dict[int, _Copy] = {}  # by their place on the shelf
 
     def park(self) -> int:
         """Move the tensors off the device and release their memory.
@@ -106,7 +106,7 @@ class Parking:
     def _changed(
         self, places: Sequence[int], shared: Sequence[tuple[UntypedStorage, list[Tensor]]]
     ) -> list[tuple[int, Tensor]]:
-        """Return the storages that the shelf does not have as they are, each with its place."""
+        """Return the storages of which the shelf has no current copy, each with its place."""
         return [
             (place, _bytes(storage))
             for place, (storage, tensors) in zip(places, shared, strict=False)
@@ -175,10 +175,10 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 @dataclass(frozen=True)
 class _Copy:
-    """What the shelf has a copy of.
+    """Identifies the storage and the state of which the shelf has a copy.
 
     Args:
-        storage: a weak reference; as long as it is there, no other storage has the same identity.
+        storage: a weak reference. While it is alive, no other storage has the same identity.
         num_bytes: of the storage.
         versions: torch's counts of the writes to each of its tensors.
     """

@@ -85,7 +85,7 @@ class ComputingThread(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no further job, and end after those that are queued."""
+        """Accept no further job, and end after the queued ones."""
         self._is_closing = True
         super().shutdown(wait, cancel_futures=cancel_futures)
 

@@ -40,8 +40,7 @@ _NAMES: Counter[str] = Counter()  # the number of traces with each name in this 
 def _load_profiler() -> None:
     """Make a first, empty profile.
 
-    It takes torch seconds, and torch complains if it is made on another thread than the one that imported
-    torch.
+    It takes seconds, and torch warns if another thread than the one that imported torch makes it.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs a line for each start and stop
     with profile():

@@ -1,6 +1,6 @@
-"""Deadlines of one client's calls. The time that a call stands behind earlier ones does not count.
+"""Deadlines of one client's calls. Time that a call waits behind earlier ones does not count.
 
-A replica may answer one call after another. If that time counted, a call that is sent early would fail although
+A replica may answer one call after another. If the wait counted, a call that is sent early would fail although
 its replica works.
 """
 
@@ -12,14 +12,14 @@ from contextlib import asynccontextmanager, contextmanager
 
 
 class Deadline:
-    """When a call fails for lack of an answer: `timeout_s` after its time began. It moves only in `Deadlines`.
+    """When a call fails for lack of an answer: `timeout_s` after its time began. Only `Deadlines` moves it.
 
     Args:
         timeout_s: seconds.
-        waits: the call stands behind earlier ones, so its time has not begun.
+        waits: the call waits behind earlier ones, so its time has not begun.
 
     Attributes:
-        has_passed: a limit has ended at the deadline.
+        has_passed: True once `limit` has ended a block at the deadline.
     """
 
     def __init__(self, timeout_s: float, *, waits: bool = False) -> None:

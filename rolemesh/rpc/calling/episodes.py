@@ -1,8 +1,8 @@
 """The client of the environment role: an episode stays with the replica that opened it.
 
-The other clients' calls have no memory, so any replica may answer them. An episode's calls go to its replica
-alone, and are sent again to it where a connection breaks. If the replica is gone, or no longer has the episode,
-EpisodeLost is raised, and the caller begins it anew.
+Calls of other roles are independent of each other, so any replica may answer them. All calls of an episode go
+to its replica, and are repeated there if a connection breaks. If the replica is gone or no longer has the
+episode, EpisodeLost is raised, and the caller begins the episode again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from rolemesh.v1.environment_pb2 import (
 ANSWERS_LATE_S = 15.0  # a replica that answers later than this after its own limit hangs
 GONE_AFTER_S = 5.0  # a replica whose connection broke is gone if it is not healthy by then
 
-# What a status means in an environment that is not ours, and sends no class of error.
+# The error that a status means, if an environment of somebody else sends no class of error.
 PLAIN = {
     grpc.StatusCode.FAILED_PRECONDITION: EnvironmentFailed,
     grpc.StatusCode.RESOURCE_EXHAUSTED: RoleBusy,
@@ -61,7 +61,7 @@ TOO_LARGE = "larger than max"  # gRPC's own RESOURCE_EXHAUSTED, of a message abo
 
 @dataclass(frozen=True)
 class _Home:
-    """Where an episode lives, and its name in messages. Leave `held` when it ends."""
+    """The replica of an episode, and the episode's name in messages. Close `held` when the episode ends."""
 
     replica: Replica
     where: str
@@ -71,8 +71,7 @@ class _Home:
 class EnvironmentClient(RoleClient):
     """Implements rolemesh.roles.Environment.
 
-    A client names its episodes apart from those of other clients, so a controller that was started anew finds
-    no episode of its predecessor.
+    Names of episodes differ between clients, so a restarted controller finds no episode of its predecessor.
     """
 
     role = "environment"
@@ -158,7 +157,7 @@ class EnvironmentClient(RoleClient):
                 metrics.CLIENT_RETRIES.labels(self.role, "OpenEpisode").inc()
 
     async def act(self, request: ActRequest) -> ActResponse:
-        """Give an episode its next turn.
+        """Send an episode its next turn.
 
         Raises:
             EpisodeLost: its replica is gone, hangs, or no longer has it. The episode can begin anew.
@@ -210,7 +209,7 @@ class EnvironmentClient(RoleClient):
             home.held.close()
 
     async def _ask(self, rpc: str, name: str, home: _Home, asked: Message) -> Any:
-        """Ask an episode's replica, again while it lives; a repeated call has no second effect."""
+        """Call an episode's replica, and retry while it lives. A repeated call has no second effect."""
         deadline, wait_s = time.monotonic() + self._call_timeout_s, 0.0
         while True:
             try:
@@ -258,12 +257,12 @@ class EnvironmentClient(RoleClient):
 
 
 def _blamed(where: str, replica: Replica) -> AbstractContextManager[None]:
-    """Within the block, which checks an answer, what is invalid is the replica's failure."""
+    """Turn InvalidBatch into RoleFailed of the replica within the block, which checks an answer."""
     return invalid_as(RoleFailed, f"{where}: environment at {replica.address}")
 
 
 def _meant(error: RoleFailed, plain: Mapping[grpc.StatusCode, type[RolemeshError]]) -> RolemeshError:
-    """Return what the status of an error without a class means."""
+    """Return the error that the status means, if the answer has no class of error."""
     if isinstance(error.status, grpc.StatusCode) and TOO_LARGE not in str(error) and error.status in plain:
         return plain[error.status](str(error))
     return error

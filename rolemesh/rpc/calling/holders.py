@@ -9,7 +9,7 @@ from zlib import crc32
 from rolemesh.dataproto import DataProto
 from rolemesh.rpc.calling.replica import Replica
 
-MAX_ROWS = 1 << 16  # of which the replica is remembered; about 10 MB
+MAX_ROWS = 1 << 16  # rows whose replica is remembered; about 10 MB
 
 
 class Holders:
@@ -41,6 +41,6 @@ class Holders:
 
 
 def _key(batch: DataProto, row: int) -> int:
-    """Return a number that follows from the row's prompt and seed, and is seldom another row's."""
+    """Hash a row's prompt and seed; two rows seldom have the same number."""
     names = ("prompts", "prompt_mask", "seeds")
     return hash(tuple(crc32(batch[name][row].numpy().tobytes()) for name in names))

@@ -1,4 +1,4 @@
-"""Logs what is waited for, again and again, so that no wait is silent."""
+"""Logs repeatedly which replicas are waited for, so that no wait is silent."""
 
 from __future__ import annotations
 

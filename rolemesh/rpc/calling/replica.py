@@ -84,8 +84,8 @@ class Replica:
     async def is_another_server(self, other: Replica) -> bool:
         """Find out whether the two addresses are two servers; False if one does not answer.
 
-        The lives of one server differ before and after a restart. So they prove nothing unless the life here is
-        the same before and after the answer there.
+        A restart changes the life of a server. So different lives prove two servers only if the life here is
+        the same before and after the other address answers.
         """
         if not (self.life and other.life) or self.life == other.life:
             return False

@@ -16,10 +16,10 @@ Method = Callable[[Any, Context], Any]
 
 
 class Around(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """An interceptor that puts something around every method of a server. A subclass says what, in `around`.
+    """An interceptor that wraps every method of a server. A subclass implements `around`.
 
     Attributes:
-        reads: gRPC makes requests of bytes; False: `around` does.
+        reads: gRPC parses requests from bytes; False: `around` does.
     """
 
     reads = True
@@ -29,7 +29,7 @@ class Around(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic i
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The method's handler with something around it; None: there is no such method."""
+        """Return the handler with its method wrapped; None: there is no such method."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -37,14 +37,14 @@ class Around(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic i
         return _wrapped(handler, around, reads=self.reads)
 
     def around(self, path: str, handler: grpc.RpcMethodHandler[Any, Any], method: Method) -> Method:
-        """Another method, which awaits this one, whether its answer is a stream or not."""
+        """Return a method that wraps this one. Await this one, whether or not its answer is a stream."""
         raise NotImplementedError
 
 
 def _wrapped(
     handler: grpc.RpcMethodHandler[Any, Any], around: Callable[[Method], Method], *, reads: bool
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same kind with something around its method."""
+    """Return a handler of the same kind with its method wrapped."""
     ways = (handler.request_streaming, handler.response_streaming)
     kind = "_".join("stream" if way else "unary" for way in ways)
     behaviour = getattr(handler, kind)

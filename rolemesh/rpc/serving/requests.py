@@ -25,15 +25,15 @@ MAX_STEP_DIGITS = 18  # always fits in an int64
 def enter_context(role: str, rpc: Rpc, metadata: Any, own_job: str = "", own_digest: str | None = None) -> str:
     """Set job, role and step in the context, for logs and workers; return the call's id, or "-".
 
-    Each call runs in a task of its own, and so in a context of its own: nothing has to be reset.
+    Each call runs in its own task, hence in its own context, so nothing has to be reset.
 
     Args:
-        own_job: name of the job that the server is of; empty: of any.
+        own_job: name of the server's job; empty: calls of any job are served.
         own_digest: of the role's fingerprint; None: it has none.
 
     Raises:
         InvalidBatch: the step is not a number of at most MAX_STEP_DIGITS digits.
-        NotPermitted: the call says that it is of another job.
+        NotPermitted: the call names another job.
         RoleUnavailable: the caller has seen another fingerprint of this server.
     """
     sent = {key: value for key, value in metadata or () if isinstance(value, str)}

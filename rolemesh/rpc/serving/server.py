@@ -45,7 +45,7 @@ SERVER_OPTIONS = [
     ("grpc.max_concurrent_streams", MAX_STREAMS),  # of each connection
 ]
 
-# Of a server with more calls at once than MAX_STREAMS.
+# Options that are raised for a server that allows more than MAX_STREAMS calls on a connection.
 STREAMS_OPTIONS = (
     "grpc.max_concurrent_streams",
     "grpc.server.max_pending_requests",
@@ -65,14 +65,12 @@ HANDLERS = {
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # absent from the stubs
-    """Health that names the server's life, the role's fingerprint and why it is not SERVING.
-
-    They are in the trailing metadata.
+    """Health whose trailing metadata has the server's life, the role's fingerprint and why it is NOT_SERVING.
 
     Args:
-        life: of the server, as its other answers name it.
+        life: the server's, the same as in its other answers.
         why: returns the reason; empty: none is known.
-        hung: says which role hangs on its device, so that LIVE is NOT_SERVING; empty: none.
+        hung: returns which role hangs on its device, so that LIVE is NOT_SERVING; empty: none.
         fingerprints: role to its fingerprint's metadata.
     """
 
@@ -107,7 +105,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         roles: role to its services. A service shared by two roles counts as the first role's.
         room: memory budget for the batches that callers send; None: a share of this machine's memory.
         max_streams: calls at once on each connection; gRPC queues further ones at the caller.
-        job: name of the job that the roles are of; calls of another job are refused. Empty: of any.
+        job: name of the roles' job; calls that name another job are refused. Empty: none is refused.
         fingerprints: role to its fingerprint's metadata, which health checks report. A call that names another
             fingerprint is refused.
 

@@ -13,7 +13,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 
 SEED_BITS = 2**63 - 1  # makes a seed non-negative; vLLM reads a seed of -1 as no seed
-STRIDE = 0x9E3779B97F4A7C15  # of the golden ratio; keeps the seeds of a row's later parts far from other rows'
+STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio; keeps seeds of a row's later parts far from other rows'
 
 
 def num_begun(prompts: DataProto) -> Tensor:

@@ -90,7 +90,7 @@ class Batch:
         """Decode one token of every row, and more until something waits for the thread, or STEPS_S have passed.
 
         Returns:
-            the rows that finished, with their call and with their position in its request in `row`.
+            calls with their finished rows; `row` has the rows' positions in the call's request.
         """
         until = time.monotonic() + STEPS_S
         while True:
@@ -330,7 +330,7 @@ class Batch:
                 self._engine.kept.keep(KeptRow(call.prompt_bytes(at), response, layers))
 
     def _leave(self) -> None:
-        """Let the rows go whose callers are gone."""
+        """Remove rows whose callers are gone."""
         if not self.leaving:
             return
         self.leaving.clear()
@@ -341,7 +341,7 @@ class Batch:
                     group.finish(row)
 
     def _compact(self) -> None:
-        """Leave finished rows out of groups in which they are many. Their slots become free."""
+        """Remove finished rows from groups in which they are many, and free their slots."""
         free = []
         for group in self._groups:
             if group.is_sparse:

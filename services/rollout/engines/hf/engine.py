@@ -64,10 +64,10 @@ class HfEngine:
         self.weights = {name: own.to("meta") for name, own in named_weights(self.model).items()}
         self._version = 0
         self._adopted: set[int] = set()  # addresses of the weights' memory that others share
-        # As much as the rows need that are decoded together, if they are of full length.
+        # Room for as many rows of full length as are decoded together.
         self.kept = KeptRows(self.max_num_seqs * self._row_bytes())
         self._calls: list[Call] = []
-        self._batch: Batch | None = None  # of the calls; None if there is none
+        self._batch: Batch | None = None  # None if there is no call
         self._decoding: asyncio.Task[None] | None = None
 
     @property
@@ -130,7 +130,7 @@ class HfEngine:
         try:
             while calls:
                 steps = self._worker.run(batch.steps)
-                # In the context of a call that waits for it: its trace, and the memory it is charged with.
+                # Run in the context of a waiting call: its trace, and its account of memory.
                 for call, rows in await asyncio.create_task(steps, context=calls[0].context):
                     call.finished.put_nowait(rows)
                     call.num_unfinished -= len(rows)

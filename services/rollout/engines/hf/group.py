@@ -12,8 +12,7 @@ from rolemesh.config.rollout import SamplingConfig
 from rolemesh.services.rollout.engines.hf.attention import Columns, Token
 
 # Compaction copies keys and values, so it waits until a quarter of the rows have ended. With responses of
-# uneven length this takes half the time of no compaction. Waiting for a tenth
-# or for half of the rows saves less.
+# uneven length this takes half the time of no compaction. A tenth or a half of the rows saves less.
 COMPACT_AT = 0.75
 
 
@@ -111,7 +110,7 @@ class Group:
         return self.num_unfinished <= COMPACT_AT * len(self)
 
     def compact(self) -> list[int]:
-        """Leave the finished rows out. Return their slots."""
+        """Remove the finished rows. Return their slots."""
         staying = self.unfinished
         left = [slot for slot, is_done in zip(self.slots, self._is_done, strict=True) if is_done]
         rows = torch.tensor(staying, device=self.index.device, dtype=torch.int64)

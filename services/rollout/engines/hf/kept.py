@@ -1,4 +1,4 @@
-"""Keys and values of rows that may go on with another request."""
+"""Keys and values of rows that another request may continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KeptRow:
 
 
 class KeptRows:
-    """The rows that were used last, as many as have room.
+    """The most recently used rows, as many as have room.
 
     A row is found by its content, so it cannot be another's. The keys and values of a token depend on the
     weights and the tokens before it alone, so those of any common beginning serve.
@@ -64,7 +64,7 @@ class KeptRows:
         return best
 
     def keep(self, row: KeptRow) -> None:
-        """Keep a row in place of those that it continues, and of those used longest ago if room lacks."""
+        """Keep a row instead of those that it continues. Evict the least recently used ones to make room."""
         for other in list(self._by_prompt.get(row.prompt, ())):
             if _in_common(other.response, row.response) == len(other.response):
                 self._drop(other)
@@ -91,7 +91,7 @@ class KeptRows:
 
 
 def _in_common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    """Return how many tokens both begin with."""
+    """Return the length of the common beginning."""
     n = min(len(one), len(other))
     different = (one[:n] != other[:n]).nonzero()[0]
     return int(different[0]) if len(different) else n

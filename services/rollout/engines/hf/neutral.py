@@ -1,4 +1,4 @@
-"""From how many rows on a matrix product gives a row the same bits."""
+"""Finds the number of rows from which on a matrix product gives each row the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of engine hf, and the slots of their rows: what is known of each row that is being decoded."""
+"""Calls of engine hf, and the slots of their rows: the state of each row that is being decoded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Call:
         self.may_go_on = "turns" in self.prompts
 
     def prompt_bytes(self, row: int) -> bytes:
-        """Return the padded prompt, which nothing but an equal prompt equals."""
+        """Return the bytes of a padded prompt, which identify it."""
         ids, mask = self.prompts["prompts"][row], self.prompts["prompt_mask"][row]
         return bytes(ids.numpy().tobytes() + mask.numpy().tobytes())
 
@@ -119,7 +119,7 @@ class Slots:
             self.kept_ids.flatten(0, 1)[cells] = kept_ids
 
     def end(self, slot: int, length: int, group: Group) -> None:
-        """Note that a slot's row has ended with so many tokens."""
+        """Note that a slot's row has ended with `length` tokens."""
         self._ended.append(_Ended(slot, length, group))
 
     def release(self, slots: Iterable[int]) -> None:

@@ -77,7 +77,7 @@ EXTENSION = "rolemesh.services.rollout.engines.vllm.extension.RolloutExtension"
 
 HEAD_IN_FLOAT32 = {"head_dtype": "float32"}  # in the model's own configuration
 
-# Set for the ranks of this process's group, which vLLM's processes must not take for theirs.
+# Set for the ranks of this process's group. vLLM's processes must not read them as their own.
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 REMEDY = (
@@ -107,7 +107,7 @@ def restored_environment() -> Iterator[None]:
 def environment_of(device: torch.device, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables to set for vLLM, without those that are given.
 
-    If the user says to which cores threads are bound, vLLM computes in a process that it can bind.
+    If the user binds threads to cores, vLLM computes in a process that it can bind.
     """
     settings = dict(ENVIRONMENT)
     if device.type == "cpu":
@@ -216,7 +216,7 @@ def _check_head_size(model: Any) -> None:
 
 
 def _check_experts(model: Any) -> None:
-    """On a CPU, vLLM reorders the weights of experts at its first load alone.
+    """Refuse experts on a CPU: there vLLM reorders their weights only at its first load.
 
     After an update it would multiply by weights in the wrong order, without an error.
     """
@@ -229,7 +229,7 @@ def _check_experts(model: Any) -> None:
 
 
 def _check_head_type() -> None:
-    """Versions of vLLM without this method read head_dtype for pooling models alone."""
+    """Refuse versions of vLLM that read head_dtype only for pooling models: they lack this method."""
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
     if not hasattr(LogitsProcessor, "_apply_head"):

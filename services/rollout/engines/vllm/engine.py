@@ -36,7 +36,7 @@ from rolemesh.weights.tensors import RegionTensors
 from rolemesh.workers.devices import resolve_device
 from rolemesh.workers.local import LocalWorker
 
-if TYPE_CHECKING:  # tests/rollout/test_names_of_vllm.py looks up in vLLM's source what has these types
+if TYPE_CHECKING:  # tests/rollout/test_names_of_vllm.py checks values of these types against vLLM's source
     from vllm.inputs import TokensInput
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput

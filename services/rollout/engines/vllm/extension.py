@@ -49,10 +49,10 @@ class RolloutExtension:
 
         Raises:
             WeightsUnavailable: the region cannot be mapped.
-            ValueError: they leave a layer of vLLM's without some of its weights.
+            ValueError: a layer of vLLM would lack some of its weights.
         """
         weights = RegionTensors.at((path, name, manifest))
-        # It warns at every load about a head that is tied to the embedding. What lacks weights raises here.
+        # vLLM warns at every load about a head that is tied to the embedding. Here, missing weights raise.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         with whole_loads(self.model_runner.get_model()):
             self.reload_weights(weights_iterator=iter(weights.items()))

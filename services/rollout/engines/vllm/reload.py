@@ -1,7 +1,7 @@
 """Loads weights into vLLM's layers by its own reload, and makes an incomplete load an error.
 
-vLLM only warns if a layer gets no weights, which then keeps the old ones. If a layer gets some of its elements,
-vLLM says nothing and leaves the others as they lie in memory.
+If a layer gets no weights, it keeps the old ones, and vLLM only warns. If a layer gets some of its elements,
+vLLM is silent, and the others are whatever the memory holds.
 
 This file relies on private parts of vLLM (`PRIVATE`), which `check_reload` looks up at start.
 """
@@ -88,7 +88,7 @@ def _name_of(statement: ast.AST) -> str:
 def whole_loads(model: Any) -> Iterator[None]:
     """Raise ValueError from each reload of this vLLM model that leaves an element of a parameter unset.
 
-    It looks between loading and what vLLM does with incomplete layers. Afterwards no trace is left of them.
+    It looks after loading and before vLLM completes such layers, because afterwards they cannot be recognised.
     """
     load: Callable[[Weights], set[str]] = model.load_weights
 
