@@ -29,10 +29,10 @@ def start(run_dir: Path, error: BaseException, *, waits: bool = False, have_pods
 
 
 def refused(run_dir: Path) -> str:
-    """What a start is told that does not begin."""
-    with pytest.raises(NoProgress) as told, Attempts(run_dir, LIMIT).counted():
+    """The error of a start that does not begin."""
+    with pytest.raises(NoProgress) as error, Attempts(run_dir, LIMIT).counted():
         pytest.fail("it has begun")
-    return str(told.value)
+    return str(error.value)
 
 
 def starts(run_dir: Path) -> int:

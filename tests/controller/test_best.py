@@ -44,7 +44,7 @@ BESTS_ALONE = (*VALIDATED, "trainer.save_freq=-1")
 def test_the_best_is_better_than_all_before(
     name: str, value: float, earlier: list[float | None], expected: bool
 ) -> None:
-    records = [{"training/global_step": float(step), name: told} for step, told in enumerate(earlier, 1)]
+    records = [{"training/global_step": float(step), name: score} for step, score in enumerate(earlier, 1)]
     unvalidated = {"training/global_step": 9.0}
     before_training = {"training/global_step": 0.0, name: -9.0 if name.endswith("loss") else 9.0}
     assert is_best(name, {name: value}, [before_training, *records, unvalidated]) is expected

@@ -193,22 +193,24 @@ def test_every_group_is_learnt_from_once_or_waits_or_has_no_spread(
         assert len(set(prompts[10 * epoch : 10 * (epoch + 1)])) == 10
     # old_log_probs are those of the policy that learns; what the engine said stays as it was
     assert [len(batch) for batch in given.judged] == [size * n] * 4
-    for number, (told, batch) in enumerate(zip(metrics, given.learnt, strict=True), 1):
+    for number, (record, batch) in enumerate(zip(metrics, given.learnt, strict=True), 1):
         ages = (number - 1 - batch["weight_versions"][batch["response_mask"]]).float()
-        assert (told["rollout/staleness/mean"], told["rollout/staleness/max"]) == (ages.mean(), ages.max())
+        assert (record["rollout/staleness/mean"], record["rollout/staleness/max"]) == (ages.mean(), ages.max())
 
     def total(key: str) -> float:
-        return sum(told.get(f"sampling/{key}", 0.0) for told in metrics)
+        return sum(record.get(f"sampling/{key}", 0.0) for record in metrics)
 
     assert total("groups_answered") == len(asked)
     assert total("groups_without_spread") == sum(not differs(uid) for uid in asked)
-    assert sum(told["train/num_gen_batches"] for told in metrics) == len(given.asked) == sampling.num_batches
-    for before, told in zip([{"sampling/groups_kept": 0.0}, *metrics], metrics, strict=False):
-        assert told["sampling/groups_from_before"] == before["sampling/groups_kept"]
-        assert size + told["sampling/groups_kept"] == (
-            told["sampling/groups_from_before"]
-            + told["sampling/groups_answered"]
-            - told["sampling/groups_without_spread"]
+    assert (
+        sum(record["train/num_gen_batches"] for record in metrics) == len(given.asked) == sampling.num_batches
+    )
+    for before, record in zip([{"sampling/groups_kept": 0.0}, *metrics], metrics, strict=False):
+        assert record["sampling/groups_from_before"] == before["sampling/groups_kept"]
+        assert size + record["sampling/groups_kept"] == (
+            record["sampling/groups_from_before"]
+            + record["sampling/groups_answered"]
+            - record["sampling/groups_without_spread"]
         )
 
 
@@ -230,10 +232,10 @@ def test_answers_differ_where_one_is_not_equal_to_another_and_only_these_are_hel
 async def test_a_step_that_others_have_filled_answers_no_prompt(world: World) -> None:
     sampling = world.sampling(gen_batch=6, size=2)
     _, roles = world.roles(lambda uid: True)
-    told = [await world.step(number, sampling, roles, 2) for number in range(1, 5)]
-    assert [each["train/num_gen_batches"] for each in told] == [1, 0, 0, 1]
-    assert [each["rollout/staleness/max"] for each in told] == [0, 1, 2, 0]
-    assert [each.get("sampling/score/mean") for each in told] == [0.5, None, None, 0.5]
+    records = [await world.step(number, sampling, roles, 2) for number in range(1, 5)]
+    assert [each["train/num_gen_batches"] for each in records] == [1, 0, 0, 1]
+    assert [each["rollout/staleness/max"] for each in records] == [0, 1, 2, 0]
+    assert [each.get("sampling/score/mean") for each in records] == [0.5, None, None, 0.5]
 
 
 async def test_the_last_batch_that_a_step_may_answer_is_an_error_with_the_way_out(world: World) -> None:
@@ -261,8 +263,8 @@ async def test_a_resumed_search_beyond_a_lowered_limit_ends_with_its_next_batch(
 async def test_just_as_many_batches_as_a_step_may_answer_are_no_error(world: World) -> None:
     sampling = world.sampling(gen_batch=3, size=2, max_batches=3)
     _, roles = world.roles(lambda uid: uid.endswith("@3"))
-    told = await world.step(1, sampling, roles, 2)
-    assert told["sampling/groups_kept"] == 1
+    record = await world.step(1, sampling, roles, 2)
+    assert record["sampling/groups_kept"] == 1
 
 
 async def test_the_display_gets_the_progress_of_a_step(world: World) -> None:

@@ -110,8 +110,8 @@ async def test_a_paused_run_has_no_load_and_begins_its_window_anew(tiny_model: P
 
 
 async def test_a_role_has_load_while_rows_wait_and_after_it(tiny_model: Path, tmp_path: Path) -> None:
-    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
-        job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(doors.path))
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as release:
+        job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(release.path))
         async with (
             served("reward", job) as addresses,
             RewardClient(Listed(*addresses), methods(job), may_grow=True) as client,
@@ -122,7 +122,7 @@ async def test_a_role_has_load_while_rows_wait_and_after_it(tiny_model: Path, tm
             call = asyncio.create_task(client.compute_scores(reward_batch(100)))
             await started.passed(call)
             assert 0 < load() < load() < 100
-            doors.open()
+            release.open()
             await call
             assert load() > load() > 0
 
@@ -202,9 +202,9 @@ async def test_load_and_status_are_answered_while_the_run_is_prepared(tiny_model
         async with grpc.aio.insecure_channel(server.address) as channel:
             controller = controller_pb2_grpc.ControllerServiceStub(channel)
             while not is_being_opened(pointer):
-                told = await controller.GetStatus(controller_pb2.GetStatusRequest())
+                status = await controller.GetStatus(controller_pb2.GetStatusRequest())
                 assert load() == 0
-                assert told.state == controller_pb2.RUN_STATE_STARTING
+                assert status.state == controller_pb2.RUN_STATE_STARTING
                 assert not run.done()
         with pytest.raises(CheckpointFailed, match=r"latest names"):
             await run

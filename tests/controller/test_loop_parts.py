@@ -127,8 +127,8 @@ def test_rewards_of_turns_are_means_over_the_rows_that_have_the_turn() -> None:
     batch["environment_rewards"] = tensor([[0.5, 0.0, 2.0], [1.5, 0.0, 0.0]])
     batch["conversation"] = [{"turns": 2.0, "why": "done"}, {"turns": 1.0, "why": "max_response_length"}]
     metrics = batch_metrics(batch, ActorConfig())
-    told = {name: value for name, value in metrics.items() if name.startswith("conversation/")}
-    assert told == {
+    reported = {name: value for name, value in metrics.items() if name.startswith("conversation/")}
+    assert reported == {
         "conversation/turns/mean": 1.5,
         "conversation/prompts/mean": 1.5,
         "conversation/tokens/mean": 2.0,

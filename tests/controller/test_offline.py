@@ -180,12 +180,12 @@ async def test_the_penalty_of_long_responses_counts_the_tokens_that_were_sampled
     ids = tokenizer("abcde", add_special_tokens=False)["input_ids"]
     assert len(ids) == 5
     rows = [{**ROW, "responses": ["abcde"]}, {**ROW, "responses": ["abcde"]}]
-    told = await evaluated(tmp_path, tiny_model, file_of(tmp_path / "text.parquet", *rows), *OVERLONG)
-    assert told.metrics["val-aux/digits/reward/mean@1"] == -0.5
+    outcome = await evaluated(tmp_path, tiny_model, file_of(tmp_path / "text.parquet", *rows), *OVERLONG)
+    assert outcome.metrics["val-aux/digits/reward/mean@1"] == -0.5
     for row in rows:
         row["response_ids"] = [ids]
-    told = await evaluated(tmp_path, tiny_model, file_of(tmp_path / "ids.parquet", *rows), *OVERLONG)
-    assert told.metrics["val-aux/digits/reward/mean@1"] == -0.25
+    outcome = await evaluated(tmp_path, tiny_model, file_of(tmp_path / "ids.parquet", *rows), *OVERLONG)
+    assert outcome.metrics["val-aux/digits/reward/mean@1"] == -0.25
     rows[1]["responses"] = ["other"]
     with pytest.raises(InvalidData, match="row 1: the tokens in column 'response_ids' are not those"):
         await evaluated(tmp_path, tiny_model, file_of(tmp_path / "stale.parquet", *rows), *OVERLONG)

@@ -107,6 +107,6 @@ def test_the_reward_of_gdpo_returns_its_components(
     monkeypatch.chdir(CONFIGS.parent)  # what the recipe's path starts from
     job = laid_on(CONFIGS / "recipes" / "gdpo.yaml", "gsm8k-ppo.yaml")
     compute_score = load_function(job.reward.custom_reward_function)
-    told = compute_score(data_source="openai/gsm8k", solution_str=answer, ground_truth="1234", extra_info={})
-    assert told == {"score": correct, "acc": correct, "correct": correct, "format": form}
-    assert set(job.algorithm.gdpo_reward_keys) <= set(told)
+    scored = compute_score(data_source="openai/gsm8k", solution_str=answer, ground_truth="1234", extra_info={})
+    assert scored == {"score": correct, "acc": correct, "correct": correct, "format": form}
+    assert set(job.algorithm.gdpo_reward_keys) <= set(scored)

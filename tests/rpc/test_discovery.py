@@ -31,7 +31,7 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 
 
 class Seen:
-    """What a watch has told, each once."""
+    """The addresses that a watch has reported, each once."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._watch = Endpoints("reward", 50051, cluster).watch()
@@ -51,20 +51,20 @@ def at(*ips: str) -> list[str]:
 async def test_a_watch_goes_on_from_what_was_listed(api: ApiServer) -> None:
     """Pods that are not ready are there, those that are being terminated are not; a slice may go, too."""
     seen = Seen(api.cluster)
-    told = asyncio.create_task(seen.next())
+    reported = asyncio.create_task(seen.next())
     asked = await api.next()
     assert asked.query == {"labelSelector": "kubernetes.io/service-name=reward"}
     await asked.items("7", slice_of(endpoint(A, ready=True), endpoint(B, ready=False)))
-    assert await told == at(A, B)
+    assert await reported == at(A, B)
 
-    told = asyncio.create_task(seen.next())
+    reported = asyncio.create_task(seen.next())
     watch = await api.next()
     assert watch.is_watch
     assert watch.query["resourceVersion"] == "7"
     assert watch.query["allowWatchBookmarks"] == "true"
     watch.begin()
     watch.event("MODIFIED", slice_of(endpoint(A, terminating=True, ready=True), endpoint(B), version="8"))
-    assert await told == at(B)
+    assert await reported == at(B)
     watch.event("ADDED", slice_of(endpoint(C), name="reward-b", version="9"))
     assert await seen.next() == at(B, C)
     watch.event("DELETED", slice_of(endpoint(B), version="10"))
@@ -72,12 +72,12 @@ async def test_a_watch_goes_on_from_what_was_listed(api: ApiServer) -> None:
 
 
 async def test_a_watch_that_ends_or_is_cut_goes_on_from_the_last_version_received(api: ApiServer) -> None:
-    """A bookmark counts. Nothing is told twice, and the token is the one of that time."""
+    """A bookmark counts. Nothing is reported twice, and the token is the one of that time."""
     seen = Seen(api.cluster)
-    told = asyncio.create_task(seen.next())
+    reported = asyncio.create_task(seen.next())
     await (await api.next()).items("7", slice_of(endpoint(A)))
-    assert await told == at(A)
-    told = asyncio.create_task(seen.next())
+    assert await reported == at(A)
+    reported = asyncio.create_task(seen.next())
     versions = []
     for kind in ("ended", "cut in an event", "cut before the answer"):
         watch = await api.next()
@@ -95,17 +95,17 @@ async def test_a_watch_that_ends_or_is_cut_goes_on_from_the_last_version_receive
     assert versions == [("7", "bearer first"), *[(str(v), "bearer second") for v in (21, 22, 22)]]
     watch.begin()
     watch.event("MODIFIED", slice_of(endpoint(A), endpoint(B), version="30"))
-    assert await told == at(A, B)
+    assert await reported == at(A, B)
 
 
 @pytest.mark.parametrize("way", ["answer", "event"])
 async def test_a_version_that_is_forgotten_is_listed_anew(api: ApiServer, way: str) -> None:
     """What was deleted meanwhile is gone, though no event said so."""
     seen = Seen(api.cluster)
-    told = asyncio.create_task(seen.next())
+    reported = asyncio.create_task(seen.next())
     await (await api.next()).items("7", slice_of(endpoint(A)), slice_of(endpoint(B), name="reward-b"))
-    assert await told == at(A, B)
-    told = asyncio.create_task(seen.next())
+    assert await reported == at(A, B)
+    reported = asyncio.create_task(seen.next())
     watch = await api.next()
     gone = {"kind": "Status", "code": 410, "message": "too old resource version: 7 (99)"}
     if way == "answer":
@@ -116,27 +116,27 @@ async def test_a_version_that_is_forgotten_is_listed_anew(api: ApiServer, way: s
     again = await api.next()
     assert not again.is_watch
     await again.items("99", slice_of(endpoint(B), name="reward-b"))
-    assert await told == at(B)
+    assert await reported == at(B)
 
 
 @pytest.mark.parametrize("code", [401, 429, 500, 503])
 async def test_an_api_server_that_is_not_well_is_asked_again(api: ApiServer, code: int) -> None:
     seen = Seen(api.cluster)
-    told = asyncio.create_task(seen.next())
+    reported = asyncio.create_task(seen.next())
     await (await api.next()).answer({"message": "not now"}, code)
     await (await api.next()).items("7", slice_of(endpoint(A)))
-    assert await told == at(A)
+    assert await reported == at(A)
 
 
 async def test_a_pod_in_two_slices_or_of_two_families_is_one(api: ApiServer) -> None:
     seen = Seen(api.cluster)
-    told = asyncio.create_task(seen.next())
+    reported = asyncio.create_task(seen.next())
     six = slice_of(endpoint("fd00::1", pod="a"), endpoint("fd00::9", pod="z"), name="six") | {
         "addressType": "IPv6"
     }
     four = [slice_of(endpoint(A, pod="a"), name="four"), slice_of(endpoint(A, pod="a"), name="again")]
     await (await api.next()).items("7", six, *four, slice_of(name="empty") | {"endpoints": None})
-    assert await told == [*at(A), "[fd00::9]:50051"]
+    assert await reported == [*at(A), "[fd00::9]:50051"]
 
 
 async def test_after_an_object_that_makes_no_sense_all_are_listed_anew(

@@ -301,8 +301,8 @@ def test_a_role_that_is_trained_has_one_address(tiny_model: Path, tmp_path: Path
 
 async def test_a_cancelled_call_ends_at_the_server_too(tiny_model: Path, tmp_path: Path) -> None:
     """The replica has room again at once: the next call is not held up by what nobody waits for."""
-    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
-        job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(doors.path))
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as release:
+        job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(release.path))
         async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:
             call = asyncio.create_task(client.compute_scores(reward_batch(1)))
             await started.passed(call)
@@ -310,7 +310,7 @@ async def test_a_cancelled_call_ends_at_the_server_too(tiny_model: Path, tmp_pat
             with pytest.raises(asyncio.CancelledError):
                 await call
             assert client.pool.replicas[0].outstanding_rows == 0
-            doors.open()
+            release.open()
             assert index_scores(await client.compute_scores(reward_batch(1))) == [0]
 
 

@@ -72,11 +72,11 @@ async def test_a_replica_with_the_old_job_gets_no_row_until_it_is_started_with_t
         async with started(old, of_old) as here:
             for its_job, own, others, score in ((new, there, here, 0.5), (old, here, there, 0.25)):
                 caplog.clear()
-                async with client_of(its_job, told := Listed(others)) as client:
+                async with client_of(its_job, listed := Listed(others)) as client:
                     await until(client.pool, lambda: client.pool.replicas)
                     with pytest.raises(RoleUnavailable, match=r"which differs in reward\.format_score"):
                         await client.wait_until_ready(0.5)
-                    told.tell(own, others)
+                    listed.tell(own, others)
                     await client.wait_until_ready(60)
                     assert await scores(client) == [score] * 16
                     assert [replica.address for replica in client.pool.live] == [own]
@@ -155,8 +155,8 @@ async def test_a_server_in_another_language_has_no_fingerprint_and_an_old_roleme
         with pytest.raises(RoleUnavailable, match="an older version of Rolemesh"):
             await client.wait_until_ready(0.1)
     older = '{"version":"0.0.9","keys":{}}'
-    for told, problem in (("{}", "its fingerprint is invalid"), (older, "version '0.0.9'")):
-        server = RoleServer({"reward": [REWARD]}, fingerprints={"reward": told})
+    for metadata, problem in (("{}", "its fingerprint is invalid"), (older, "version '0.0.9'")):
+        server = RoleServer({"reward": [REWARD]}, fingerprints={"reward": metadata})
         async with client_of(own, [await server.start(LOCAL)]) as client:
             with pytest.raises(RoleUnavailable, match=problem):
                 await client.wait_until_ready(0.1)

@@ -39,7 +39,7 @@ from rolemesh.plugins import policy_loss
 @policy_loss("held")
 def held(log_probs, old_log_probs, advantages, response_mask):
     if len(log_probs) > 1:  # with one row it is tried before the model loads
-        os.write(os.open({told!r}, os.O_WRONLY), b".")
+        os.write(os.open({begun!r}, os.O_WRONLY), b".")
         go_on = os.open({go_on!r}, os.O_RDONLY | os.O_NONBLOCK)
         weight = torch.randn(256, 256, requires_grad=True)
         while not select.select([go_on], [], [], 0)[0]:
@@ -55,10 +55,10 @@ async def check(channel: grpc.aio.Channel, name: str) -> int:
 
 @pytest.fixture
 def held(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[JobConfig, Gate, Gate]]:
-    """A job with the loss `held`, where it tells that it is computed, and what lets it end."""
+    """A job with the loss `held`, where it reports that it is computed, and what lets it end."""
     plugin = tmp_path / "held.py"
-    with gate(tmp_path / "told") as told, gate(tmp_path / "go_on") as go_on:
-        plugin.write_text(HELD.format(told=str(told.path), go_on=str(go_on.path)))
+    with gate(tmp_path / "begun") as begun, gate(tmp_path / "go_on") as go_on:
+        plugin.write_text(HELD.format(begun=str(begun.path), go_on=str(go_on.path)))
         sections: dict[str, Any] = {
             "plugins": [str(plugin)],
             "data": {"train_batch_size": 8, "max_prompt_length": 6, "max_response_length": 10},
@@ -70,7 +70,7 @@ def held(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[JobConfig, Gate, Ga
                 "ppo_micro_batch_size_per_gpu": 4,
             },
         }
-        yield make_job(sections), told, go_on
+        yield make_job(sections), begun, go_on
     forget(str(plugin))
 
 
@@ -79,7 +79,7 @@ async def test_probes_are_answered_while_a_model_is_trained(
 ) -> None:
     """Workers compute on threads, and torch releases the interpreter while it does. The update ends after ten
     answers, so a role that computed on its event loop would give none."""
-    job, told, go_on = held
+    job, begun, go_on = held
     async with (
         serve_process("actor", job, tmp_path) as role,
         ActorClient([role.address], methods(job)) as actor,
@@ -87,7 +87,7 @@ async def test_probes_are_answered_while_a_model_is_trained(
     ):
         await actor.wait_until_ready(120)
         training = asyncio.create_task(actor.update(sequence_batch(8)))
-        await told.passed(training)
+        await begun.passed(training)
         for _ in range(10):
             assert await check(channel, "live") == await check(channel, "actor") == SERVING
         assert not training.done()
@@ -144,10 +144,10 @@ async def test_a_process_that_hangs_is_not_live() -> None:
 async def test_a_role_reports_each_state_of_its_life_and_drains(tiny_model: Path, tmp_path: Path) -> None:
     """Loading until the test opens a gate, serving, draining after SIGTERM; alive all the time."""
     names = ("", "reward", "rolemesh.v1.RewardService")
-    with gate(tmp_path / "import") as door, gate(tmp_path / "started") as started, gate(tmp_path / "g") as held:
+    with gate(tmp_path / "import") as load, gate(tmp_path / "started") as started, gate(tmp_path / "g") as held:
         job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(held.path))
         function = tmp_path / "gated.py"
-        function.write_text(f"open({str(door.path)!r}).read(1)\n" + function.read_text())
+        function.write_text(f"open({str(load.path)!r}).read(1)\n" + function.read_text())
         async with (
             serve_process("reward", job, tmp_path) as role,
             RewardClient([role.address], methods(job), patience_s=0.1) as client,
@@ -155,25 +155,25 @@ async def test_a_role_reports_each_state_of_its_life_and_drains(tiny_model: Path
             grpc.aio.insecure_channel(role.address) as served_at,
         ):
 
-            async def told() -> set[int]:
+            async def statuses() -> set[int]:
                 assert await check(channel, "live") == SERVING
                 return {await check(asked, name) for name in names for asked in (channel, served_at)}
 
-            assert await told() == {NOT_SERVING}
+            assert await statuses() == {NOT_SERVING}
             with pytest.raises(RoleUnavailable, match=r"still loading|no replica has answered"):
                 await client.compute_scores(reward_batch(1))
             with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
                 await check(channel, "critic")
-            door.open(1)
+            load.open(1)
             await client.wait_until_ready(120)
-            assert await told() == {SERVING}
+            assert await statuses() == {SERVING}
             running = asyncio.create_task(client.compute_scores(reward_batch(3)))
             await started.passed(running)
             role.process.send_signal(signal.SIGTERM)
             async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
                 if answer.status == NOT_SERVING:
                     break
-            assert await told() == {NOT_SERVING}
+            assert await statuses() == {NOT_SERVING}
             async with RewardClient([role.address], methods(job), patience_s=0.1) as late:
                 with pytest.raises(RoleUnavailable):
                     await late.wait_until_ready(0.1)

@@ -48,8 +48,8 @@ async def test_a_strangers_text_never_begins_a_line_of_the_log(tiny_model: Path,
     assert [line for line in lines if not line.isprintable()] == []
     assert lines == log.splitlines()
     assert any(line.startswith("  ValueError: x") for line in lines)  # of the judge, which has no logger
-    told = [line for line in lines if "forged" in line and line[0] != " "]
+    forged = [line for line in lines if "forged" in line and line[0] != " "]
     text, job_name = (r"x\n12:00:00 ERROR actor: forged\r" + rest for rest in (ESCAPED, QUOTED))
     # A call that is refused before the role has read the whole request may be sent and refused once more.
-    assert [text in told[0], *(job_name in line for line in told[1:])] == [True] * len(told)
-    assert len(told) > 1
+    assert [text in forged[0], *(job_name in line for line in forged[1:])] == [True] * len(forged)
+    assert len(forged) > 1

@@ -38,15 +38,15 @@ async def test_a_replica_that_joins_in_the_midst_of_a_call_gets_what_is_not_begu
 ) -> None:
     """The first one waits in its first row for a byte, which the second one writes when it has scored 32 rows:
     all but the two pieces that the first one has."""
-    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
-        first = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(doors.path))
-        second = reward_job(tiny_model, tmp_path / "2", opens=str(doors.path), after=32)
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as release:
+        first = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(release.path))
+        second = reward_job(tiny_model, tmp_path / "2", opens=str(release.path), after=32)
         async with served("reward", first, second) as addresses:
-            told = Listed(addresses[0])
-            async with RewardClient(told, methods(first), timeout_s=120, may_grow=True) as client:
+            listed = Listed(addresses[0])
+            async with RewardClient(listed, methods(first), timeout_s=120, may_grow=True) as client:
                 call = asyncio.create_task(client.compute_scores(reward_batch(64)))
                 await started.passed(call)
-                told.tell(*addresses)
+                listed.tell(*addresses)
                 assert index_scores(await call) == list(range(64))
     assert len(scored(tmp_path / "1")) == len(scored(tmp_path / "2")) == 32
 
@@ -54,18 +54,18 @@ async def test_a_replica_that_joins_in_the_midst_of_a_call_gets_what_is_not_begu
 async def test_a_replica_that_leaves_ends_what_it_computes_and_gets_no_more(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
-        leaving = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(doors.path))
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as release:
+        leaving = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(release.path))
         staying = reward_job(tiny_model, tmp_path / "2")
         async with served("reward", leaving, staying) as addresses:
-            told = Listed(addresses[0])
-            async with RewardClient(told, methods(staying), timeout_s=120, may_grow=True) as client:
+            listed = Listed(addresses[0])
+            async with RewardClient(listed, methods(staying), timeout_s=120, may_grow=True) as client:
                 call = asyncio.create_task(client.compute_scores(reward_batch(64)))
                 await started.passed(call)
                 [replica] = client.pool.replicas
-                told.tell(addresses[1])
+                listed.tell(addresses[1])
                 await until(client.pool, lambda: replica not in client.pool.replicas)
-                doors.open()
+                release.open()
                 assert index_scores(await call) == list(range(64))
                 assert sorted(scored(tmp_path / "1")) == list(range(32))  # once: nothing was asked again
                 assert sorted(scored(tmp_path / "2")) == list(range(32, 64))
@@ -85,12 +85,12 @@ async def test_a_replica_that_leaves_and_dies_has_its_rows_asked_again(
             serve_process("reward", victim_job, tmp_path / "1") as victim,
             served("reward", other_job) as [other],
         ):
-            told = Listed(victim.address)
-            async with RewardClient(told, methods(other_job), timeout_s=60, may_grow=True) as client:
+            listed = Listed(victim.address)
+            async with RewardClient(listed, methods(other_job), timeout_s=60, may_grow=True) as client:
                 await client.wait_until_ready(60)
                 call = asyncio.create_task(client.compute_scores(reward_batch(40)))
                 await started.passed(call)
-                told.tell(other)
+                listed.tell(other)
                 victim.process.kill()
                 assert index_scores(await call) == list(range(40))
                 assert [r.address for r in client.pool.replicas] == [other]
@@ -99,18 +99,18 @@ async def test_a_replica_that_leaves_and_dies_has_its_rows_asked_again(
 async def test_a_call_waits_for_a_replica_that_is_yet_to_come(tiny_model: Path, tmp_path: Path) -> None:
     job = reward_job(tiny_model, tmp_path)
     async with served("reward", job) as addresses:
-        told = Listed()
-        async with RewardClient(told, methods(job), patience_s=30, may_grow=True) as client:
+        listed = Listed()
+        async with RewardClient(listed, methods(job), patience_s=30, may_grow=True) as client:
             ready = asyncio.create_task(client.wait_until_ready(120))
             await until(client.pool, lambda: client.pool.pending_rows)  # so that a scaler starts one
-            told.tell("127.0.0.1:1", *addresses)  # one is enough
+            listed.tell("127.0.0.1:1", *addresses)  # one is enough
             await ready
             assert [r.address for r in client.pool.live] == addresses
-            told.tell()
+            listed.tell()
             await until(client.pool, lambda: not client.pool.replicas)
             call = asyncio.create_task(client.compute_scores(reward_batch(4)))
             await until(client.pool, lambda: client.pool.pending_rows == 4)
-            told.tell(*addresses)
+            listed.tell(*addresses)
             assert index_scores(await call) == [0, 1, 2, 3]
 
 
@@ -153,8 +153,8 @@ class Failing(Listed):
             if error := self._errors.pop(0):
                 raise error
             return
-        async for told in super().watch():
-            yield told
+        async for reported in super().watch():
+            yield reported
 
 
 async def test_whatever_ends_the_watch_of_addresses_is_logged_and_it_begins_again(
@@ -189,15 +189,15 @@ async def test_several_addresses_of_a_trained_role_are_one_replica(tiny_model: P
     job = job_of(tiny_model)
     batch = sequence_batch(16)
     async with served("actor", job) as [address]:
-        told = Listed(address, by_name(address), "127.0.0.1:1")
-        async with ActorClient(told, methods(job)) as actor:
+        listed = Listed(address, by_name(address), "127.0.0.1:1")
+        async with ActorClient(listed, methods(job)) as actor:
             await actor.wait_until_ready(120)
             first = await actor.update(batch)
             source = await actor.publish_weights(1)
             [used] = source.sources
             assert used != "127.0.0.1:1"
             [other] = {address, by_name(address)} - {used}
-            told.tell(other, "127.0.0.1:1")
+            listed.tell(other, "127.0.0.1:1")
             await until(actor.pool, lambda: [r.address for r in actor.pool.live] == [other])
             await actor.load_checkpoint(None)
             assert await actor.update(batch) == first
@@ -228,11 +228,11 @@ async def test_a_second_server_of_a_trained_role_ends_the_run_even_while_it_load
     second = await loading.start("127.0.0.1:0")
     try:
         async with served("actor", job) as [first]:
-            told = Listed(first, second) if when == "at the start" else Listed(first)
-            async with ActorClient(told, methods(job)) as actor:
+            listed = Listed(first, second) if when == "at the start" else Listed(first)
+            async with ActorClient(listed, methods(job)) as actor:
                 if when == "later":
                     await actor.publish_weights(1)
-                    told.tell(first, second)
+                    listed.tell(first, second)
                 await until(actor.pool, lambda: actor.pool._lost)
                 both = f"({first} and at {second}|{second} and at {first})"
                 for call in (
@@ -289,17 +289,17 @@ async def test_rows_of_a_method_that_is_not_pure_are_never_cut(tiny_model: Path)
 
 async def test_calls_are_served_in_the_order_in_which_they_were_begun(tiny_model: Path, tmp_path: Path) -> None:
     """The second call's rows come after all of the first one's, though most of these had to wait, too."""
-    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as doors:
-        job = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(doors.path))
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as release:
+        job = reward_job(tiny_model, tmp_path / "1", started=str(started.path), gate=str(release.path))
         async with served("reward", job) as addresses:
-            told = Listed(*addresses)
-            async with RewardClient(told, methods(job), timeout_s=120, may_grow=True) as client:
+            listed = Listed(*addresses)
+            async with RewardClient(listed, methods(job), timeout_s=120, may_grow=True) as client:
                 batch = reward_batch(80)
                 calls = [asyncio.create_task(client.compute_scores(batch[:64]))]
                 await started.passed(calls[0])
                 calls.append(asyncio.create_task(client.compute_scores(batch[64:])))
                 await until(client.pool, lambda: client.pool.pending_rows == 80)
-                doors.open()
+                release.open()
                 await asyncio.gather(*calls)
     assert scored(tmp_path / "1") == list(range(80))
 
@@ -307,11 +307,11 @@ async def test_calls_are_served_in_the_order_in_which_they_were_begun(tiny_model
 async def test_an_actor_in_another_place_is_another_life(tiny_model: Path) -> None:
     job = job_of(tiny_model)
     async with served("actor", job) as before, served("actor", job) as after:
-        told = Listed(*before)
-        async with ActorClient(told, methods(job)) as actor:
+        listed = Listed(*before)
+        async with ActorClient(listed, methods(job)) as actor:
             source = await actor.publish_weights(1)
             assert source.sources == before
-            told.tell(*after)
+            listed.tell(*after)
             await until(actor.pool, lambda: [r.address for r in actor.pool.live] == after)
             with pytest.raises(RoleFailed, match="the role was restarted"):
                 await actor.publish_weights(2)
@@ -329,8 +329,8 @@ async def test_a_rollout_that_joins_takes_the_weights_and_then_rows_of_the_runni
         rollouts = await stack.enter_async_context(served("rollout", job, job))
         actor = ActorClient(await stack.enter_async_context(served("actor", job)), methods(job))
         await stack.enter_async_context(actor)
-        told = Listed(rollouts[0])
-        client = RolloutClient(told, methods(job), timeout_s=60, may_grow=True, rows_at_once=4)
+        listed = Listed(rollouts[0])
+        client = RolloutClient(listed, methods(job), timeout_s=60, may_grow=True, rows_at_once=4)
         await stack.enter_async_context(client)
         await client.update_weights(await actor.publish_weights(1))
 
@@ -339,7 +339,7 @@ async def test_a_rollout_that_joins_takes_the_weights_and_then_rows_of_the_runni
             finished.append(rows)
             if joined is None:
                 assert client.pool.replicas[0].outstanding_rows <= 12  # most wait here
-                told.tell(*rollouts)
+                listed.tell(*rollouts)
                 await until(client.pool, lambda: len(client.pool.live) == 2)
                 joined = next(r for r in client.pool.replicas if r.address == rollouts[1])
         assert joined is not None

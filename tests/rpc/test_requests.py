@@ -187,7 +187,7 @@ async def test_a_batch_that_nobody_declared_is_an_error_before_anybody_calls(
         RoleServer({"reference": [new_service("unary", ("ComputeLogProbs", False))]})
 
 
-async def test_a_declared_rpc_of_a_new_service_goes_through_the_door_without_more(
+async def test_a_declared_rpc_of_a_new_service_is_guarded_without_more(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     """Its servicer has no line about checks, sees only what is declared, and answers with batches."""
@@ -221,7 +221,7 @@ async def test_a_declared_rpc_of_a_new_service_goes_through_the_door_without_mor
     await server.drain(0)
 
 
-async def test_a_group_has_the_doors_of_its_roles(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_group_checks_requests_as_each_of_its_roles_does(tiny_model: Path, tmp_path: Path) -> None:
     """Two roles behind one port: each has the vocabulary of its model and its own methods."""
     job = small_job(tmp_path, tiny_model, "run")
     server = group_server(["critic", "reward"])

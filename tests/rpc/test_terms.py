@@ -106,13 +106,13 @@ async def test_a_controller_of_another_run_directory_is_refused_by_name_and_chan
         )  # even if it comes first
         await mine.load_checkpoint(None)
         got = [await mine.update(batch(1))]
-        told = await refused(other.load_checkpoint(None))
+        said = await refused(other.load_checkpoint(None))
         await refused(other.update(batch(1)))
         got.append(await mine.update(batch(2)))
     assert got == expected
-    assert f"critic.LoadCheckpoint at {addresses[0]}" in told
+    assert f"critic.LoadCheckpoint at {addresses[0]}" in said
     for words in (str(term), str(stranger), f"of the run directory {str(job.run_dir)!r}"):
-        assert words in told
+        assert words in said
 
 
 async def test_a_successor_takes_over_at_once_and_no_later_call_of_its_predecessor_is_served(
@@ -144,9 +144,9 @@ async def test_a_successor_takes_over_at_once_and_no_later_call_of_its_predecess
             }
             assert set(calls) == {rpc.name for rpc in rpcs(ACTOR)}
             for name, call in calls.items():
-                told = await refused(call)
+                said = await refused(call)
                 assert (
-                    f"actor.{name}: {terms[2]} has the role; the call is from {terms[paused is second]}" in told
+                    f"actor.{name}: {terms[2]} has the role; the call is from {terms[paused is second]}" in said
                 )
         assert not directory.exists()
         assert await third.update(batch(1)) == expected
@@ -253,7 +253,7 @@ async def test_a_call_of_another_job_is_refused_by_every_role(
 
 
 @pytest.mark.parametrize(
-    "told",
+    "text",
     [
         "",
         "{",
@@ -265,13 +265,13 @@ async def test_a_call_of_another_job_is_refused_by_every_role(
         "{%22run_dir%22: 7, %22number%22: 1, %22controller%22: %22%22}",
     ],
 )
-async def test_metadata_that_is_no_term_is_an_error_of_the_caller(told: str, job: JobConfig) -> None:
+async def test_metadata_that_is_no_term_is_an_error_of_the_caller(text: str, job: JobConfig) -> None:
     async with (
         waiting(job) as (address, _),
         grpc.aio.insecure_channel(address) as channel,
     ):
         path = f"/{CRITIC.full_name}/LoadCheckpoint"
-        call: Any = channel.unary_unary(path)(b"", metadata=((TERM_KEY, told),))
+        call: Any = channel.unary_unary(path)(b"", metadata=((TERM_KEY, text),))
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT, await call.details()
         assert TERM_KEY in await call.details()
 
