@@ -101,11 +101,11 @@ def test_many_keys_are_counted_and_a_trial_compares_none_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", ["", "[]", "{}", '{"version":1,"keys":{}}', '{"version":"1","keys":[]}', "[" * 6000, "x" * 9000]
+    "metadata", ["", "[]", "{}", '{"version":1,"keys":{}}', '{"version":"1","keys":[]}', "[" * 6000, "x" * 9000]
 )
-def test_metadata_that_is_not_a_fingerprint_is_refused(told: str) -> None:
+def test_metadata_that_is_not_a_fingerprint_is_refused(metadata: str) -> None:
     with pytest.raises(InvalidBatch, match="its fingerprint is invalid"):
-        Fingerprint.of_metadata(told)
+        Fingerprint.of_metadata(metadata)
 
 
 def test_a_fingerprint_is_the_same_after_its_way_over_the_wire() -> None:

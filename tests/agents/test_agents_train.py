@@ -48,12 +48,12 @@ async def test_a_page_trains_on_conversations(page: str, tmp_path: Path, talkati
         runs.append(recorded(job))
     assert runs == runs[:1] * len(runs)
     for row in map(json.loads, (dumps / "2.jsonl").read_text().splitlines()):
-        told = row["conversation"]
-        speakers = [said["who"] for said in told["said"]]
+        facts = row["conversation"]
+        speakers = [said["who"] for said in facts["said"]]
         other = "prompt" if page == "condensed" else "environment"
-        assert speakers == (["policy", other] * int(told["turns"]))[:-1]
-        assert sum(said["reward"] for said in told["said"][::2]) >= 1
-        assert all("<|im_start|>user" in said["text"] for said in told["said"][1::2])
+        assert speakers == (["policy", other] * int(facts["turns"]))[:-1]
+        assert sum(said["reward"] for said in facts["said"][::2]) >= 1
+        assert all("<|im_start|>user" in said["text"] for said in facts["said"][1::2])
     last = summary.records[-1]
     assert last["conversation/turns/mean"] > 1
     assert last["conversation/tokens/mean"] > last["response_length/mean"]
@@ -114,6 +114,6 @@ async def test_an_advantage_of_a_token_that_was_not_sampled_changes_no_gradient(
             metrics = await roles.actor.update(batch)
             weights = await (await roles.actor.publish_weights(1)).fetch()
         outcomes.append((metrics, {name: tensor.clone() for name, tensor in weights.items()}))
-    (told, weights), (told_again, weights_again) = outcomes
-    assert told == told_again
+    (outcome, weights), (outcome_again, weights_again) = outcomes
+    assert outcome == outcome_again
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)

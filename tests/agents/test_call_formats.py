@@ -35,7 +35,7 @@ def test_hermes_calls_are_read_in_order_and_the_text_around_them_stays() -> None
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "problem"),
     [
         ("{", "not JSON: Expecting property name"),
         ("[1]", 'expected an object with "name"'),
@@ -46,10 +46,10 @@ def test_hermes_calls_are_read_in_order_and_the_text_around_them_stays() -> None
         ("[" * 100_000, "not JSON"),
     ],
 )
-def test_a_malformed_hermes_call_says_what_was_wrong(call: str, told: str) -> None:
+def test_a_malformed_hermes_call_says_what_was_wrong(call: str, problem: str) -> None:
     _, [found] = hermes(tagged(call))
     assert (found.name, found.arguments) == ("", "")
-    assert found.malformed.startswith(told)
+    assert found.malformed.startswith(problem)
 
 
 def test_a_call_that_is_not_closed_is_malformed_and_no_text() -> None:

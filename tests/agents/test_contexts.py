@@ -152,7 +152,7 @@ async def test_a_program_may_ask_twice_and_go_on_with_one_of_the_answers(
         rollout.close()
         forget_plugin()
     fed = assert_rows_are_what_was_fed_and_sampled(batch, seen)
-    whole = [row for row, told in enumerate(batch["conversation"]) if told["why"] == "ended"]
+    whole = [row for row, facts in enumerate(batch["conversation"]) if facts["why"] == "ended"]
     assert whole
     for row in whole:
         assert [int(batch["contexts"][row][batch["turns"][row] == turn][0]) for turn in (1, 2)] == [0, 1]

@@ -95,9 +95,9 @@ async def test_a_row_has_the_tokens_that_the_engine_read_and_sampled(
                 assert added == template.after_turn([{"role": "user", "content": f"{length}!"}], end)
         rewards[int((turns > 0).nonzero()[-1])] += 1.0
         assert torch.equal(batch["environment_rewards"][row], rewards)
-        told = batch["conversation"][row]
-        assert (told["turns"], told["characters"]) == (len(talk), said)
-        assert told["why"] in ("odd", "max_assistant_turns", "max_response_length")
+        facts = batch["conversation"][row]
+        assert (facts["turns"], facts["characters"]) == (len(talk), said)
+        assert facts["why"] in ("odd", "max_assistant_turns", "max_response_length")
     assert torch.equal(batch["response_mask"], batch["turns"] > 0)
     assert torch.equal(batch["attention_mask"][:, -TOKENS:].bool(), written(batch))
 

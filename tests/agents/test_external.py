@@ -82,11 +82,11 @@ async def test_a_programs_row_is_that_of_the_same_conversation_with_tool_agent(
     seen = Seen(rollout)
     batch = await rows_of(weighing_job(folder, model, "weigher"), seen)
     assert_equal(batch, by_tool_agent)
-    for row, told in enumerate(batch["conversation"]):
+    for row, facts in enumerate(batch["conversation"]):
         sampled = (batch["turns"][row] > 0).nonzero()
         assert batch["environment_rewards"][row].nonzero().tolist() == [sampled[-1].tolist()]
         assert batch["environment_rewards"][row].sum() == 0.5
-        assert told["turns"] == batch["turns"][row].max()
+        assert facts["turns"] == batch["turns"][row].max()
     # What the engine was asked and what it answered, added up, is the row.
     for asked, answer in seen.turns:
         row = batch["seeds"].tolist().index(int(asked["seeds"][0]))
@@ -95,7 +95,7 @@ async def test_a_programs_row_is_that_of_the_same_conversation_with_tool_agent(
         assert torch.equal(asked["responses"][0, fed], batch["responses"][row, fed])
         for name in ("responses", "rollout_log_probs", "weight_versions"):
             assert torch.equal(answer[name][0, new], batch[name][row, new])
-    assert len(seen.turns) == sum(told["turns"] for told in batch["conversation"])
+    assert len(seen.turns) == sum(facts["turns"] for facts in batch["conversation"])
 
 
 async def test_a_program_that_streams_gets_the_same_bits(
@@ -186,7 +186,7 @@ async def test_a_turn_of_at_most_five_tokens_is_the_beginning_of_the_turn_withou
     seen, job = Seen(rollout), weighing_job(folder, model, "brief")
     batch = await rows_of(job, seen)
     template = Template(tokenizer := load_tokenizer(job.actor.model))
-    assert {told["turns"] for told in batch["conversation"]} == {3.0}
+    assert {facts["turns"] for facts in batch["conversation"]} == {3.0}
     for asked, answer in seen.turns:
         row = batch["seeds"].tolist().index(int(asked["seeds"][0]))
         number = int(asked["turns"].abs().max()) or 1
@@ -236,5 +236,5 @@ async def test_the_documented_program_runs(
     documented = (FOLDER.parents[2] / "docs" / "agents.md").read_text().partition("# agent.py\n")[2]
     (tmp_path / "agent.py").write_text(documented.partition("```")[0])
     job = weighing_job(folder, model, "external", running(sys.executable, tmp_path / "agent.py"))
-    for told in (await rows_of(job, rollout, FEW))["conversation"]:
-        assert told["turns_taken"] >= told["turns"] >= 1
+    for facts in (await rows_of(job, rollout, FEW))["conversation"]:
+        assert facts["turns_taken"] >= facts["turns"] >= 1

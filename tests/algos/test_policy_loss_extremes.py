@@ -82,6 +82,6 @@ def test_log_ratios_are_held_at_20(name: str) -> None:
         key: value[:1, :1] if isinstance(value, Tensor) else value
         for key, value in BESIDES.get(name, {}).items()
     }
-    for new, old, told in ((torch.zeros(1, 1), far, -20.0), (far, torch.zeros(1, 1), 20.0)):
+    for new, old, expected in ((torch.zeros(1, 1), far, -20.0), (far, torch.zeros(1, 1), 20.0)):
         result = token_losses(name, new, old, -1e-9 * one, one.bool(), config=CONFIG, **besides)
-        assert_close(result.shares["ppo_kl"], tensor([[told]]))
+        assert_close(result.shares["ppo_kl"], tensor([[expected]]))

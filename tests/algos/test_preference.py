@@ -47,8 +47,8 @@ def test_a_pairs_loss_stands_at_each_of_its_tokens(loss: object, expected: list[
 
 def test_rewards_say_which_answer_the_policy_prefers() -> None:
     of_rows = dpo_loss(LOG_PROBS, REF, CONTEXTS, MASK, dpo_beta=BETA).of_rows
-    told = {name: values.tolist() for name, values in of_rows.items()}
-    assert told == {
+    by_name = {name: values.tolist() for name, values in of_rows.items()}
+    assert by_name == {
         "rewards/chosen": pytest.approx([0.7, -0.25]),
         "rewards/rejected": pytest.approx([-0.5, 0.5]),
         "rewards/margins": pytest.approx([1.2, -0.75]),

@@ -60,8 +60,8 @@ def test_a_majority_of_ones_own_draws_is_counted_vote_by_vote() -> None:
                 counts[votes[i]] = counts.get(votes[i], 0) + 1
             winner = max(counts, key=lambda vote: counts[vote])  # of equals the first
             found.append(next(values[i] for i in drawn if votes[i] == winner))
-        told = expected_majority(tensor([values], dtype=torch.float64), [votes], k).item()
-        assert told == pytest.approx(fmean(found))
+        computed = expected_majority(tensor([values], dtype=torch.float64), [votes], k).item()
+        assert computed == pytest.approx(fmean(found))
 
 
 def answered(pred: bool) -> DataProto:
@@ -109,7 +109,7 @@ def test_the_majority_is_reported_if_every_answer_of_a_source_has_pred() -> None
     assert {name for name in validation_metrics(batch, 3) if "maj@" in name} == {
         name for name in metrics if "maj@" in name and "/x/" in name
     }
-    batch["data_source"][:] = ["z"] * 6  # of one source, of which one prompt is not told
+    batch["data_source"][:] = ["z"] * 6  # of one source, of which one prompt is not reported
     assert not [name for name in validation_metrics(batch, 3) if "maj@" in name]
 
 

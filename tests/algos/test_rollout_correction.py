@@ -87,8 +87,8 @@ def test_kl_perplexities_and_chi2_between_engine_and_trainer_are_those_worked_by
 )
 def test_metrics_exponential_in_the_mismatch_clamp_it_at_20(d: float, k3: float, chi2: float) -> None:
     metrics = mismatch_metrics(tensor([[d]]), torch.zeros(1, 1), tensor([[True]]))
-    told_of = [metrics[name] for name in ("kl", "k3_kl", "chi2_token", "chi2_seq")]
-    assert told_of == pytest.approx([-d, k3, chi2, chi2], rel=1e-5)
+    found = [metrics[name] for name in ("kl", "k3_kl", "chi2_token", "chi2_seq")]
+    assert found == pytest.approx([-d, k3, chi2, chi2], rel=1e-5)
 
 
 def test_perplexities_are_not_clamped() -> None:
@@ -108,8 +108,8 @@ def test_rejection_clamps_the_log_ratio_at_20(d: float, estimator: str) -> None:
     for over, times in (("token", 1), ("seq_sum", 2), ("seq_mean", 1)):
         config = RolloutCorrectionConfig(rollout_rs=f"{over}_{estimator}", rollout_rs_threshold=2.0)
         zeros = torch.zeros(1, 2)
-        told = correct(zeros + d, zeros, zeros == 0, config).metrics
-        assert told[f"rollout_corr/rollout_rs_{over}_{estimator}_mean"] == pytest.approx(
+        metrics = correct(zeros + d, zeros, zeros == 0, config).metrics
+        assert metrics[f"rollout_corr/rollout_rs_{over}_{estimator}_mean"] == pytest.approx(
             times * wanted, rel=1e-5
         )
 
@@ -140,7 +140,7 @@ def test_one_weight_that_is_all_makes_an_effective_sample_of_one_token() -> None
 RAW = {"mean": 7.7 / 4, "min": 0.2, "max": 4.0, "eff_sample_size": 7.7**2 / (4 * (0.25 + 9 + 16 + 0.04))}
 
 
-def told(stem: str, **keys: Any) -> dict[str, float]:
+def reported(stem: str, **keys: Any) -> dict[str, float]:
     """The metrics of a correction that begin with a stem, by what follows it."""
     metrics = correct(OLD, ROLLOUT, MASK, RolloutCorrectionConfig(**keys)).metrics
     stem = f"rollout_corr/{stem}_"
@@ -149,26 +149,26 @@ def told(stem: str, **keys: Any) -> dict[str, float]:
 
 def test_metrics_of_weights_are_of_the_losss_weights_and_raw_ones_have_names_of_their_own() -> None:
     """Cut at 2: 1/2, 2, 2, 1/5; mean 4.7/4, mean square 8.29/4."""
-    cut = told("rollout_is", rollout_is="token")
+    cut = reported("rollout_is", rollout_is="token")
     assert {name: cut[name] for name in ("mean", "min", "max")} == pytest.approx(
         {"mean": 4.7 / 4, "min": 0.2, "max": 2.0}
     )
     assert cut["std"] == pytest.approx(math.sqrt(8.29 / 4 - (4.7 / 4) ** 2))
     assert cut["eff_sample_size"] == pytest.approx(4.7**2 / (4 * 8.29))
-    raw = told("rollout_is_raw", rollout_is="token")
+    raw = reported("rollout_is_raw", rollout_is="token")
     assert {name: raw[name] for name in RAW} == pytest.approx(RAW)
     assert "oob_ratio" not in cut
 
 
 def test_without_weights_in_the_loss_only_raw_ones_are_reported() -> None:
-    raw = told("rollout_is_raw")
+    raw = reported("rollout_is_raw")
     assert {name: raw[name] for name in RAW} == pytest.approx(RAW)
-    assert set(told("rollout_is")) == {f"raw_{name}" for name in raw}
+    assert set(reported("rollout_is")) == {f"raw_{name}" for name in raw}
 
 
 def test_greatest_and_least_weight_of_a_response_are_reported_uncut() -> None:
     """6 on three tokens and 1/5 on one, cut at 2: mean (2 + 2 + 2 + 1/5)/4."""
-    cut = told("rollout_is", rollout_is="sequence")
+    cut = reported("rollout_is", rollout_is="sequence")
     assert cut["mean"] == pytest.approx(6.2 / 4)
     assert cut["std"] == pytest.approx(math.sqrt(12.04 / 4 - (6.2 / 4) ** 2), rel=1e-5)
     assert (cut["min"], cut["max"]) == pytest.approx((0.2, 6.0))
@@ -176,10 +176,10 @@ def test_greatest_and_least_weight_of_a_response_are_reported_uncut() -> None:
 
 def test_icepop_reports_the_share_of_tokens_beyond_its_bounds() -> None:
     """Between 0.4 and 3.5 lie 1/2 and 3."""
-    within = told("rollout_is", rollout_is="token", rollout_is_threshold="0.4_3.5")
+    within = reported("rollout_is", rollout_is="token", rollout_is_threshold="0.4_3.5")
     assert within["oob_ratio"] == 0.5
     assert (within["mean"], within["min"], within["max"]) == pytest.approx((3.5 / 4, 0.0, 3.0))
-    row = told("rollout_is", rollout_is="sequence", rollout_is_threshold="0.4_7")
+    row = reported("rollout_is", rollout_is="sequence", rollout_is_threshold="0.4_7")
     assert row["oob_ratio"] == 0.25  # 1/5
     assert (row["min"], row["max"]) == pytest.approx((0.2, 6.0))
     for at_a_bound in ("1_2", "0.5_1"):
@@ -242,9 +242,9 @@ def test_weights_that_are_all_0_are_not_divided() -> None:
 def test_each_criterion_reports_the_mean_of_its_statistic_over_sampled_tokens(
     criterion: str, mean: float
 ) -> None:
-    told_of = told("rollout_rs", rollout_rs=f"{criterion},token_k3", rollout_rs_threshold=2.0)
-    assert told_of[f"{criterion}_mean"] == pytest.approx(mean)
-    assert told_of["token_k3_mean"] == pytest.approx((3.7 - math.log(1.2)) / 4)
+    metrics = reported("rollout_rs", rollout_rs=f"{criterion},token_k3", rollout_rs_threshold=2.0)
+    assert metrics[f"{criterion}_mean"] == pytest.approx(mean)
+    assert metrics["token_k3_mean"] == pytest.approx((3.7 - math.log(1.2)) / 4)
 
 
 def accepted(criterion: str, threshold: Any) -> list[list[bool]]:
@@ -317,7 +317,7 @@ def test_a_criterions_bounds_are_accepted_themselves(criterion: str, threshold: 
 
 def test_a_response_that_loses_nothing_is_not_counted_as_masked() -> None:
     """Of 1/2, 3, 4 and 1/5 alone 1/5 is beyond 4.5."""
-    lost = told("rollout_rs", rollout_rs="token_k1", rollout_rs_threshold=4.5)
+    lost = reported("rollout_rs", rollout_rs="token_k1", rollout_rs_threshold=4.5)
     assert (lost["masked_fraction"], lost["seq_masked_fraction"]) == (0.25, 0.5)
 
 

@@ -17,8 +17,8 @@ from rolemesh.ranks.ranks import Ranks
 
 def test_the_seconds_of_an_update_are_divided_by_what_its_slowest_rank_did() -> None:
     """Rank 1 computes 6 s and waits 1 s in collectives; rank 0 computes 4 s and waits for rank 1 as well."""
-    told = [{"learn": 7.0, "collectives": 3.0, "cpu": 4.0}, {"learn": 7.0, "collectives": 1.0, "cpu": 6.0}]
-    parts = parts_of(told, 0.5, 0.75)
+    figures = [{"learn": 7.0, "collectives": 3.0, "cpu": 4.0}, {"learn": 7.0, "collectives": 1.0, "cpu": 6.0}]
+    parts = parts_of(figures, 0.5, 0.75)
     assert parts == {"commands": 0.5, "rows": 0.25, "collectives": 1.0, "imbalance": 1.0, "computing": 5.0}
     assert parts["computing"] + parts["imbalance"] + parts["collectives"] == 7.0
 

@@ -54,12 +54,12 @@ async def test_a_run_is_shown_paused_resumed_followed_and_stopped_by_commands(
         async with aclosing(run.status.watch()) as records:
             await anext(records)  # the validation before step 1
             code, output = await rolemesh("status", where, "--json")
-            told = json.loads(output)
-            assert (code, told["job"], told["state"]) == (0, "run", "paused")
-            assert (told["step"], told["total_steps"]) == (0, 500)
-            assert "val-core/digits/reward/mean@1" in told["metrics"] or told["metrics"]
+            status = json.loads(output)
+            assert (code, status["job"], status["state"]) == (0, "run", "paused")
+            assert (status["step"], status["total_steps"]) == (0, 500)
+            assert "val-core/digits/reward/mean@1" in status["metrics"] or status["metrics"]
             replicas = {
-                role: [r["address"] for r in told["roles"][role] if r["live"]] for role in told["roles"]
+                role: [r["address"] for r in status["roles"][role] if r["live"]] for role in status["roles"]
             }
             assert replicas == addresses
 

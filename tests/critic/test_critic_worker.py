@@ -187,8 +187,8 @@ def test_rejected_tokens_are_in_no_mean_that_a_critic_reports() -> None:
     )
     values = torch.tensor([[1.0, 1.0], [9.0, 0.0]])
     _, shares = value_objective(values, rows, BatchCounts.of(rows["response_mask"]), make_job({}).critic)
-    told = {name: share for name, share in shares.items() if isinstance(share, TokenMean)}
-    means = {name: (share.total / share.num_tokens).item() for name, share in told.items()}
+    token_means = {name: share for name, share in shares.items() if isinstance(share, TokenMean)}
+    means = {name: (share.total / share.num_tokens).item() for name, share in token_means.items()}
     assert means == {"vf_clipfrac": 1 / 2, "vpred_mean": 1.0}
 
 

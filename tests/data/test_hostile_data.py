@@ -127,8 +127,8 @@ def test_rows_are_the_files_whatever_positions_are_asked_for(tmp_path: Path) -> 
         [first, second], DataConfig(max_prompt_length=LIMIT, train_max_samples=6, seed=3), BYTES
     )
     batch = data.batch(range(6))
-    told = [next(iter(info.values())) for info in batch["extra_info"]]
-    assert [f"train-{k:06d}" for k in told] == batch["uid"].tolist()
+    indexes = [next(iter(info.values())) for info in batch["extra_info"]]
+    assert [f"train-{k:06d}" for k in indexes] == batch["uid"].tolist()
     assert {*batch["extra_info"][0]} == {"index"} != {*batch["extra_info"][5]}
 
 

@@ -95,13 +95,13 @@ def test_operations_over_a_budget_are_named_with_their_lines(gpu: PretendedGpu) 
     line = test_operations_over_a_budget_are_named_with_their_lines.__code__.co_firstlineno + 4
     spent = gpu.record.spent()
     assert gpu.record.over(spent) == ""
-    told = gpu.record.over(replace(spent, waits=0))
-    assert "waits: 1, of 0 at most" in told
+    report = gpu.record.over(replace(spent, waits=0))
+    assert "waits: 1, of 0 at most" in report
     assert re.search(
-        rf" 1 aten::_local_scalar_dense +devices/test_pretended_gpu\.py:{line}$", told, re.MULTILINE
+        rf" 1 aten::_local_scalar_dense +devices/test_pretended_gpu\.py:{line}$", report, re.MULTILINE
     )
-    assert "kernels: " not in told
-    assert f"measured: Budget(kernels={spent.kernels}" in told
+    assert "kernels: " not in report
+    assert f"measured: Budget(kernels={spent.kernels}" in report
 
 
 # ------------------------------------------------------------------------------- the CPU's numbers

@@ -56,8 +56,8 @@ def faltering(job, worker):
                     yield rows
                     continue
                 yield rows.select_idxs(torch.tensor([0]))
-                with open({told!r}, "wb", buffering=0) as told:
-                    told.write(b".")
+                with open({faltered!r}, "wb", buffering=0) as faltered:
+                    faltered.write(b".")
                 await asyncio.get_running_loop().create_future()
 
     return Faltering(job, worker)
@@ -91,12 +91,12 @@ async def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def faltering(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[JobConfig, Gate]]:
-    """A job with the engine that falters, and where it tells that it does."""
+    """A job with the engine that falters, and where it reports that it does."""
     plugin = tmp_path / "faltering.py"
-    with gate(tmp_path / "told") as told:
-        plugin.write_text(FALTERING.format(told=str(told.path)))
+    with gate(tmp_path / "faltered") as faltered:
+        plugin.write_text(FALTERING.format(faltered=str(faltered.path)))
         overrides = (*OVERRIDES, f"plugins=[{plugin}]", "rollout.name=faltering")
-        yield small_job(tmp_path, tiny_model, "run", *overrides), told
+        yield small_job(tmp_path, tiny_model, "run", *overrides), faltered
     forget(str(plugin))
 
 
@@ -132,8 +132,8 @@ async def test_a_rollout_killed_in_the_middle_of_new_weights_changes_no_bit(
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
     async with AsyncExitStack() as stack:
         victim = await stack.enter_async_context(serve_process("rollout", job, tmp_path))
-        store, told = WeightStore(), fingerprint(job, "actor").to_metadata()
-        actor = RoleServer({"actor": [ACTOR, WEIGHTS]}, fingerprints={"actor": told})
+        store, metadata = WeightStore(), fingerprint(job, "actor").to_metadata()
+        actor = RoleServer({"actor": [ACTOR, WEIGHTS]}, fingerprints={"actor": metadata})
         weights = Killing(store, victim.process.pid)
         addresses = {"actor": [await actor.start(LOCAL)]}
         stack.push_async_callback(actor.drain, 0)

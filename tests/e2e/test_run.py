@@ -170,16 +170,16 @@ async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bi
         "placement.ranks={actor: 2}",
     )
     job = small_job(tmp_path, tiny_model, "run", *overrides)
-    with gate(tmp_path / "told") as told, gate(tmp_path / "doors") as doors:
+    with gate(tmp_path / "reached") as reached, gate(tmp_path / "release") as release:
         # Steps have 8 rows. Each start begins after a checkpoint, and stops in the third step from there.
-        stopped = stopping(job, told.path, doors.path, "17")
+        stopped = stopping(job, reached.path, release.path, "17")
         async with rolemesh("run", written(stopped, tmp_path)) as launched:
             for step, victim in ((2, "actor-0-rank-1"), (4, "others-0")):
                 async with asyncio.timeout(DEADLINE_S):
-                    await told.passed(launched.ended())
+                    await reached.passed(launched.ended())
                     await is_saved(job, step)
                 os.kill(pids(job)[victim], signal.SIGKILL)
-                doors.open(1)
+                release.open(1)
             code, output = await launched.end()
     assert code == 0, output
     assert "actor-0-rank-1 (pid" in output

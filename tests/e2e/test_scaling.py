@@ -37,12 +37,14 @@ async def test_rewards_that_come_and_go_in_the_middle_of_a_step_change_no_bit(
     retries = metrics.CLIENT_RETRIES.labels("reward", "ComputeScores")._value
     before = retries.get()
     async with AsyncExitStack() as stack:
-        names = ("told-1", "doors-1", "told-2", "doors-2")
-        told_1, doors_1, told_2, doors_2 = (stack.enter_context(gate(tmp_path / name)) for name in names)
+        names = ("reached-1", "release-1", "reached-2", "release-2")
+        reached_1, release_1, reached_2, release_2 = (
+            stack.enter_context(gate(tmp_path / name)) for name in names
+        )
 
         async def reward(name: str, stops: str) -> Process:
             (tmp_path / name).mkdir()
-            own = stopping(job, tmp_path / f"told-{name}", tmp_path / f"doors-{name}", stops)
+            own = stopping(job, tmp_path / f"reached-{name}", tmp_path / f"release-{name}", stops)
             return await stack.enter_async_context(serve_process("reward", own, tmp_path / name))
 
         first, second = await asyncio.gather(reward("1", "5"), reward("2", "3 70"))
@@ -52,13 +54,13 @@ async def test_rewards_that_come_and_go_in_the_middle_of_a_step_change_no_bit(
             addresses[role] = await stack.enter_async_context(served(role, job))
 
         run = asyncio.create_task(drive(Run(job, load_tokenizer(job.actor.model)), addresses, LOCAL, None))
-        await told_1.passed(run)
+        await reached_1.passed(run)
         members.tell(first.address, second.address)
-        await told_2.passed(run)  # within the step: the first one still waits in it
+        await reached_2.passed(run)  # within the step: the first one still waits in it
         members.tell(second.address)
-        doors_1.open(1)
-        doors_2.open(1)
-        await told_2.passed(run)
+        release_1.open(1)
+        release_2.open(1)
+        await reached_2.passed(run)
         members.tell(first.address, second.address)
         second.process.kill()
         await run

@@ -284,7 +284,7 @@ async def test_one_that_waits_for_room_gets_it_however_long_the_others_are_answe
 async def test_an_error_of_an_environment_names_the_row_and_the_agent(
     tiny_model: Path, tmp_path: Path, log: Path, order: str, words: str
 ) -> None:
-    """It is told again for every further call, frees the episode, and leaves other episodes alone."""
+    """Every further call gets it again. It frees the episode, and leaves other episodes alone."""
     async with environment(environment_job(tmp_path, tiny_model, call_timeout_s=0.5)) as client:
         for name in ("a", "b"):
             await client.open_episode(opening(name, log=str(log)))
@@ -376,8 +376,8 @@ async def test_a_request_that_is_malformed_is_refused(tiny_model: Path, tmp_path
 
 async def test_agents_are_described_and_an_unknown_one_is_named(tiny_model: Path, tmp_path: Path) -> None:
     async with environment(environment_job(tmp_path, tiny_model)) as client:
-        told = await client.describe(DescribeRequest(agents=["obedient", "single_turn_agent"]))
-        assert [(agent.name, list(agent.tools)) for agent in told.agents] == [
+        described = await client.describe(DescribeRequest(agents=["obedient", "single_turn_agent"]))
+        assert [(agent.name, list(agent.tools)) for agent in described.agents] == [
             ("obedient", []),
             ("single_turn_agent", []),
         ]

@@ -73,7 +73,7 @@ async def guessing(tmp_path: Path, model: Path, plugin: str) -> AsyncIterator[En
 
 async def test_steps_are_turns_and_their_rewards(tiny_model: Path, tmp_path: Path, plugin: str) -> None:
     async with guessing(tmp_path, tiny_model, plugin) as client:
-        told = {}
+        observed = {}
         for name, seed in (("a", 7), ("b", 7), ("c", 2**64 - 1)):
             begun = await client.open_episode(
                 opening(name, "guess", seed=seed, env_kwargs={"below": 50, "x": None})
@@ -81,13 +81,13 @@ async def test_steps_are_turns_and_their_rewards(tiny_model: Path, tmp_path: Pat
             assert [(m.role, m.content) for m in begun.messages] == [("user", "a number below 50")]
             answer = await client.act(turn(name, 1, "tell"))
             assert (answer.reward, answer.done) == (-0.5, False)
-            told[name] = answer.messages[0].content
-        assert told["a"] == told["b"]  # of one seed
-        last = await client.act(turn("a", 2, told["a"]))
+            observed[name] = answer.messages[0].content
+        assert observed["a"] == observed["b"]  # of one seed
+        last = await client.act(turn("a", 2, observed["a"]))
         assert (last.reward, last.done, last.why) == (1.0, True, "terminated")
         last = await client.act(turn("b", 2, "-1"))
         assert (last.reward, last.done, last.why) == (-0.25, True, "truncated")
-        assert [(await client.close_episode(closing(name))).reward for name in told] == [0.0] * 3
+        assert [(await client.close_episode(closing(name))).reward for name in observed] == [0.0] * 3
 
 
 async def test_an_observation_that_is_not_text_and_an_exception_name_the_row(

@@ -95,8 +95,10 @@ each = pytest.mark.parametrize("over", [over_stdio, over_http, over_json], ids=[
 @both
 async def test_a_servers_tools_are_offered_and_answer(tiny_model: Path, tmp_path: Path, over: Over) -> None:
     async with over(tmp_path, tiny_model) as call:
-        told = await call.client.describe(DescribeRequest(agents=["tool_agent"]))
-        tools = {tool["name"]: tool for tool in (json.loads(each)["function"] for each in told.agents[0].tools)}
+        described = await call.client.describe(DescribeRequest(agents=["tool_agent"]))
+        tools = {
+            tool["name"]: tool for tool in (json.loads(each)["function"] for each in described.agents[0].tools)
+        }
         assert list(tools) == ["calculator", "add", "note", "fail", "die", "hang", "wait", "flood", "variable"]
         assert tools["add"]["description"] == "Add two numbers."
         assert tools["add"]["parameters"]["required"] == ["a"]

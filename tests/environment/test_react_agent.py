@@ -40,8 +40,8 @@ def test_text_that_is_not_an_expression_is_refused(expression: str) -> None:
 async def test_agents_of_several_rows_answer_side_by_side(tiny_model: Path, tmp_path: Path) -> None:
     agents = ["tool_agent", "react_agent", "math_expression"]
     async with agent(tmp_path, tiny_model, tools=["calculator"]) as client:
-        told = await client.describe(DescribeRequest(agents=agents))
-        names = [json.loads(tool)["function"]["name"] for each in told.agents for tool in each.tools]
+        described = await client.describe(DescribeRequest(agents=agents))
+        names = [json.loads(tool)["function"]["name"] for each in described.agents for tool in each.tools]
         assert names == ["calculator", "calculator", "calculate"]
         for name in agents:
             await client.open_episode(opening(name, name))

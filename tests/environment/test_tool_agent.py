@@ -23,8 +23,8 @@ async def test_calls_are_answered_in_their_order_by_name_and_id(
 ) -> None:
     tools = ["calculator", "repeat", "where", "slow"]
     async with agent(tmp_path, tiny_model, parts, tools=tools, max_parallel_calls=4) as client:
-        told = await client.describe(DescribeRequest(agents=["tool_agent"]))
-        schemas = [json.loads(tool) for tool in told.agents[0].tools]
+        described = await client.describe(DescribeRequest(agents=["tool_agent"]))
+        schemas = [json.loads(tool) for tool in described.agents[0].tools]
         assert [schema["function"]["name"] for schema in schemas] == tools
         assert schemas[1]["function"]["parameters"] == {
             "type": "object",

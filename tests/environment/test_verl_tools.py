@@ -44,8 +44,8 @@ async def test_verls_gsm8k_tool_rewards_the_answer_and_charges_for_no_progress(
     file = tools_file(tmp_path, GSM8K)
     kwargs = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72", "other": None}}}
     async with agent(tmp_path, tiny_model, tool_config_path=file) as client:
-        told = await client.describe(DescribeRequest(agents=["tool_agent"]))
-        assert json.loads(told.agents[0].tools[0]) == GSM8K["tool_schema"]
+        described = await client.describe(DescribeRequest(agents=["tool_agent"]))
+        assert json.loads(described.agents[0].tools[0]) == GSM8K["tool_schema"]
         await opened(client, need_tools_kwargs=True, tools_kwargs=kwargs)
         rewards, texts = [], []
         for number, answer in enumerate(["70", "72", "72", "#### 71"], start=1):

@@ -180,10 +180,10 @@ def test_each_failure_names_the_model_the_endpoint_and_what_to_do(
     name = "Owner/Absent" if "Absent" in words else NAME
     with pytest.raises(kind) as failed:
         fetched(job_of(name, revision=revision))
-    told = str(failed.value)
-    assert words in told
-    assert f"actor.model.path: {name}" in told
-    assert "(HF_ENDPOINT)" in told
+    message = str(failed.value)
+    assert words in message
+    assert f"actor.model.path: {name}" in message
+    assert "(HF_ENDPOINT)" in message
 
 
 def test_a_path_that_is_neither_directory_nor_hub_name_is_refused(hub: Hub, tiny_model: Path) -> None:

@@ -46,8 +46,8 @@ def test_auto_is_bfloat16_where_a_gpu_multiplies_in_it(
 
 
 def test_bfloat16_on_a_gpu_without_it_is_refused_with_what_to_set() -> None:
-    told = r"actor\.model\.dtype is bfloat16, but this GPU has compute capability 7\.5.*float32, or to auto"
-    with pytest.raises(InvalidConfig, match=told):
+    message = r"actor\.model\.dtype is bfloat16, but this GPU has compute capability 7\.5.*float32, or to auto"
+    with pytest.raises(InvalidConfig, match=message):
         chosen_dtype("bfloat16", "actor.model.dtype", "cuda", (7, 5))
 
 

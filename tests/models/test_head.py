@@ -200,6 +200,6 @@ def test_a_head_with_a_bias_has_it(model: Any) -> None:
 def test_float32_logits_are_refused_where_the_head_is_no_matrix(model: Any) -> None:
     strange = distribution.with_module(model, model.lm_head, nn.Sequential(model.lm_head))
     assert VocabularyHead.of(strange, torch.bfloat16, "model", "actor") is None
-    told = "reference: actor.head_dtype is float32, but the head of Qwen2ForCausalLM.*Sequential.*to model"
-    with pytest.raises(InvalidConfig, match=told):
+    message = "reference: actor.head_dtype is float32, but the head of Qwen2ForCausalLM.*Sequential.*to model"
+    with pytest.raises(InvalidConfig, match=message):
         VocabularyHead.of(strange, torch.bfloat16, "float32", "reference")

@@ -77,8 +77,8 @@ def test_models_that_run_without_padding_pass_in_every_dtype(dtype: str) -> None
 def test_models_that_cannot_run_without_padding_are_refused(
     kind: str, settings: dict[str, Any], dtype: str
 ) -> None:
-    told = r"actor\.model\.use_remove_padding is true, but .* cannot run without padding .*; set it to false"
-    with pytest.raises(InvalidConfig, match=told):
+    message = r"actor\.model\.use_remove_padding is true, but .* cannot run without padding .*; set it to false"
+    with pytest.raises(InvalidConfig, match=message):
         remove_padding(body_of(kind, **settings), "actor", dtype)
 
 
@@ -138,7 +138,7 @@ def test_numbers_that_are_not_finite_are_not_the_architectures() -> None:
 def test_heads_that_the_kernel_does_not_have_are_refused_before_it() -> None:
     for fits in (8, 64, 256):
         check_heads_fit(fits, fits)
-    for head_dim, value_dim, told in (
+    for head_dim, value_dim, message in (
         (264, 264, "heads of width 264"),
         (100, 100, "heads of width 100"),
         (192, 128, "keys of width 192 and values of width 128"),
@@ -148,7 +148,7 @@ def test_heads_that_the_kernel_does_not_have_are_refused_before_it() -> None:
         query = torch.zeros(1, 1, 300, head_dim, dtype=torch.bfloat16)
         value = torch.zeros(1, 1, 300, value_dim, dtype=torch.bfloat16)
         on_gpu = replace(segments, rows=segments.cells)  # there rows have places without padding
-        with pytest.raises(NoKernel, match=told):
+        with pytest.raises(NoKernel, match=message):
             packed_attention(nn.Module(), query, query, value, None, segments=on_gpu)
 
 
@@ -164,12 +164,12 @@ def test_the_error_of_a_missing_kernel_says_both_ways_out() -> None:
         if "segments" in inputs:
             check_heads_fit(320, 320)
 
-    told = (
+    message = (
         r"critic\.model\.use_remove_padding is true and critic\.model\.dtype is bfloat16, but the model has "
         r"attention heads of width 320, .*; set critic\.model\.use_remove_padding to false, or "
         r"critic\.model\.dtype to float32"
     )
-    with pytest.raises(InvalidConfig, match=told):
+    with pytest.raises(InvalidConfig, match=message):
         remove_padding(with_fault(body_of("Qwen2"), fail), "critic", "bfloat16")
 
 

@@ -36,8 +36,8 @@ def test_shares_add_up_means_are_over_all_tokens_and_extremes_stay_extremes() ->
 
     def report(rows: DataProto) -> dict[str, float]:
         least, greatest = rows["seen"].aminmax()
-        told = {"w_min": least.item(), "w_max": greatest.item(), "w": rows["seen"].mean().item()}
-        return told if least < 20 else told | {"late": 5.0}
+        shares = {"w_min": least.item(), "w_max": greatest.item(), "w": rows["seen"].mean().item()}
+        return shares if least < 20 else shares | {"late": 5.0}
 
     optimizer = Optimizer(model, OptimConfig(lr=0.5), grad_clip=1.0, role="actor")
     micro_batches = MicroBatches(1, None, False, balanced=False)

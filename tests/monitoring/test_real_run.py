@@ -63,9 +63,9 @@ async def acted(self, turn, plain=EchoTalk.act):
 
 
 def wait():
-    with open({told!r}, "wb", buffering=0) as file:
+    with open({reached!r}, "wb", buffering=0) as file:
         file.write(b".")
-    with open({doors!r}, "rb", buffering=0) as file:
+    with open({release!r}, "rb", buffering=0) as file:
         file.read(1)
 
 
@@ -80,22 +80,23 @@ async def test_every_panel_and_alert_asks_for_what_a_run_shows(tmp_path: Path) -
     agent = tmp_path / "stopping_echo.py"
     job = job.model_copy(update={"plugins": [str(agent)]})
     with (
-        gate(tmp_path / "told") as told,
-        gate(tmp_path / "doors") as doors,
+        gate(tmp_path / "reached") as reached,
+        gate(tmp_path / "release") as release,
         gpu_exporter() as gpus,
         prometheus(tmp_path, str(tmp_path / "*.targets.json"), SCRAPED_EVERY, gpus.address) as asked,
     ):
         agent.write_text(
-            PLUGIN.read_text() + STOPPING.format(stops=STOPS, told=str(told.path), doors=str(doors.path))
+            PLUGIN.read_text()
+            + STOPPING.format(stops=STOPS, reached=str(reached.path), release=str(release.path))
         )
         start = time.time()
         async with rolemesh("run", written(job, tmp_path)) as launched:
             for _ in STOPS:
                 async with asyncio.timeout(DEADLINE_S):
-                    await told.passed(launched.ended())
+                    await reached.passed(launched.ended())
                     gpus.show(pods(tmp_path))
                     await scraped(asked, pods(tmp_path))
-                doors.open(1)
+                release.open(1)
             code, output = await launched.end()
         end = time.time()
         assert code == 0, output

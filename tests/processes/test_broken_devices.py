@@ -50,7 +50,7 @@ from rolemesh.plugins import policy_loss
 def failing(log_probs, old_log_probs, advantages, response_mask):
     what = Path({what!r}).read_text() if len(log_probs) > 1 else ""  # with one row it is tried before loading
     if what == "hang":
-        open({told!r}, "wb").write(b".")
+        open({reached!r}, "wb").write(b".")
         open({go_on!r}, "rb").read(1)
     elif what == "assert":
         log_probs[torch.tensor([10**6], device=log_probs.device)]
@@ -84,8 +84,8 @@ async def test_a_broken_device_ends_the_process_and_a_hanging_one_its_life(
 ) -> None:
     """Out of memory does neither, in torch's words and in CUDA's."""
     plugin, what = tmp_path / "failing.py", tmp_path / "what"
-    with gate(tmp_path / "told") as told, gate(tmp_path / "go_on") as go_on, ExitStack() as stack:
-        plugin.write_text(LOSS.format(what=str(what), told=str(told.path), go_on=str(go_on.path)))
+    with gate(tmp_path / "reached") as reached, gate(tmp_path / "go_on") as go_on, ExitStack() as stack:
+        plugin.write_text(LOSS.format(what=str(what), reached=str(reached.path), go_on=str(go_on.path)))
         job = job_of(tiny_model, tmp_path, plugin, {"device": "cpu", "progress_timeout_s": 0.01})
         stack.callback(forget, str(plugin))
         batch = sequence_batch(8)
@@ -110,7 +110,7 @@ async def test_a_broken_device_ends_the_process_and_a_hanging_one_its_life(
 
             what.write_text("hang")
             hanging = asyncio.create_task(actor.update(batch))
-            await told.passed(hanging)
+            await reached.passed(hanging)
             async with asyncio.timeout(60):
                 while await is_live():
                     pass
@@ -135,7 +135,7 @@ async def test_an_index_that_a_kernel_refuses_ends_the_process_and_no_memory_doe
     tiny_model: Path, tmp_path: Path
 ) -> None:
     plugin, what = tmp_path / "failing.py", tmp_path / "what"
-    plugin.write_text(LOSS.format(what=str(what), told="", go_on=""))
+    plugin.write_text(LOSS.format(what=str(what), reached="", go_on=""))
     job = job_of(tiny_model, tmp_path, plugin, {"device": "cuda"})
     batch = sequence_batch(8)
     with ExitStack() as stack:
@@ -166,9 +166,9 @@ def test_auto_takes_no_cpu_where_cuda_cannot_use_the_gpu() -> None:
     code = "from rolemesh.workers.devices import resolve_device; resolve_device('auto')"
     for visible, refused in (("99", True), ("", False)):  # no such GPU; hidden on purpose
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
-        told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        assert ("trainer.device is auto, and there is an NVIDIA GPU" in told.stderr) == refused, told.stderr
-        assert (told.returncode != 0) == refused
+        ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert ("trainer.device is auto, and there is an NVIDIA GPU" in ended.stderr) == refused, ended.stderr
+        assert (ended.returncode != 0) == refused
 
 
 @dataclass

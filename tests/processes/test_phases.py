@@ -164,10 +164,10 @@ async def falls(model: Path, directory: Path, job: JobConfig, fall: Fall) -> str
         if fall.phase == "load":
             training.cancel()  # it waits for a role that will not be ready; a launcher sees the process end
         outcome = (await asyncio.gather(training, return_exceptions=True))[0]
-        told = started.log(1 - fall.rank)
+        log = started.log(1 - fall.rank)
     problems = {
         f"the other rank ended with {codes} after {seconds:.0f} s": codes != [1],
-        f"its log does not name the rank:\n{told}": f"rank {fall.rank} of 2 of actor,reference" not in told,
+        f"its log does not name the rank:\n{log}": f"rank {fall.rank} of 2 of actor,reference" not in log,
         f"the calls ended with {outcome!r}": not isinstance(outcome, RoleUnavailable | asyncio.CancelledError),
     }
     wrong = [problem for problem, holds in problems.items() if holds]

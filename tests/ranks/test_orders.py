@@ -187,7 +187,7 @@ async def test_only_the_followers_of_the_group_may_follow(tmp_path: Path) -> Non
     async with led(tmp_path) as group:
         store = group.leader.rendezvous.store
         port, secret = (await asyncio.to_thread(store.get, LEADER_KEY)).decode().split()
-        for told in (
+        for metadata in (
             {},
             {RANK_KEY: "1"},
             {RANK_KEY: "1", SECRET_KEY: secret[:-1]},
@@ -197,15 +197,15 @@ async def test_only_the_followers_of_the_group_may_follow(tmp_path: Path) -> Non
             {RANK_KEY: "-1", SECRET_KEY: secret},
         ):
             with pytest.raises(NotPermitted, match=r"secret|cannot follow as rank"):
-                await called(f"127.0.0.1:{port}", told)
+                await called(f"127.0.0.1:{port}", metadata)
         await group.roles["a"].note(1)
 
 
-async def called(address: str, told: dict[str, str]) -> None:
+async def called(address: str, metadata: dict[str, str]) -> None:
     async with open_channel(address, "a") as channel:
         start: Any = channel.stream_stream
         try:
-            async for _ in start(RPC.path)(metadata=tuple(told.items())):
+            async for _ in start(RPC.path)(metadata=tuple(metadata.items())):
                 raise AssertionError("an order went to a stranger")
         except grpc.aio.AioRpcError as error:
             raise from_status(error, "here") from error

@@ -139,29 +139,29 @@ def as_pairs(batch: DataProto) -> DataProto:
 
 async def worked(worker: Any, steps: int) -> list[Any]:
     """Train this number of steps. Return the metrics of each, and the answers by row before each."""
-    told: list[Any] = []
+    answers: list[Any] = []
     if isinstance(worker, RewardWorker):
         for num_rows in (7, 1):  # one row is fewer than the ranks
             rows = batch(*(("chat", "!" * row, None) for row in range(num_rows)), style="model")
-            told.append((await worker.compute_scores(rows))["acc"])
-        return told
+            answers.append((await worker.compute_scores(rows))["acc"])
+        return answers
     for step in range(steps):
         rows = batch_of(step)
         if "contexts" in worker.job.policy_loss.reads:
             rows = as_pairs(rows)
         if isinstance(worker, ActorWorker):
-            told.append((await worker.compute_log_probs(rows))["old_log_probs"])
+            answers.append((await worker.compute_log_probs(rows))["old_log_probs"])
         elif isinstance(worker, CriticWorker):
-            told.append((await worker.compute_values(rows))["values"])
+            answers.append((await worker.compute_values(rows))["values"])
         else:
-            told.append((await worker.compute_log_probs(rows))["ref_log_probs"])
+            answers.append((await worker.compute_log_probs(rows))["ref_log_probs"])
             continue
         metrics = await worker.update(rows)
         several = worker.seat.ranks.size > 1  # what the ranks took is not what one took
         assert ("perf/imbalance/" + worker.role in metrics) == several
         assert not several or metrics["timing_s/collectives/" + worker.role] > 0
-        told.append({name: metrics[name] for name in metrics if not name.startswith(("perf/", "timing_s/"))})
-    return told
+        answers.append({name: metrics[name] for name in metrics if not name.startswith(("perf/", "timing_s/"))})
+    return answers
 
 
 def weights_of(worker: Any) -> dict[str, Tensor]:
@@ -205,12 +205,12 @@ def train_as_one(
         leader = Leader(names, rendezvous)
         await leader.start()
         await leader.gather()
-        told = {}
+        answers = {}
         for name, (_, _, steps, _, _) in zip(names, cases, strict=True):
             object.__setattr__(seats[name], "orders", leader.orders(name))
-            told[name] = await worked(workers[name], steps)
+            answers[name] = await worked(workers[name], steps)
         await leader.close()
-        return told
+        return answers
 
     if ranks.rank == 0:
         found = asyncio.run(lead())

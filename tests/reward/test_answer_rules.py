@@ -75,8 +75,8 @@ def test_each_data_source_has_its_rule() -> None:
 def test_dapo_compares_the_last_answer_and_scores_one_or_minus_one(
     response: str, truth: Any, right: bool
 ) -> None:
-    told = dapo.compute_score(response, truth)
-    assert (told["score"], told["acc"]) == (1.0 if right else -1.0, float(right))
+    scored = dapo.compute_score(response, truth)
+    assert (scored["score"], scored["acc"]) == (1.0 if right else -1.0, float(right))
 
 
 @pytest.mark.parametrize(("length", "penalty"), [(60, 0.0), (80, 0.0), (90, -0.25), (100, -0.5)])

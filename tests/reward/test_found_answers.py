@@ -26,8 +26,8 @@ async def test_the_answer_that_a_function_found_is_returned_as_text_and_is_no_me
     worker = RewardWorker(job(tiny_model, **custom(tmp_path, source)))
     answered = await worker.compute_scores(batch(*[("mine", "x", None)] * 3))
     worker.close()
-    told = [{"form": 2.0, "pred": "7.5"}, {"form": 2.0, "pred": "?x"}, {"form": 2.0}]
-    assert list(answered["reward_extra_info"]) == told
+    expected = [{"form": 2.0, "pred": "7.5"}, {"form": 2.0, "pred": "?x"}, {"form": 2.0}]
+    assert list(answered["reward_extra_info"]) == expected
     mask = answered["token_level_scores"] != 0
     learnt = answered.union(
         DataProto.from_dict(
@@ -35,13 +35,13 @@ async def test_the_answer_that_a_function_found_is_returned_as_text_and_is_no_me
             | dict.fromkeys(("token_level_rewards", "advantages", "returns"), torch.zeros(mask.shape))
         )
     )
-    told_of = {name for name in batch_metrics(learnt, ActorConfig()) if name.startswith("reward/")}
-    assert told_of == {"reward/form/mean"}
+    names = {name for name in batch_metrics(learnt, ActorConfig()) if name.startswith("reward/")}
+    assert names == {"reward/form/mean"}
 
 
-@pytest.mark.parametrize(("n", "told"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("n", "kept"), [(1, False), (2, True)])
 async def test_a_rule_returns_found_answers_if_validation_counts_votes(
-    tiny_model: Path, n: int, told: bool
+    tiny_model: Path, n: int, kept: bool
 ) -> None:
     config = make_job(
         merge(job(tiny_model).model_dump(), {"rollout": {"val_kwargs": {"n": n, "do_sample": True}}})
@@ -49,6 +49,6 @@ async def test_a_rule_returns_found_answers_if_validation_counts_votes(
     worker = RewardWorker(config)
     answered = await worker.compute_scores(batch(("math_dapo", "Answer: 07 ", "7"), ("math_dapo", "no", "7")))
     worker.close()
-    assert ("reward_extra_info" in answered) is told
-    if told:
+    assert ("reward_extra_info" in answered) is kept
+    if kept:
         assert list(answered["reward_extra_info"]) == [{"pred": "7"}, {"pred": ""}]

@@ -282,8 +282,8 @@ def test_a_file_that_cannot_be_used_is_an_error_at_start(
 
 
 def test_gsm8ks_numbers_have_one_spelling_each_for_votes() -> None:
-    told = [
+    answers = [
         gsm8k.compute_score(f"#### {text}", "5")["pred"] for text in ("1,234", "$1234.00", "1234.", "0.50", ",")
     ]
-    assert told == ["1234", "1234", "1234", "0.5", ""]
+    assert answers == ["1234", "1234", "1234", "0.5", ""]
     assert gsm8k.compute_score("no", "5")["pred"] == ""

@@ -285,8 +285,8 @@ async def test_calls_that_wait_when_the_role_is_closed_get_an_error(tiny_model: 
     for _ in range(2):
         assert await asyncio.to_thread(os.read, begun, 1) == b"x"
     await asyncio.to_thread(worker.close)
-    for told in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60):
-        assert isinstance(told, RewardFailed)
+    for outcome in await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60):
+        assert isinstance(outcome, RewardFailed)
     os.close(begun)
 
 

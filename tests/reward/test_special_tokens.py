@@ -26,7 +26,7 @@ async def test_a_function_and_the_dumps_show_special_tokens_if_the_key_says_so(
     async with working(tiny_model, skip_special_tokens=skip, **function) as worker:
         scored = await worker.compute_scores(rows)
     seen = ["a b", "c"] if skip else [f"{SPECIAL}a b", f"c{SPECIAL}"]
-    assert [told["pred"] for told in scored["reward_extra_info"]] == seen
+    assert [info["pred"] for info in scored["reward_extra_info"]] == seen
     texts = ResponseTexts(TOKENIZER, skip_special_tokens=skip)
     dumped = answers(rows.union(scored), 1, texts)
     assert [row["output"] for row in dumped] == seen

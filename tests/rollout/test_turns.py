@@ -241,7 +241,7 @@ async def test_the_actors_log_probs_of_many_turns_are_the_rollouts(any_model: Pa
     rows = with_answer(request, answer, 2)
     mask = torch.cat([rows["prompt_mask"], rows["turns"] != 0], 1).long()
     actor = ActorWorker(job)
-    told = await actor.compute_log_probs(
+    computed = await actor.compute_log_probs(
         DataProto(
             {
                 "input_ids": torch.cat([rows["prompts"], rows["responses"]], 1),
@@ -255,7 +255,7 @@ async def test_the_actors_log_probs_of_many_turns_are_the_rollouts(any_model: Pa
     new = answer["response_mask"]
     assert (rows["turns"] < 0).any()
     assert new.any(1).all()
-    difference = told["old_log_probs"] - answer["rollout_log_probs"]
+    difference = computed["old_log_probs"] - answer["rollout_log_probs"]
     assert torch.where(new, difference, 0).abs().max() < 1e-5
 
 

@@ -63,10 +63,10 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist tells that this process has collected
 def pytest_collection_finish(session: pytest.Session) -> None:
-    told = getattr(session.config, "workerinput", None)
-    if told is not None:
+    worker_input = getattr(session.config, "workerinput", None)
+    if worker_input is not None:
         heavy = [item.nodeid for item in session.items if item.get_closest_marker("processes")]
-        Path(told["heavy_tests"], told["workerid"]).write_text(json.dumps(heavy))
+        Path(worker_input["heavy_tests"], worker_input["workerid"]).write_text(json.dumps(heavy))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -47,10 +47,10 @@ def on_ranks(
     """
     # The parent hosts the store, so nobody can take a port that only seemed free.
     store = TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
-    told = [directory / f"traceback-{os.urandom(4).hex()}-{rank}" for rank in range(num_ranks)]
+    tracebacks = [directory / f"traceback-{os.urandom(4).hex()}-{rank}" for rank in range(num_ranks)]
     each = [
         (rank, num_ranks, store.port, file, timeout_s, function, directory, *args)
-        for rank, file in enumerate(told)
+        for rank, file in enumerate(tracebacks)
     ]
     if machines:
         size = num_ranks // machines
@@ -69,7 +69,7 @@ def on_ranks(
     for process in processes:
         process.kill()
         process.join()
-    failed = [file.read_text() for file in told if file.exists()]
+    failed = [file.read_text() for file in tracebacks if file.exists()]
     codes = [process.exitcode for process in processes]
     assert not any(codes), f"exit codes {codes}, ranks {late} were killed\n" + "\n".join(failed)
 
@@ -82,7 +82,7 @@ def _main(
     rank: int,
     num_ranks: int,
     port: int,
-    told: Path,
+    traceback_file: Path,
     timeout_s: float,
     function: Callable[..., None],
     directory: Path,
@@ -91,7 +91,7 @@ def _main(
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
-    with open(told, "w") as file:
+    with open(traceback_file, "w") as file:
         faulthandler.dump_traceback_later(timeout_s - GRACE_S, file=file)  # where it waits
         try:
             join(os.environ)

@@ -76,7 +76,7 @@ def test_each_rank_has_a_row_and_leaves_its_callers_parts_as_they_are() -> None:
     step = Call("controller", "step 3", 100.0, 110.0)
     call = Call("actor 10.0.0.7:1", "actor.update", 100.0)
     at = time.perf_counter()
-    told_parts = [
+    parts = [
         ["computes", 1.0, 7.0, None],
         ["computes", 1.0, 5.0, 0],
         ["collectives", 5.0, 7.0, 0],
@@ -84,7 +84,7 @@ def test_each_rank_has_a_row_and_leaves_its_callers_parts_as_they_are() -> None:
         ["collectives", 3.0, 7.0, 1],
     ]
     call.began = at - 8
-    call.heard(json.dumps([8.0, told_parts]))
+    call.heard(json.dumps([8.0, parts]))
     assert [part.name for part in call.parts if part.rank is None] == ["transfer", "computes", "transfer"]
     step.began, step.ended, call.ended = call.began, at, at
     events = to_chrome([call], step)["traceEvents"]

@@ -234,7 +234,7 @@ async def test_a_follower_that_rollouts_of_other_machines_cannot_reach_serves_no
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("striped", "said"),
     [
         (StripedHolders(addresses=["h:1"]), "stripes of 0 bytes"),
         (StripedHolders(stripe_bytes=PIECE + 1, addresses=["h:1"]), "and pieces of 4194304"),
@@ -246,11 +246,11 @@ async def test_a_follower_that_rollouts_of_other_machines_cannot_reach_serves_no
         (StripedHolders(stripe_bytes=PIECE, addresses=["h:1", "unix:/run/x"]), "invalid address of a holder"),
     ],
 )
-async def test_stripes_and_holders_that_cannot_be_are_refused(told: StripedHolders, said: str) -> None:
+async def test_stripes_and_holders_that_cannot_be_are_refused(striped: StripedHolders, said: str) -> None:
     class Lying(Machine):
         async def GetManifest(self, request: Any, context: Any) -> Any:
             answer = await super().GetManifest(request, context)
-            answer.striped.CopyFrom(told)
+            answer.striped.CopyFrom(striped)
             return answer
 
     held, machines = large(), [Lying(), Machine()]

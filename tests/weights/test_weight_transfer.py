@@ -130,9 +130,9 @@ async def test_every_source_is_named_with_what_it_did(no_shared_memory: None, mo
         "fewer than 4194304 bytes were verified in 2 s",
         "version 2 is held",
     ]
-    have, *told = str(raised.value).split("; from ")
+    have, *reasons = str(raised.value).split("; from ")
     assert "beyond byte 4194304 of" in have
-    for line, address, what in zip(told, [*gone, *addresses], said, strict=True):
+    for line, address, what in zip(reasons, [*gone, *addresses], said, strict=True):
         assert line.startswith(address)
         assert what in line
 

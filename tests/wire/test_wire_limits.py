@@ -50,12 +50,12 @@ def test_the_table_of_the_documentation_has_every_limit_with_its_number_and_no_o
     table = text.split("### Limits\n")[1].split("\nA JSON value is")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line][2:]
     units = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-    told = {}
+    documented = {}
     for _, value, name, *_ in rows:
         number, _, unit = value.partition(" ")
-        told[name.strip("`")] = int(number.replace(",", "")) * units[unit]
-    assert len(told) == len(rows)
-    assert told == {name: value for name, value in vars(limits).items() if name.isupper()}
+        documented[name.strip("`")] = int(number.replace(",", "")) * units[unit]
+    assert len(documented) == len(rows)
+    assert documented == {name: value for name, value in vars(limits).items() if name.isupper()}
 
 
 # ---------------------------------------------------------------------------------- what is sent

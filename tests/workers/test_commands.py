@@ -88,9 +88,9 @@ def test_tokens_of_all_ranks_are_those_of_the_batch_and_no_filler_counts() -> No
     assert [sample("tokens", rank) for rank in (0, 1)] == [30, 10]
     for rank in (0, 1):
         assert 0 < sample("collective_seconds", rank) <= sample("seconds", rank)
-    told = worker.loads.take()
-    assert told["perf/imbalance/counting"] == 1.5
-    assert told["timing_s/collectives/counting"] > 0
+    metrics = worker.loads.take()
+    assert metrics["perf/imbalance/counting"] == 1.5
+    assert metrics["timing_s/collectives/counting"] > 0
     assert worker.loads.take() == {}
     worker.count(Deal.evenly(DataProto({"attention_mask": mask[:1]}), Ranks(0, 2)).parts)
     assert [sample("tokens", rank) for rank in (0, 1)] == [60, 10]

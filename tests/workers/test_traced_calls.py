@@ -19,7 +19,7 @@ from rolemesh.workers.seat import ComputingThread, Seat
 from rolemesh.workers.traces import Traces
 
 
-class ToldTraces(Traces):
+class WatchedTraces(Traces):
     """The real ones, which say when a call asks for the profiler."""
 
     def __init__(self, job: JobConfig, role: str) -> None:
@@ -33,8 +33,8 @@ class ToldTraces(Traces):
 
 class Adder(LocalWorker):
     def __init__(self, job: JobConfig, role: str) -> None:
-        self.told = ToldTraces(job, role)
-        super().__init__(role, Seat(ComputingThread(role), traces=self.told))
+        self.watched = WatchedTraces(job, role)
+        super().__init__(role, Seat(ComputingThread(role), traces=self.watched))
 
     @on_worker_thread
     def add(self) -> float:
@@ -48,7 +48,7 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_the_profiler_gives_it
     async with asyncio.timeout(60):
         async with holder.traced("add"):
             waiting = asyncio.create_task(other.add())
-            await asyncio.to_thread(other.told.asked.wait)
+            await asyncio.to_thread(other.watched.asked.wait)
             waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         assert waiting.cancelled()

@@ -134,9 +134,11 @@ class Record:
         over = [name for name in limits if spent[name] > limits[name]]
         if not over:
             return ""
-        told = [f"{name}: {spent[name]}, of {limits[name]} at most\n{self.lines(KINDS[name])}" for name in over]
+        report = [
+            f"{name}: {spent[name]}, of {limits[name]} at most\n{self.lines(KINDS[name])}" for name in over
+        ]
         row = ", ".join(f"{field.name}={spent[field.name]}" for field in fields(Budget))
-        return "\n".join([*told, f"measured: Budget({row})"])
+        return "\n".join([*report, f"measured: Budget({row})"])
 
 
 # ------------------------------------------------------------------------------- the line that asked
