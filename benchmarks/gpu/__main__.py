@@ -98,11 +98,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=490.0, help="of all parts together")
     parser.add_argument("--part", help="run this part here, and print its result as JSON (used by itself)")
     parser.add_argument("--directory", type=Path, help="of --part")
-    told = parser.parse_args()
-    if told.part:
-        run_here(told.part, told.device, told.directory)
+    arguments = parser.parse_args()
+    if arguments.part:
+        run_here(arguments.part, arguments.device, arguments.directory)
         return
-    found = run_all(told.only, told.device, told.out, time.monotonic() + told.seconds)
+    found = run_all(arguments.only, arguments.device, arguments.out, time.monotonic() + arguments.seconds)
     states = [part["state"] for part in found["parts"].values()]
     sys.exit(1 if "failed" in states else 0 if "passed" in states else 2)
 
@@ -191,11 +191,11 @@ def run_here(name: str, device: str, directory: Path) -> None:
 
 def describe(device: str) -> dict[str, Any]:
     """The machine: its processor, and its GPUs as torch names them."""
-    told: dict[str, Any] = {"kind": device, "machine": platform.machine(), "cores": os.cpu_count()}
+    described: dict[str, Any] = {"kind": device, "machine": platform.machine(), "cores": os.cpu_count()}
     if device == "cuda":
         found = subprocess.run([sys.executable, "-c", GPUS], capture_output=True, text=True)
-        told["gpus"] = json.loads(found.stdout) if found.returncode == 0 else found.stderr[-500:]
-    return told
+        described["gpus"] = json.loads(found.stdout) if found.returncode == 0 else found.stderr[-500:]
+    return described
 
 
 def versions() -> dict[str, str]:

@@ -80,32 +80,32 @@ def handed_over(device: str, directory: Path) -> dict[str, Any]:
 def shared(weights: Mapping[str, Tensor]) -> list[float]:
     """Seconds in which another process maps the GPU's memory of these weights, and copies them there."""
     context = get_context("spawn")
-    sent, told = context.SimpleQueue(), context.SimpleQueue()
-    process = context.Process(target=_copy, args=(sent, told))
+    sent, answers = context.SimpleQueue(), context.SimpleQueue()
+    process = context.Process(target=_copy, args=(sent, answers))
     process.start()
-    told.get()  # it is ready
+    answers.get()  # it is ready
     seconds = []
     for _ in range(REPEATS):
         began = synchronized("cuda")
         sent.put(dict(weights))
-        told.get()
+        answers.get()
         seconds.append(time.perf_counter() - began)
     sent.put({})
     process.join()
     return seconds
 
 
-def _copy(sent: Any, told: Any) -> None:
+def _copy(sent: Any, answers: Any) -> None:
     own: dict[str, Tensor] = {}
     torch.zeros(1, device="cuda")
-    told.put(True)
+    answers.put(True)
     while theirs := sent.get():
         own = own or {name: torch.empty_like(tensor) for name, tensor in theirs.items()}
         for name, tensor in theirs.items():
             own[name].copy_(tensor)
         torch.cuda.synchronize()
         del theirs
-        told.put(True)
+        answers.put(True)
 
 
 def shapes(device: str) -> list[tuple[int, ...]]:

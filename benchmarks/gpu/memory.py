@@ -28,7 +28,7 @@ PEAK = (0.95, 1.2)  # estimate over measurement
 def parking(device: str, directory: Path) -> dict[str, Any]:
     """A role that sleeps leaves the device, as many bytes as the planner says, and trains on alike.
 
-    To judge it comes back without its optimizer. On a GPU what has not changed is not copied again.
+    For a forward pass it comes back without its optimizer. On a GPU what has not changed is not copied again.
     """
     scale = SPEED[device]
     job = job_of(directory, make_model(directory / "model", scale), scale, device)
@@ -36,9 +36,9 @@ def parking(device: str, directory: Path) -> dict[str, Any]:
     for role in ("actor", "critic", "reference"):
         worker: Any = ROLES[role](job)
         memory = planned(job, role)
-        state, judges = memory.weights + memory.optimizer, role == "reference"
-        judge = worker.compute_values if role == "critic" else worker.compute_log_probs
-        use = judge if judges else worker.update
+        state, is_frozen = memory.weights + memory.optimizer, role == "reference"
+        forward = worker.compute_values if role == "critic" else worker.compute_log_probs
+        use = forward if is_frozen else worker.update
         asyncio.run(use(rows))
         before = allocated(device)
         first, first_s = _moved(worker.sleep, device)
@@ -50,11 +50,14 @@ def parking(device: str, directory: Path) -> dict[str, Any]:
         _, warm_s = _moved(worker.sleep, device)  # the second time memory is pinned
         woken, woken_s = _moved(worker.wake, device)
         awake = allocated(device)
-        asyncio.run(judge(rows))
+        asyncio.run(forward(rows))
         unchanged, unchanged_s = _moved(worker.sleep, device)
         _moved(worker.wake, device)
         asyncio.run(use(rows))
-        check(MOVED[0] <= woken / memory.weights <= MOVED[1], f"{role}: {woken} bytes came back to judge")
+        check(
+            MOVED[0] <= woken / memory.weights <= MOVED[1],
+            f"{role}: {woken} bytes came back for a forward pass",
+        )
         check(unchanged == (0 if device == "cuda" else woken), f"{role}: {unchanged} bytes copied in vain")
         figures[role] = {
             "moved_bytes": first,
@@ -65,12 +68,12 @@ def parking(device: str, directory: Path) -> dict[str, Any]:
             "back_to_judge_bytes": woken,
             "unchanged_copied_bytes": unchanged,
             "unchanged_to_sleep_s": unchanged_s,
-            "to_host_gb_s": 0.0 if judges else first / warm_s / 1e9,
+            "to_host_gb_s": 0.0 if is_frozen else first / warm_s / 1e9,
             "first_to_host_gb_s": first / first_s / 1e9,
             "to_device_gb_s": woken / woken_s / 1e9,
         }
         worker.close()
-        del worker, judge, use
+        del worker, forward, use
     return figures
 
 

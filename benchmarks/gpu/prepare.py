@@ -123,8 +123,8 @@ def candidates() -> Iterator[str]:
 def probe(python: str) -> dict[str, Any] | None:
     """Return what a Python has; None if it does not even start."""
     try:
-        told = subprocess.run([python, "-P", "-c", PROBE], capture_output=True, text=True, timeout=120)
-        return dict(json.loads(told.stdout.splitlines()[-1]))
+        ended = subprocess.run([python, "-P", "-c", PROBE], capture_output=True, text=True, timeout=120)
+        return dict(json.loads(ended.stdout.splitlines()[-1]))
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
         return None
 
@@ -197,8 +197,8 @@ def fill(python: str) -> Mapping[str, str]:
     """Install what a Python lacks into SITE, and return the environment that has it."""
     shutil.rmtree(SITE, ignore_errors=True)
     command = [python, "-m", "benchmarks.gpu.prepare", "lacking"]
-    told = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(told.stdout)
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(ended.stdout)
     if found["install"]:
         options = ["--no-index", "--no-deps", "--no-cache-dir", "--disable-pip-version-check"]
         pip = [python, "-m", "pip", "install", "-q", *options, "--target", str(SITE)]
@@ -235,11 +235,11 @@ def main() -> None:
     running.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     running.add_argument("--missing", action="store_true", help="only say what is missing")
     commands.add_parser("lacking", help="what this Python lacks, as JSON")
-    told, rest = parser.parse_known_args()
-    if told.command == "bundle":
-        bundle(told.python_version, told.without, told.all)
-    elif told.command == "run":
-        run(told.device, told.missing, rest)
+    arguments, rest = parser.parse_known_args()
+    if arguments.command == "bundle":
+        bundle(arguments.python_version, arguments.without, arguments.all)
+    elif arguments.command == "run":
+        run(arguments.device, arguments.missing, rest)
     else:
         print(json.dumps(lacking()))
 

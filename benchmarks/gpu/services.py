@@ -60,10 +60,10 @@ def tests(device: str, directory: Path) -> dict[str, Any]:
         raise Skipped("they need a GPU")
     report = directory / "report.xml"
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "gpu", "-p", "no:cacheprovider", *TESTS]
-    told = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, capture_output=True, text=True)
-    check(told.returncode == 0, told.stdout[-4000:] + told.stderr[-2000:])
+    ended = subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT, capture_output=True, text=True)
+    check(ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:])
     cases = [case.attrib for case in ElementTree.parse(report).iter("testcase")]
     return {
-        "output": told.stdout.strip().splitlines()[-1],
+        "output": ended.stdout.strip().splitlines()[-1],
         "seconds": {case["name"]: float(case["time"]) for case in cases},
     }

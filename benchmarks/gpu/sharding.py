@@ -52,15 +52,15 @@ def sharded(device: str, directory: Path) -> dict[str, Any]:
     """
     make_model(directory / "model", CORRECT[device])
     size = 2 if device == "cpu" else min(2, torch.cuda.device_count())
-    store, told = local_store(size), PROCESSES.Queue()
+    store, answers = local_store(size), PROCESSES.Queue()
     ranks = [
-        PROCESSES.Process(target=_rank, args=(rank, size, store.port, device, directory, told))
+        PROCESSES.Process(target=_rank, args=(rank, size, store.port, device, directory, answers))
         for rank in range(size)
     ]
     for process in ranks:
         process.start()
     try:
-        found = [told.get(timeout=WAIT_S) for _ in ranks]
+        found = [answers.get(timeout=WAIT_S) for _ in ranks]
     except queue.Empty:
         raise AssertionError(f"a rank did not answer within {WAIT_S:.0f} s") from None
     finally:
@@ -72,7 +72,7 @@ def sharded(device: str, directory: Path) -> dict[str, Any]:
     return next(figures for figures in found if figures["rank"] == 0)
 
 
-def _rank(rank: int, size: int, port: int, device: str, directory: Path, told: Any) -> None:
+def _rank(rank: int, size: int, port: int, device: str, directory: Path, answers: Any) -> None:
     tune()
     torch.set_num_threads(1)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -86,11 +86,11 @@ def _rank(rank: int, size: int, port: int, device: str, directory: Path, told: A
         if size == 1:  # a group of one, which a role would not make
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             dist.init_process_group(backend, store=rendezvous.store, rank=0, world_size=1)
-        told.put({"rank": rank, "ranks": size, **_figures(Ranks.of_process(device), device, directory)})
+        answers.put({"rank": rank, "ranks": size, **_figures(Ranks.of_process(device), device, directory)})
     except BaseException:
-        told.put({"rank": rank, "error": f"rank {rank}: {traceback.format_exc()}"})
-    told.close()
-    told.join_thread()
+        answers.put({"rank": rank, "error": f"rank {rank}: {traceback.format_exc()}"})
+    answers.close()
+    answers.join_thread()
     os._exit(0)
 
 

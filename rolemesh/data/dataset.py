@@ -49,7 +49,7 @@ class PromptDataset:
         tokenizer: a Hugging Face tokenizer with a chat template.
         split: "train" or "val"; the prefix of every uid. Selects train_max_samples or val_max_samples.
         agents: of a job with conversations, whose rows have an agent_name; None: a row has one turn.
-        judged: whether rows have what judges responses; False: only the prompt is read.
+        scored: whether rows have the columns by which responses are scored; False: only the prompt is read.
 
     Raises:
         InvalidData: a file or a row is unusable, or no row is left. The message names file, row and column.
@@ -63,15 +63,15 @@ class PromptDataset:
         *,
         split: Literal["train", "val"] = "train",
         agents: Agents | None = None,
-        judged: bool = True,
+        scored: bool = True,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise InvalidData(
                 f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which prompts need"
             )
-        self.config, self.split, self._agents, self._judged = config, split, agents, judged
+        self.config, self.split, self._agents, self._scored = config, split, agents, scored
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self._source = load_rows(files, config, split, "prompts" if judged else "bare prompts")
+        self._source = load_rows(files, config, split, "prompts" if scored else "bare prompts")
         self._most_characters = config.max_prompt_length * longest_token(tokenizer)
         limit = config.train_max_samples if split == "train" else config.val_max_samples
         positions = limited(len(self._source), limit, config)
@@ -111,7 +111,7 @@ class PromptDataset:
     def batch(self, indices: Sequence[int] | Rows) -> DataProto:
         """Return the prompts at these indices as a batch.
 
-        Its columns are prompts [B, P] int64 (left-padded), prompt_mask [B, P] bool, uid; if rows are judged
+        Its columns are prompts [B, P] int64 (left-padded), prompt_mask [B, P] bool, uid; if rows are scored
         data_source, reward_model and extra_info; and in a job with conversations agent_name and messages. A uid
         is the split and the row's position in the files: "train-000012".
         """
@@ -126,7 +126,7 @@ class PromptDataset:
             {"prompts": torch.from_numpy(prompts), "prompt_mask": torch.from_numpy(mask)},
             {
                 "uid": [f"{self.split}-{self.positions[index]:06d}" for index in indices],
-                **(judging_columns(rows, self.config) if self._judged else {}),
+                **(scoring_columns(rows, self.config) if self._scored else {}),
                 **{name: [row[name] for row in rows] for name in talking},
             },
         )
@@ -153,8 +153,8 @@ class PromptDataset:
     def _render(self, position: int, row: dict[str, Any], tokenizer: Any) -> str:
         """Check a row and render its prompt as text; the chat template writes the special tokens."""
         prompt = row[self.config.prompt_key]
-        if self._judged:
-            check_judging(row, self.config, self._source.where(position))
+        if self._scored:
+            check_scoring(row, self.config, self._source.where(position))
         if not is_chat(prompt):
             raise self._wrong(
                 position,
@@ -247,7 +247,7 @@ def digest_of(positions: Sequence[int], rows: Iterable[NDArray[np.int32]]) -> st
     return digest.hexdigest()[:16]
 
 
-def judging_columns(rows: Sequence[Mapping[str, Any]], config: DataConfig) -> dict[str, list[Any]]:
+def scoring_columns(rows: Sequence[Mapping[str, Any]], config: DataConfig) -> dict[str, list[Any]]:
     """Return the columns data_source, reward_model and extra_info of checked rows."""
     return {
         "data_source": [row[config.reward_fn_key] for row in rows],
@@ -256,8 +256,8 @@ def judging_columns(rows: Sequence[Mapping[str, Any]], config: DataConfig) -> di
     }
 
 
-def check_judging(row: Mapping[str, Any], config: DataConfig, where: str) -> None:
-    """Check that a row has what its responses are judged by.
+def check_scoring(row: Mapping[str, Any], config: DataConfig, where: str) -> None:
+    """Check that a row has the columns by which its responses are scored.
 
     Raises:
         InvalidData: it does not. The message begins with `where`.

@@ -73,8 +73,8 @@ def load_rows(
 
     Args:
         files, config, split: as a data set takes them.
-        layout: what rows have: prompts with what judges responses, prompts alone, responses, or pairs of
-            responses.
+        layout: what rows have: prompts with the columns that score responses, prompts alone, responses, or
+            pairs of responses.
 
     Raises:
         InvalidData: there are none, or they cannot be read.
@@ -95,6 +95,6 @@ def load_rows(
         )
     if not len(rows):
         raise InvalidData(f"data set {config.dataset} returned no rows for split {split!r}")
-    judging = (config.reward_fn_key, config.reward_model_key) if layout == "prompts" else ()
-    required = (config.prompt_key, *judging) if layout in ("prompts", "bare prompts") else ()
+    scoring = (config.reward_fn_key, config.reward_model_key) if layout == "prompts" else ()
+    required = (config.prompt_key, *scoring) if layout in ("prompts", "bare prompts") else ()
     return GivenRows(rows, config.source, required)

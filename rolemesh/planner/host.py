@@ -88,11 +88,11 @@ def refuse_small_limit(job: JobConfig, limit_bytes: int, engines: int = 1) -> No
     if needed is None or needed.total <= limit_bytes:
         return
     parts = ", ".join(f"{name} {human_size(size)}" for name, size in asdict(needed).items() if size)
-    told = (
+    message = (
         f"the rollout takes about {human_size(needed.total)} of host memory ({parts}), but the memory limit of "
         f"this container is {human_size(limit_bytes)}: raise it (roles.rollout.resources in the chart), or use "
         "a smaller model in actor.model.path"
     )
     if needed.weights > limit_bytes:
-        raise InvalidConfig(told)
-    log.warning("%s. What its processes take is a guess, so it is started", told)
+        raise InvalidConfig(message)
+    log.warning("%s. What its processes take is a guess, so it is started", message)

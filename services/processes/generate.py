@@ -44,7 +44,7 @@ def generate_file(job: JobConfig, output: Path, log_probs: bool) -> None:
     job = fetched(job)
     vocabulary_in(job.actor.model, "actor")
     tokenizer = load_tokenizer(job.actor.model)
-    prompts = PromptDataset(job.data.val_files, job.data, tokenizer, split="val", judged=False)
+    prompts = PromptDataset(job.data.val_files, job.data, tokenizer, split="val", scored=False)
     given = read_given(job, prompts, log_probs)
     size = job.data.val_batch_size or PROMPTS_PER_PART
     parts = Parts(output, settings_of(job, prompts), len(prompts), size, log_probs)

@@ -48,7 +48,7 @@ async def generated(directory: Path, model: Path, prompts: Path, output: Path, *
     """Do what `rolemesh generate` does, with the rollout in this process."""
     job = small_job(directory, model, "run", f"data.val_files={prompts}", *overrides)
     tokenizer = load_tokenizer(job.actor.model)
-    data = PromptDataset(job.data.val_files, job.data, tokenizer, split="val", judged=False)
+    data = PromptDataset(job.data.val_files, job.data, tokenizer, split="val", scored=False)
     given = read_given(job, data, log_probs=False)
     parts = Parts(output, settings_of(job, data), len(data), job.data.val_batch_size or 64, log_probs=False)
     parts.folder.mkdir(exist_ok=True)
@@ -131,7 +131,7 @@ async def test_settings_tell_other_prompts_and_weights_but_not_replicas(
     def settings(*overrides: str) -> dict[str, Any]:
         job = small_job(tmp_path, tiny_model, "run", *overrides)
         data = PromptDataset(
-            job.data.val_files, job.data, load_tokenizer(job.actor.model), split="val", judged=False
+            job.data.val_files, job.data, load_tokenizer(job.actor.model), split="val", scored=False
         )
         return settings_of(job, data)
 

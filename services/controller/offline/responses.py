@@ -9,7 +9,7 @@ import torch
 
 from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset
-from rolemesh.data.dataset import check_judging, judging_columns, limited
+from rolemesh.data.dataset import check_scoring, limited, scoring_columns
 from rolemesh.data.files import FileRows
 from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
@@ -72,7 +72,7 @@ class ResponseRows:
             positions = self._positions[at.start : at.stop]
             for position, row in zip(positions, self._source.rows(positions), strict=True):
                 where, texts = self._source.where(position), row[self._key]
-                check_judging(row, self._config, where)
+                check_scoring(row, self._config, where)
                 if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
                     raise InvalidData(
                         f"{where}: column {self._key!r} should hold a list of texts, the responses; it holds "
@@ -110,7 +110,7 @@ class ResponseRows:
                 {"prompts": one, "prompt_mask": is_last},
                 {
                     "uid": [f"val-{position:06d}" for position in positions],
-                    **judging_columns(rows, self._config),
+                    **scoring_columns(rows, self._config),
                 },
             )
         batch = prompts.repeat(n)
