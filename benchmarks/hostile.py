@@ -58,7 +58,7 @@ class Case:
 
 
 def cases(num_bytes: int) -> list[Case]:
-    """Every message, of about so many bytes."""
+    """Every message, of about `num_bytes` bytes."""
     batches = [
         Case("a batch", kind, num_bytes // 9 if kind == "booleans" else num_bytes)
         for kind in hostile.ONE_MESSAGE

@@ -290,7 +290,7 @@ class NoRollout:
 
 
 class NoReward:
-    """The reward of a job whose page has nothing judged. It raises if a page calls it."""
+    """The reward of a job whose page scores nothing. It raises if a page calls it."""
 
     async def compute_scores(self, batch: DataProto) -> DataProto:
         raise Unsupported("this job has no reward: its page does not list it in `roles`")

@@ -41,7 +41,7 @@ console = Console(width=None if sys.stdout.isatty() else 140)
 
 
 async def compete(fill: str, algorithm: str, rounds: int, with_trl: bool) -> dict[str, Any]:
-    """All contestants at one algorithm and fill: a step each, in turns, so many times."""
+    """All contestants at one algorithm and fill: a step each, in turns, `rounds` times."""
     workload = str(CACHE / "workload" / fill)
     lines = {
         OURS: (sys.executable, [f"{HERE}.ours", workload, algorithm]),

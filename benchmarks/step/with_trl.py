@@ -136,7 +136,7 @@ def ppo(path: Path, tokenizer: Any, prompts: list[str], directory: str) -> None:
         num_ppo_epochs=1,
         num_mini_batches=1,
         total_episodes=SEQUENCES * 1000,
-        local_rollout_forward_batch_size=SEQUENCES,  # it generates in batches of so many: quicker than 64
+        local_rollout_forward_batch_size=SEQUENCES,  # the batch size of its generation: quicker than 64
         response_length=RESPONSE_TOKENS,
         stop_token="eos",
         kl_coef=KL_COEF,

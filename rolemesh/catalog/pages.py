@@ -45,14 +45,14 @@ PAGES = Catalog(
         code=f"{STEPS}.ppo:ppo_step",
         roles=("actor", "rollout", "reward", "critic"),
         resamples=True,
-        meaning="answer, judge, learn with a critic",
+        meaning="generate, score, learn with a critic",
     ),
-    PageSpec(name="grpo", code=f"{STEPS}.grpo:grpo_step", meaning="answer, judge, learn without a critic"),
+    PageSpec(name="grpo", code=f"{STEPS}.grpo:grpo_step", meaning="generate, score, learn without a critic"),
     PageSpec(
         name="remax",
         code=f"{STEPS}.remax:remax_step",
         answers_greedily=True,
-        meaning="answer by sampling and greedily, judge both, learn from the difference",
+        meaning="generate by sampling and greedily, score both, learn from the difference",
     ),
     PageSpec(
         name="dapo",

@@ -11,8 +11,8 @@ from rolemesh.catalog.tools import TOOLS
 from rolemesh.config.base import Config, LocalPath, NoEffect, name_in, options_of
 from rolemesh.config.model import Precision
 
-# A batch is judged in about this many calls: enough to overlap judging with generation, and few enough that
-# every call fills the accelerator. Controller and planner both use it.
+# Log-probs, values and scores of a batch are computed in about this many calls: enough to overlap them with
+# generation, and few enough that every call fills the accelerator. Controller and planner both use it.
 CHUNKS_PER_BATCH = 4
 
 # If sampling truncates, the trainer gets every token that could be sampled, [B, T, top_k].

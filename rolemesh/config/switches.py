@@ -40,7 +40,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
 def switched_off(job: JobConfig) -> dict[str, str]:
     """Return the dotted keys with a value other than their default that do nothing, each with the reason.
 
-    A page of a plug-in may read any key, so only the built-in pages' keys are judged.
+    A page of a plug-in may read any key, so only keys of built-in pages are checked.
     """
     if job.page.origin != BUILT_IN:
         return {}

@@ -22,7 +22,7 @@ def test_rejected_tokens_leave_the_loss_mask_and_their_share_is_reported() -> No
     job = make_job(
         {"algorithm": {"rollout_correction": {"rollout_rs": "token_k1", "rollout_rs_threshold": 3.5}}}
     )
-    batch, metrics = apply_rollout_correction(judged(), job)
+    batch, metrics = apply_rollout_correction(mismatched(), job)
     assert batch["loss_mask"].tolist() == [[True, True, False], [False, False, False]]
     assert torch.equal(batch["response_mask"], MASK)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 4)
@@ -95,12 +95,12 @@ def test_bypass_and_an_estimator_that_reads_the_actors_pass_contradict(estimator
 
 def test_with_bypass_there_is_nothing_to_correct_before_the_loss() -> None:
     job = make_job({"algorithm": {"rollout_correction": {"bypass_mode": True}}})
-    batch, metrics = apply_rollout_correction(judged(), job)
+    batch, metrics = apply_rollout_correction(mismatched(), job)
     assert metrics == {}
-    assert set(batch.columns) == set(judged().columns)
+    assert set(batch.columns) == set(mismatched().columns)
 
 
-def judged() -> DataProto:
+def mismatched() -> DataProto:
     return DataProto({"old_log_probs": OLD, "rollout_log_probs": ROLLOUT, "response_mask": MASK})
 
 
@@ -110,12 +110,12 @@ def judged() -> DataProto:
 )
 def test_a_job_chooses_the_level_and_the_threshold_is_2(level: str, expected: list[list[float]]) -> None:
     job = make_job({"algorithm": {"rollout_correction": {"rollout_is": level}}})
-    batch, _ = apply_rollout_correction(judged(), job)
+    batch, _ = apply_rollout_correction(mismatched(), job)
     assert_close(batch["rollout_is_weights"], tensor(expected))
 
 
 def test_without_a_correction_the_mismatch_is_reported_and_nothing_is_weighted() -> None:
-    batch, metrics = apply_rollout_correction(judged(), make_job({}))
+    batch, metrics = apply_rollout_correction(mismatched(), make_job({}))
     assert "rollout_is_weights" not in batch
     assert metrics["rollout_corr/kl"] == pytest.approx(-math.log(1.2) / 4)
     assert metrics["rollout_corr/rollout_is_raw_mean"] == pytest.approx(7.7 / 4)

@@ -47,10 +47,10 @@ class Gsm8kInteraction(BaseInteraction):
         conversation = self._episodes[instance_id]
         said = (message["content"] for message in reversed(messages) if message["role"] == "assistant")
         conversation.response = next(said, "")
-        judged = compute_score(conversation.response, conversation.ground_truth)
-        if judged["score"] == 1.0:
+        scored = compute_score(conversation.response, conversation.ground_truth)
+        if scored["score"] == 1.0:
             return True, RIGHT, 0.0, {}
-        return False, WRONG if judged["pred"] else NO_ANSWER, 0.0, {}
+        return False, WRONG if scored["pred"] else NO_ANSWER, 0.0, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         conversation = self._episodes[instance_id]
