@@ -108,7 +108,7 @@ def distribution_stats(
         drawn: [n], ids of the sampled tokens.
         kept_ids: [n, K], ids that could be sampled, padded with -1; None: any token.
         wanted: which statistics to compute.
-        vocabulary_head: stands for the model's own head; None: that itself.
+        vocabulary_head: replaces the model's own head; None: use that.
     """
     num_tokens = len(hidden)
     if 0 < num_tokens < MIN_MATRIX_ROWS:
@@ -139,7 +139,7 @@ def distribution_stats(
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Return the bytes of a GPU's whole memory; None of a CPU."""
+    """Return the bytes of a GPU's whole memory; None for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 

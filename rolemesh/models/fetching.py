@@ -25,7 +25,7 @@ def fetched(job: JobConfig) -> JobConfig:
     """Download the models and the data files that a job names by Hub names.
 
     Returns:
-        The job with commits for revisions. So all its roles read the same files, also if a branch moves on.
+        The job with commits for revisions. So all its roles read the same files, even if a branch moves on.
 
     Raises:
         ModelNotFound, InvalidData, HubUnavailable: as hub.snapshot; before any download of a later one.
@@ -34,7 +34,7 @@ def fetched(job: JobConfig) -> JobConfig:
 
 
 def pinned(job: JobConfig) -> JobConfig:
-    """Return the job that `fetched` returned where it was fetched, from the Hub's cache alone.
+    """Return the job as `fetched` returned it where it ran, from the Hub's cache alone.
 
     Raises:
         ModelNotFound, InvalidData: the cache lacks files.

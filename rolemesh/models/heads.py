@@ -24,10 +24,11 @@ class VocabularyHead(nn.Module):
     """Stands for a policy's linear head where matrix products are in a narrow type.
 
     Hidden states and weight are rounded to that type, as autocast does, and products are summed in float32.
-    What differs from autocast: the weight's gradient is float32, so that the sum over many chunks of tokens is
-    as exact as one chunk; and the weight is cast once for all passes within `kept`. With `wide` the logits stay
-    float32 (as with vLLM's head_dtype: float32; MiniMax-M1, arXiv:2506.13585). bfloat16 would round those
-    between 8 and 16 to multiples of 1/16.
+    It differs from autocast in two ways. The weight's gradient is float32, so that the sum over many chunks of
+    tokens is as exact as one chunk. And the weight is cast once for all passes within `kept`.
+
+    With `wide` the logits stay float32 (as with vLLM's head_dtype: float32; MiniMax-M1, arXiv:2506.13585).
+    bfloat16 would round those between 8 and 16 to multiples of 1/16.
 
     Args:
         linear: the model's head; its weights are used, not copied.

@@ -1,6 +1,6 @@
 """Load models and tokenizers from Hugging Face directories; anything missing is an error.
 
-What is wrong in a directory is ModelNotFound. An I/O error of its file system stays an OSError: it may pass.
+A fault in a directory is ModelNotFound. An I/O error of its file system stays an OSError, because it may pass.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def hold_frozen(model: nn.Module, dtype: str) -> None:
     """Freeze a model, and hold its matrices in the type of its products: 2 bytes a parameter, and no casts.
 
     Under autocast it computes the same bits as with float32 weights. Autocast would round the weights of linear
-    layers in every pass; here they are rounded once. Whatever it leaves in float32 stays in float32: norms,
+    layers in every pass; here they are rounded once. Weights that it leaves in float32 stay so: norms,
     heads for scores, and experts that are one tensor. An embedding is held in `dtype` only if no number in it
     changes, as in a model that was saved in `dtype`; the rows that it returns are float32. If it would change,
     a head that is tied to it becomes a copy.
@@ -245,8 +245,8 @@ def _hold(model: nn.Module, kind: torch.dtype, exactly: bool = False) -> None:
 def hold_frozen_blocks(model: nn.Module, dtype: str, parts: Sequence[nn.Module]) -> None:
     """Freeze a model that will be sharded, and hold the linear layers of these blocks as hold_frozen does.
 
-    The model may be on the device `meta`. Nothing is known of its embedding there, so that stays float32 with
-    whatever is outside of the blocks.
+    The model may be on the device `meta`. The numbers of its embedding are unknown there, so it stays float32,
+    with everything else outside of the blocks.
     """
     model.requires_grad_(False)
     for linear in filter(_is_linear, (module for part in parts for module in part.modules())):

@@ -1,8 +1,8 @@
 """Safetensors files that the ranks of a role write and read together, each rank its own rows.
 
 Such a file is a header and one region of bytes. A rank's rows of a tensor are a contiguous range of it, and
-every rank writes its own. The file does not depend on the number of ranks: one that four ranks have written is
-read by any other number, and by any reader of safetensors.
+every rank writes its own. The file does not depend on the number of ranks: any other number of ranks can read
+it, and so can any reader of safetensors.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class HostRows:
 
 
 class HostCopies:
-    """Copies tensors to host memory. Those on a GPU pass pinned buffers, and the device runs on meanwhile."""
+    """Copies tensors to host memory. Tensors on a GPU pass through pinned buffers, while the device runs on."""
 
     def __init__(self) -> None:
         self._writers: Writers | None = None
@@ -96,7 +96,7 @@ class HostCopies:
         self._end = 0
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy. That of a tensor on a GPU is whole after `finish`."""
+        """Return a contiguous copy. The copy of a tensor on a GPU is complete after `finish`."""
         if tensor.device.type != "cuda" or not tensor.numel():
             return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -110,7 +110,7 @@ class HostCopies:
         return copy
 
     def finish(self) -> None:
-        """Wait for what is still on its way from the device."""
+        """Wait for copies that are still on their way from the device."""
         if self._staging is not None and self._writers is not None:
             self._staging.finish()
             self._writers.close()
@@ -123,7 +123,7 @@ class HostCopies:
 
 
 def copied(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, HostRows]:
-    """Copy to host memory what this rank writes of tensors. Every rank calls it.
+    """Copy the rows that this rank writes to host memory. Every rank calls it.
 
     Args:
         tensors: whole or sharded, on any device; the same names and shapes on every rank.
@@ -192,7 +192,7 @@ def _write(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 class TensorFiles:
-    """The tensors of safetensors files, by name. Nothing but headers is read until rows are asked for.
+    """The tensors of safetensors files, by name. Only headers are read until rows are requested.
 
     Raises:
         ModelNotFound: a file is absent or damaged.
@@ -221,7 +221,7 @@ class TensorFiles:
         return tuple(self._of[name].get_slice(name).get_shape())
 
     def is_float(self, name: str) -> bool:
-        """Return whether a tensor is of a plain float type, which other precisions are converted from."""
+        """Return whether a tensor has a plain float type, from which it can be converted to others."""
         return self._of[name].get_slice(name).get_dtype() in FLOATS
 
     def are_equal(self, first: str, second: str, part: int, num_parts: int) -> bool:

@@ -26,7 +26,7 @@ from rolemesh.wire.streams import CARRIER, receive_batches
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0  # in which a connection that a busy rank 0 drops is tried again
+CONNECT_S = 5.0  # time in which a connection that a busy rank 0 dropped is retried
 
 
 async def follow(
@@ -52,7 +52,7 @@ async def follow(
     metadata = ((RANK_KEY, str(rendezvous.rank)), (SECRET_KEY, secret))
     options = [*(dict(CLIENT_OPTIONS) | KEEPALIVE).items()]
     async with open_channel(rendezvous.address(int(port)), roles[0], options) as channel:
-        with suppress(TimeoutError):  # the call, which is tried once, tells then what is wrong
+        with suppress(TimeoutError):  # the call below is tried once, and reports the problem
             async with asyncio.timeout(CONNECT_S):
                 await channel.channel_ready()
         start: Any = channel.stream_stream  # its stub requires serializers, and frames have none
@@ -104,7 +104,7 @@ class _Follower:
         running.add_done_callback(self._running.discard)
 
     def end(self) -> None:
-        """Send the answers that there are, and no more."""
+        """Send the answers that exist, and no later ones."""
         self._outbox.put_nowait(None)
 
     async def _run(self, order: Order) -> None:

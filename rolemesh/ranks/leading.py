@@ -95,7 +95,7 @@ class Leader:
             log.info("waiting for %s", self._name(set(range(1, self.size)) - self._outboxes.keys()))
 
     def waiting(self) -> str:
-        """Say which ranks the group waits for, and in which command; empty if for none."""
+        """Return for which ranks the group waits, and in which command; empty if for none."""
         if not self._all_follow.is_set():
             return f"waits for {self._name(set(range(1, self.size)) - self._outboxes.keys())} to start"
         waits = (
@@ -173,7 +173,7 @@ class Leader:
         return f"{self._name([rank])} failed in {given}: {failure}; {'; '.join(others)}"
 
     def _lose(self, why: str) -> None:
-        """Give the group up: fail running orders, and tell `watch` and the followers why."""
+        """Give up the group: fail running orders, and pass the reason to `watch` and the followers."""
         if self._lost.done() or self._is_closing:
             return
         log.error("the group cannot continue: %s", why)

@@ -94,7 +94,7 @@ class RankLoads:
 
         Args:
             tokens: that each rank computed.
-            seconds: of the command on each rank, and those of them in collectives.
+            seconds: of the command on each rank, and the part of them in collectives.
         """
         for rank, (count, (whole, waited)) in enumerate(zip(tokens, seconds, strict=True)):
             metrics.RANK_TOKENS.labels(self._role, rank).inc(count)

@@ -27,7 +27,7 @@ KEEPALIVE = {
     "grpc.http2.max_pings_without_data": 0,
 }
 LAST_KEY = "last"  # in the meta of rank 0's last message
-REMIND_S = 5.0  # a rank that waits for another one logs which, this often
+REMIND_S = 5.0  # interval at which a waiting rank logs for which rank it waits
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Order:
 
     Args:
         number: of the order, from 1 for each role.
-        role: whose command it is.
+        role: runs the command.
         method: the command's name.
-        step: of the call on whose behalf it is given.
-        job: of this call.
+        step: of the call that the order serves.
+        job: of that call.
         part: the command's batch.
     """
 

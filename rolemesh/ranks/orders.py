@@ -1,7 +1,7 @@
-"""Orders: what rank 0 tells the other ranks to compute, and their answers.
+"""Orders of rank 0 to the other ranks, and their answers.
 
-Rank 0 alone decides. Its computing thread gives an order to every rank when it begins to compute, and computes
-its own part; so all ranks compute the same commands in the same order, whatever calls arrive at the service.
+Only rank 0 decides. When its computing thread begins to compute, it sends an order to every rank, and computes
+its own part. So all ranks compute the same commands in the same order, whatever calls arrive at the service.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ranks of a role: processes that hold one model together, each with a device of its own.
 
-Rank 0 is the role's process, with its address. The other ranks follow its orders (orders.py). What all ranks
-compute together is done by collectives of torch.distributed: FSDP's own (sharding.py), and the few here.
+Rank 0 is the role's process, with its address. The other ranks follow its orders (orders.py). Ranks compute
+together by collectives of torch.distributed: FSDP's own (sharding.py), and the few here.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Ranks:
 
     @property
     def beside(self) -> Ranks:
-        """The same ranks, for a thread of each that runs beside the computing thread: its collectives do not
-        mix with that thread's. Only numbers on the CPU."""
+        """The same ranks, for a second thread beside the computing thread: its collectives do not mix with
+        the computing thread's. Only for numbers on the CPU."""
         return self.aside or self
 
     @property
@@ -100,9 +100,9 @@ class Ranks:
         return list(self.total(numbers).tolist())
 
     def exchange(self, sent: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> torch.Tensor:
-        """Send bytes to each rank, and return those that come, in the order of the ranks. Every rank calls it.
+        """Send bytes to each rank, and return the received ones in the order of the ranks. Every rank calls it.
 
-        They go from host memory to host memory, by gloo, also where the ranks have GPUs.
+        They go from host memory to host memory by gloo, even if the ranks have GPUs.
 
         Args:
             sent: for each rank uint8 tensors on the CPU, which it gets one after another.

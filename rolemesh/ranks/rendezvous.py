@@ -161,7 +161,7 @@ def local_store(size: int, host: str = "127.0.0.1", port: int = 0) -> TCPStore:
         host: of the loopback interface.
         port: where it listens; 0 picks a free port.
     """
-    # By itself a TCPStore listens on every interface.
+    # A TCPStore listens on every interface by default.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family)
     return TCPStore(

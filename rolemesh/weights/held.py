@@ -151,11 +151,11 @@ class HeldWeights:
         tensors: Hugging Face name to tensor, on any device; tied ones once
             (rolemesh.models.loading.named_weights). They are copied.
         deltas: name to a function that makes what is added to that tensor while copying; called one at a time.
-        dtype: in which the version has its floating-point tensors of two axes or more, and vectors in
-            float32. A tensor is cast on its device, after its delta was added. None: as they are.
+        dtype: of floating-point tensors of two axes or more in the version; vectors are then float32. A
+            tensor is cast on its device, after its delta was added. None: tensors keep their dtypes.
         ranks: over which the tensors are sharded. Every rank makes the version.
-        serve: serves this process's stripes, from its first call on, and returns host:port. It is called on the
-            first rank of each machine but rank 0's. If a rank above 0 has none, rank 0 has all bytes.
+        serve: starts to serve this process's stripes, and returns host:port. It is called on the first rank of
+            each machine except rank 0's. If a rank above 0 has none, rank 0 has all bytes.
         is_for_all: every machine gets all bytes, because its ranks use them.
 
     Attributes:

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 MAX_THREADS = 8
-# So many threads write faster through a mapping than to the file, where they take turns: on a machine with 16
-# cores 8 threads reach 4.8 GB/s and 2.7 GB/s. One thread reaches half as much as to the file, since the kernel
-# zeroes pages of a mapping first.
+# From this number on, threads write faster through a mapping than to the file, where they take turns: on a
+# machine with 16 cores 8 threads reach 4.8 GB/s and 2.7 GB/s. One thread reaches half as much as to the file,
+# since the kernel zeroes pages of a mapping first.
 MAPPING_THREADS = 6
 LIBC = ctypes.CDLL(None)
 SHARED_PATH = re.compile(r"/proc/\d+/fd/\d+")
@@ -163,7 +163,7 @@ class WeightRegion:
     def _writable(self) -> mmap.mmap | None:
         """Map the file for writing; None if it is private memory or cannot be mapped.
 
-        All threads share the mapping. It goes with the last one that uses it, since a file that is mapped for
+        All threads share the mapping. It is removed with its last user, since a file that is mapped for
         writing cannot be sealed. A process that is forked meanwhile does not inherit it.
         """
         if self._fd is None:

@@ -15,7 +15,7 @@ from rolemesh.weights.region import num_threads
 
 # Large next to the start of a copy. Pinned blocks stay with torch, so the next version pins nothing.
 BUFFER_BYTES = 32 << 20
-PART_BYTES = 2 << 20  # of a thread; a buffer has several for each, so that none waits long for the slowest
+PART_BYTES = 2 << 20  # of a thread; a buffer has several for each thread, so none waits long for the slowest
 
 Write = Callable[[int, Tensor], None]
 
@@ -123,7 +123,7 @@ class _Buffer:
             self._copied.record()
 
     def empty(self) -> list[tuple[int, Tensor]]:
-        """Wait for the copies, and return what came."""
+        """Wait for the copies, and return their parts."""
         if self._copied is not None:
             self._copied.synchronize()
         parts, self._parts, self._used = self._parts, [], 0
@@ -138,7 +138,7 @@ def load(
 ) -> None:
     """Copy the tensors of a version, on the CPU, to those of the same names and shapes on a device.
 
-    Where dtypes differ, the device casts. Own tensors that no name is given for stay as they are.
+    Where dtypes differ, the device casts. Own tensors whose names are not given stay as they are.
 
     Args:
         buffer_bytes: of host memory, twice.
@@ -152,7 +152,7 @@ def load(
 class _Loading:
     """Two buffers of host memory: threads fill one while the device copies from the other one.
 
-    A copy from pageable memory waits for one thread, which fills a buffer of the driver's.
+    A copy from pageable memory waits for the one thread of the driver that fills its buffer.
 
     Args:
         device: of the tensors that get the bytes.

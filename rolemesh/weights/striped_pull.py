@@ -33,8 +33,8 @@ class DamagedTwice(Exception):
 class StripedPull:
     """A pull into one holding, which can be run again after an error: what has arrived is not fetched again.
 
-    Every holder's stripes arrive in order, each in its place of the region. So all bytes before the least byte
-    that some holder still owes have arrived. They are verified in order, as those of a single source are.
+    Every holder's stripes arrive in order, each in its place of the region. So all bytes before the first
+    missing byte of any holder have arrived. They are verified in order, as with a single source.
 
     Args:
         holding: with a region of its own.
@@ -50,7 +50,7 @@ class StripedPull:
 
     @property
     def is_waiting_for(self) -> int:
-        """The holder that owes the first missing byte."""
+        """The holder of the first missing byte."""
         return self.stripes.holder_of(min(self._next) if not self._is_repairing else self.holding.num_verified)
 
     async def run(
@@ -73,7 +73,7 @@ class StripedPull:
             async with asyncio.TaskGroup() as self._tasks:
                 for number in range(self.stripes.num_holders):
                     self._tasks.create_task(self._take(number))
-                self._verify()  # what had arrived before
+                self._verify()  # bytes of an earlier run
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures.exceptions[0].__cause__
 
@@ -88,7 +88,7 @@ class StripedPull:
                     self._verify()
 
     async def _fetch(self, number: int, start: int, end: int) -> AsyncGenerator[int, None]:
-        """Write the bytes [start, end) of a holder into the region, and yield how far, after each message."""
+        """Write the bytes [start, end) of a holder into the region. Yield the progress after each message."""
         async with aclosing(self._fetches[number](start, end)) as messages:
             while True:
                 try:

@@ -11,8 +11,8 @@ from rolemesh.v1.weights_pb2 import GetManifestResponse, StripedHolders
 from rolemesh.wire.frame import LENGTH_DELIMITED, fields
 from rolemesh.wire.limits import MAX_ANSWER_FIELDS, MAX_HOLDERS
 
-# Of a stripe, which is 16 MiB: large next to a call's overhead. It is not larger, because a receiver verifies
-# and relays bytes in order, so a relay gets them in bursts of one stripe of each machine.
+# Size of a stripe, 16 MiB: large next to a call's overhead. It is not larger, because a receiver verifies and
+# relays bytes in order, so a relay gets them in bursts of one stripe of each machine.
 STRIPE_PIECES = 4
 
 

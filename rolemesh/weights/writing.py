@@ -1,7 +1,7 @@
 """Writes the rows of a model's tensors, which the ranks of a role hold, into the regions of a version.
 
 Ranks that can map each other's memory are one machine. The first rank of each machine makes a region, and the
-others of the machine map it. A rank writes rows that its own machine is to have straight into this region.
+others of the machine map it. A rank writes rows for its own machine directly into this region.
 Rows for other machines go to their first ranks, by one exchange of all ranks for a few tensors at a time.
 """
 
@@ -97,7 +97,7 @@ class Wanted:
     def sender(self, receiver: int, holding: Sequence[int]) -> int:
         """Return which of the ranks that hold the same rows sends them.
 
-        It is one of the receiver's machine, if there is one. Else receivers take turns with the ranks.
+        It is a rank of the receiver's machine, if there is one. Else the ranks take turns.
         """
         near = [rank for rank in holding if self.machines.first[rank] == receiver]
         return near[0] if near else holding[self.receivers.index(receiver) % len(holding)]
@@ -112,7 +112,7 @@ def write_rows(
 ) -> None:
     """Write the rows of all tensors into the regions. Every rank calls it.
 
-    Besides its shard, a rank has at most twice the bytes of the largest tensor at any time.
+    In addition to its shard, a rank has at most twice the bytes of the largest tensor at any time.
 
     Args:
         manifest: where each tensor lies.
@@ -153,7 +153,7 @@ def _turns(manifest: WeightManifest) -> Iterator[range]:
 
 
 def _held_by_all(manifest: WeightManifest, tensors: Mapping[str, Tensor], ranks: Ranks) -> Tensor:
-    """Return which bytes of each tensor each rank has: [ranks, tensors, 2] int64, the first and the end."""
+    """Return the bytes of each tensor that each rank has: [ranks, tensors, 2] int64, first and end."""
     own = [_own_part(spec, tensor) for spec, tensor in zip(manifest.weights, tensors.values(), strict=True)]
     table = torch.zeros(ranks.size, len(own), 2, dtype=torch.int64)
     table[ranks.rank] = torch.tensor(own, dtype=torch.int64).view(-1, 2)
@@ -183,7 +183,7 @@ class _Writer:
         self._outbox: dict[int, list[Tensor]] = {}  # by receiver
         region = self._machines.region
         self._writers = Writers(lambda at, data: region.fill(at, memory_of(data)))
-        self._staging: Staging | None = None  # of what lies on a GPU
+        self._staging: Staging | None = None  # for tensors on a GPU
 
     def give(self, spec: WeightSpec, held: Tensor, source: Tensor, delta: Tensor | None) -> None:
         """Write this rank's rows of a tensor that are for its machine, and keep the others for `exchange`."""
@@ -216,7 +216,7 @@ class _Writer:
         self._staging.put(at, data)
 
     def finish(self) -> None:
-        """Write what is still on its way from the device."""
+        """Write the copies that are still on their way from the device."""
         if self._staging is not None:
             self._staging.finish()
         self._writers.close()
@@ -227,7 +227,7 @@ class _Writer:
             raise self._writers.failure
 
     def exchange(self, turn: Sequence[tuple[int, Tensor]]) -> None:
-        """Send what was kept, and write what comes from the ranks of other machines. Every rank calls it.
+        """Send the kept rows, and write those from the ranks of other machines. Every rank calls it.
 
         Args:
             turn: of each tensor its offset, and which bytes of it each rank has.
@@ -241,7 +241,7 @@ class _Writer:
             self._exchange(turn, receivers[slice(*some)])
 
     def _num_rounds(self, turn: Sequence[tuple[int, Tensor]]) -> int:
-        """Return in how many rounds of receivers no rank sends more than the largest tensor.
+        """Return the number of rounds of receivers, so that no rank sends more than the largest tensor in one.
 
         Every rank comes to the same number. Bytes that are dealt have one receiver each, and need one round.
         """
