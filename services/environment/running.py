@@ -21,7 +21,7 @@ MAX_THREADS = 256  # functions that run at the same time and are waited for
 
 
 class TookTooLong(Exception):
-    """The code did not end in time. It was cancelled, and may go on all the same."""
+    """The code did not end in time. It was cancelled, but may continue."""
 
 
 async def within(seconds: float, work: Awaitable[R]) -> R:
@@ -56,7 +56,7 @@ async def without_exit(work: Awaitable[R]) -> R:
 
 
 def look_at(task: asyncio.Future[Any]) -> None:
-    """Take note of a task's error, which may be asked for later, or never."""
+    """Mark a task's error as seen, since it may be read later or never."""
     if not task.cancelled():
         task.exception()
 

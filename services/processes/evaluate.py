@@ -26,7 +26,7 @@ def evaluate_file(job: JobConfig, output: Path | None, response_key: str) -> Eva
     """Score the responses of data.val_files, print the metrics as a table, and write them to `output`.
 
     Args:
-        job: reward is how they are scored.
+        job: its section `reward` says how they are scored.
         output: a JSON file; None: only the table.
         response_key: the column with a list of responses in each row.
 
@@ -66,7 +66,7 @@ def evaluate_file(job: JobConfig, output: Path | None, response_key: str) -> Eva
 
 
 def _with(job: JobConfig, n: int, folder: str) -> JobConfig:
-    """Return the job with the file's number of responses, for which the reward says what it found in each."""
+    """Return the job with the file's number of responses to a prompt, and this run directory."""
 
     def changed(section: Any, **values: Any) -> Any:
         return section.model_copy(update=values)

@@ -25,10 +25,10 @@ from rolemesh.services.processes.alone import with_role
 
 
 def generate_file(job: JobConfig, output: Path, log_probs: bool) -> None:
-    """Write the rows of data.val_files with responses to `output`, or go on with an interrupted command.
+    """Write the rows of data.val_files with responses to `output`, or continue an interrupted command.
 
     Args:
-        job: rollout.val_kwargs is how they are sampled.
+        job: rollout.val_kwargs says how they are sampled.
         output: a Parquet file.
         log_probs: also write each token's log-probability.
 

@@ -55,8 +55,8 @@ async def serve_ranks(
 ) -> None:
     """Start the ranks of a group, and serve until SIGTERM or SIGINT; a second signal ends the process at once.
 
-    If a rank ends, all end. By Ray, all are then started anew, since the machines of other ranks have nobody
-    else who would do it. Otherwise this raises, and whatever started this process may start it again.
+    If a rank ends, all end. With Ray, all are then restarted, since nothing else would restart ranks on other
+    machines. Otherwise this raises, and the process's own supervisor may restart it.
 
     Args:
         group: its name.

@@ -1,4 +1,4 @@
-"""Evaluation alone: rewards of responses that a file has, and the metrics that a validation has of them."""
+"""Evaluation alone: scores the responses of a file, and computes the metrics of a validation from them."""
 
 from __future__ import annotations
 

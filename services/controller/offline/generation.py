@@ -1,4 +1,4 @@
-"""Generation alone: responses to all prompts of a file, written in parts while they come."""
+"""Generation alone: responds to all prompts of a file, and writes the responses in parts as they arrive."""
 
 from __future__ import annotations
 

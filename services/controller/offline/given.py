@@ -39,7 +39,7 @@ def check_role(job: JobConfig, role: str, command: str) -> None:
 
 
 def check_output(output: Path, suffix: str) -> None:
-    """Raises InvalidConfig if an output file has another suffix or no folder to be in."""
+    """Raise InvalidConfig if an output file has another suffix, or its folder does not exist."""
     if output.suffix != suffix:
         raise InvalidConfig(f"--output is {output}; a file with the suffix {suffix} expected")
     if not output.absolute().parent.is_dir():

@@ -61,7 +61,7 @@ class ResponseRows:
         return len(self._positions)
 
     def parts(self) -> Iterator[range]:
-        """Yield the prompts of one call after the other, in the files' order."""
+        """Yield the prompts of each call, in the files' order."""
         for start in range(0, len(self), PROMPTS_AT_ONCE):
             yield range(start, min(start + PROMPTS_AT_ONCE, len(self)))
 

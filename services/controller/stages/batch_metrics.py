@@ -56,10 +56,10 @@ def batch_metrics(batch: DataProto, actor: ActorConfig) -> Metrics:
 
 
 def throughput(metrics: Metrics, job: JobConfig, seconds: float) -> float:
-    """Return the tokens of a step in a second, on GPUs divided by their number.
+    """Return the tokens per second of a step; on GPUs, per GPU.
 
     Args:
-        metrics: of the step. Trained roles on GPUs tell their peak memory, and those on a CPU do not.
+        metrics: of the step. Trained roles on GPUs report their peak memory, and those on a CPU do not.
         job: its placement says how many GPUs there are; those of servers of engine openai do not count.
         seconds: of the step.
     """

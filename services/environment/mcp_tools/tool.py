@@ -18,14 +18,14 @@ from rolemesh.services.environment.mcp_tools.servers import Servers, said
 
 
 class ToolError(Exception):
-    """The tool answered with an error, or could not be asked."""
+    """The tool answered with an error, or could not be called."""
 
 
 class McpTool(BaseTool):
     """A tool of a server. It has no state of an episode.
 
     Raises:
-        InvalidConfig: its name or its schema is none.
+        InvalidConfig: its name or its schema is invalid.
     """
 
     def __init__(self, servers: Servers, server: str, tool: Tool) -> None:
@@ -68,7 +68,7 @@ def mcp_tools(settings: MultiTurnConfig) -> list[BaseTool]:
     """Connect to the job's servers, and return their tools.
 
     Raises:
-        InvalidConfig: a server cannot be reached, or a tool is none.
+        InvalidConfig: a server cannot be reached, or a tool is invalid.
     """
     servers = Servers(settings.mcp_servers, settings.call_timeout_s)
     listed = servers.start()
@@ -83,7 +83,7 @@ def _check_that_json_has(name: str, parameters: dict[str, Any]) -> None:
     """Refuse arguments on which the transport's writer would fail, and end the session of all calls.
 
     Raises:
-        ValueError: half of a surrogate pair, or 255 levels.
+        ValueError: a lone surrogate, or 255 levels of nesting.
     """
     params = {"name": name, "arguments": parameters, "_meta": {}}
     try:

@@ -77,7 +77,7 @@ def _apply(operator: ast.operator, left: Number, right: Number) -> Number:
 
 
 def _of_whole_numbers(operator: ast.operator, left: int, right: int) -> int | None:
-    """Compute with whole numbers; None: the result is none."""
+    """Compute with whole numbers; None: the result is not a whole number."""
     match operator:
         case ast.Add():
             return left + right

@@ -182,7 +182,7 @@ async def executed(
     """Run a call of a tool, which returns its answer, a reward and numbers.
 
     Raises:
-        ValueError: what it returned is none of these.
+        ValueError: it returned something else.
     """
     returned = await tool.execute(instance_id, parameters, **execute_kwargs)
     if not isinstance(returned, tuple) or len(returned) != 3:
@@ -195,7 +195,7 @@ def schema_of(tool: BaseTool) -> dict[str, Any]:
     """Return a tool's schema as OpenAI's API takes it.
 
     Raises:
-        InvalidConfig: it has none, or one that is none.
+        InvalidConfig: it has no schema, or an invalid one.
     """
     try:
         given: Any = tool.tool_schema
