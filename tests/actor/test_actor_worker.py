@@ -76,7 +76,7 @@ async def test_a_rows_log_probs_do_not_depend_on_its_neighbours(
         assert torch.equal(whole["entropys"], parts["entropys"])
 
 
-async def test_nor_in_a_model_that_is_wide_for_its_sequences(tmp_path: Path) -> None:
+async def test_in_a_wide_model_a_rows_log_probs_do_not_depend_on_its_neighbours(tmp_path: Path) -> None:
     """1,024 inputs and 6 tokens: a row alone would take another kernel."""
     model = make_tiny_model(tmp_path, hidden_size=256, num_layers=1)
     batch = sequence_batch(16, prompt=5, response=1)

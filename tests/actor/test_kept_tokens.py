@@ -76,7 +76,9 @@ async def test_old_and_reference_log_probs_are_those_that_the_engine_drew_with(
     assert torch.equal(reference["ref_log_probs"], old["old_log_probs"])
 
 
-def test_kept_tokens_by_the_whole_vocabulary(tiny_model: Path) -> None:
+def test_statistics_over_kept_tokens_are_those_of_a_vocabulary_whose_others_have_no_mass(
+    tiny_model: Path,
+) -> None:
     """The same numbers as from a distribution in which every other token has no mass."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     batch = keeping(sequence_batch(6))

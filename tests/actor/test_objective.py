@@ -116,7 +116,7 @@ def _tensors(shares: dict[str, Tensor | TokenMean]) -> Iterator[Tensor]:
 
 
 @pytest.mark.parametrize("loss_mode", sorted(set(TOKEN_LOSSES) - {"sft"}))
-def test_neither_loss_nor_gradient_hears_what_masked_cells_hold(loss_mode: str) -> None:
+def test_neither_loss_nor_gradient_depends_on_masked_cells(loss_mode: str) -> None:
     actor = {
         "policy_loss": {"loss_mode": loss_mode, "dro_beta": 0.05},
         "use_kl_loss": True,

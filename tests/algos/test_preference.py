@@ -66,7 +66,7 @@ def test_the_gradient_pushes_the_answers_apart_and_touches_nothing_else() -> Non
 
 
 @pytest.mark.parametrize("loss", [dpo_loss, dpo_norm_loss, ipo_loss])
-def test_neither_loss_nor_gradient_hears_what_masked_cells_hold(loss: Any) -> None:
+def test_neither_loss_nor_gradient_depends_on_masked_cells(loss: Any) -> None:
     found = []
     for elsewhere in (0.0, torch.nan, torch.inf):
         log_probs = torch.where(MASK, LOG_PROBS, elsewhere).requires_grad_()

@@ -42,7 +42,9 @@ def score(row: dict[str, Any], response: str) -> Any:
     return found["acc"] if isinstance(found, dict) else found
 
 
-def test_math(tmp_path: Path, tiny_model: Path) -> None:
+def test_rows_of_math_have_the_content_of_the_last_box_as_ground_truth(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     problem = {"level": "Level 1", "type": "Algebra"}
     for number, (question, solution) in {
         "10": ("What is $1/2+1$?", r"It is \fbox{1}? No: $\boxed{\dfrac{3}{2}}$."),
@@ -61,7 +63,7 @@ def test_math(tmp_path: Path, tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_aime(tmp_path: Path, kind: str) -> None:
+def test_rows_of_aime_have_whole_numbers_as_ground_truth(tmp_path: Path, kind: str) -> None:
     records = [{"Problem": "How many?", "Answer": 25}, {"Problem": "How much {more}?", "Answer": 7}]
     if kind == "parquet":
         lower = [
@@ -101,7 +103,9 @@ def test_pairs_of_hh_rlhf_share_their_dialogue(
 TESTS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 
 
-def test_apps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_apps_have_their_tests_as_ground_truth_and_problems_without_tests_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "APPS/test"
     written(folder / "0000/question.txt", "Add two numbers.")
     written(folder / "0000/input_output.json", json.dumps(TESTS))

@@ -105,7 +105,7 @@ def test_a_loss_has_the_cpus_gradient_and_waits_for_nothing(gpu: PretendedGpu, l
     ("packed", "dtype", "kernel"),
     [(True, "bfloat16", "varlen"), (True, "float32", "efficient"), (False, "bfloat16", "efficient")],
 )
-def test_a_reward_model_scores(
+def test_a_reward_models_scores_are_the_cpus_and_run_in_the_chosen_kernel(
     gpu: PretendedGpu, tiny_reward_model: Path, packed: bool, dtype: str, kernel: str
 ) -> None:
     batch = sequence_batch(6)

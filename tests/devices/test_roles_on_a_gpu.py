@@ -62,7 +62,7 @@ def kernels_of(gpu: PretendedGpu) -> dict[str, int]:
 
 
 @ways
-async def test_an_actor_judges_learns_and_publishes(
+async def test_an_actor_computes_log_probs_learns_and_publishes(
     gpu: PretendedGpu, tiny_model: Path, way: dict[str, Any], kernel: str
 ) -> None:
     batch = sequence_batch(ROWS)
@@ -85,7 +85,7 @@ async def test_an_actor_judges_learns_and_publishes(
 
 
 @ways
-async def test_a_critic_judges_and_learns(
+async def test_a_critic_computes_values_and_learns(
     gpu: PretendedGpu, tiny_model: Path, way: dict[str, Any], kernel: str
 ) -> None:
     batch = sequence_batch(ROWS)
@@ -100,7 +100,7 @@ async def test_a_critic_judges_and_learns(
 
 
 @ways
-async def test_a_reference_judges(
+async def test_a_references_log_probs_run_in_the_chosen_kernel(
     gpu: PretendedGpu, tiny_model: Path, way: dict[str, Any], kernel: str
 ) -> None:
     batch = sequence_batch(ROWS)

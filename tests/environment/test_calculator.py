@@ -33,7 +33,7 @@ from rolemesh.services.environment.tools.calculator import calculator
         ("1_000 + 0.5", "1000.5"),
     ],
 )
-def test_it_computes(expression: str, result: str) -> None:
+def test_an_expression_is_computed_exactly(expression: str, result: str) -> None:
     assert calculator(expression) == result
 
 
@@ -70,6 +70,6 @@ def test_it_computes(expression: str, result: str) -> None:
         ("(a := 1)", "neither"),
     ],
 )
-def test_it_refuses(expression: str, words: str) -> None:
+def test_an_expression_that_cannot_be_computed_is_refused(expression: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         calculator(expression)

@@ -77,7 +77,9 @@ SAID = [
 
 
 @pytest.mark.parametrize(("source", "response", "truth", "score"), SAID)
-def test_a_verdict_is_verls(source: str, response: str, truth: str, score: float) -> None:
+def test_a_score_by_verls_rules_is_the_one_that_verl_gave(
+    source: str, response: str, truth: str, score: float
+) -> None:
     scored = default_compute_score(source, response, truth, config=VERL)
     assert (scored["score"] if isinstance(scored, dict) else scored) == score
 

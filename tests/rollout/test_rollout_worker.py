@@ -334,7 +334,7 @@ async def test_where_nothing_is_cut_off_there_are_no_kept_ids(tiny_model: Path, 
     worker.close()
 
 
-async def test_nor_in_validation_on_which_nobody_trains(tiny_model: Path):
+async def test_rows_of_a_validation_have_no_kept_ids(tiny_model: Path):
     worker = RolloutWorker(job_of(tiny_model, top_k=9, val_kwargs={"do_sample": True, "top_p": 0.5}))
     assert "kept_ids" in await generated(worker, prompts_of(2))
     assert "kept_ids" not in await generated(worker, prompts_of(2, "validation"))

@@ -66,7 +66,7 @@ def test_a_model_that_was_read_from_a_file_parks_and_its_tied_weights_stay_tied(
     assert (after["lm_head.weight"] is after["model.embed_tokens.weight"]) == model.config.tie_word_embeddings
 
 
-def test_a_value_model_parks(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_value_model_comes_back_from_parking_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
     check_parks(list(model_tensors(ScoreModel.load(ModelConfig(path=str(tiny_model)), "critic"))), tmp_path)
 
 
@@ -96,7 +96,7 @@ def test_tensors_that_share_memory_move_once_and_still_share(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float16, torch.float8_e4m3fn])
-def test_every_dtype_parks(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_tensors_of_every_dtype_come_back_from_parking_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     check_parks(
         [torch.arange(-3, 4).to(dtype), torch.ones((), dtype=dtype), torch.ones(0, dtype=dtype)], tmp_path
     )
