@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,8 @@ IMAGE = f"{REPOSITORY}:{TAG}"
 WITH_IMAGE = ("--set", f"image.repository={REPOSITORY},image.tag={TAG}")
 # Accepted by the API server, admitted by Pod Security and quotas, and started by nobody.
 UNSCHEDULED = ("--set", "pods.schedulerName=nobody")
+
+LISTED_ANEW_S = 15.0  # a watch has missed a change for minutes
 
 Object = dict[str, Any]
 
@@ -97,28 +100,34 @@ class Namespace:
 
     def until(self, holds: Callable[[Object], bool], *what: str, within_s: float = 120) -> Object:
         """An object of `kubectl get WHAT` once it is as asked for, now or later."""
-        command = ["kubectl", "-n", self.name, "get", *what, "--watch", "-o", "json"]
-        text, thing = "", Object()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
-            assert watching.stdout
-            late = threading.Timer(within_s, watching.kill)
-            late.start()
-            try:
-                for line in watching.stdout:
-                    text += line
-                    if line.rstrip() == "}":
-                        thing, text = json.loads(text), ""
-                        if holds(thing):
-                            return thing
-            finally:
-                late.cancel()
-                watching.kill()
+        deadline, thing = time.monotonic() + within_s, Object()
+        while (left_s := deadline - time.monotonic()) > 0:
+            for thing in self._watch(*what, for_s=min(left_s, LISTED_ANEW_S)):
+                if holds(thing):
+                    return thing
         status = json.dumps(thing.get("status"), indent=1)
         said = [f"within {within_s} s, {' '.join(what)} was last {status}"]
         for question in (("get", "pods", "-o", "wide"), ("events",)):
             with suppress(Failed):
                 said.append(self.kubectl(*question))
         raise AssertionError("\n".join(said))
+
+    def _watch(self, *what: str, for_s: float) -> Iterator[Object]:
+        """The objects of `kubectl get WHAT`, and each change of them."""
+        command, text = ["kubectl", "-n", self.name, "get", *what, "--watch", "-o", "json"], ""
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+            assert watching.stdout
+            late = threading.Timer(for_s, watching.kill)
+            late.start()
+            try:
+                for line in watching.stdout:
+                    text += line
+                    if line.rstrip() == "}":
+                        yield json.loads(text)
+                        text = ""
+            finally:
+                late.cancel()
+                watching.kill()
 
     def pods(self, release: str, component: str | None = None) -> list[Object]:
         """Those that were not asked to go."""
