@@ -120,14 +120,13 @@ async def test_weights_beside_which_a_layer_has_tensors_of_its_own_are_not_dropp
 
 
 def test_tensors_of_attention_that_no_load_brings_back_are_found(gpu: PretendedGpu) -> None:
-    layer = torch.nn.Linear(2, 2).to("cuda")
-    runner = SimpleNamespace(get_model=lambda: layer)
     worker = RolloutExtension()
-    worker.model_runner = runner  # type: ignore[assignment]
-    on_gpu = torch.ones(2, device="cuda")
-    for tensor, is_loose in ((layer.weight, False), (torch.ones(2), False), (on_gpu, True)):
-        layer.impl = SimpleNamespace(scale=1.0, slopes=tensor.detach())
-        assert worker.has_loose_tensors() is is_loose
+    with gpu.here():
+        layer, on_gpu = torch.nn.Linear(2, 2).to("cuda"), torch.ones(2, device="cuda")
+        worker.model_runner = SimpleNamespace(get_model=lambda: layer)  # type: ignore[assignment]
+        for tensor, is_loose in ((layer.weight, False), (torch.ones(2), False), (on_gpu, True)):
+            layer.impl = SimpleNamespace(scale=1.0, slopes=tensor)
+            assert worker.has_loose_tensors() is is_loose
 
 
 async def test_without_new_weights_those_that_were_dropped_are_loaded_once_they_are_needed(

@@ -74,9 +74,9 @@ class RolloutExtension:
         ALiBi's slopes are. A sleep that drops weights drops these too, and no load brings them back.
         """
         model = self.model_runner.get_model()
-        known = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         return any(
-            isinstance(tensor, Tensor) and tensor.is_cuda and tensor.data_ptr() not in known
+            isinstance(tensor, Tensor) and tensor.is_cuda and id(tensor) not in known
             for module in model.modules()
             if hasattr(module, "impl")
             for tensor in vars(module.impl).values()
