@@ -178,7 +178,8 @@ class ControllerValues(PodOverrides):
     maxAttempts: int = Field(
         5,
         ge=0,
-        description="starts without a new checkpoint, after which the run fails; 0: only backoffLimit counts",
+        description="starts without a new checkpoint, or failures of prepare, after which the run fails; "
+        "0: only backoffLimit counts",
     )
     backoffLimit: int = Field(
         100, ge=0, description="maximum number of restarts for what the controller cannot count"

@@ -19,6 +19,7 @@ import typer
 
 import rolemesh
 from rolemesh.services.command_line.arguments import (
+    AttemptsOfOption,
     ConfigArgument,
     ConfigOption,
     DrainOption,
@@ -192,6 +193,7 @@ def control(
     scale_up: ScaleUpOption = False,
     need: NeedOption = None,
     max_attempts: MaxAttemptsOption = 0,
+    attempts_of: AttemptsOfOption = "",
     roles_of: Annotated[
         Path | None,
         typer.Option(
@@ -237,6 +239,7 @@ def control(
                 scales_up=scale_up,
                 needed=needed,
                 max_attempts=max_attempts,
+                attempts_of=attempts_of,
                 roles_of=roles_of.absolute() if roles_of else None,
             )
 

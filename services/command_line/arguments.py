@@ -61,6 +61,12 @@ MaxAttemptsOption = Annotated[
         "Waiting for roles that have no pod is no start; 0: no limit.",
     ),
 ]
+AttemptsOfOption = Annotated[
+    str,
+    typer.Option(
+        help="A name of the run as it was started; starts of another name do not count.", metavar="TEXT"
+    ),
+]
 
 
 def job_of(config: Path, overrides: list[str] | None, *own: str) -> JobConfig:

@@ -1,11 +1,22 @@
-"""The commands that train: `rolemesh run|sft`."""
+"""The commands that train: `rolemesh run|sft`; and for pods that will, `rolemesh prepare`."""
 
 from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 import rolemesh
-from rolemesh.services.command_line.arguments import ConfigArgument, Overrides, job_of
+from rolemesh.services.command_line.arguments import (
+    AttemptsOfOption,
+    ConfigArgument,
+    MaxAttemptsOption,
+    Overrides,
+    ScaleDownOption,
+    job_of,
+)
 from rolemesh.services.processes.role_forks import fork_roles
 
 app = typer.Typer()
@@ -28,3 +39,39 @@ def sft(config: ConfigArgument, overrides: Overrides = None) -> None:
     fork_roles()
     job = job_of(config, overrides, "algorithm.page=sft")
     rolemesh.run(job)
+
+
+@app.command(
+    epilog="Example: rolemesh prepare --creates outputs/tiny/model --counts-in .prepare.json --max-attempts 5 "
+    "-- rolemesh demo outputs/tiny"
+)
+def prepare(
+    command: Annotated[list[str], typer.Argument(help="A program and its arguments.", metavar="COMMAND...")],
+    creates: Annotated[
+        Path, typer.Option(help="Made by the command; if it exists, nothing is done.", metavar="PATH")
+    ],
+    counts_in: Annotated[
+        Path, typer.Option(help="File that has the number of failures since a success.", metavar="FILE")
+    ],
+    max_attempts: MaxAttemptsOption = 0,
+    attempts_of: AttemptsOfOption = "",
+    final: Annotated[
+        int | None, typer.Option(help="Status of the command that no other try can change.", metavar="STATUS")
+    ] = None,
+    scale_down: ScaleDownOption = None,
+) -> None:
+    """Run a command before `control`, in its pod. If it cannot succeed, scale the roles down as `control` does.
+
+    A failure ends with status 75 if it is counted. After --max-attempts of them, the next start ends with 3.
+    """
+    if creates.exists():  # as at most starts, which need not wait for the imports
+        return
+    from rolemesh.services.controller import preparing
+    from rolemesh.services.controller.run.attempts import Attempts
+    from rolemesh.services.controller.scale_down import workloads
+    from rolemesh.telemetry.logs import setup_logging
+
+    setup_logging("text")
+    attempts = Attempts(Path.cwd(), max_attempts, attempts_of, counts_in, "could not be prepared")
+    to_zero = workloads(scale_down or ())
+    asyncio.run(preparing.prepare(command, creates, attempts, final=final, scaled_down=to_zero))

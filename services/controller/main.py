@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from rolemesh.models.fetching import pinned
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.calling.clients import RoleClient
-from rolemesh.rpc.calling.discovery import Members
+from rolemesh.rpc.calling.discovery import Dns, Members
 from rolemesh.rpc.term import Term
 from rolemesh.services.controller.display.curves import draw_curves
 from rolemesh.services.controller.display.progress import Display
@@ -53,6 +53,7 @@ async def control(
     needed: Sequence[Workload] = (),
     roles_of: Path | None = None,
     max_attempts: int = 0,
+    attempts_of: str = "",
 ) -> None:
     """Train with roles that are already served.
 
@@ -68,6 +69,7 @@ async def control(
         roles_of: absolute run directory of the job with which the roles were started; None: the job's own. The
             run takes the lock and its term there, so that it is refused while the roles have a controller.
         max_attempts: starts of the run without a new checkpoint, after which it has failed; 0: no limit.
+        attempts_of: names what is counted; starts of another name are forgotten.
 
     Raises:
         InvalidConfig: the job or an address cannot be used; or scaled_down or needed is given outside of a pod.
@@ -80,7 +82,7 @@ async def control(
     if needed:
         await refuse_scaled_down(needed, Cluster.in_pod())
     cluster = Cluster.in_pod() if scaled_down else None
-    attempts = Attempts(job.run_dir, max_attempts)
+    attempts = Attempts(job.run_dir, max_attempts, attempts_of)
     try:
         with ExitStack() as locks:
             for directory in sorted({job.run_dir, roles_of or job.run_dir}):
@@ -94,7 +96,7 @@ async def control(
             await check_step(job)
             # In a thread, so that the server answers meanwhile: prompts may be many.
             run = await asyncio.to_thread(new_run, job, server.status)
-            with Brakes(run) as brakes:
+            with Brakes(run, attempts.forgive) as brakes:
                 # If the controller was killed between the end of the run and the scale-down, roles may be gone.
                 finished = run.finished()
                 if cluster and not finished:
@@ -180,7 +182,7 @@ async def train(
         scraped: address of /metrics, to display.
         roles_of: absolute run directory of the roles' job; None: the run's own.
         expected: fingerprints that replicas must have, by role; by default those of the run's job.
-        attempts: does not count this start while no pod of a role is there; None: starts are not counted.
+        attempts: does not count this start while a role has no pod; None: starts are not counted.
     """
     job = run.job
     if missing := [role for role in job.roles if not addresses.get(role)]:
@@ -197,13 +199,22 @@ async def train(
         for client in clients.values():
             await stack.enter_async_context(client)
 
-        def have_pods() -> bool:
-            return all(client.pool.replicas for client in clients.values())
+        def pods(role: str) -> set[str]:
+            """A name may go on having the address of a pod whose node is lost, so there a pod has to answer."""
+            is_by_name = isinstance(addresses[role], Dns)
+            return {each.address for each in clients[role].pool.replicas if each.life or not is_by_name}
 
-        with attempts.waiting(have_pods) if attempts else nullcontext():
+        with attempts.waiting(lambda: all(map(pods, clients))) if attempts else nullcontext():
             await until_ready(clients.values(), job.trainer.ready_timeout_s)
+        trained = {role: pods(role) for role in clients if ROLES[role].trained}
+
+        def kept_pods() -> bool:
+            """Another pod of a trained role is new, however soon it came. One of another role does as well."""
+            return all(pods(role) & trained.get(role, pods(role)) for role in clients)
+
         try:
-            return await run.train(Roles.of(job, clients))
+            with attempts.training(kept_pods) if attempts else nullcontext():
+                return await run.train(Roles.of(job, clients))
         finally:
             draw_curves(run.status.records, job.run_dir / "curves.png", run.status.job)
 
@@ -268,10 +279,14 @@ class Brakes:
 
     The first signal stops the run after the current step, or at once while roles start. The second ends it at
     once. Checkpoints stay intact either way.
+
+    Args:
+        run: the run.
+        on_signal: called at each signal, before anything else.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, on_signal: Callable[[], None] = lambda: None) -> None:
+        self._run, self._at_signal = run, on_signal
         self._signal: signal.Signals | None = None
 
     def __enter__(self) -> Brakes:
@@ -302,6 +317,7 @@ class Brakes:
 
     def _on_signal(self, number: signal.Signals) -> None:
         assert self._task is not None
+        self._at_signal()
         if self._signal or self._run.status.state is State.STARTING:
             self._signal = number
             self._task.cancel()

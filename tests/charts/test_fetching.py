@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from rendering import objects, of_kind, pods, refusal
 from test_texts import AMBIGUOUS
+from test_two_releases import COMMANDS
 
 from rolemesh.services.controller.run.attempts import COUNTED, NoProgress
 
@@ -34,7 +36,7 @@ def env(container: dict[str, Any]) -> dict[str, Any]:
 def test_the_controllers_pod_fetches_and_the_others_wait() -> None:
     found = specs(FETCH)
     assert {"controller", "actor", "reward"} <= found.keys()
-    [done] = {spec["initContainers"][0]["args"][0] for spec in found.values()}
+    [done] = {spec["initContainers"][0]["args"][0].removeprefix("--creates=") for spec in found.values()}
     assert done.startswith("/models/hub/fetched/")
     for component, spec in found.items():
         fetch, prepare = spec["initContainers"]
@@ -42,7 +44,7 @@ def test_the_controllers_pod_fetches_and_the_others_wait() -> None:
         runs = fetch["command"][0] == "flock"
         assert runs == (component == "controller")
         if runs:
-            assert fetch["args"] == [done, "rolemesh", "fetch", "/etc/rolemesh/job.yaml", "--done", done]
+            assert fetch["args"][-5:] == ["rolemesh", "fetch", "/etc/rolemesh/job.yaml", "--done", done]
         assert ("HF_TOKEN_PATH" in env(fetch)) == runs
         [main] = spec["containers"]
         assert env(main)["HF_HUB_OFFLINE"] == "1"
@@ -51,16 +53,57 @@ def test_the_controllers_pod_fetches_and_the_others_wait() -> None:
             {m["name"]: m["readOnly"] for m in c["volumeMounts"] if "readOnly" in m} for c in (fetch, main)
         ]
         assert [mount["models"] for mount in mounts] == [not runs, True]
-    [job] = of_kind(objects(FETCH), "Job")
+
+
+def test_what_fails_before_the_controller_begins_ends_the_run_as_the_controller_would() -> None:
+    """It counts failures, and scales the roles down after the last one. Nobody else would do it."""
+    things = objects(FETCH)
+    [job] = of_kind(things, "Job")
+    spec = job["spec"]["template"]["spec"]
+    [main] = spec["containers"]
+    assert "--max-attempts=5" in main["args"]
+    ends = {arg for arg in main["args"] if re.match("--(scale-down|max-attempts|attempts-of)=", arg)}
+    assert len(ends) > 5
+    for container, command, final in zip(
+        spec["initContainers"], (["rolemesh", "fetch"], ["make", "data"]), (2, None), strict=True
+    ):
+        assert container["command"] == ["flock", "--no-fork", ".prepare.lock", "rolemesh", "prepare"]
+        parsed = COMMANDS["prepare"].make_context("prepare", list(container["args"])).params
+        assert parsed["command"][:2] == command
+        assert parsed["final"] == final
+        assert ends <= {*container["args"]}
+        assert str(parsed["counts_in"]) == ".demo-controller.prepare.json"
     rules = job["spec"]["podFailurePolicy"]["rules"]
-    failing = {
-        r["onExitCodes"]["containerName"]: r["onExitCodes"]["values"] for r in rules if r["action"] == "FailJob"
+    on_codes = {rule["action"]: rule["onExitCodes"] for rule in rules if "onExitCodes" in rule}
+    final, counted = (
+        [2, NoProgress.exit_code],
+        [COUNTED],
+    )  # of any container; backoffLimit counts what flock ends with
+    assert on_codes == {
+        "FailJob": {"operator": "In", "values": final},
+        "Ignore": {"operator": "In", "values": counted},
     }
-    assert failing == {"controller": [2, NoProgress.exit_code], "fetch": [2]}
-    (ignored,) = [rule["onExitCodes"] for rule in rules if rule["action"] == "Ignore" and "onExitCodes" in rule]
-    assert (ignored["containerName"], ignored["operator"]) == ("controller", "In")
-    assert ignored["values"] == [COUNTED]  # what it cannot count, as what flock ends with, backoffLimit counts
-    assert "--max-attempts=5" in job["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def test_the_count_of_attempts_is_of_one_job_and_one_revision_of_its_values() -> None:
+    """A Job that is made anew has another uid, and an upgrade another revision, though it restarts no pod."""
+    things = objects(FETCH)
+    [job] = of_kind(things, "Job")
+    spec = job["spec"]["template"]["spec"]
+    for container in (*spec["containers"], *spec["initContainers"]):
+        assert "--attempts-of=$(ROLEMESH_JOB)/$(ROLEMESH_REVISION)" in container["args"]
+        found = env(container)
+        assert (
+            found["ROLEMESH_JOB"]["fieldRef"]["fieldPath"]
+            == "metadata.labels['batch.kubernetes.io/controller-uid']"
+        )
+        where = found["ROLEMESH_REVISION"]["configMapKeyRef"]
+        [config] = [
+            thing for thing in of_kind(things, "ConfigMap") if thing["metadata"]["name"] == where["name"]
+        ]
+        assert config["data"][where["key"]] == "1"
+    unlimited = FETCH | {"controller": {"maxAttempts": 0}}
+    assert "ROLEMESH_" not in str(of_kind(objects(unlimited), "Job"))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +156,7 @@ def test_the_cache_stays_one_text(text: str) -> None:
     cache = f"/models/{text}"
     spec = specs(FETCH | {"huggingFace": {"fetch": True, "cache": cache}})["controller"]
     assert env(spec["containers"][0])["HF_HUB_CACHE"] == cache
-    assert spec["initContainers"][0]["args"][0].startswith(f"{cache}/fetched/")
+    assert spec["initContainers"][0]["args"][0].startswith(f"--creates={cache}/fetched/")
 
 
 @pytest.mark.parametrize(

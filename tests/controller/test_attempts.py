@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,19 @@ from rolemesh.services.controller.run.attempts import COUNTED, FILE, Attempts, N
 LIMIT = 3
 
 
-def start(run_dir: Path, error: BaseException, *, waits: bool = False, have_pods: bool = False) -> None:
+def start(
+    run_dir: Path, error: BaseException, *, waits: bool = False, have_pods: bool = False, of: str = ""
+) -> None:
     """A start that ends with an error, while it waits for roles or after that."""
 
     def end() -> None:
-        attempts = Attempts(run_dir, LIMIT)
+        attempts = Attempts(run_dir, LIMIT, of)
         with attempts.counted():
             with attempts.waiting(lambda: have_pods):
                 if waits:
                     raise error
-            raise error
+            with attempts.training(lambda: have_pods):
+                raise error
 
     with pytest.raises(type(error)):
         end()
@@ -67,7 +71,7 @@ def test_a_start_that_was_killed_counts_also_while_it_prepares(tmp_path: Path) -
 
 def test_a_spot_run_with_new_checkpoints_goes_on_however_often_it_is_started(tmp_path: Path) -> None:
     for number in range(5 * LIMIT):
-        start(tmp_path, RoleUnavailable("the actor is gone"))
+        start(tmp_path, RoleUnavailable("the actor failed"), have_pods=True)
         if number % 2:
             (tmp_path / "latest").write_text(f"global_step_{number}\n")
     assert starts(tmp_path) == 1
@@ -91,7 +95,9 @@ def test_a_checkpoint_of_the_start_that_failed_counts_for_it(tmp_path: Path) -> 
         (RoleUnavailable("no node has room"), {"waits": True}, 0),
         (RoleUnavailable("its model is missing"), {"waits": True, "have_pods": True}, 1),
         (OSError("the network is unreachable"), {"waits": True}, 1),
-        (RoleUnavailable("lost in a step"), {}, 1),
+        (RoleUnavailable("failed in a step"), {"have_pods": True}, 1),
+        (RoleUnavailable("drained in a step"), {}, 0),
+        (OSError("in a step"), {}, 1),
         (SystemExit(143), {"waits": True}, 0),  # evicted
         (SystemExit(143), {}, 0),
         (InvalidConfig("no such key"), {}, 0),
@@ -104,6 +110,49 @@ def test_waiting_for_nodes_and_ends_that_somebody_asked_for_are_no_attempts(
     assert starts(tmp_path) == counted
     if isinstance(error, RoleUnavailable):  # the Job must not count it a second time
         assert error.exit_code == COUNTED
+
+
+def test_a_checkpoint_is_another_by_its_name_or_if_this_start_has_made_it_again(tmp_path: Path) -> None:
+    """File systems such as FUSE may tell each process another time of the same file."""
+    latest = tmp_path / "latest"
+    latest.write_text("global_step_1\n")
+    for time in (1, 2):
+        os.utime(latest, (time, time))
+        start(tmp_path, OSError())
+        assert starts(tmp_path) == time
+
+    def make_it_again() -> None:
+        with Attempts(tmp_path, LIMIT).counted():
+            os.utime(latest, (3, 3))
+            raise RuntimeError("after it")
+
+    with pytest.raises(RuntimeError, match="after it"):
+        make_it_again()
+    assert starts(tmp_path) == 0
+
+
+def test_a_run_that_somebody_starts_anew_counts_its_own_starts(tmp_path: Path) -> None:
+    """As after `helm upgrade`, which has another revision, or with another Job."""
+    for of, counted in (("job/1", 1), ("job/1", 2), ("job/2", 1), ("other/2", 1)):
+        start(tmp_path, OSError(), of=of)
+        assert starts(tmp_path) == counted
+
+
+def test_a_start_that_was_asked_to_end_does_not_count_though_it_is_killed_or_fails_then(tmp_path: Path) -> None:
+    """A step may take longer than Kubernetes waits, and a drained node may have the roles, too."""
+    start(tmp_path, OSError())
+
+    def end() -> None:
+        attempts = Attempts(tmp_path, LIMIT)
+        with attempts.counted():
+            assert starts(tmp_path) == 2
+            attempts.forgive()
+            assert starts(tmp_path) == 1  # what stays if it is killed now
+            raise RuntimeError("the roles are gone, too")
+
+    with pytest.raises(RuntimeError, match="gone, too"):
+        end()
+    assert starts(tmp_path) == 1
 
 
 @pytest.mark.parametrize("content", ["", "null", "[]", '{"checkpoint": ""}'])

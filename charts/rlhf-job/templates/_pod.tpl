@@ -11,10 +11,10 @@
 {{- end }}
 
 {{/* The pod template of any process, of (dict "root" $ "component" "container" "roles" "labels" "settings" "resources"
-"probes" "command" "args" "talksToKubernetes" "graceSeconds" "ranks" "follows"): ranks of the pod, and whether rank 0 is
-in another pod, to which the roles' Services lead. */}}
+"probes" "command" "args" "talksToKubernetes" "graceSeconds" "ranks" "follows" "ends"): ranks of the pod, and whether rank 0
+is in another pod, to which the roles' Services lead; of the controller, the options that say how its run ends. */}}
 {{- define "rlhf-job.pod" -}}
-{{- $ := .root }}{{ $values := $.Values }}{{ $settings := .settings }}{{ $component := .component }}
+{{- $ := .root }}{{ $values := $.Values }}{{ $settings := .settings }}{{ $component := .component }}{{ $ends := .ends }}
 {{- $readOnly := include "rlhf-job.readsOnly" (list $ .roles) }}
 {{- /* Users' code runs in these pods, so nothing is prepared in them, also if they may write: it would need the Hub's token. */}}
 {{- $userCode := include "rlhf-job.of" (list $ (.roles | default list) "runsUserCode") | fromJsonArray }}
@@ -112,7 +112,8 @@ spec:
     {{- with $values.supplementalGroups }}
     supplementalGroups: {{ toJson . }}
     {{- end }}
-  {{- $shared := dict "root" $ "settings" $settings "resources" $resources "claims" $claims "rewards" $rewards "plugins" $plugins "ranks" (.ranks | default 1) }}
+  {{- $counts := eq $component "controller" }}
+  {{- $shared := dict "root" $ "counts" $counts "settings" $settings "resources" $resources "claims" $claims "rewards" $rewards "plugins" $plugins "ranks" (.ranks | default 1) }}
   {{- $fetch := include "rlhf-job.fetch" $ | fromJsonArray }}
   {{- with concat $fetch $values.prepare }}
   initContainers:
@@ -123,11 +124,19 @@ spec:
       {{- if $waits }}
       # Another pod creates it.
       command: [sh, -c, 'until test -e "$0"; do sleep 1; done']
+      args: {{ prepend $step.command $step.creates | toJson }}
+      {{- else if $counts }}
+      # As in other pods. It counts failures, and scales the roles down after the last one: no controller will.
+      command: [flock, --no-fork, .prepare.lock, rolemesh, prepare]
+      {{- $file := printf ".%s.prepare.json" (include "rlhf-job.name" (list $ "controller")) }}
+      {{- $options := list (printf "--creates=%s" $step.creates) (printf "--counts-in=%s" $file) }}
+      {{- if $fetches }}{{ $options = append $options "--final=2" }}{{ end }} {{- /* a name that the Hub does not have */}}
+      args: {{ concat $options $ends (list "--") $step.command | toJson }}
       {{- else }}
       # The first pod creates it; the others wait for the lock, and then skip the command.
       command: [flock, .prepare.lock, sh, -c, 'test -e "$0" || exec "$@"']
-      {{- end }}
       args: {{ prepend $step.command $step.creates | toJson }}
+      {{- end }}
       {{- include "rlhf-job.container" (merge (dict "prepares" (not $waits)) $shared) | nindent 6 }}
     {{- end }}
   {{- end }}
@@ -214,6 +223,14 @@ env:
   - {name: HOME, value: /tmp}
   - {name: USER, value: rolemesh} # the uid has no name in the image; some libraries need one
   - {name: PYTHONUNBUFFERED, value: "1"}
+  {{- if and .counts $values.controller.maxAttempts }}
+  - name: ROLEMESH_JOB # this and the next are another's, and attempts are counted anew, for another Job and after an upgrade
+    valueFrom:
+      fieldRef: {fieldPath: "metadata.labels['batch.kubernetes.io/controller-uid']"}
+  - name: ROLEMESH_REVISION
+    valueFrom:
+      configMapKeyRef: {name: {{ include "rlhf-job.name" (list $ "job") }}, key: revision}
+  {{- end }}
   {{- if not (has "TOKENIZERS_PARALLELISM" $given) }}
   - {name: TOKENIZERS_PARALLELISM, value: "false"}
   {{- end }}

@@ -91,7 +91,7 @@ takes the last of two variables of one name, and refuses two volumes. Three vari
 {{- $claims = append $claims $name }}{{ $paths = append $paths (trimSuffix "/" $claim.mountPath) }}
 {{- end }}
 {{- end }}
-{{- $variables := list "HOME" "USER" "PYTHONUNBUFFERED" }}
+{{- $variables := list "HOME" "USER" "PYTHONUNBUFFERED" "ROLEMESH_JOB" "ROLEMESH_REVISION" }}
 {{- if $.Values.huggingFace.secret }}{{ $variables = concat $variables (list "HF_TOKEN" "HF_TOKEN_PATH") }}{{ end }}
 {{- if $.Values.huggingFace.fetch }}{{ $variables = append $variables "HF_HUB_CACHE" | concat (list "HF_HUB_OFFLINE") }}{{ end }}
 {{- if has "caches" $claims }}{{ $variables = concat $variables (list "VLLM_CACHE_ROOT" "TORCHINDUCTOR_CACHE_DIR" "TRITON_CACHE_DIR") }}{{ end }}

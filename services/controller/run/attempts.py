@@ -2,9 +2,10 @@
 
     <run directory>/attempts.json    starts since `latest` was last written, and how the last one ended
 
-A start counts while it prepares and while it trains, however it ends: an error, lack of memory, a lost role. It
-does not count while it waits for roles that have no pod, since no node may have room for them, nor if somebody
-ends it by a signal, nor if its input is wrong, which ends the run anyway.
+A start counts while it prepares and while it trains, however it ends: an error, lack of memory, a failed role.
+It does not count while a role has no pod: no node may have room for one, or a node was drained. It does not
+count once somebody has asked it to end by a signal, nor if its input is wrong, which ends the run anyway. The
+count is of one run as somebody started it: another one, as after `helm upgrade`, begins anew.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ log = logging.getLogger(__name__)
 
 FILE = "attempts.json"
 KILLED = "killed, or out of memory"
+STUCK = "reached no new checkpoint"
+LONGER = (
+    ". If it only needs longer, raise the limit (rolemesh control --max-attempts; controller.maxAttempts of "
+    "the chart), or lower trainer.save_freq"
+)
 COUNTED = 75  # exit code of a start that is counted here, or that waited for nodes
 
 
@@ -38,13 +44,20 @@ class Attempts:
     Args:
         run_dir: the run directory, which this process has locked.
         limit: starts without a new checkpoint; 0: no limit, and nothing is counted.
+        of: names this run as somebody has started it; what is counted of another one is forgotten.
+        file: what has the count; None: FILE in the run directory.
+        failing: what the starts have in common, for the error.
     """
 
-    def __init__(self, run_dir: Path, limit: int) -> None:
-        self._run_dir, self._limit = run_dir, limit
-        self._file = run_dir / FILE
+    def __init__(
+        self, run_dir: Path, limit: int, of: str = "", file: Path | None = None, failing: str = STUCK
+    ) -> None:
+        self._run_dir, self._limit, self._of, self._failing = run_dir, limit, of, failing
+        self._file = file or run_dir / FILE
         self._before = 0  # earlier starts since the last checkpoint
+        self._counted = 0  # with this one, unless it is forgiven
         self._checkpoint = ""  # the newest at this start; if the next one finds another, the count is 0
+        self._written_at = 0  # when it was; only to be compared within this process
         self._last_error = ""
 
     @contextmanager
@@ -62,16 +75,16 @@ class Attempts:
         if self._before >= self._limit:
             self._file.unlink()
             raise NoProgress(
-                f"the run in {self._run_dir} was started {self._before} times and reached no new checkpoint; "
-                f"the last start ended so: {self._last_error or KILLED}. Mend that, and start the run again. "
-                "If it only needs longer, raise the limit (rolemesh control --max-attempts; "
-                "controller.maxAttempts of the chart), or lower trainer.save_freq"
+                f"the run in {self._run_dir} was started {self._before} times and {self._failing}; "
+                f"the last start ended so: {self._last_error or KILLED}. Mend that, and start the run again"
+                f"{LONGER if self._failing == STUCK else ''}"
             )
         if self._before:
             log.warning(
-                "start %d of at most %d without a new checkpoint; the last one ended so: %s",
+                "start %d of at most %d; the earlier ones %s, and the last one ended so: %s",
                 self._before + 1,
                 self._limit,
+                self._failing,
                 self._last_error or KILLED,
             )
         self._last_error = ""
@@ -83,6 +96,8 @@ class Attempts:
             raise
         except Exception as error:
             self._last_error = f"{type(error).__name__}: {error}"
+            if self._has_new_checkpoint():
+                self._before = self._counted = 0
             self._write(self._counted)
             if isinstance(error, RolemeshError):
                 error.exit_code = COUNTED
@@ -91,6 +106,29 @@ class Attempts:
             self._write(self._before)
             raise
         self._file.unlink(missing_ok=True)
+
+    def forgive(self) -> None:
+        """Do not count this start: somebody has asked it to end, and may kill it if that takes too long."""
+        if not self._counted:
+            return
+        try:
+            self._write(self._before)
+        except OSError as error:
+            log.warning("this start may count as one that failed: %s", error)
+
+    @contextmanager
+    def training(self, kept_pods: Callable[[], bool]) -> Iterator[None]:
+        """Do not count a start that has lost a role because its pod was taken away: drained, or preempted.
+
+        Args:
+            kept_pods: whether each role has its pod still. A container that failed leaves it there.
+        """
+        try:
+            yield
+        except RoleUnavailable:
+            if not kept_pods():
+                self._write(self._before)
+            raise
 
     @contextmanager
     def waiting(self, have_pods: Callable[[], bool]) -> Iterator[None]:
@@ -112,25 +150,35 @@ class Attempts:
         self._write(self._before + 1)
 
     def _read(self) -> None:
-        """Take over what earlier starts have written, unless the run has a new checkpoint since."""
-        self._checkpoint = _newest(self._run_dir)
+        """Take over what earlier starts of this run have written, unless it has a new checkpoint since."""
+        self._checkpoint, self._written_at = _newest(self._run_dir)
         if not self._file.exists():
             return
         try:
             known: dict[str, Any] = dict(json.loads(self._file.read_text(encoding="utf-8")))
-            if known["checkpoint"] == self._checkpoint:
+            if (known.get("of", ""), known["checkpoint"]) == (self._of, self._checkpoint):
                 self._before, self._last_error = int(known["starts"]), str(known["last_error"])
         except (ValueError, TypeError, KeyError) as error:
             log.warning("%s cannot be read, so starts are counted from 0: %s", self._file, error)
 
+    def _has_new_checkpoint(self) -> bool:
+        """Find out whether this start has written one, and remember its name. One can be made a second time."""
+        before = self._checkpoint, self._written_at
+        self._checkpoint, self._written_at = _newest(self._run_dir)
+        return (self._checkpoint, self._written_at) != before
+
     def _write(self, starts: int) -> None:
         self._counted = starts
         if self._limit:
-            known = {"checkpoint": self._checkpoint, "starts": starts, "last_error": self._last_error}
+            known: dict[str, Any] = {"of": self._of, "checkpoint": self._checkpoint}
+            known |= {"starts": starts, "last_error": self._last_error}
             write_durably(self._file, json.dumps(known, indent=1) + "\n")
 
 
-def _newest(run_dir: Path) -> str:
-    """Return the name of the newest checkpoint and when it was committed; one can be made a second time."""
+def _newest(run_dir: Path) -> tuple[str, int]:
+    """Return the name of the newest checkpoint and when it was committed, in ns; "" and 0 without one.
+
+    The time is that of the file system, which for the same file may differ in the next process (FUSE).
+    """
     pointer = run_dir / "latest"
-    return f"{pointer.read_text().strip()} {pointer.stat().st_mtime_ns}" if pointer.exists() else ""
+    return (pointer.read_text().strip(), pointer.stat().st_mtime_ns) if pointer.is_file() else ("", 0)

@@ -1,0 +1,87 @@
+"""Implements `rolemesh prepare`: a command that comes before a controller's process, in the same pod.
+
+If it fails, no controller begins, and nobody would scale the roles down. So its failures are counted as a run's
+starts are, and a run that cannot be prepared ends as one that cannot go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rolemesh.errors import WRONG_INPUT, InvalidConfig, RolemeshError
+from rolemesh.kubernetes import Cluster
+from rolemesh.services.controller.run.attempts import Attempts, NoProgress
+from rolemesh.services.controller.scale_down import Workload, scale_down
+
+
+class NotPrepared(RolemeshError, RuntimeError):
+    """The command failed. Another try may succeed."""
+
+
+async def prepare(
+    command: Sequence[str],
+    creates: Path,
+    attempts: Attempts,
+    *,
+    final: int | None = None,
+    scaled_down: Sequence[Workload] = (),
+) -> None:
+    """Run a command, unless what it creates exists.
+
+    Args:
+        command: a program and its arguments.
+        creates: made by the command.
+        attempts: counts the failures since a command last succeeded. They end with exit code COUNTED.
+        final: the command's status which says that another try cannot succeed; None: no status says so.
+        scaled_down: workloads to scale to zero if there is no other try.
+
+    Raises:
+        InvalidConfig: the command cannot be started, or ended with the status `final`.
+        NoProgress: it has failed as often as `attempts` allows.
+        NotPrepared: it failed.
+    """
+    if await asyncio.to_thread(creates.exists):
+        return
+    try:
+        with attempts.counted():
+            await _run(command, attempts, final)
+    except (*WRONG_INPUT, NoProgress):
+        if scaled_down:
+            await scale_down(scaled_down, Cluster.in_pod())
+        raise
+
+
+async def _run(command: Sequence[str], attempts: Attempts, final: int | None) -> None:
+    """Run the command to its end. It gets the signals of this process, which then ends as by the signal."""
+    shown = shlex.join(command)
+    try:
+        process = await asyncio.create_subprocess_exec(*command)
+    except (FileNotFoundError, PermissionError) as error:
+        raise InvalidConfig(f"`{shown}` of prepare cannot be started: {error}") from error
+    got: list[int] = []
+
+    def pass_on(number: int) -> None:
+        got.append(number)
+        attempts.forgive()
+        with suppress(ProcessLookupError):
+            process.send_signal(number)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, pass_on, number)
+    try:
+        status = await process.wait()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    if got:
+        raise SystemExit(128 + got[0])
+    if status and status == final:
+        raise InvalidConfig(f"`{shown}` ended with status {status}, and would do so again; its log says why")
+    if status:
+        raise NotPrepared(f"`{shown}` ended with status {status}; its log says why")

@@ -1,0 +1,87 @@
+"""What comes before a controller in its pod: failures count as starts of the run do, and end it as those do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from api_server import api_server
+from test_scale_down import in_pod, patched
+
+from rolemesh.errors import InvalidConfig, RolemeshError
+from rolemesh.rpc.calling.dispatch import cancel_all
+from rolemesh.services.controller.preparing import NotPrepared, prepare
+from rolemesh.services.controller.run.attempts import COUNTED, Attempts, NoProgress
+from rolemesh.services.controller.scale_down import workloads
+
+LIMIT = 2
+FAILS = ["sh", "-c", "exit 7"]
+
+
+def counting(directory: Path) -> Attempts:
+    return Attempts(directory, LIMIT, file=directory / "counts.json", failing="could not be prepared")
+
+
+async def test_what_exists_is_not_made_again_and_a_success_forgets_failures(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    with pytest.raises(NotPrepared, match="`sh -c 'exit 7'` ended with status 7") as failed:
+        await prepare(FAILS, made, counting(tmp_path))
+    assert failed.value.exit_code == COUNTED
+    assert (tmp_path / "counts.json").exists()
+    await prepare(["touch", str(made)], made, counting(tmp_path))
+    assert not (tmp_path / "counts.json").exists()
+    await prepare(FAILS, made, counting(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("command", "failures", "error", "words"),
+    [
+        (FAILS, LIMIT, NoProgress, "started 2 times and could not be prepared; .* ended with status 7"),
+        (["sh", "-c", "exit 2"], 0, InvalidConfig, "would do so again"),  # a name that the Hub does not have
+        (["./absent"], 0, InvalidConfig, "`./absent` of prepare cannot be started"),
+    ],
+)
+async def test_a_run_that_cannot_be_prepared_scales_its_roles_down(
+    command: list[str],
+    failures: int,
+    error: type[RolemeshError],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No controller will do it. Before that it does nothing: the next try needs the roles."""
+    left = workloads(["deployment/job-reward"])
+    async with api_server(tmp_path) as api, AsyncExitStack() as stack:
+        in_pod(api, monkeypatch)
+        for _ in range(failures):
+            with pytest.raises(NotPrepared):
+                await prepare(command, tmp_path / "made", counting(tmp_path), final=2, scaled_down=left)
+        assert api.requests.empty()
+        last = prepare(command, tmp_path / "made", counting(tmp_path), final=2, scaled_down=left)
+        run = asyncio.create_task(last)
+        stack.push_async_callback(cancel_all, [run])
+        request, change = await patched(api, "/apis/apps/v1/namespaces/here/deployments/job-reward/scale")
+        assert change == {"spec": {"replicas": 0}}
+        await request.answer({})
+        with pytest.raises(error, match=words):
+            await run
+
+
+async def test_a_pod_that_is_evicted_ends_its_command_and_counts_nothing(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    os.mkfifo(begun)
+
+    async def evict() -> None:
+        await asyncio.to_thread(begun.read_text)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    evicting = asyncio.create_task(evict())
+    with pytest.raises(SystemExit) as ended:
+        await prepare(["sh", "-c", f"echo >{begun}; exec sleep 60"], tmp_path / "made", counting(tmp_path))
+    await evicting
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert '"starts": 0' in (tmp_path / "counts.json").read_text()
