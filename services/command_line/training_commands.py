@@ -1,4 +1,4 @@
-"""The commands that train: `rolemesh run|sft`; and for pods that will, `rolemesh prepare`."""
+"""The commands that train: `rolemesh run|sft`; and for pods that will, `rolemesh prepare|need`."""
 
 from __future__ import annotations
 
@@ -75,3 +75,16 @@ def prepare(
     attempts = Attempts(Path.cwd(), max_attempts, attempts_of, counts_in, "could not be prepared")
     to_zero = workloads(scale_down or ())
     asyncio.run(preparing.prepare(command, creates, attempts, final=final, scaled_down=to_zero))
+
+
+@app.command(epilog="Example: rolemesh need deployment/rlhf-job-reward statefulset/rlhf-job-actor")
+def need(
+    given: Annotated[
+        list[str], typer.Argument(help="Of this pod's namespace, as in --need of control.", metavar="KIND/NAME")
+    ],
+) -> None:
+    """Fail if one of these workloads of roles is scaled to zero, and say how to bring it back."""
+    from rolemesh.kubernetes import Cluster
+    from rolemesh.services.controller.scale_down import refuse_scaled_down, workloads
+
+    asyncio.run(refuse_scaled_down(workloads(given), Cluster.in_pod()))

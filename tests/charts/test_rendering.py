@@ -233,7 +233,7 @@ def references(things: list[Object]) -> None:
     scales = {(f"{thing['kind'].lower()}s/scale", thing["metadata"]["name"]) for thing in workloads(things)}
     clusters = {("rayclusters", thing["metadata"]["name"]) for thing in of_kind(things, "RayCluster")}
     assert {(resource, name) for verb, resource, name in may if verb == "get"} == scales | clusters
-    (test,) = of_kind(things, "Pod")
+    (test,) = (pod for pod in of_kind(things, "Pod") if pod["metadata"]["name"] == "demo-check")
     needed = [
         a.removeprefix("--need=") for a in test["spec"]["containers"][0]["args"] if a.startswith("--need=")
     ]

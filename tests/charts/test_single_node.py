@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rendering import CHART, Object, objects, of_kind, pods, selects
+from test_two_releases import COMMANDS
 
 GPU = "nvidia.com/gpu"
 TAINT = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
@@ -83,6 +84,7 @@ def test_all_pods_find_one_node_and_come_back_to_it(files: Any, values: Object) 
     things = objects(values, files=files)
     running = [pod for pod in pods(things) if pod.get("kind") != "Pod"]
     assert len(running) > 2
+    checks = {pod["metadata"]["name"]: pod for pod in of_kind(things, "Pod")}
     found = list(ends(running, frozenset(), set()))
     assert found
     for placed in found:
@@ -91,8 +93,31 @@ def test_all_pods_find_one_node_and_come_back_to_it(files: Any, values: Object) 
         for pod, _ in placed:
             assert [*fitting(pod, running, placed - {(pod, node)})] == [node]
         # `helm test` runs there, too
-        (check,) = of_kind(things, "Pod")
+        check = checks["demo-check"]
         assert [*fitting(len(running), [*running, check], placed)] == [node]
+
+
+@pytest.mark.parametrize(("files", "values"), WHERE.values(), ids=WHERE)
+def test_helm_test_says_that_a_run_has_scaled_the_roles_down(files: Any, values: Object) -> None:
+    """Where its pod follows those with GPUs, another comes first that follows nobody and mounts no claim."""
+    things = objects(values, files=files)
+    checks = {pod["metadata"]["name"]: pod for pod in of_kind(things, "Pod")}
+    finds_a_node = bool([*fitting(0, [checks["demo-check"]], frozenset())])
+    first = checks.get("demo-check-roles")
+    assert finds_a_node == (first is None)
+    if first is None:
+        return
+    assert first["metadata"]["annotations"]["helm.sh/hook-weight"] == "-1"
+    spec = first["spec"]
+    assert not spec.keys() & {"affinity", "nodeSelector", "tolerations", "initContainers"}
+    [container] = spec["containers"]
+    volumes = {volume["name"] for volume in spec["volumes"] if "persistentVolumeClaim" not in volume}
+    assert len(volumes) == len(spec["volumes"])
+    assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    needed = [arg for arg in checks["demo-check"]["spec"]["containers"][0]["args"] if arg.startswith("--need=")]
+    assert container["command"] == ["rolemesh", "need"]
+    assert [f"--need={arg}" for arg in container["args"]] == needed != []
+    assert COMMANDS["need"].make_context("need", [*container["args"]]).params["given"] == container["args"]
 
 
 def test_without_a_single_node_pods_have_the_nodes_of_their_own_groups() -> None:

@@ -152,8 +152,11 @@ def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     """Return whether a label selector, or a Service's map, selects an object with these labels."""
     matches = selector.get("matchLabels", {} if "matchExpressions" in selector else selector)
     for expression in selector.get("matchExpressions", ()):
-        value = labels.get(expression["key"])
-        if value is None or (expression["operator"] == "In" and value not in expression["values"]):
+        value, operator = labels.get(expression["key"]), expression["operator"]
+        if operator == "NotIn":
+            if value in expression["values"]:
+                return False
+        elif value is None or (operator == "In" and value not in expression["values"]):
             return False
     return matches.items() <= labels.items()
 

@@ -78,6 +78,9 @@ spec:
   {{- $beside := include "rlhf-job.release" $ | fromYaml }}
   {{- if and $node.leads (ne $component $node.leads) }}{{ $beside = include "rlhf-job.selector" (list $ $node.leads) | fromYaml }}{{ end }}
   {{- $near := dict "labelSelector" (dict "matchLabels" $beside) "topologyKey" "kubernetes.io/hostname" }}
+  {{- if and $node.leads (eq $component $node.leads) }} {{- /* a pod of `helm test` chooses no node */}}
+  {{- $_ := set $near.labelSelector "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "NotIn" "values" (list "check"))) }}
+  {{- end }}
   {{- $given := dig "podAffinity" "requiredDuringSchedulingIgnoredDuringExecution" list $affinity }}
   {{- $affinity = merge (dict "podAffinity" (dict "requiredDuringSchedulingIgnoredDuringExecution" (prepend $given $near))) $affinity }}
   {{- end }}
