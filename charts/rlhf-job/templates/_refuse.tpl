@@ -313,6 +313,24 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- include "rlhf-job.refuse.absent" (list . "ConfigMap" .Values.plugins.configMap "plugins.configMap") }}
 {{- end }}
 
+{{/* Refuse to begin with scaleUp while workloads have several pods, of (list $ GROUPS): if the number is taken out of a manifest,
+Kubernetes sets it to 1. Workloads that the controller scales already say so. Checked only on a cluster. */}}
+{{- define "rlhf-job.refuse.scaleUp" -}}
+{{- $ := first . }}
+{{- if $.Values.controller.scaleUp }}
+{{- range last . }}
+{{- if ne .kind "RayCluster" }}
+{{- $live := lookup "apps/v1" .kind $.Release.Namespace .workload }}
+{{- $said := dig "metadata" "annotations" "rolemesh.dev/scaled-by" "" $live }}
+{{- $pods := dig "spec" "replicas" 0 $live | int }}
+{{- if and (gt $pods 1) (ne $said "controller") }}
+{{- fail (printf "controller.scaleUp is true, which leaves the number of pods out, but %s %s has %d, and Kubernetes would set it to 1: stop the run first (rolemesh stop), or scale it to 1" (lower .kind) .workload $pods) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* Refuse claims of the chart that not all pods of the job can mount. */}}
 {{- define "rlhf-job.refuse.access" -}}
 {{- $ := . }}
