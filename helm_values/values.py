@@ -265,6 +265,9 @@ class AccountValues(Config):
     create: bool = Field(False, description="the chart makes the account; false: yours, or the namespace's")
     name: Name = Field("", description="empty: chosen by the chart, or the namespace's default")
     annotations: Labels = Field({}, description="of the account that the chart makes, e.g. for IRSA")
+    egress: list[kubernetes.EgressRule] = Field(
+        [], description="what pods with the account may reach, as rules of a NetworkPolicy, e.g. its STS"
+    )
 
 
 class AccountsValues(Config):

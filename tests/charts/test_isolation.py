@@ -53,6 +53,17 @@ def test_reward_pods_reach_dns_and_what_their_function_is_allowed_and_no_pod_of_
     assert leaving("rollout", values) == [HUB]
 
 
+def test_pods_reach_what_the_identity_of_their_account_needs() -> None:
+    """Such as a cloud's STS: a role that reads its model with an identity, and no pod of another account."""
+    accounts = {name: {"egress": [{"ports": [{"port": port}]}]} for port, name in enumerate(
+        ("roles", "reward", "controller"), 1000)}  # fmt: skip
+    for component, port in {"actor": 1000, "rollout": 1000, "reward": 1001, "controller": 1002}.items():
+        rules = leaving(component, {"serviceAccounts": accounts})
+        assert [rule for rule in rules if rule != ANYWHERE] == [{"ports": [{"port": port}]}]
+    shared = {"placement": {"strategy": "collocate"}, "serviceAccounts": accounts}
+    assert leaving("all", shared) == accounts["roles"]["egress"]
+
+
 def test_a_pod_that_a_reward_shares_reaches_what_each_of_its_roles_may() -> None:
     values = {
         "placement": {"strategy": "hybrid"},
