@@ -98,27 +98,56 @@ def test_two_releases_in_a_namespace_never_touch_each_other(namespace: Namespace
 
 
 def test_the_controllers_account_may_do_what_it_does_and_nothing_else(namespace: Namespace) -> None:
+    """It reads whether roles are scaled down, scales its own, and deletes the budget of its own pod."""
     namespace.install("job", *example(TINY))
     namespace.install("other", *example(TINY))
-    watching = Act("watch", "endpointslices", group="discovery.k8s.io")
-    scaling, others = [], []
+    slices = [Act(verb, "endpointslices", group="discovery.k8s.io") for verb in ("list", "watch")]
+    scaling, reading, others = [], [], []
     for role in ("actor", "critic", "rollout", "reference", "reward"):
         kind = "statefulsets" if role in ("actor", "critic") else "deployments"
-        scaling.append(Act("patch", kind, f"job-{role}", "scale", group="apps"))
-        others.append(Act("patch", kind, f"other-{role}", "scale", group="apps"))
-        others.append(Act("patch", kind, f"job-{role}", group="apps"))
+        scaling += [Act(verb, kind, f"job-{role}", "scale", group="apps") for verb in ("get", "patch")]
+        others += [Act(verb, kind, f"other-{role}", "scale", group="apps") for verb in ("get", "patch")]
+        reading.append(Act("get", kind, f"job-{role}", group="apps"))
+        others += [Act(verb, kind, f"job-{role}", group="apps") for verb in ("patch", "delete")]
+        others.append(Act("delete", "poddisruptionbudgets", f"job-{role}", group="policy"))
+    budget = Act("delete", "poddisruptionbudgets", "job-controller", group="policy")
     others += [
+        Act("delete", "poddisruptionbudgets", "other-controller", group="policy"),
+        Act("patch", "poddisruptionbudgets", "job-controller", group="policy"),
+        Act("list", "deployments", group="apps"),
         Act("get", "secrets"),
         Act("list", "pods"),
         Act("create", "pods"),
         Act("create", "pods", subresource="exec"),
         Act("delete", "pods"),
         Act("create", "jobs", group="batch"),
+        Act("delete", "jobs", group="batch"),
         Act("patch", "configmaps"),
         Act("update", "deployments", group="apps"),
+        Act("patch", "rayclusters", "job-actor", group="ray.io"),
+        Act("patch", "scaledobjects", "job-reward", group="keda.sh"),
     ]
-    assert allowed(namespace, "job-controller", watching, *scaling, *others) == [watching, *scaling]
-    assert allowed(namespace, "default", watching) == []
+    may = [*slices, *scaling, budget]
+    assert allowed(namespace, "job-controller", *may, *reading, *others) == may
+    assert allowed(namespace, "default", *slices) == []
+
+    # To scale up it also reads the number of pods that the values ask for.
+    upgrade = ("upgrade", "job", str(CHART), "--reuse-values", "--set", "controller.scaleUp=true")
+    namespace.helm(*upgrade)
+    assert allowed(namespace, "job-controller", *may, *reading, *others) == [*may, *reading]
+
+
+def test_scale_up_does_not_begin_while_workloads_have_several_pods(namespace: Namespace) -> None:
+    """Kubernetes would set the number, which the manifests then leave out, to 1. Later upgrades find any."""
+    upgrade = ("upgrade", "job", str(CHART), "--reuse-values", "--set", "controller.scaleUp=true")
+    namespace.install("job", *example(TINY), "--set", "placement.replicas.reward=2")
+    with pytest.raises(Failed, match="deployment job-reward has 2, and Kubernetes would set it to 1"):
+        namespace.helm(*upgrade)
+    namespace.kubectl("scale", "deployment/job-reward", "--replicas=1")
+    namespace.helm(*upgrade)
+    namespace.kubectl("scale", "deployment/job-reward", "--replicas=2")
+    namespace.helm(*upgrade)
+    assert namespace.one("deployment", "job-reward")["spec"]["replicas"] == 2
 
 
 @dataclass(frozen=True)
