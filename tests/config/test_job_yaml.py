@@ -182,7 +182,7 @@ def test_a_recorded_job_is_the_job_whatever_its_texts_look_like(tmp_path: Path) 
 def test_a_backslash_makes_a_placeholder_the_text_that_it_is(tmp_path: Path) -> None:
     """In keys and values; `$NAME` is one in paths alone. Of two backslashes one stays."""
     written = {
-        "rollout": {"stop": [r"\${a}", r"\\${a}", r"\d", "$5", "$a", "${", r"\${a\${b}}"]},
+        "rollout": {"name": "vllm", "stop": [r"\${a}", r"\\${a}", r"\d", "$5", "$a", "${", r"\${a\${b}}"]},
         "trainer": {"default_local_dir": r"/\$a/\${b}/\$c", "experiment_name": r"\$a"},
         "data": {"apply_chat_template_kwargs": {r"\${k}": {"at": [r"\${v}"]}}},
     }
