@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.reward_managers import REWARD_MANAGERS, RewardManagerSpec
 from rolemesh.config.base import Config, LocalPath, NoEffect, name_in, options_of
 from rolemesh.config.model import FsdpConfig, JudgingModelConfig, Ulysses
@@ -113,6 +114,11 @@ class RewardConfig(Config):
     def manager(self) -> RewardManagerSpec:
         """The declaration of reward_manager."""
         return REWARD_MANAGERS[self.reward_manager]
+
+    @property
+    def rules_score(self) -> bool:
+        """True if built-in rules score the rows that no model does; False: your function or manager."""
+        return self.custom_reward_function.path is None and self.manager.origin == BUILT_IN
 
     @property
     def tells_more(self) -> bool:

@@ -50,6 +50,7 @@ class PromptDataset:
         split: "train" or "val"; the prefix of every uid. Selects train_max_samples or val_max_samples.
         agents: of a job with conversations, whose rows have an agent_name; None: a row has one turn.
         scored: whether rows have the columns by which responses are scored; False: only the prompt is read.
+        by_rules: whether built-in rules score them, so that a row without a ground truth is an error.
 
     Raises:
         InvalidData: a file or a row is unusable, or no row is left. The message names file, row and column.
@@ -64,12 +65,14 @@ class PromptDataset:
         split: Literal["train", "val"] = "train",
         agents: Agents | None = None,
         scored: bool = True,
+        by_rules: bool = False,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise InvalidData(
                 f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which prompts need"
             )
         self.config, self.split, self._agents, self._scored = config, split, agents, scored
+        self._by_rules = by_rules
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._source = load_rows(files, config, split, "prompts" if scored else "bare prompts")
         self._most_characters = config.max_prompt_length * longest_token(tokenizer)
@@ -154,7 +157,7 @@ class PromptDataset:
         """Check a row and render its prompt as text; the chat template writes the special tokens."""
         prompt = row[self.config.prompt_key]
         if self._scored:
-            check_scoring(row, self.config, self._source.where(position))
+            check_scoring(row, self.config, self._source.where(position), by_rules=self._by_rules)
         if not is_chat(prompt):
             raise self._wrong(
                 position,
@@ -248,29 +251,53 @@ def digest_of(positions: Sequence[int], rows: Iterable[NDArray[np.int32]]) -> st
 
 
 def scoring_columns(rows: Sequence[Mapping[str, Any]], config: DataConfig) -> dict[str, list[Any]]:
-    """Return the columns data_source, reward_model and extra_info of checked rows."""
+    """Return the columns data_source, reward_model and extra_info of checked rows; {} for an empty cell."""
     return {
         "data_source": [row[config.reward_fn_key] for row in rows],
-        "reward_model": [row[config.reward_model_key] for row in rows],
+        "reward_model": [row[config.reward_model_key] or {} for row in rows],
         "extra_info": [row.get("extra_info") or {} for row in rows],
     }
 
 
-def check_scoring(row: Mapping[str, Any], config: DataConfig, where: str) -> None:
+def check_scoring(row: Mapping[str, Any], config: DataConfig, where: str, *, by_rules: bool = False) -> None:
     """Check that a row has the columns by which its responses are scored.
 
+    Args:
+        row: with its columns data_source and reward_model.
+        config: the columns' names.
+        where: the row's file and number; the message begins with it.
+        by_rules: whether built-in rules score, which compare a response with reward_model.ground_truth. A
+            user's function may find the truth elsewhere, such as in extra_info.
+
     Raises:
-        InvalidData: it does not. The message begins with `where`.
+        InvalidData: it does not.
     """
-    for column, kind in ((config.reward_fn_key, str), (config.reward_model_key, dict)):
-        if not row[column] or not isinstance(row[column], kind):
+    source, scored_by = row[config.reward_fn_key], row[config.reward_model_key]
+    scored_by = {} if scored_by is None else scored_by  # a struct of nulls comes as {}, and says as little
+    for column, cell, kind in (
+        (config.reward_fn_key, source or None, str),
+        (config.reward_model_key, scored_by, dict),
+    ):
+        if not isinstance(cell, kind):
             raise InvalidData(
                 f"{where}: column {column!r} should hold a {kind.__name__}; it holds {row[column]!r:.200}"
             )
-    if not_a_number := [key for key, value in row[config.reward_model_key].items() if value != value]:
+    if not_a_number := [key for key, value in scored_by.items() if value != value]:
         raise InvalidData(
             f"{where}: column {config.reward_model_key!r} has NaN as {not_a_number[0]!r}; expected a value"
         )
+    if by_rules and scored_by.get("style") != "model" and _says_nothing(scored_by.get("ground_truth")):
+        raise InvalidData(
+            f"{where}: column {config.reward_model_key!r} has no ground_truth, with which the rule of "
+            f"{source} compares responses; it holds {scored_by!r:.200}. Fill it in, or set "
+            "reward.custom_reward_function.path to a function that finds it elsewhere"
+        )
+
+
+def _says_nothing(truth: Any) -> bool:
+    if isinstance(truth, dict):
+        return all(value is None for value in truth.values())
+    return truth is None or (isinstance(truth, list) and not truth)
 
 
 def is_chat(prompt: Any) -> bool:

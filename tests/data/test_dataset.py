@@ -210,7 +210,7 @@ def test_batches_cover_the_set_once_in_order(tmp_path: Path) -> None:
         ([{"data_source": "math", "reward_model": {"style": "rule"}}], "has no column .'prompt'."),
         ([{"prompt": row("a")["prompt"], "reward_model": {"style": "rule"}}], "has no column .'data_source'."),
         ([row("a"), row("b", data_source=None)], "a.parquet, row 1: column 'data_source' should hold a str"),
-        ([row("a"), row("b", reward_model=None)], "a.parquet, row 1: column 'reward_model' should hold a dict"),
+        ([row("a", reward_model="1")], "a.parquet, row 0: column 'reward_model' should hold a dict"),
         ([row("a", prompt="just text")], "a.parquet, row 0: column 'prompt' should hold a list"),
         (
             [row("a"), row("b" * 99)],

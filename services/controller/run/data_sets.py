@@ -50,4 +50,5 @@ def _dataset(
         return SupervisedDataset(files, job.data, tokenizer, split=split)
     if job.page.learns_from == "pairs":
         return PairDataset(files, job.data, tokenizer, split=split)
-    return PromptDataset(files, job.data, tokenizer, split=split, agents=agents)
+    by_rules = "reward" in job.roles and job.reward.rules_score
+    return PromptDataset(files, job.data, tokenizer, split=split, agents=agents, by_rules=by_rules)
