@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,8 +109,20 @@ class PromptDataset:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all prompts in token ids, and so of data, template and tokenizer."""
+        """Digest of all prompts in token ids, and so of their messages, the template and the tokenizer."""
         return digest_of(self.positions, self._ids)
+
+    @cached_property
+    def columns_digest(self) -> str:
+        """Digest of the other columns of all rows: what rewards, tools and interactions read.
+
+        The order of keys does not count. Values that JSON does not have count by their type alone.
+        """
+        digest = hashlib.sha256()
+        for row in self._rows:
+            text = json.dumps(self._other_columns([row]), sort_keys=True, default=_plain)
+            digest.update(text.encode() + b"\n")
+        return digest.hexdigest()[:16]
 
     def batch(self, indices: Sequence[int] | Rows) -> DataProto:
         """Return the prompts at these indices as a batch.
@@ -124,15 +137,18 @@ class PromptDataset:
         prompts = np.full(mask.shape, self.pad_id, np.int64)
         prompts[mask] = np.concatenate([np.zeros(0, np.int32), *ids])
         rows = [self._rows[index] for index in indices]
-        talking = ("agent_name", "messages") if self._agents else ()
         return DataProto.from_dict(
             {"prompts": torch.from_numpy(prompts), "prompt_mask": torch.from_numpy(mask)},
             {
                 "uid": [f"{self.split}-{self.positions[index]:06d}" for index in indices],
-                **(scoring_columns(rows, self.config) if self._scored else {}),
-                **{name: [row[name] for row in rows] for name in talking},
+                **self._other_columns(rows),
             },
         )
+
+    def _other_columns(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+        talking = ("agent_name", "messages") if self._agents else ()
+        judging = scoring_columns(rows, self.config) if self._scored else {}
+        return {**judging, **{name: [row[name] for row in rows] for name in talking}}
 
     def batches(self, batch_size: int | None = None) -> Iterator[DataProto]:
         """Yield all prompts once, in the files' order; None: as one batch. The last batch may be shorter."""
@@ -248,6 +264,11 @@ def digest_of(positions: Sequence[int], rows: Iterable[NDArray[np.int32]]) -> st
     for ids in rows:
         digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
     return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """Return a NumPy value, which a plug-in's data set may have, as JSON takes it."""
+    return value.tolist() if hasattr(value, "tolist") else str(type(value))
 
 
 def scoring_columns(rows: Sequence[Mapping[str, Any]], config: DataConfig) -> dict[str, list[Any]]:

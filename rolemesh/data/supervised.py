@@ -70,6 +70,7 @@ class RowsWithResponses:
     """
 
     layout: ClassVar[Literal["responses", "pairs"]]
+    columns_digest: ClassVar[str | None] = None  # training reads tokens alone
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from rolemesh.config import load_job
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.errors import InvalidConfig
 from rolemesh.plugins import estimator
-from rolemesh.services.controller.run.checkpoints import settings_to_keep
+from rolemesh.services.controller.run.kept_settings import settings_to_keep
 
 # The scores of a group less their median. It imports no torch, which would take each process seconds.
 SOURCE = """

@@ -20,11 +20,13 @@ from rolemesh.roles import Roles, methods
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.services.controller.display.curves import draw_curves
 from rolemesh.services.controller.display.summary import accuracy_by_step
-from rolemesh.services.controller.run.checkpoints import (
+from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
+from rolemesh.services.controller.run.kept_settings import (
+    COLUMNS,
     PROMPTS,
     STEPS,
-    Checkpoints,
-    ControllerState,
+    Comparison,
+    compare,
     settings_to_keep,
 )
 from rolemesh.services.controller.run.stopwatch import Stopwatch
@@ -328,6 +330,23 @@ def test_what_a_schedule_and_the_prompts_depend_on_belongs_to_the_run(
     of_an_earlier_version = {key: before[key] for key in before if key not in (STEPS, PROMPTS)}
     file.write_text(ControllerState(1, {}, of_an_earlier_version).to_json())
     assert Checkpoints.read(tmp_path, now).step == 1
+
+
+def test_an_edited_column_is_refused_and_a_checkpoint_without_its_digest_is_compared_in_the_rest() -> None:
+    def settings(prompts: str, columns: str | None) -> dict[str, Any]:
+        return settings_to_keep(make_job({}), 10, prompts, columns)
+
+    compared = compare(settings("a", "b"), settings("a", "c"))
+    assert compared.refused == ["digest of the prompts' other columns is 'c' now and was 'b'"]
+    assert ["reward_model" in hint for hint in compared.hints] == [True]
+    assert compare(settings("a", "b"), settings("x", "c"), prompts_are_known=False) == Comparison([], [], [])
+    earlier = settings("a", "b")
+    del earlier[COLUMNS]
+    assert compare(earlier, settings("a", "c")) == Comparison([], [], [COLUMNS])
+    assert compare(earlier, settings("a", None)) == Comparison([], [], [])  # it trains on given tokens
+    assert compare(earlier, settings("x", "b")).refused == [
+        "digest of the tokenised prompts is 'x' now and was 'a'"
+    ]
 
 
 def test_a_run_goes_on_with_its_rules_and_one_of_an_earlier_version_with_any(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from forks import FORKS
@@ -22,6 +23,7 @@ from interrupted import NOISY, assert_same_end, contents, steps, train_and_stop_
 from ranked import exit_codes
 
 from rolemesh.config import JobConfig
+from rolemesh.data.parquet import write_rows
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidConfig
 from rolemesh.forwarding import Forwarding
@@ -42,17 +44,22 @@ async def unbroken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 async def test_a_stopped_run_resumed_ends_bit_for_bit_where_an_unbroken_run_ends(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An earlier version wrote no rules into its checkpoint: one warning says what has changed since."""
+    """An earlier version wrote less into its checkpoint: one warning says what has changed since, and what was
+    not compared."""
     job = small_job(tmp_path, tiny_model, "run", *NOISY)
     await train_and_stop_in(2, job)
     assert steps(job) == [0, 1, 2]
     file = job.run_dir / "global_step_2" / "controller.json"
     state = json.loads(file.read_text())
     assert state["kept_settings"].pop("reward.rules") == "rolemesh"
+    del state["kept_settings"]["digest of the prompts' other columns"]
     file.write_text(json.dumps(state))
     await train(job)
     assert_same_end(job, unbroken)
-    assert caplog.text.count("is of an earlier version of Rolemesh") == 1
+    [warning] = [
+        each.getMessage() for each in caplog.records if "is of an earlier version" in each.getMessage()
+    ]
+    assert "not compared: digest of the prompts' other columns; reward.rules. Its built-in rules" in warning
 
 
 async def test_grpo_resumed_ends_bit_for_bit_where_an_unbroken_run_ends(
@@ -153,7 +160,7 @@ async def test_a_finished_run_needs_no_role(unbroken: JobConfig, tiny_model: Pat
 
 
 async def test_resume_refuses_a_job_of_another_course_and_names_what_differs(
-    unbroken: JobConfig, tiny_model: Path
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     overrides = (*NOISY, "data.seed=7", "rollout.seed=8")
     job = small_job(unbroken.run_dir.parent, tiny_model, "run", *overrides)
@@ -167,6 +174,12 @@ async def test_resume_refuses_a_job_of_another_course_and_names_what_differs(
         InvalidConfig, match=r"digest of the tokenised prompts is '.* now and was '.*date_string"
     ):
         Run(unbroken, next_day).finished()
+    rows = pq.read_table(unbroken.data.train_files[0]).to_pylist()
+    rows[3]["reward_model"]["ground_truth"] = "5"  # as many rows with the same prompts
+    edited = f"data.train_files={write_rows(tmp_path / 'train.parquet', rows)}"
+    job = small_job(unbroken.run_dir.parent, tiny_model, "run", *NOISY, edited)
+    with pytest.raises(InvalidConfig, match=r"digest of the prompts' other columns is '.*now and was '"):
+        Run(job, load_tokenizer(job.actor.model)).finished()
 
 
 async def test_a_new_run_does_not_overwrite_the_checkpoints_of_an_old_one(

@@ -11,6 +11,7 @@ import pytest
 from rolemesh.config.data import DataConfig
 from rolemesh.config.job import make_job
 from rolemesh.data import PromptDataset
+from rolemesh.data.dataset import Agents
 from rolemesh.data.parquet import write_rows
 from rolemesh.errors import InvalidData
 from rolemesh.models.tiny import byte_tokenizer
@@ -70,3 +71,60 @@ def test_extra_info_without_values_is_as_if_it_were_absent(empty: Any, tmp_path:
 def test_rules_score_a_job_that_brings_neither_function_nor_manager() -> None:
     assert make_job({}).reward.rules_score
     assert not make_job({"reward": {"custom_reward_function": {"path": "/x.py"}}}).reward.rules_score
+
+
+TALKS = {"agents": Agents("tool_agent")}
+
+
+@pytest.mark.parametrize(
+    ("columns", "talks"),
+    [
+        ({"reward_model": {"style": "rule", "ground_truth": "2"}}, False),
+        ({"reward_model": {"style": "rule", "ground_truth": 1.0}}, False),
+        ({"data_source": "math_dapo"}, False),
+        ({"extra_info": {"index": 2}}, False),
+        ({"extra_info": {"index": 1, "tools_kwargs": {"f": {"create_kwargs": {"x": 0}}}}}, True),
+        ({"agent_name": "react_agent"}, True),
+        ({"prompt": [{"role": "user", "content": "b", "name": "Bo"}]}, True),  # the template does not write it
+    ],
+)
+def test_what_can_change_a_reward_or_a_conversation_changes_the_digest(
+    columns: dict[str, Any], talks: bool, tmp_path: Path
+) -> None:
+    """While the prompts' tokens, of which earlier versions kept the digest, stay the same."""
+    arguments = TALKS if talks else {}
+    one, other = (
+        dataset(written(tmp_path / f"{number}.jsonl", [row("a"), row("b", **edited)]), **arguments)
+        for number, edited in enumerate(({}, columns))
+    )
+    assert one.digest == other.digest
+    assert one.columns_digest != other.columns_digest
+
+
+def test_a_value_that_moves_to_another_row_changes_the_digest(tmp_path: Path) -> None:
+    digests = set()
+    for number, truths in enumerate((("1", "2"), ("2", "1"))):
+        rows = [
+            row(content, reward_model={"ground_truth": truth})
+            for content, truth in zip("ab", truths, strict=True)
+        ]
+        digests.add(dataset(written(tmp_path / f"{number}.jsonl", rows)).columns_digest)
+    assert len(digests) == 2
+
+
+def test_what_a_run_does_not_read_leaves_the_digest_alone(tmp_path: Path) -> None:
+    """As do the kind of file, the order of keys, and keys that Arrow adds because other rows have them."""
+    extras = [{"index": 1, "more": {"a": 1}}, {"more": {"b": 2}, "split": "train"}]
+    turned = [{key: extra[key] for key in reversed(extra)} for extra in extras]
+    files = [
+        written(tmp_path / "a.jsonl", [row("a", extra_info=extras[0]), row("b", extra_info=extras[1])]),
+        written(tmp_path / "b.jsonl", [row("a", extra_info=turned[0]), row("b", extra_info=turned[1])]),
+        written(tmp_path / "c.parquet", [row("a", extra_info=extras[0]), row("b", extra_info=extras[1])]),
+        written(
+            tmp_path / "d.jsonl", [row("a", extra_info=extras[0], ability="x"), row("b", extra_info=extras[1])]
+        ),
+    ]
+    assert len({dataset(file).columns_digest for file in files}) == 1
+    speaks = [{"role": "user", "content": "b", "name": "Bo"}]  # without a conversation only tokens are read
+    named = [row("a", extra_info=extras[0]), row("b", extra_info=extras[1], prompt=speaks)]
+    assert dataset(written(tmp_path / "e.jsonl", named)).columns_digest == dataset(files[0]).columns_digest

@@ -28,12 +28,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rolemesh.catalog.loading import used_plugins
-from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidBatch, InvalidConfig, RoleUnavailable
-from rolemesh.models.fetching import models_of
 from rolemesh.roles import Actor, Critic, Roles
+from rolemesh.services.controller.run.kept_settings import RULES, compare
 from rolemesh.tasks import gather
 from rolemesh.wire.codec import dump, load_batch
 
@@ -41,15 +39,11 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"global_step_(\d+)")
 PARTIAL = ".partial"
-RULES = "reward.rules"
-NUM_PROMPTS, PROMPTS = "prompts in data.train_files", "digest of the tokenised prompts"
-STEPS = "trainer.total_training_steps"
-HINT = (
-    ". The prompts' tokens depend on the content of data.train_files, on the tokenizer and on its chat "
-    "template. A template that writes today's date takes the date of the run's beginning from "
-    "data.apply_chat_template_kwargs, as in {date_string: 26 Jul 2024}"
+BEFORE_RULES = (
+    ". Its built-in rules judged some answers differently, and a dtype that the job leaves out was float32; "
+    "now it is auto, bfloat16 on a GPU. Set each dtype to float32 to go on as before. reward.rules has no "
+    "value for the earlier verdicts"
 )
-NEW = (RULES, PROMPTS, STEPS)  # settings that a checkpoint of an earlier version lacks
 
 
 @dataclass(frozen=True)
@@ -78,56 +72,6 @@ class ControllerState:
     def to_json(self) -> str:
         """Return everything except the waiting groups as JSON."""
         return json.dumps({name: value for name, value in vars(self).items() if name != "waiting"}, indent=1)
-
-
-def settings_to_keep(job: JobConfig, num_prompts: int, prompts: str = "") -> dict[str, Any]:
-    """Return the settings that determine a step's prompts, its sampled tokens, the waiting groups, and the
-    learning rate's schedule.
-
-    A resumed run must have the same ones, or it would be neither the old run nor a new one. In which dtype a
-    role computes depends on its device, so actor and critic keep theirs in their own files.
-
-    Args:
-        job: with its number of steps.
-        num_prompts: of the training data.
-        prompts: digest of these prompts in token ids.
-
-    Raises:
-        InvalidConfig: the job uses a part of a plug-in that other processes would not import.
-    """
-    data, rollout, filter_groups = job.data, job.rollout, job.algorithm.filter_groups
-    model, plugins = job.actor.model, used_plugins(job.plugins, job.parts)
-    optims = [job.actor.optim, *([job.critic.optim] if job.uses_critic else [])]
-    return {
-        **{f"revision of {role}'s model": read.revision or None for role, read in models_of(job).items()},
-        "actor.model.lora_alpha": model.lora_alpha if model.lora_rank else None,
-        **{f"digest of plug-in {name}": digest for name, digest in plugins.items()},
-        "algorithm.adv_estimator": job.algorithm.adv_estimator,
-        "algorithm.options": job.algorithm.options or None,
-        "algorithm.page": job.page.name,
-        "algorithm.page_options": job.algorithm.page_options or None,
-        "data.dataset": data.dataset,
-        "data.options": data.options or None,
-        "algorithm.gdpo_reward_keys": list(job.algorithm.gdpo_reward_keys) or None,
-        "algorithm.gdpo_reward_weights": list(job.algorithm.gdpo_reward_weights or ()) or None,
-        "algorithm.filter_groups.metric": filter_groups.metric if filter_groups.enable else None,
-        "data.train_files": [Path(file).name for file in data.train_files],
-        NUM_PROMPTS: num_prompts,
-        PROMPTS: prompts,
-        "data.train_batch_size": data.train_batch_size,
-        "data.gen_batch_size": data.gen_batch_size,
-        "data.shuffle": data.shuffle,
-        "data.seed": data.seed,
-        "data.max_prompt_length": data.max_prompt_length,
-        "data.max_response_length": data.max_response_length,
-        RULES: job.reward.rules,
-        STEPS: job.trainer.total_training_steps if any(optim.depends_on_total for optim in optims) else None,
-        "rollout.n": rollout.n,
-        "rollout.seed": rollout.seed,
-        "rollout.temperature": rollout.temperature,
-        "rollout.top_k": rollout.top_k,
-        "rollout.top_p": rollout.top_p,
-    }
 
 
 class Checkpoints:
@@ -184,12 +128,12 @@ class Checkpoints:
     async def load(self, path: Path, roles: Roles, settings: dict[str, Any]) -> ControllerState:
         """Restore the roles, and return the controller's state. Raises as `read` and the roles do."""
         state = self.read(path, settings)
-        if RULES not in state.kept_settings:
+        if missing := compare(state.kept_settings, settings).missing:
             log.warning(
-                "%s is of an earlier version of Rolemesh. Its built-in rules judged some answers differently, "
-                "and a dtype that the job leaves out was float32; now it is auto, bfloat16 on a GPU. Set each "
-                "dtype to float32 to go on as before. reward.rules has no value for the earlier verdicts",
+                "%s is of an earlier version of Rolemesh, and lacks settings that were thus not compared: %s%s",
                 path,
+                "; ".join(missing),
+                BEFORE_RULES if RULES in missing else "",
             )
         waiting = path / "waiting_groups"
         try:
@@ -219,19 +163,13 @@ class Checkpoints:
             state = ControllerState(**fields)
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointFailed(f"{path / 'controller.json'} cannot be read: {error}") from error
-        differing = [
-            f"{key} is {settings.get(key)!r} now and was {state.kept_settings.get(key)!r}"
-            for key in state.kept_settings | settings
-            if prompts_are_known or key not in (NUM_PROMPTS, PROMPTS)
-            if not (key in NEW and key not in state.kept_settings)  # `load` warns
-            if state.kept_settings.get(key) != settings.get(key)
-        ]
-        if differing:
+        compared = compare(state.kept_settings, settings, prompts_are_known=prompts_are_known)
+        if compared.refused:
             key = "lora_adapter_path" if (path / "actor" / "adapter_config.json").is_file() else "path"
             raise InvalidConfig(
-                f"{path} cannot be resumed exactly: {'; '.join(differing)}. Set them back, or start a new run "
-                f"from its weights: another trainer.experiment_name, and actor.model.{key}={path / 'actor'}"
-                f"{HINT if any(PROMPTS in each for each in differing) else ''}"
+                f"{path} cannot be resumed exactly: {'; '.join(compared.refused)}. Set them back, or start a "
+                "new run from its weights: another trainer.experiment_name, and "
+                f"actor.model.{key}={path / 'actor'}" + "".join(f". {hint}" for hint in compared.hints)
             )
         return state
 

@@ -29,9 +29,10 @@ from rolemesh.services.controller.pages.choice import check_step, page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.run.ahead import Ahead
 from rolemesh.services.controller.run.best import is_best
-from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState, settings_to_keep
+from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
 from rolemesh.services.controller.run.data_sets import training_data, validation_data
 from rolemesh.services.controller.run.decision import named_checkpoint, start_of
+from rolemesh.services.controller.run.kept_settings import settings_to_keep
 from rolemesh.services.controller.run.profile import check_profile_steps, profiled
 from rolemesh.services.controller.run.run_dir import MetricsFile, answers, dump, read_metrics, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
@@ -359,7 +360,7 @@ class Run:
         return fan_out(self._prompts(number), rollout.sampling[sampling].n, rollout.seed, number, sampling)
 
     def _settings_to_keep(self) -> dict[str, Any]:
-        return settings_to_keep(self.job, len(self._train), self._train.digest)
+        return settings_to_keep(self.job, len(self._train), self._train.digest, self._train.columns_digest)
 
     def _state(self, step: int) -> ControllerState:
         sampling = self._sampling

@@ -1,0 +1,113 @@
+"""The settings that a run keeps when it is resumed: which a checkpoint holds, and how a job is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolemesh.catalog.loading import used_plugins
+from rolemesh.config import JobConfig
+from rolemesh.models.fetching import models_of
+
+RULES = "reward.rules"
+NUM_PROMPTS, PROMPTS = "prompts in data.train_files", "digest of the tokenised prompts"
+COLUMNS = "digest of the prompts' other columns"
+STEPS = "trainer.total_training_steps"
+HINTS = {
+    PROMPTS: "The prompts' tokens depend on the content of data.train_files, on the tokenizer and on its chat "
+    "template. A template that writes today's date takes the date of the run's beginning from "
+    "data.apply_chat_template_kwargs, as in {date_string: 26 Jul 2024}",
+    COLUMNS: "The other columns are data_source, reward_model and extra_info, and in conversations agent_name "
+    "and messages: what rewards, tools and interactions read",
+}
+OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS)
+NEW = (RULES, PROMPTS, COLUMNS, STEPS)  # settings that a checkpoint of an earlier version lacks
+
+
+def settings_to_keep(
+    job: JobConfig, num_prompts: int, prompts: str = "", columns: str | None = None
+) -> dict[str, Any]:
+    """Return the settings that determine a step's prompts, what their responses are judged by, its sampled
+    tokens, the waiting groups, and the learning rate's schedule.
+
+    A resumed run must have the same ones, or it would be neither the old run nor a new one. In which dtype a
+    role computes depends on its device, so actor and critic keep theirs in their own files.
+
+    Args:
+        job: with its number of steps.
+        num_prompts: of the training data.
+        prompts: digest of these prompts in token ids.
+        columns: digest of their other columns; None if training reads none.
+
+    Raises:
+        InvalidConfig: the job uses a part of a plug-in that other processes would not import.
+    """
+    data, rollout, filter_groups = job.data, job.rollout, job.algorithm.filter_groups
+    model, plugins = job.actor.model, used_plugins(job.plugins, job.parts)
+    optims = [job.actor.optim, *([job.critic.optim] if job.uses_critic else [])]
+    return {
+        **{f"revision of {role}'s model": read.revision or None for role, read in models_of(job).items()},
+        "actor.model.lora_alpha": model.lora_alpha if model.lora_rank else None,
+        **{f"digest of plug-in {name}": digest for name, digest in plugins.items()},
+        "algorithm.adv_estimator": job.algorithm.adv_estimator,
+        "algorithm.options": job.algorithm.options or None,
+        "algorithm.page": job.page.name,
+        "algorithm.page_options": job.algorithm.page_options or None,
+        "data.dataset": data.dataset,
+        "data.options": data.options or None,
+        "algorithm.gdpo_reward_keys": list(job.algorithm.gdpo_reward_keys) or None,
+        "algorithm.gdpo_reward_weights": list(job.algorithm.gdpo_reward_weights or ()) or None,
+        "algorithm.filter_groups.metric": filter_groups.metric if filter_groups.enable else None,
+        "data.train_files": [Path(file).name for file in data.train_files],
+        NUM_PROMPTS: num_prompts,
+        PROMPTS: prompts,
+        COLUMNS: columns,
+        "data.train_batch_size": data.train_batch_size,
+        "data.gen_batch_size": data.gen_batch_size,
+        "data.shuffle": data.shuffle,
+        "data.seed": data.seed,
+        "data.max_prompt_length": data.max_prompt_length,
+        "data.max_response_length": data.max_response_length,
+        RULES: job.reward.rules,
+        STEPS: job.trainer.total_training_steps if any(optim.depends_on_total for optim in optims) else None,
+        "rollout.n": rollout.n,
+        "rollout.seed": rollout.seed,
+        "rollout.temperature": rollout.temperature,
+        "rollout.top_k": rollout.top_k,
+        "rollout.top_p": rollout.top_p,
+    }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a job's settings compare with those in a checkpoint.
+
+    Args:
+        refused: what differs, so that the checkpoint cannot be resumed exactly; a phrase each.
+        hints: what these depend on; a sentence each.
+        missing: settings that were not compared, since an earlier version wrote the checkpoint without them.
+    """
+
+    refused: list[str]
+    hints: list[str]
+    missing: list[str]
+
+
+def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_known: bool = True) -> Comparison:
+    """Compare the settings that a checkpoint holds with those of a job.
+
+    Args:
+        kept: `settings_to_keep` of the job that wrote the checkpoint, as its version knew them.
+        now: `settings_to_keep` of the job.
+        prompts_are_known: False leaves out what depends on the prompts.
+    """
+    keys = [key for key in {**kept, **now} if prompts_are_known or key not in OF_THE_DATA]
+    missing = [key for key in keys if key in NEW and key not in kept]
+    differing = [key for key in keys if key not in missing and kept.get(key) != now.get(key)]
+    return Comparison(
+        [f"{key} is {now.get(key)!r} now and was {kept.get(key)!r}" for key in differing],
+        [HINTS[key] for key in differing if key in HINTS],
+        [key for key in missing if now[key] is not None],
+    )
