@@ -86,6 +86,7 @@ async def test_a_run_killed_in_the_middle_of_a_conversation_ends_where_an_unbrok
     assert 1 <= len(recorded(jobs[1])) < 4
     await train(jobs[1])
     assert recorded(jobs[0]) == recorded(jobs[1])
+    assert Run(jobs[1], load_tokenizer(jobs[1].actor.model)).finished()  # before it knows the agents' tools
     ends = [(job.run_dir / "global_step_3" / "actor" / "model.safetensors").read_bytes() for job in jobs]
     assert ends[0] == ends[1]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,20 +13,12 @@ from torch import tensor
 from rolemesh.config.actor import ActorConfig
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import CheckpointFailed, InvalidConfig, RoleUnavailable
+from rolemesh.errors import CheckpointFailed, RoleUnavailable
 from rolemesh.roles import Roles, methods
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient, RolloutClient
 from rolemesh.services.controller.display.curves import draw_curves
 from rolemesh.services.controller.display.summary import accuracy_by_step
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
-from rolemesh.services.controller.run.kept_settings import (
-    COLUMNS,
-    PROMPTS,
-    STEPS,
-    Comparison,
-    compare,
-    settings_to_keep,
-)
 from rolemesh.services.controller.run.stopwatch import Stopwatch
 from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.services.controller.stages.advantages import apply_kl_penalty, compute_advantages
@@ -275,92 +265,6 @@ def test_a_checkpoint_that_was_to_be_replaced_comes_back_where_the_run_was_kille
     assert checkpoints.latest() == tmp_path / "global_step_5"
     checkpoints.clear_partial()
     assert checkpoints.steps() == [3, 5]
-
-
-@pytest.mark.parametrize(
-    ("key", "first", "then"),
-    [("gdpo_reward_keys", ["a", "b"], ["b", "a"]), ("gdpo_reward_weights", None, [1.0, 2.0])],
-)
-def test_groups_that_wait_have_the_components_that_they_were_judged_by(
-    key: str, first: Any, then: Any, tmp_path: Path
-) -> None:
-    before, now = ({"algorithm": {"gdpo_reward_keys": ["a", "b"]} | {key: value}} for value in (first, then))
-    settings = settings_to_keep(make_job(before), 10)
-    file, state = tmp_path / "controller.json", ControllerState(1, {}, settings)
-    for name in ("same_course", "kept_settings"):  # the earlier name, and today's
-        file.write_text(state.to_json().replace("kept_settings", name))
-        assert Checkpoints.read(tmp_path, settings).to_json() == state.to_json()
-    with pytest.raises(InvalidConfig, match=rf"algorithm\.{key} is .* now and was"):
-        Checkpoints.read(tmp_path, settings_to_keep(make_job(now), 10))
-
-
-@pytest.mark.parametrize(
-    ("job", "prompts", "refused"),
-    [
-        (
-            {"optim": {"lr_scheduler_type": "cosine"}},
-            ("a", "a"),
-            "trainer.total_training_steps is 8 now and was 4",
-        ),
-        (
-            {"optim": {"lr_warmup_steps_ratio": 0.1}},
-            ("a", "a"),
-            "trainer.total_training_steps is 8 now and was 4",
-        ),
-        ({"optim": {"lr_warmup_steps": 2}}, ("a", "a"), ""),
-        ({}, ("a", "a"), ""),
-        (
-            {},
-            ("a", "b"),
-            "digest of the tokenised prompts is 'b' now and was 'a'.*the date of the run's beginning",
-        ),
-    ],
-)
-def test_what_a_schedule_and_the_prompts_depend_on_belongs_to_the_run(
-    job: dict[str, Any], prompts: tuple[str, str], refused: str, tmp_path: Path
-) -> None:
-    before, now = (
-        settings_to_keep(make_job({"actor": job, "trainer": {"total_training_steps": steps}}), 10, digest)
-        for steps, digest in zip((4, 8), prompts, strict=True)
-    )
-    file = tmp_path / "controller.json"
-    file.write_text(ControllerState(1, {}, before).to_json())
-    with pytest.raises(InvalidConfig, match=refused) if refused else nullcontext():
-        Checkpoints.read(tmp_path, now)
-    of_an_earlier_version = {key: before[key] for key in before if key not in (STEPS, PROMPTS)}
-    file.write_text(ControllerState(1, {}, of_an_earlier_version).to_json())
-    assert Checkpoints.read(tmp_path, now).step == 1
-
-
-def test_an_edited_column_is_refused_and_a_checkpoint_without_its_digest_is_compared_in_the_rest() -> None:
-    def settings(prompts: str, columns: str | None) -> dict[str, Any]:
-        return settings_to_keep(make_job({}), 10, prompts, columns)
-
-    compared = compare(settings("a", "b"), settings("a", "c"))
-    assert compared.refused == ["digest of the prompts' other columns is 'c' now and was 'b'"]
-    assert ["reward_model" in hint for hint in compared.hints] == [True]
-    assert compare(settings("a", "b"), settings("x", "c"), prompts_are_known=False) == Comparison([], [], [])
-    earlier = settings("a", "b")
-    del earlier[COLUMNS]
-    assert compare(earlier, settings("a", "c")) == Comparison([], [], [COLUMNS])
-    assert compare(earlier, settings("a", None)) == Comparison([], [], [])  # it trains on given tokens
-    assert compare(earlier, settings("x", "b")).refused == [
-        "digest of the tokenised prompts is 'x' now and was 'a'"
-    ]
-
-
-def test_a_run_goes_on_with_its_rules_and_one_of_an_earlier_version_with_any(tmp_path: Path) -> None:
-    ours, verl = (
-        settings_to_keep(make_job({"reward": {"rules": rules}}), 10) for rules in ("rolemesh", "verl")
-    )
-    file = tmp_path / "controller.json"
-    file.write_text(ControllerState(1, {}, ours).to_json())
-    with pytest.raises(InvalidConfig, match=r"reward\.rules is 'verl' now and was 'rolemesh'"):
-        Checkpoints.read(tmp_path, verl)
-    del ours["reward.rules"]
-    file.write_text(ControllerState(1, {}, ours).to_json())
-    for each in (ours, verl):
-        assert Checkpoints.read(tmp_path, each).step == 1
 
 
 async def test_a_role_lost_while_a_checkpoint_is_written_is_role_unavailable(tmp_path: Path) -> None:

@@ -142,10 +142,17 @@ async def test_resume_path_leaves_the_later_course_and_makes_it_again(
     assert_same_end(again, unbroken)
 
 
-async def test_a_finished_run_started_again_makes_no_step(unbroken: JobConfig) -> None:
-    before, summary = recorded(unbroken), await train(unbroken)
+async def test_a_finished_run_started_again_makes_no_step(
+    unbroken: JobConfig, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And every resume says a changed learning rate, once."""
+    before = recorded(unbroken)
+    overrides = (*NOISY, "actor.optim.lr=5e-4")
+    summary = await train(small_job(unbroken.run_dir.parent, tiny_model, "run", *overrides))
     assert (summary.step, summary.total_steps) == (4, 4)
     assert recorded(unbroken) == before
+    [warning] = [each.getMessage() for each in caplog.records if "global_step_4 is" in each.getMessage()]
+    assert "other settings of training: actor.optim.lr from 0.001 to 0.0005. The steps" in warning
 
 
 async def test_a_finished_run_needs_no_role(unbroken: JobConfig, tiny_model: Path) -> None:

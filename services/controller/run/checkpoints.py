@@ -128,12 +128,19 @@ class Checkpoints:
     async def load(self, path: Path, roles: Roles, settings: dict[str, Any]) -> ControllerState:
         """Restore the roles, and return the controller's state. Raises as `read` and the roles do."""
         state = self.read(path, settings)
-        if missing := compare(state.kept_settings, settings).missing:
+        compared = compare(state.kept_settings, settings)
+        if compared.changed:
+            log.warning(
+                "%s is resumed with other settings of training: %s. The steps from here on use the new ones",
+                path,
+                "; ".join(compared.changed),
+            )
+        if compared.missing:
             log.warning(
                 "%s is of an earlier version of Rolemesh, and lacks settings that were thus not compared: %s%s",
                 path,
-                "; ".join(missing),
-                BEFORE_RULES if RULES in missing else "",
+                "; ".join(compared.missing),
+                BEFORE_RULES if RULES in compared.missing else "",
             )
         waiting = path / "waiting_groups"
         try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rolemesh.catalog.loading import used_plugins
 from rolemesh.config import JobConfig
+from rolemesh.config.actor import ActorConfig, CriticConfig
 from rolemesh.models.fetching import models_of
 
 RULES = "reward.rules"
@@ -23,17 +25,19 @@ HINTS = {
     "and messages: what rewards, tools and interactions read",
 }
 OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS)
-NEW = (RULES, PROMPTS, COLUMNS, STEPS)  # settings that a checkpoint of an earlier version lacks
+NEW = (RULES, PROMPTS, COLUMNS, STEPS)  # settings that a checkpoint of an earlier version lacks, as do these:
+MAY_CHANGE = re.compile(r"(actor|critic)\.(optim\.\w+|ppo_mini_batch_size|ppo_epochs)")  # said, not refused
 
 
 def settings_to_keep(
     job: JobConfig, num_prompts: int, prompts: str = "", columns: str | None = None
 ) -> dict[str, Any]:
     """Return the settings that determine a step's prompts, what their responses are judged by, its sampled
-    tokens, the waiting groups, and the learning rate's schedule.
+    tokens, the waiting groups, and the learning rates.
 
-    A resumed run must have the same ones, or it would be neither the old run nor a new one. In which dtype a
-    role computes depends on its device, so actor and critic keep theirs in their own files.
+    A resumed run must have the same ones, or it would be neither the old run nor a new one. Those of
+    MAY_CHANGE are changed on purpose, so the resume only says it. In which dtype a role computes depends on its
+    device, so actor and critic keep theirs in their own files.
 
     Args:
         job: with its number of steps.
@@ -72,11 +76,26 @@ def settings_to_keep(
         "data.max_response_length": data.max_response_length,
         RULES: job.reward.rules,
         STEPS: job.trainer.total_training_steps if any(optim.depends_on_total for optim in optims) else None,
+        **_learning_settings_to_keep(job, "actor"),
+        **(_learning_settings_to_keep(job, "critic") if job.uses_critic else {}),
         "rollout.n": rollout.n,
         "rollout.seed": rollout.seed,
         "rollout.temperature": rollout.temperature,
         "rollout.top_k": rollout.top_k,
         "rollout.top_p": rollout.top_p,
+    }
+
+
+def _learning_settings_to_keep(job: JobConfig, role: Literal["actor", "critic"]) -> dict[str, Any]:
+    """Return what the learning rate of an optimizer step is made of, and the rest of the optimizer's settings.
+
+    The size and number of mini-batches say to which training step an optimizer step belongs.
+    """
+    section: ActorConfig | CriticConfig = job.actor if role == "actor" else job.critic
+    return {
+        **{f"{role}.optim.{key}": value for key, value in section.optim.model_dump(mode="json").items()},
+        f"{role}.ppo_mini_batch_size": job.mini_batch_size(role),
+        f"{role}.ppo_epochs": section.ppo_epochs,
     }
 
 
@@ -87,11 +106,13 @@ class Comparison:
     Args:
         refused: what differs, so that the checkpoint cannot be resumed exactly; a phrase each.
         hints: what these depend on; a sentence each.
+        changed: what differs and may; a phrase each.
         missing: settings that were not compared, since an earlier version wrote the checkpoint without them.
     """
 
     refused: list[str]
     hints: list[str]
+    changed: list[str]
     missing: list[str]
 
 
@@ -104,10 +125,17 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
         prompts_are_known: False leaves out what depends on the prompts.
     """
     keys = [key for key in {**kept, **now} if prompts_are_known or key not in OF_THE_DATA]
-    missing = [key for key in keys if key in NEW and key not in kept]
+    missing = [key for key in keys if key not in kept and (key in NEW or MAY_CHANGE.fullmatch(key))]
     differing = [key for key in keys if key not in missing and kept.get(key) != now.get(key)]
+    changed = [key for key in differing if MAY_CHANGE.fullmatch(key)]
+    phrases = [f"{key} from {kept.get(key)!r} to {now.get(key)!r}" for key in changed]
+    if STEPS in differing and None in (kept[STEPS], now[STEPS]):  # only one of the two schedules depends on it
+        phrases.append(f"the learning rate {'now depends' if now[STEPS] else 'no longer depends'} on {STEPS}")
+        changed.append(STEPS)
+    refused = [key for key in differing if key not in changed]
     return Comparison(
-        [f"{key} is {now.get(key)!r} now and was {kept.get(key)!r}" for key in differing],
-        [HINTS[key] for key in differing if key in HINTS],
-        [key for key in missing if now[key] is not None],
+        [f"{key} is {now.get(key)!r} now and was {kept.get(key)!r}" for key in refused],
+        [HINTS[key] for key in refused if key in HINTS],
+        phrases,
+        list(dict.fromkeys(re.sub(r"\.optim\..*", ".optim", key) for key in missing if now[key] is not None)),
     )

@@ -1,0 +1,194 @@
+"""What a checkpoint keeps of a job's settings, and how the job of a resume is compared with it."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolemesh.config.job import make_job
+from rolemesh.errors import InvalidConfig
+from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
+from rolemesh.services.controller.run.kept_settings import (
+    COLUMNS,
+    PROMPTS,
+    STEPS,
+    Comparison,
+    compare,
+    settings_to_keep,
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "first", "then"),
+    [("gdpo_reward_keys", ["a", "b"], ["b", "a"]), ("gdpo_reward_weights", None, [1.0, 2.0])],
+)
+def test_groups_that_wait_have_the_components_that_they_were_judged_by(
+    key: str, first: Any, then: Any, tmp_path: Path
+) -> None:
+    before, now = ({"algorithm": {"gdpo_reward_keys": ["a", "b"]} | {key: value}} for value in (first, then))
+    settings = settings_to_keep(make_job(before), 10)
+    file, state = tmp_path / "controller.json", ControllerState(1, {}, settings)
+    for name in ("same_course", "kept_settings"):  # the earlier name, and today's
+        file.write_text(state.to_json().replace("kept_settings", name))
+        assert Checkpoints.read(tmp_path, settings).to_json() == state.to_json()
+    with pytest.raises(InvalidConfig, match=rf"algorithm\.{key} is .* now and was"):
+        Checkpoints.read(tmp_path, settings_to_keep(make_job(now), 10))
+
+
+@pytest.mark.parametrize(
+    ("job", "prompts", "refused"),
+    [
+        (
+            {"optim": {"lr_scheduler_type": "cosine"}},
+            ("a", "a"),
+            "trainer.total_training_steps is 8 now and was 4",
+        ),
+        (
+            {"optim": {"lr_warmup_steps_ratio": 0.1}},
+            ("a", "a"),
+            "trainer.total_training_steps is 8 now and was 4",
+        ),
+        ({"optim": {"lr_warmup_steps": 2}}, ("a", "a"), ""),
+        ({}, ("a", "a"), ""),
+        (
+            {},
+            ("a", "b"),
+            "digest of the tokenised prompts is 'b' now and was 'a'.*the date of the run's beginning",
+        ),
+    ],
+)
+def test_what_a_schedule_and_the_prompts_depend_on_belongs_to_the_run(
+    job: dict[str, Any], prompts: tuple[str, str], refused: str, tmp_path: Path
+) -> None:
+    before, now = (
+        settings_to_keep(make_job({"actor": job, "trainer": {"total_training_steps": steps}}), 10, digest)
+        for steps, digest in zip((4, 8), prompts, strict=True)
+    )
+    file = tmp_path / "controller.json"
+    file.write_text(ControllerState(1, {}, before).to_json())
+    with pytest.raises(InvalidConfig, match=refused) if refused else nullcontext():
+        Checkpoints.read(tmp_path, now)
+    of_an_earlier_version = {key: before[key] for key in before if key not in (STEPS, PROMPTS)}
+    file.write_text(ControllerState(1, {}, of_an_earlier_version).to_json())
+    assert Checkpoints.read(tmp_path, now).step == 1
+
+
+def test_an_edited_column_is_refused_and_a_checkpoint_without_its_digest_is_compared_in_the_rest() -> None:
+    def settings(prompts: str, columns: str | None) -> dict[str, Any]:
+        return settings_to_keep(make_job({}), 10, prompts, columns)
+
+    compared = compare(settings("a", "b"), settings("a", "c"))
+    assert compared.refused == ["digest of the prompts' other columns is 'c' now and was 'b'"]
+    assert ["reward_model" in hint for hint in compared.hints] == [True]
+    assert compare(settings("a", "b"), settings("x", "c"), prompts_are_known=False) == Comparison(
+        [], [], [], []
+    )
+    earlier = settings("a", "b")
+    del earlier[COLUMNS]
+    assert compare(earlier, settings("a", "c")) == Comparison([], [], [], [COLUMNS])
+    assert compare(earlier, settings("a", None)) == Comparison([], [], [], [])  # it trains on given tokens
+    assert compare(earlier, settings("x", "b")).refused == [
+        "digest of the tokenised prompts is 'x' now and was 'a'"
+    ]
+
+
+FALLS = {"lr_scheduler_type": "cosine"}
+TOTAL = "trainer.total_training_steps"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "changed", "refused"),
+    [
+        (({}, 4), ({}, 8), [], []),
+        (({"lr": 1e-3}, 4), ({"lr": 5e-4}, 8), ["actor.optim.lr from 0.001 to 0.0005"], []),
+        (
+            ({"lr_warmup_steps": 2}, 4),
+            ({"lr_warmup_steps": 3, "betas": [0.9, 0.95]}, 4),
+            ["actor.optim.lr_warmup_steps from 2 to 3", "actor.optim.betas from [0.9, 0.999] to [0.9, 0.95]"],
+            [],
+        ),
+        ((FALLS, 4), (FALLS, 8), [], [f"{TOTAL} is 8 now and was 4"]),
+        (
+            (FALLS, 4),
+            ({"lr_scheduler_type": "linear", "min_lr_ratio": 0.1}, 4),
+            [
+                "actor.optim.lr_scheduler_type from 'cosine' to 'linear'",
+                "actor.optim.min_lr_ratio from 0.0 to 0.1",
+            ],
+            [],
+        ),
+        (
+            ({}, 4),
+            (FALLS, 8),
+            [
+                "actor.optim.lr_scheduler_type from 'constant' to 'cosine'",
+                f"the learning rate now depends on {TOTAL}",
+            ],
+            [],
+        ),
+        (
+            ({"lr_warmup_steps_ratio": 0.5}, 4),
+            ({}, 8),
+            [
+                "actor.optim.lr_warmup_steps_ratio from 0.5 to 0.0",
+                f"the learning rate no longer depends on {TOTAL}",
+            ],
+            [],
+        ),
+    ],
+)
+def test_a_resume_says_what_another_learning_rate_comes_from(
+    before: tuple[Any, int], now: tuple[Any, int], changed: list[str], refused: list[str]
+) -> None:
+    """It is refused only where nobody asked for another rate: more steps stretch a schedule."""
+    kept, settings = (
+        settings_to_keep(make_job({"actor": {"optim": optim}, "trainer": {"total_training_steps": steps}}), 10)
+        for optim, steps in (before, now)
+    )
+    assert compare(json.loads(json.dumps(kept)), settings) == Comparison(refused, [], changed, [])
+
+
+def test_a_resume_says_that_an_optimizer_step_is_another_share_of_a_training_step() -> None:
+    def settings(**critic: Any) -> dict[str, Any]:
+        return settings_to_keep(make_job({"actor": {"ppo_mini_batch_size": 512}, "critic": critic}), 10)
+
+    assert compare(settings(), settings(ppo_mini_batch_size=256, ppo_epochs=2, optim={"lr": 0.5})).changed == [
+        "critic.optim.lr from 1e-05 to 0.5",
+        "critic.ppo_mini_batch_size from 512 to 256",
+        "critic.ppo_epochs from 1 to 2",
+    ]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_not_compared_in_what_it_lacks() -> None:
+    now = settings_to_keep(
+        make_job({"actor": {"optim": FALLS}, "trainer": {"total_training_steps": 4}}), 10, "a", "b"
+    )
+    earlier = {
+        key: now[key]
+        for key in now
+        if not key.startswith(("actor.", "critic.", "digest of the prompts", STEPS))
+    }
+    roles = [
+        f"{role}.{key}"
+        for role in ("actor", "critic")
+        for key in ("optim", "ppo_mini_batch_size", "ppo_epochs")
+    ]
+    assert compare(earlier, now) == Comparison([], [], [], [COLUMNS, STEPS, *roles])
+
+
+def test_a_run_goes_on_with_its_rules_and_one_of_an_earlier_version_with_any(tmp_path: Path) -> None:
+    ours, verl = (
+        settings_to_keep(make_job({"reward": {"rules": rules}}), 10) for rules in ("rolemesh", "verl")
+    )
+    file = tmp_path / "controller.json"
+    file.write_text(ControllerState(1, {}, ours).to_json())
+    with pytest.raises(InvalidConfig, match=r"reward\.rules is 'verl' now and was 'rolemesh'"):
+        Checkpoints.read(tmp_path, verl)
+    del ours["reward.rules"]
+    file.write_text(ControllerState(1, {}, ours).to_json())
+    for each in (ours, verl):
+        assert Checkpoints.read(tmp_path, each).step == 1
