@@ -19,10 +19,10 @@ import pytest
 # Seconds of the heavy files that take 15 and more, on two cores. A file that is not here comes after these.
 LONGEST = {
     "tests/e2e/test_vllm_run.py": 153,
-    "tests/rollout/test_vllm_engine.py": 130,
+    "tests/rollout/test_vllm_engine.py": 110,
+    "tests/rollout/test_vllm_processes.py": 80,
     "tests/e2e/test_run.py": 80,
     "tests/rollout/test_openai_engine.py": 60,
-    "tests/rollout/test_vllm_processes.py": 60,
     "tests/ranks/test_trained_roles.py": 57,
     "tests/ranks/test_spread_rollouts.py": 52,
     "tests/processes/test_phases.py": 38,
