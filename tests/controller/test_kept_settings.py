@@ -15,6 +15,7 @@ from rolemesh.services.controller.run.checkpoints import Checkpoints, Controller
 from rolemesh.services.controller.run.kept_settings import (
     COLUMNS,
     PROMPTS,
+    RULES,
     STEPS,
     Comparison,
     compare,
@@ -178,6 +179,28 @@ def test_a_checkpoint_of_an_earlier_version_is_not_compared_in_what_it_lacks() -
         for key in ("optim", "ppo_mini_batch_size", "ppo_epochs")
     ]
     assert compare(earlier, now) == Comparison([], [], [], [COLUMNS, STEPS, *roles])
+
+
+# All that a checkpoint held before pages, plug-ins, digests and optimizers were compared.
+FIRST_SETTINGS = (
+    *("actor.model.lora_alpha", "algorithm.adv_estimator", "algorithm.gdpo_reward_keys"),
+    *("algorithm.gdpo_reward_weights", "algorithm.filter_groups.metric", "data.train_files"),
+    *("prompts in data.train_files", "data.train_batch_size", "data.gen_batch_size", "data.shuffle"),
+    *("data.seed", "data.max_prompt_length", "data.max_response_length", "rollout.n", "rollout.seed"),
+    *("rollout.temperature", "rollout.top_k", "rollout.top_p"),
+)
+
+
+def test_a_checkpoint_of_the_first_version_is_compared_in_what_it_has_and_in_what_a_job_newly_uses() -> None:
+    now = settings_to_keep(make_job({}), 10, "a", "b")
+    earlier = {key: now[key] for key in FIRST_SETTINGS}
+    compared = compare(earlier, now)
+    assert (compared.refused, compared.changed) == ([], [])
+    assert {"algorithm.page", "data.dataset", RULES, PROMPTS, COLUMNS} <= set(compared.missing)
+    assert not {*FIRST_SETTINGS, "data.options"} & set(compared.missing)  # the job sets no data.options
+    for key in ("rollout.n", "digest of plug-in mine.py", "revision of actor's model"):
+        [refused] = compare(earlier, now | {key: 3}).refused
+        assert refused == f"{key} is 3 now and was {earlier.get(key)}"
 
 
 def test_a_run_goes_on_with_its_rules_and_one_of_an_earlier_version_with_any(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ HINTS = {
     "and messages: what rewards, tools and interactions read",
 }
 OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS)
-NEW = (RULES, PROMPTS, COLUMNS, STEPS)  # settings that a checkpoint of an earlier version lacks, as do these:
 MAY_CHANGE = re.compile(r"(actor|critic)\.(optim\.\w+|ppo_mini_batch_size|ppo_epochs)")  # said, not refused
+BY_USE = re.compile(r"(digest of plug-in|revision of) .*")  # absent where a job uses no such part or model
 
 
 def settings_to_keep(
@@ -119,13 +119,16 @@ class Comparison:
 def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_known: bool = True) -> Comparison:
     """Compare the settings that a checkpoint holds with those of a job.
 
+    A setting that the checkpoint lacks is not compared, since its version did not know the setting. Only one of
+    BY_USE is: the checkpoint lacks it because its job did not use that part or model.
+
     Args:
         kept: `settings_to_keep` of the job that wrote the checkpoint, as its version knew them.
         now: `settings_to_keep` of the job.
         prompts_are_known: False leaves out what depends on the prompts.
     """
     keys = [key for key in {**kept, **now} if prompts_are_known or key not in OF_THE_DATA]
-    missing = [key for key in keys if key not in kept and (key in NEW or MAY_CHANGE.fullmatch(key))]
+    missing = [key for key in keys if key not in kept and not BY_USE.fullmatch(key)]
     differing = [key for key in keys if key not in missing and kept.get(key) != now.get(key)]
     changed = [key for key in differing if MAY_CHANGE.fullmatch(key)]
     phrases = [f"{key} from {kept.get(key)!r} to {now.get(key)!r}" for key in changed]
