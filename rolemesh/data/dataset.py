@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 
 from rolemesh.catalog.agents import AGENTS, ONE_TURN
 from rolemesh.config.data import DataConfig
+from rolemesh.config.reward import RewardConfig
 from rolemesh.data.order import Rows, permutation
 from rolemesh.data.progress_bar import track
 from rolemesh.data.source import load_rows
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidData
+from rolemesh.rules.checking import check_ground_truth
+from rolemesh.rules.sources import UnknownDataSource, rule_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class PromptDataset:
         split: "train" or "val"; the prefix of every uid. Selects train_max_samples or val_max_samples.
         agents: of a job with conversations, whose rows have an agent_name; None: a row has one turn.
         scored: whether rows have the columns by which responses are scored; False: only the prompt is read.
-        by_rules: whether built-in rules score them, so that a row without a ground truth is an error.
+        reward: how responses are scored; a row that cannot be scored so is an error. None: they are not scored.
 
     Raises:
         InvalidData: a file or a row is unusable, or no row is left. The message names file, row and column.
@@ -66,14 +69,14 @@ class PromptDataset:
         split: Literal["train", "val"] = "train",
         agents: Agents | None = None,
         scored: bool = True,
-        by_rules: bool = False,
+        reward: RewardConfig | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise InvalidData(
                 f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which prompts need"
             )
         self.config, self.split, self._agents, self._scored = config, split, agents, scored
-        self._by_rules = by_rules
+        self._reward = reward
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self._source = load_rows(files, config, split, "prompts" if scored else "bare prompts")
         self._most_characters = config.max_prompt_length * longest_token(tokenizer)
@@ -173,7 +176,7 @@ class PromptDataset:
         """Check a row and render its prompt as text; the chat template writes the special tokens."""
         prompt = row[self.config.prompt_key]
         if self._scored:
-            check_scoring(row, self.config, self._source.where(position), by_rules=self._by_rules)
+            check_scoring(row, self.config, self._source.where(position), self._reward)
         if not is_chat(prompt):
             raise self._wrong(
                 position,
@@ -280,18 +283,22 @@ def scoring_columns(rows: Sequence[Mapping[str, Any]], config: DataConfig) -> di
     }
 
 
-def check_scoring(row: Mapping[str, Any], config: DataConfig, where: str, *, by_rules: bool = False) -> None:
-    """Check that a row has the columns by which its responses are scored.
+def check_scoring(
+    row: Mapping[str, Any], config: DataConfig, where: str, reward: RewardConfig | None = None
+) -> None:
+    """Check that a row has the columns by which its responses are scored, and that they can be.
+
+    A rule must be able to use reward_model.ground_truth. A user's function may find the truth elsewhere, such
+    as in extra_info.
 
     Args:
         row: with its columns data_source and reward_model.
         config: the columns' names.
         where: the row's file and number; the message begins with it.
-        by_rules: whether built-in rules score, which compare a response with reward_model.ground_truth. A
-            user's function may find the truth elsewhere, such as in extra_info.
+        reward: how a run scores responses; None: nothing scores them.
 
     Raises:
-        InvalidData: it does not.
+        InvalidData: it does not, or they cannot.
     """
     source, scored_by = row[config.reward_fn_key], row[config.reward_model_key]
     scored_by = {} if scored_by is None else scored_by  # a struct of nulls comes as {}, and says as little
@@ -307,18 +314,33 @@ def check_scoring(row: Mapping[str, Any], config: DataConfig, where: str, *, by_
         raise InvalidData(
             f"{where}: column {config.reward_model_key!r} has NaN as {not_a_number[0]!r}; expected a value"
         )
-    if by_rules and scored_by.get("style") != "model" and _says_nothing(scored_by.get("ground_truth")):
+    if reward is None:
+        return
+    if scored_by.get("style") == "model":
+        if not reward.reward_model.enable:
+            raise InvalidData(
+                f"{where}: column {config.reward_model_key!r} has style 'model', but "
+                "reward.reward_model.enable is false; set it to true, or style to 'rule'"
+            )
+    elif reward.rules_score:
+        _check_for_a_rule(source, scored_by.get("ground_truth"), config, where, reward)
+
+
+def _check_for_a_rule(
+    source: str, ground_truth: Any, config: DataConfig, where: str, reward: RewardConfig
+) -> None:
+    try:
+        rule = rule_of(source, reward)
+    except UnknownDataSource as error:
+        raise InvalidData(f"{where}: column {config.reward_fn_key!r}: {error}") from None
+    try:
+        check_ground_truth(rule, ground_truth, reward)
+    except ValueError as error:
         raise InvalidData(
-            f"{where}: column {config.reward_model_key!r} has no ground_truth, with which the rule of "
-            f"{source} compares responses; it holds {scored_by!r:.200}. Fill it in, or set "
-            "reward.custom_reward_function.path to a function that finds it elsewhere"
-        )
-
-
-def _says_nothing(truth: Any) -> bool:
-    if isinstance(truth, dict):
-        return all(value is None for value in truth.values())
-    return truth is None or (isinstance(truth, list) and not truth)
+            f"{where}: column {config.reward_model_key!r} has no ground_truth that {source}'s rule {rule} can "
+            f"compare responses with: {error}. Correct it, or set reward.custom_reward_function.path to a "
+            "function that reads it, or finds it elsewhere"
+        ) from None
 
 
 def is_chat(prompt: Any) -> bool:

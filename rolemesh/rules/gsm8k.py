@@ -23,14 +23,25 @@ def compute_score(
     Raises:
         ValueError: the ground truth is not a number.
     """
-    answers = [_number(answer) for answer in right_answers(ground_truth)]
-    if None in answers:
-        raise ValueError(f"ground_truth {ground_truth!r:.200} is not a number, which gsm8k's rule compares")
+    answers = right_numbers(ground_truth)
     found = marked_number(solution_str if answer_chars is None else solution_str[-answer_chars:])
     given = None if found is None else _number(found)
     right = given is not None and given in answers
     score = 1.0 if right else format_score if found is not None else 0.0
     return {"score": score, "acc": float(right), "pred": "" if given is None else spelling(given)}
+
+
+def right_numbers(ground_truth: Any) -> list[Decimal]:
+    """Return the correct answers as numbers.
+
+    Raises:
+        ValueError: one of them is not a number, or there is none.
+    """
+    answers = [_number(answer) for answer in right_answers(ground_truth)]
+    numbers = [answer for answer in answers if answer is not None]
+    if len(numbers) < len(answers):
+        raise ValueError(f"ground_truth {ground_truth!r:.200} is not a number, which gsm8k's rule compares")
+    return numbers
 
 
 def _number(text: str) -> Decimal | None:

@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any
 
 from rolemesh.errors import RewardFailed
-from rolemesh.services.reward.functions import UnknownDataSource
+from rolemesh.rules.sources import UnknownDataSource
 
 FLOAT32_MAX = 3.4028234663852886e38  # scores become float32
 MAX_ERROR_CHARACTERS = 1000  # characters kept of an error that the function raised

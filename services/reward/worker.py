@@ -17,7 +17,8 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RewardFailed
 from rolemesh.models.loading import load_tokenizer, vocabulary_in
 from rolemesh.roles import methods
-from rolemesh.services.reward.functions import QUICK, UnknownDataSource, rule_of
+from rolemesh.rules.sources import UnknownDataSource, rule_of
+from rolemesh.services.reward.functions import QUICK
 from rolemesh.services.reward.overlong import overlong_penalty
 from rolemesh.services.reward.scoring_call import RowScore, Scorer
 from rolemesh.services.reward.scoring_pool import Call, CallQueue, ScoringPool

@@ -121,6 +121,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "services/actor/*": ("actor",),
     "services/critic/*": ("critic",),
     "services/reward/*": ("reward",),
+    "rolemesh/rules/sources.py: rule_of *": ("reward",),
+    "rolemesh/rules/checking.py: *": (),  # before a run begins
     "services/rollout/*": ("rollout",),
     "services/environment/*": ("environment",),
     "services/processes/serve.py: _with_ranks *": OWNER,

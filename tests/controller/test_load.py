@@ -187,6 +187,7 @@ def test_the_controller_and_a_rule_based_reward_import_no_adapters_curves_or_sco
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run").model_dump(mode="json")
     del job["reward"]["custom_reward_function"]
+    job["data"]["reward_fn_key"] = "ability"  # it holds "math", of which there is a rule
     ran = subprocess.run([sys.executable, "-c", LOADS, json.dumps(job)], capture_output=True, text=True)
     assert json.loads(ran.stdout or "null") == [], ran.stderr
 

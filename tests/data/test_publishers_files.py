@@ -19,7 +19,8 @@ from rolemesh.data.dataset import PromptDataset
 from rolemesh.data.pairs import PairDataset
 from rolemesh.models.loading import AutoTokenizer
 from rolemesh.models.tiny import byte_tokenizer
-from rolemesh.services.reward.functions import default_compute_score, rule_of
+from rolemesh.rules.sources import rule_of
+from rolemesh.services.reward.functions import default_compute_score
 
 
 def written(file: Path, content: Any) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ import pytest
 
 from rolemesh.config.data import DataConfig
 from rolemesh.config.job import make_job
+from rolemesh.config.reward import RewardConfig
 from rolemesh.data import PromptDataset
 from rolemesh.data.dataset import Agents
 from rolemesh.data.parquet import write_rows
 from rolemesh.errors import InvalidData
 from rolemesh.models.tiny import byte_tokenizer
+from rolemesh.services.controller.run.data_sets import training_data, validation_data
 
 TOKENIZER = byte_tokenizer()
+OWN_FUNCTION = {"reward": {"custom_reward_function": {"path": "/x.py"}}}
+REWARD_MODEL = {"reward": {"reward_model": {"enable": True, "model": {"path": "scorer"}}}}
+NEVER = {"test_freq": -1, "val_before_train": False}  # validate
 
 
 def row(content: str, **columns: Any) -> dict[str, Any]:
@@ -54,11 +60,80 @@ def test_only_a_rule_needs_a_ground_truth(name: str, empty: dict[str, Any] | Non
     assert batch["reward_model"][0] == full
     assert not (batch["reward_model"][1].get("ground_truth") or {}).get("target")
     assert batch["extra_info"][1] == {"answer": "2"}
-    said = f"{name}, row 1: column 'reward_model' has no ground_truth, with which the rule of math compares"
+    said = f"{name}, row 1: column 'reward_model' has no ground_truth that math's rule math can compare"
     with pytest.raises(InvalidData, match=said):
-        dataset(file, by_rules=True)
+        dataset(file, reward=RewardConfig())
+    assert len(dataset(file, reward=make_job(OWN_FUNCTION).reward)) == 2
     rows[1]["reward_model"] = {"style": "model"}
-    assert len(dataset(written(tmp_path / name, rows), by_rules=True)) == 2
+    assert len(dataset(written(tmp_path / name, rows), reward=make_job(REWARD_MODEL).reward)) == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"data_source": "my/set"}, "column 'data_source': no rule for data_source 'my/set'; known are openai"),
+        ({"data_source": "my/set", "reward_model": {}}, "column 'data_source': no rule for data_source"),
+        ({"reward_model": {"style": "model"}}, "column 'reward_model' has style 'model', but reward.reward_mo"),
+        *(
+            (
+                {"data_source": source, "reward_model": {"ground_truth": truth}},
+                rf"column 'reward_model' has no ground_truth that {source}'s rule \w+ can compare .*{why}",
+            )
+            for source, truth, why in (
+                ("math", {"target": []}, r"should be text, a number, .*it is \[\]"),
+                ("math", [None], r"it is \[None\]"),
+                ("math", {"target": None, "x": 1}, r"it is (None|{'x': 1})"),
+                ("openai/gsm8k", "seven", "'seven' is not a number"),
+                ("openai/gsm8k", ["7", ""], r"\['7', ''\] is not a number"),
+                ("apps", "7", "should hold inputs and outputs"),
+                ("apps", {"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+                ("apps", '{"inputs": null, "outputs": ["1"]}', "should hold lists of inputs"),
+                ("apps", {"inputs": ["1"], "outputs": ["no JSON"], "fn_name": "f"}, "Expecting value"),
+                ("apps", "[" * 100_000, "nests too deeply"),
+            )
+        ),
+    ],
+)
+def test_a_row_that_could_not_be_scored_is_refused_at_the_start(
+    columns: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """By what scores: a user's function may read any row, but no row of `style: model` comes to it."""
+    file = written(tmp_path / "a.jsonl", [row("a"), row("b", **columns)])
+    with pytest.raises(InvalidData, match=rf"a\.jsonl, row 1: {said}"):
+        dataset(file, reward=RewardConfig())
+    own = make_job(OWN_FUNCTION).reward
+    with pytest.raises(InvalidData, match="style 'model'") if "style" in said else nullcontext():
+        dataset(file, reward=own)
+    assert len(dataset(file)) == 2
+
+
+def test_verls_rule_of_gsm8k_compares_any_text(tmp_path: Path) -> None:
+    truths: list[Any] = ["seven", "1,000", 7, {"target": ["7", 7.5]}]
+    rows = [row("a", data_source="openai/gsm8k", reward_model={"ground_truth": truth}) for truth in truths]
+    assert len(dataset(written(tmp_path / "a.jsonl", rows), reward=RewardConfig(rules="verl"))) == 4
+    assert len(dataset(written(tmp_path / "b.jsonl", rows[1:]), reward=RewardConfig())) == 3
+
+
+@pytest.mark.parametrize(
+    ("trainer", "refused"),
+    [
+        ({}, ["train"]),
+        ({"test_freq": 2}, ["train", "val"]),
+        ({"val_before_train": True}, ["train", "val"]),
+        ({"val_only": True}, ["val"]),
+    ],
+)
+def test_only_rows_that_a_run_scores_must_be_scorable(
+    trainer: dict[str, Any], refused: list[str], tmp_path: Path
+) -> None:
+    file = str(written(tmp_path / "a.jsonl", [row("a", data_source="my/set")]))
+    data = {"train_files": [file], "val_files": [file], "train_batch_size": 1}
+    trainer = {"total_training_steps": 1, **NEVER, **trainer}
+    one = {"ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1}
+    job = make_job({"data": data, "actor": one, "critic": one, "trainer": trainer})
+    for split, read in (("train", training_data), ("val", validation_data)):
+        with pytest.raises(InvalidData, match="my/set") if split in refused else nullcontext():
+            read(job, TOKENIZER, None)
 
 
 @pytest.mark.parametrize("empty", [None, {}, {"split": None}])
@@ -70,7 +145,7 @@ def test_extra_info_without_values_is_as_if_it_were_absent(empty: Any, tmp_path:
 
 def test_rules_score_a_job_that_brings_neither_function_nor_manager() -> None:
     assert make_job({}).reward.rules_score
-    assert not make_job({"reward": {"custom_reward_function": {"path": "/x.py"}}}).reward.rules_score
+    assert not make_job(OWN_FUNCTION).reward.rules_score
 
 
 TALKS = {"agents": Agents("tool_agent")}

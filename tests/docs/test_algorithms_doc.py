@@ -13,7 +13,7 @@ from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
 from rolemesh.config.base import leaves
 from rolemesh.config.job import JobConfig
-from rolemesh.services.reward.functions import RULES
+from rolemesh.rules.sources import RULES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -11,17 +11,11 @@ import torch
 from rolemesh.config.reward import OverlongBufferConfig, RewardConfig
 from rolemesh.data import arithmetic
 from rolemesh.data.publishers import gsm8k as gsm8k_data
+from rolemesh.rules.program_tests import cases_of
+from rolemesh.rules.sources import RULES, UnknownDataSource, rule_of
 from rolemesh.sandbox.inside import idle_time
-from rolemesh.services.reward.functions import (
-    RULES,
-    UnknownDataSource,
-    dapo,
-    default_compute_score,
-    math_verify,
-    rule_of,
-)
+from rolemesh.services.reward.functions import dapo, default_compute_score, math_verify
 from rolemesh.services.reward.functions.prime_code import (
-    cases_of,
     compute_score,
     program_of,
     same_result,
@@ -189,7 +183,16 @@ def test_time_in_which_a_program_computes_or_waits_for_a_cpu_is_not_time_asleep(
 
 
 @pytest.mark.parametrize(
-    "truth", [{}, "[]", "1", {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, "no JSON"]
+    "truth",
+    [
+        {},
+        "[]",
+        "1",
+        {"inputs": [], "outputs": []},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": None, "outputs": "1"},
+        "no JSON",
+    ],
 )
 def test_a_ground_truth_without_tests_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match=r"ground_truth|Expecting value"):

@@ -15,7 +15,8 @@ from rolemesh.rules import gsm8k
 from rolemesh.rules.boxed import last_boxed
 from rolemesh.rules.normal_form import read_answer
 from rolemesh.rules.notation import brace_fractions
-from rolemesh.services.reward.functions import UnknownDataSource, default_compute_score, math
+from rolemesh.rules.sources import UnknownDataSource
+from rolemesh.services.reward.functions import default_compute_score, math
 from rolemesh.services.reward.functions.custom import load_function
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gsm8k" / "train.jsonl"
@@ -238,7 +239,7 @@ def test_an_unknown_data_source_is_an_error_that_names_the_known_and_the_way_out
         default_compute_score("my/set", "1", "1")
 
 
-@pytest.mark.parametrize("truth", [None, {}, [], {"inputs": []}, [None]])
+@pytest.mark.parametrize("truth", [None, {}, [], {"inputs": []}, [None], [1, float("nan")]])
 def test_a_ground_truth_of_no_known_form_is_an_error(truth: Any) -> None:
     with pytest.raises(ValueError, match="ground_truth should be"):
         default_compute_score("math", r"\boxed{1}", truth)

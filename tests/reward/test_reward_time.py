@@ -11,7 +11,8 @@ from contextlib import suppress
 import pytest
 
 from rolemesh.config.reward import RewardConfig
-from rolemesh.services.reward.functions import QUICK, RULES, default_compute_score
+from rolemesh.rules.sources import RULES
+from rolemesh.services.reward.functions import QUICK, default_compute_score
 from rolemesh.services.reward.functions.prime_code import program_of, same_result, same_text
 from rolemesh.services.reward.functions.verl import dapo
 

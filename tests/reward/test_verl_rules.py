@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from rolemesh.config.reward import RewardConfig
-from rolemesh.services.reward.functions import default_compute_score, rule_of
+from rolemesh.rules.sources import rule_of
+from rolemesh.services.reward.functions import default_compute_score
 
 VERL = RewardConfig(rules="verl", format_score=0.1)
 

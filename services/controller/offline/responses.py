@@ -45,7 +45,6 @@ class ResponseRows:
         self._vocabulary = vocabulary_in(job.actor.model, "actor")
         self._by_model = job.reward.reward_model.enable
         self._by_tokens = self._by_model or job.reward.overlong_buffer.enable
-        self._by_rules = job.reward.rules_score
         required = tuple(dict.fromkeys((response_key, config.reward_fn_key, config.reward_model_key)))
         ids = (IDS,) if self._by_tokens and response_key == RESPONSES else ()
         self._source = FileRows([data_file(file) for file in config.val_files], required, ("extra_info", *ids))
@@ -73,7 +72,7 @@ class ResponseRows:
             positions = self._positions[at.start : at.stop]
             for position, row in zip(positions, self._source.rows(positions), strict=True):
                 where, texts = self._source.where(position), row[self._key]
-                check_scoring(row, self._config, where, by_rules=self._by_rules)
+                check_scoring(row, self._config, where, self._job.reward)
                 if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
                     raise InvalidData(
                         f"{where}: column {self._key!r} should hold a list of texts, the responses; it holds "

@@ -50,5 +50,6 @@ def _dataset(
         return SupervisedDataset(files, job.data, tokenizer, split=split)
     if job.page.learns_from == "pairs":
         return PairDataset(files, job.data, tokenizer, split=split)
-    by_rules = "reward" in job.roles and job.reward.rules_score
-    return PromptDataset(files, job.data, tokenizer, split=split, agents=agents, by_rules=by_rules)
+    used = job.validates if split == "val" else not job.trainer.val_only
+    reward = job.reward if used and "reward" in job.roles else None
+    return PromptDataset(files, job.data, tokenizer, split=split, agents=agents, reward=reward)

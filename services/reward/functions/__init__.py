@@ -2,7 +2,7 @@
 
 A rule takes the response's text and the row's ground truth. It returns a number, or a dict with "score" and, if
 the score does not say whether the answer is correct, "acc". To add a rule, add a file here, its data sources to
-RULES and a case to default_compute_score.
+rolemesh/rules/sources.py, its ground truths to rolemesh/rules/checking.py, and a case to default_compute_score.
 
 Scoring processes import this module, so neither it nor a rule may import torch or pydantic at the top. A rule
 is imported with the first row that needs it: all rules take as long as the rest that such a process imports.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
+
+from rolemesh.rules.sources import rule_of
 
 if TYPE_CHECKING:
     from rolemesh.config.reward import RewardConfig
@@ -27,53 +29,10 @@ class ScoreFunction(Protocol):
     ) -> Score: ...
 
 
-class UnknownDataSource(LookupError):
-    """There is no rule for a row's data_source."""
-
-
-RULES: dict[str, tuple[str, ...]] = {
-    "gsm8k": ("openai/gsm8k", "rolemesh/arithmetic"),
-    "math": (
-        "lighteval/MATH",
-        "DigitalLearningGmbH/MATH-lighteval",
-        "HuggingFaceH4/MATH-500",
-        "hendrycks/competition_math",
-        "math",
-    ),
-    "dapo": ("math_dapo", "math_dapo_reasoning", "aime*"),
-    "math_verify": (
-        "numina_aops_forum",
-        "numina_synthetic_math",
-        "numina_amc_aime",
-        "numina_synthetic_amc",
-        "numina_cn_k12",
-        "numina_olympiads",
-    ),
-    "prime_code": ("codecontests", "apps", "codeforces", "taco"),
-}
 # Rules that run in the service's own process. They start no program, and take less time than sending a row to
 # another process. They have no timeout, so for any input their time must grow at most linearly with response
 # and ground truth.
 QUICK = ("gsm8k", "math", "dapo")
-
-
-def rule_of(data_source: str, config: RewardConfig) -> str:
-    """Return the name of a data source's rule.
-
-    Raises:
-        UnknownDataSource: there is no rule.
-    """
-    if config.rules == "verl" and data_source == "math":
-        return "dapo"  # in verl this name means DAPO's data
-    for rule, sources in RULES.items():
-        if data_source in sources or (rule == "dapo" and data_source.startswith("aime")):
-            return config.math if rule == "math" and config.math != "hendrycks" else rule
-    known = ", ".join(source for sources in RULES.values() for source in sources)
-    raise UnknownDataSource(
-        f"no rule for data_source {data_source!r}; known are {known}. Set "
-        "reward.custom_reward_function.path to your Python file with a function "
-        "compute_score(data_source, solution_str, ground_truth, extra_info)"
-    )
 
 
 def default_compute_score(

@@ -10,11 +10,10 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+from rolemesh.rules.program_tests import Case, cases_of
 from rolemesh.sandbox.box import Limits, Sandbox
 
 if TYPE_CHECKING:
@@ -26,15 +25,6 @@ WHOLE = re.compile(r"[-+]?[\d_]+")
 SPARE_OUTPUT = 1 << 16  # bytes allowed beyond twice the expected output: blanks, and longer numbers
 
 _sandbox = Sandbox()  # one per process; starts with the first program
-
-
-@dataclass(frozen=True)
-class Case:
-    """Input and expected output: text, or, with `function`, its arguments and its result as JSON."""
-
-    given: str
-    expected: str
-    function: str | None
 
 
 def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig) -> dict[str, float]:
@@ -65,35 +55,6 @@ def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig)
 
 def program_of(solution_str: str) -> str:
     return solution_str.rpartition(f"{FENCE}python")[2].partition(FENCE)[0]
-
-
-def cases_of(ground_truth: Any) -> list[Case]:
-    """Read the tests of a ground truth.
-
-    Raises:
-        ValueError: it has another form, or no tests.
-    """
-    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
-    if not isinstance(truth, Mapping) or not {"inputs", "outputs"} <= set(truth):
-        raise ValueError(f"ground_truth should hold inputs and outputs; it is {ground_truth!r:.200}")
-    inputs, outputs, function = list(truth["inputs"]), list(truth["outputs"]), truth.get("fn_name")
-    if not inputs or len(inputs) != len(outputs):
-        raise ValueError(f"ground_truth has {len(inputs)} inputs and {len(outputs)} outputs; a test has both")
-    if function is None:
-        return [Case(_text(each), _text(right), None) for each, right in zip(inputs, outputs, strict=True)]
-    return [Case(*_call(each, right), function) for each, right in zip(inputs, outputs, strict=True)]
-
-
-def _text(text: Any) -> str:
-    """Convert to text; each element of a list becomes a line."""
-    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
-
-
-def _call(arguments: Any, result: Any) -> tuple[str, str]:
-    """Return both as JSON. If arguments are text, with a JSON value per line, the result already is JSON."""
-    if isinstance(arguments, str):
-        return json.dumps([json.loads(line) for line in arguments.split("\n") if line.strip()]), result
-    return json.dumps(arguments), json.dumps(result)
 
 
 class Attempt:
