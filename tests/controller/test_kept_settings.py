@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
@@ -162,6 +163,59 @@ def test_a_resume_says_that_an_optimizer_step_is_another_share_of_a_training_ste
         "critic.ppo_mini_batch_size from 512 to 256",
         "critic.ppo_epochs from 1 to 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "then", "phrase"),
+    [
+        ("rollout.do_sample", False, "is False now and was True"),
+        ("rollout.ignore_eos", True, "is True now and was False"),
+        ("rollout.stop", ["</answer>"], "is ['</answer>'] now and was []"),
+    ],
+)
+def test_what_changes_sampled_tokens_is_refused(key: str, then: Any, phrase: str) -> None:
+    engine = {"rollout": {"name": "vllm"}}  # which has stop texts
+    before, now = (settings_to_keep(make_job(job), 10) for job in (engine, merge(engine, nested(key, then))))
+    assert compare(json.loads(json.dumps(before)), now) == Comparison([f"{key} {phrase}"], [], [], [])
+
+
+@pytest.mark.parametrize(
+    ("key", "then", "phrase"),
+    [
+        ("reward.custom_reward_function.path", "mine.py", "from None to 'mine.py'"),
+        ("reward.custom_reward_function.reward_kwargs", {"cap": 2}, "from {} to {'cap': 2}"),
+        ("reward.answer_chars", None, "from 300 to None"),
+        ("reward.format_score", 0.1, "from 0.0 to 0.1"),
+        ("reward.math", "math_verify", "from 'hendrycks' to 'math_verify'"),
+        ("reward.skip_special_tokens", False, "from True to False"),
+        ("reward.sandbox.continuous", False, "from True to False"),
+        ("reward.overlong_buffer.penalty_factor", 0.5, "from 1.0 to 0.5"),
+    ],
+)
+def test_what_changes_rewards_is_said(key: str, then: Any, phrase: str) -> None:
+    before, now = (settings_to_keep(make_job(job), 10) for job in ({}, nested(key, then)))
+    assert compare(json.loads(json.dumps(before)), now) == Comparison([], [], [f"{key} {phrase}"], [])
+    del before[key]
+    assert compare(before, now).missing == (["the other keys of reward"] if then is not None else [])
+    without = settings_to_keep(make_job({"algorithm": {"page": "sft"}}), 10)  # nothing scores
+    assert key not in without
+
+
+def test_what_changes_conversations_is_said_and_how_they_are_kept_alive_is_not() -> None:
+    def settings(**multi_turn: Any) -> dict[str, Any]:
+        return settings_to_keep(make_job({"rollout": {"multi_turn": {"enable": True, **multi_turn}}}), 10)
+
+    now = settings(tools=["python"], turn_reward_weight=0.5, call_timeout_s=1, max_attempts=9)
+    assert compare(json.loads(json.dumps(settings())), now).changed == [
+        "rollout.multi_turn.tools from [] to ['python']",
+        "rollout.multi_turn.turn_reward_weight from 1.0 to 0.5",
+    ]
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return dict(value)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_not_compared_in_what_it_lacks() -> None:

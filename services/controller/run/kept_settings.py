@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
 from rolemesh.catalog.loading import used_plugins
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import ActorConfig, CriticConfig
+from rolemesh.config.reward import RewardConfig
+from rolemesh.config.rollout import MultiTurnConfig
 from rolemesh.models.fetching import models_of
 
 RULES = "reward.rules"
@@ -25,7 +28,17 @@ HINTS = {
     "and messages: what rewards, tools and interactions read",
 }
 OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS)
-MAY_CHANGE = re.compile(r"(actor|critic)\.(optim\.\w+|ppo_mini_batch_size|ppo_epochs)")  # said, not refused
+MAY_CHANGE = re.compile(  # said, not refused
+    r"(actor|critic)\.(optim\.\w+|ppo_mini_batch_size|ppo_epochs)|reward\.(?!rules$).+|rollout\.multi_turn\..+"
+)
+SCORING = (  # keys of reward that a score depends on, beside the rules
+    *(f"custom_reward_function.{key}" for key in ("path", "name", "reward_kwargs")),
+    *("reward_manager", "options", "reward_model.enable", "reward_model.model.path"),
+    *(f"overlong_buffer.{key}" for key in ("enable", "len", "penalty_factor")),
+    *("format_score", "answer_chars", "skip_special_tokens", "math", "timeout_s"),
+    *(f"sandbox.{key}" for key in ("continuous", "timeout_s", "memory_limit_mb")),
+)
+OF_OPERATION = {"call_timeout_s", "episode_timeout_s", "max_attempts", "max_episodes"}  # keys of multi_turn
 BY_USE = re.compile(r"(digest of plug-in|revision of) .*")  # absent where a job uses no such part or model
 
 
@@ -83,7 +96,23 @@ def settings_to_keep(
         "rollout.temperature": rollout.temperature,
         "rollout.top_k": rollout.top_k,
         "rollout.top_p": rollout.top_p,
+        "rollout.do_sample": rollout.do_sample,
+        "rollout.ignore_eos": rollout.ignore_eos,
+        "rollout.stop": list(rollout.stop),
+        **(_conversation_settings_to_keep(rollout.multi_turn) if rollout.multi_turn.enable else {}),
+        **(_scoring_settings_to_keep(job.reward) if "reward" in job.roles else {}),
     }
+
+
+def _scoring_settings_to_keep(reward: RewardConfig) -> dict[str, Any]:
+    """Return what a response's score depends on, except the content of the user's file."""
+    return {f"reward.{key}": attrgetter(key)(reward) for key in SCORING}
+
+
+def _conversation_settings_to_keep(multi_turn: MultiTurnConfig) -> dict[str, Any]:
+    """Return what the turns of a conversation depend on, except the content of files."""
+    dumped = multi_turn.model_dump(mode="json", exclude=OF_OPERATION)
+    return {f"rollout.multi_turn.{key}": value for key, value in dumped.items()}
 
 
 def _learning_settings_to_keep(job: JobConfig, role: Literal["actor", "critic"]) -> dict[str, Any]:
@@ -140,5 +169,12 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
         [f"{key} is {now.get(key)!r} now and was {kept.get(key)!r}" for key in refused],
         [HINTS[key] for key in refused if key in HINTS],
         phrases,
-        list(dict.fromkeys(re.sub(r"\.optim\..*", ".optim", key) for key in missing if now[key] is not None)),
+        list(dict.fromkeys(_shortened(key) for key in missing if now[key] is not None)),
     )
+
+
+def _shortened(key: str) -> str:
+    """Return one name for the many keys of a section."""
+    if key.startswith("reward.") and key != RULES:
+        return "the other keys of reward"
+    return re.sub(r"\.(optim|multi_turn)\..*", r".\1", key)
