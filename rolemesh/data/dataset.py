@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,9 +23,10 @@ from rolemesh.data.order import Rows, permutation
 from rolemesh.data.progress_bar import track
 from rolemesh.data.source import load_rows
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidData
+from rolemesh.errors import InvalidBatch, InvalidData
 from rolemesh.rules.checking import check_ground_truth
 from rolemesh.rules.sources import UnknownDataSource, rule_of
+from rolemesh.wire.json_text import to_json
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +312,12 @@ def check_scoring(
             raise InvalidData(
                 f"{where}: column {column!r} should hold a {kind.__name__}; it holds {row[column]!r:.200}"
             )
-    if not_a_number := [key for key, value in scored_by.items() if value != value]:
+    try:
+        for column, cell in ((config.reward_model_key, scored_by), ("extra_info", row.get("extra_info"))):
+            to_json(cell, f"{where}: column {column!r}")
+    except InvalidBatch as error:  # a data set of a plug-in may hold anything
+        raise InvalidData(str(error)) from None
+    if not_a_number := [k for k, v in scored_by.items() if isinstance(v, float) and math.isnan(v)]:
         raise InvalidData(
             f"{where}: column {config.reward_model_key!r} has NaN as {not_a_number[0]!r}; expected a value"
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rolemesh.catalog.datasets import DATASETS, DatasetSpec
 from rolemesh.config.data import DataConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.reward import RewardConfig
@@ -105,6 +108,31 @@ def test_a_row_that_could_not_be_scored_is_refused_at_the_start(
     with pytest.raises(InvalidData, match="style 'model'") if "style" in said else nullcontext():
         dataset(file, reward=own)
     assert len(dataset(file)) == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        (
+            {"reward_model": {"ground_truth": np.array(["1", "2"])}},
+            "'reward_model' holds a numpy.ndarray; JSON",
+        ),
+        ({"reward_model": {"ground_truth": ["1", {"x": np.int64(1)}]}}, "'reward_model' holds a numpy.int64; "),
+        (
+            {"extra_info": {"made": date(2020, 1, 2)}},
+            "'extra_info' holds a datetime.date; JSON takes dict, list",
+        ),
+        ({"reward_model": {"ground_truth": float("nan")}}, "'reward_model' has NaN as 'ground_truth'"),
+    ],
+)
+def test_a_cell_of_a_plug_in_that_no_message_can_hold_is_named(columns: dict[str, Any], said: str) -> None:
+    def rows(files: Any, config: Any, split: str) -> list[dict[str, Any]]:
+        return [row("a"), row("b", **columns)]
+
+    with DATASETS.adding(DatasetSpec(name="own", code=rows)):
+        config = DataConfig(dataset="own", max_prompt_length=64)
+        with pytest.raises(InvalidData, match=f"^data set own, row 1: column {said}"):
+            PromptDataset((), config, TOKENIZER)
 
 
 def test_verls_rule_of_gsm8k_compares_any_text(tmp_path: Path) -> None:
