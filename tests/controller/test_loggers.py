@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,19 @@ def test_what_is_no_number_is_left_out_of_a_step_and_named(caplog: pytest.LogCap
     assert numbers(7, given) == {"a": 1.5, "nan": 2, "e\\ud800": math.inf}
     assert "step 7 has metrics that are no numbers and are left out: " in caplog.text
     assert "'b' is a str, 'c' is a Tensor, 'd' is a NoneType" in caplog.text
+
+
+def test_a_number_that_no_float_holds_is_left_out_and_named(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    given = {"count": 2**53, "is": True, "int": 10**300, "huge": 10**400, "ratio": Fraction(-(10**400), 3)}
+    found = numbers(7, given)
+    assert [*found.items()] == [("count", 2**53), ("is", True), ("int", 1e300)]
+    assert [type(value) for value in found.values()] == [int, bool, float]
+    assert "'huge' is a int larger than any float, 'ratio' is a Fraction larger than any float" in caplog.text
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    file.log(7, found)
+    file.close()
 
 
 def test_a_missing_library_names_the_extra_that_brings_it(

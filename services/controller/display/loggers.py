@@ -37,6 +37,7 @@ from rolemesh.telemetry.metrics import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+EXACT_INT = 1 << 53  # a float holds every int up to here
 MLFLOW_BATCH = 1000  # most metrics of a request
 MLFLOW_BYTES = 250  # of a name
 MLFLOW_INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's code where a metric, not the server, is the cause
@@ -113,9 +114,10 @@ def write_each(metrics: Mapping[str, T], write: Callable[[str, T], object]) -> N
 
 
 def numbers(step: int, metrics: Mapping[Any, Any]) -> Metrics:
-    """Return a step's metrics without values that are no numbers, which a warning names.
+    """Return a step's metrics without values that are no numbers or too large, which a warning names.
 
-    A name becomes text that can be sent: one lone surrogate would cost every scrape of /metrics.
+    Values become floats, except bools and ints that a float holds exactly. A name becomes text that can be
+    sent: one lone surrogate would cost every scrape of /metrics.
     """
     found: Metrics = {}
     others = []
@@ -124,7 +126,10 @@ def numbers(step: int, metrics: Mapping[Any, Any]) -> Metrics:
             if isinstance(value, str):  # float() would read it
                 raise TypeError
             text = str(name).encode(errors="backslashreplace").decode()
-            found[text] = value if isinstance(value, int | float) else float(value)
+            is_exact = isinstance(value, int) and abs(value) <= EXACT_INT
+            found[text] = value if is_exact else float(value)
+        except OverflowError:
+            others.append(f"{name!r:.100} is a {type(value).__name__} larger than any float")
         except (TypeError, ValueError, RuntimeError):  # RuntimeError: of a tensor with several cells
             others.append(f"{name!r:.100} is a {type(value).__name__}")
     if others:
