@@ -204,7 +204,7 @@ def _check_greedy(job: JobConfig) -> None:
         "algorithm.filter_groups.enable": job.algorithm.filter_groups.enable,
     }
     found = [[text for text, holds in each.items() if holds] for each in (reasons, learners)]
-    if all(found):
+    if all(found) and not _environment_varies(job):
         raise ValueError(
             f"rollout.{found[0][0]}, so all answers to a prompt are the same, but {found[1][0]} needs answers "
             "that differ; set do_sample to true, temperature above 0 and top_k to -1"

@@ -1,6 +1,7 @@
 """The job file: what it refuses, and with which words."""
 
 import re
+from contextlib import nullcontext
 from functools import reduce
 from pathlib import Path
 
@@ -243,6 +244,25 @@ def test_several_greedy_answers_are_refused_where_they_are_made_and_surely_equal
         own = AgentSpec(name="own", code=lambda job: None, origin="tests")
         monkeypatch.setitem(built_in, "own", own)
         job["rollout"]["multi_turn"] = {"enable": True}
+        make_job(job)
+
+
+FILTER = ["algorithm.filter_groups.enable=true", "trainer.total_training_steps=2"]
+
+
+@pytest.mark.parametrize(
+    ("multi_turn", "differ"),
+    [("{}", False), ("{enable: true, tools: [calculator]}", False), ("{enable: true, tools: [python]}", True)],
+)
+@pytest.mark.parametrize("learner", [FILTER, []])
+def test_what_learns_from_different_answers_takes_greedy_ones_of_an_environment_that_varies(
+    learner: list[str], multi_turn: str, differ: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built_in = {name: agent for name, agent in AGENTS.items() if agent.origin == BUILT_IN}
+    monkeypatch.setattr(AGENTS, "_declared", built_in)
+    greedy = ["algorithm.adv_estimator=grpo", "rollout.n=2", "rollout.do_sample=false"]
+    job = parse_overrides([*greedy, *learner, f"rollout.multi_turn={multi_turn}"])
+    with nullcontext() if differ else pytest.raises(InvalidConfig, match="needs answers that differ; set"):
         make_job(job)
 
 
