@@ -89,7 +89,7 @@ class Pass:
 def role_seconds(
     job: JobConfig, role: str, shapes: Shapes, device: Device, devices: int = 1, ranks: int | None = None
 ) -> dict[str, float]:
-    """Return the seconds of one role on `devices` devices by phase ("generate", "judge", "update").
+    """Return the seconds of one role on `devices` devices by phase ("generate", "score", "update").
 
     The result is empty for a role without a model. Rows are spread evenly.
 
@@ -137,7 +137,7 @@ def role_parts(
         rows: of a step that this replica computes.
 
     Returns:
-        For "judge", and for a trained role also "update": "compute"; "gathers" of weights; "sums" of gradients;
+        For "score", and for a trained role also "update": "compute"; "gathers" of weights; "sums" of gradients;
         "exchanges" of tokens for heads (Ulysses); "optimizer"; and "orders", rank 0's, with their rows.
     """
     job = job.with_dtypes(device.kind)
@@ -162,7 +162,7 @@ def role_parts(
     exchanges = calls * shape.layers * 4 * exchange_seconds(device, tokens * heads, spread.together)
     sent = rows * width * TOKEN_BYTES * spread.together * (ranks - 1) / ranks / device.wire_bandwidth
     order = ORDER_S + FOLLOWER_S * (ranks - 2) if ranks > 1 else 0.0
-    judge = {
+    scoring = {
         "compute": one.seconds(device, micro, together=together),
         "gathers": gathers,
         "sums": 0.0,
@@ -170,11 +170,11 @@ def role_parts(
         "orders": CHUNKS_PER_BATCH * order + sent,
     }
     if role == "actor" and job.ref_in_actor:
-        judge = {name: 2 * seconds for name, seconds in judge.items()}  # a second pass with the adapter off
+        scoring = {name: 2 * seconds for name, seconds in scoring.items()}  # a second pass with the adapter off
     if not spec.trained:
-        return {"judge": judge}
-    if not job.answers:  # nothing is judged: the responses are given
-        judge = dict.fromkeys(judge, 0.0)
+        return {"score": scoring}
+    if not job.answers:  # nothing is scored: the responses are given
+        scoring = dict.fromkeys(scoring, 0.0)
 
     section = job.actor if role == "actor" else job.critic
     learnt = shape.trained_parameters(job.actor.model) if role == "actor" else parameters
@@ -202,7 +202,7 @@ def role_parts(
         "optimizer": steps * adamw * (ranks if device.shared else 1),
         "orders": steps * order + sent,
     }
-    return {"judge": judge, "update": {name: epochs * seconds for name, seconds in update.items()}}
+    return {"score": scoring, "update": {name: epochs * seconds for name, seconds in update.items()}}
 
 
 def _rows(job: JobConfig, role: str) -> int:

@@ -115,8 +115,8 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
         casts = (0, 0) if is_base_held(job, shape, ranks) else cast_parts(shape, job.actor.model.dtype, spread)
         passing = passing_bytes(shape, job.actor.model, tokens, head, casts, shared=device.shared)
         memory = trained(learnt, policy, shape, job.actor.model, passing, spread, on_device)
-        judging = judging_bytes(job, role, shape, tokens, device, ranks)  # when there are no gradients
-        memory = replace(memory, activations=max(memory.activations, judging - memory.gradients))
+        scoring = scoring_bytes(job, role, shape, tokens, device, ranks)  # when there are no gradients
+        memory = replace(memory, activations=max(memory.activations, scoring - memory.gradients))
         if job.actor.model.lora_rank:
             base = on_device * base_bytes(job, shape, ranks) // spread.shards
             memory = replace(memory, weights=memory.weights + base)
@@ -131,11 +131,11 @@ def role_memory(job: JobConfig, role: str, shapes: Shapes, device: Device, ranks
         return trained(scored, scored, shape, model, passing, spread, on_device)
     spec = ROLES[role]
     held = frozen_bytes(shape, spec.model(job).dtype, ranks, scores=spec.scores)
-    judging = judging_bytes(job, role, shape, tokens, device, ranks)
-    return Memory(weights=on_device * held // spread.shards, activations=judging)
+    scoring = scoring_bytes(job, role, shape, tokens, device, ranks)
+    return Memory(weights=on_device * held // spread.shards, activations=scoring)
 
 
-def judging_bytes(job: JobConfig, role: str, shape: ModelShape, tokens: int, device: Device, ranks: int) -> int:
+def scoring_bytes(job: JobConfig, role: str, shape: ModelShape, tokens: int, device: Device, ranks: int) -> int:
     """Return the peak bytes of a pass without gradients: activations or logits, casts and gathered weights.
 
     Args:

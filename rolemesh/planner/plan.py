@@ -20,7 +20,7 @@ from rolemesh.planner.spread import Spread, smallest
 Grouping = Mapping[str, Sequence[str]]  # a group's name to its roles
 
 FITS = "fits"
-PHASES = ("generate", "judge", "update", "weights", "switches")
+PHASES = ("generate", "score", "update", "weights", "switches")
 # The order in which a step's page calls the roles, i.e. their turns on a shared device.
 TURNS = ("rollout", "actor", "reference", "critic", "reward", "critic", "actor")
 
@@ -189,17 +189,17 @@ class Plan:
         """
         device = self.cluster.device
         together = sum if device.shared else max
-        judged = {g.name: g.busy("judge") for g in self.groups}
+        scoring = {g.name: g.busy("score") for g in self.groups}
         generate = sum(g.busy("generate") for g in self.groups)
         at_rollout = {g.name for g in self.groups if "rollout" in g.roles}
         if at_rollout and not device.shared:
-            judged = {
+            scoring = {
                 name: s if name in at_rollout else max(s / CHUNKS_PER_BATCH, s - generate)
-                for name, s in judged.items()
+                for name, s in scoring.items()
             }
         return {
             "generate": generate,
-            "judge": together(judged.values()),
+            "score": together(scoring.values()),
             "update": together([g.busy("update") for g in self.groups]),
             "weights": self.handover,
             "switches": together([g.switching(device) for g in self.groups]),
@@ -211,7 +211,7 @@ class Plan:
         seconds = self.phases
         if not self.ahead or self.blocked or self.cluster.device.shared:
             return sum(seconds.values())
-        rest = seconds["judge"] + seconds["update"] + seconds["switches"]
+        rest = seconds["score"] + seconds["update"] + seconds["switches"]
         return max(seconds["generate"], rest) + seconds["weights"]
 
     def gain_over(self, smaller: Plan) -> tuple[float, float]:

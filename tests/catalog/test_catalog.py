@@ -300,4 +300,4 @@ async def test_a_role_is_added_in_one_place(tiny_model: Path) -> None:
         weights = 4 * shapes["actor"].score_parameters
         assert least_memory(job, "judge", shapes).weights == weights
         assert role_memory(job, "judge", shapes, GPUS["h100"]).weights == weights
-        assert role_seconds(job, "judge", shapes, GPUS["h100"]).keys() == {"judge"}
+        assert role_seconds(job, "judge", shapes, GPUS["h100"]).keys() == {"score"}

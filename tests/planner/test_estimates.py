@@ -19,7 +19,7 @@ from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import model_directory
 from rolemesh.planner.cost import Pass, role_seconds
 from rolemesh.planner.devices import GIB, Device, available_memory, cpu, human_size, parse_size
-from rolemesh.planner.memory import judging_bytes, kv_bytes_per_token, logits_bytes, role_memory
+from rolemesh.planner.memory import kv_bytes_per_token, logits_bytes, role_memory, scoring_bytes
 from rolemesh.planner.refusal import least_memory, least_on_gpu
 from rolemesh.planner.search import search
 from rolemesh.planner.shapes import ModelShape, read_shape
@@ -221,13 +221,13 @@ def test_log_probs_take_a_block_of_logits_as_large_as_the_gpu_allows(memory_gib:
     """Of 8 rows 8 · 513 tokens are predicted. In 4 GiB a block has 2**25 logits, at 8 bytes a sixteenth."""
     gpu = replace(H100, memory_bytes=memory_gib * GIB)
     block = 8192 * (3 * 4096 * 4 + 3 * 11008 * 2)
-    judged = role_memory(ppo(), "reference", {"reference": LLAMA_7B}, gpu)
-    assert judged.activations == max(block, 8 * tokens * 32000 + 8192 * 4096 * (4 + 4 + 2))
-    # The actor judges without gradients. Of a small model with a large vocabulary this may be the peak.
+    reference = role_memory(ppo(), "reference", {"reference": LLAMA_7B}, gpu)
+    assert reference.activations == max(block, 8 * tokens * 32000 + 8192 * 4096 * (4 + 4 + 2))
+    # The actor scores without gradients. Of a small model with a large vocabulary this may be the peak.
     small = replace(LLAMA_7B, layers=2, multiplied_parameters=10**6, body_parameters=10**6, vocabulary=10**6)
     trained = role_memory(ppo(), "actor", {"actor": small}, gpu)
-    judging = judging_bytes(ppo(), "actor", small, 8192, gpu, ranks=1)
-    assert trained.activations + trained.gradients >= judging
+    scoring = scoring_bytes(ppo(), "actor", small, 8192, gpu, ranks=1)
+    assert trained.activations + trained.gradients >= scoring
 
 
 @settings(max_examples=60, deadline=None)
@@ -299,7 +299,7 @@ def test_decoding_few_rows_takes_as_long_as_reading_the_weights() -> None:
 
 def test_two_devices_halve_what_is_computed() -> None:
     job, shapes = ppo(), {"reference": LLAMA_7B}
-    one, two = (role_seconds(job, "reference", shapes, H100, n)["judge"] for n in (1, 2))
+    one, two = (role_seconds(job, "reference", shapes, H100, n)["score"] for n in (1, 2))
     assert two == pytest.approx(one / 2)
 
 
@@ -324,10 +324,10 @@ def test_switches_move_what_leaves_and_what_enters() -> None:
     assert all(g.switching(H100) == 0 for g in plan.groups if len(g.roles) == 1)
 
 
-def test_a_role_that_judges_is_moved_without_moments_and_leaves_without_a_copy() -> None:
+def test_a_role_that_scores_is_moved_without_moments_and_leaves_without_a_copy() -> None:
     [group] = planner(gpus=1).plan("collocate", COLLOCATE).groups
     policy, score = LLAMA_7B.policy_parameters, LLAMA_7B.score_parameters
-    # rollout, actor, reference, critic (judges and learns, as the rules need no device), actor (learns)
+    # rollout, actor, reference, critic (scores and learns, as the rules need no device), actor (learns)
     moved = 2 * 4 * policy + 4 * policy + group.memory["reference"].weights + (12 + 12) * (score + policy)
     assert group.switching(H100) == pytest.approx(moved / H100.host_bandwidth)
     # On a CPU all that came leaves again.

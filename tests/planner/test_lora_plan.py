@@ -81,5 +81,5 @@ def test_the_reference_in_the_actor_takes_as_long_as_the_actors_own_pass(tiny_mo
     job, shapes = job_of(tiny_model, lora_rank=8), role_shapes(job_of(tiny_model))
     with_kl = role_seconds(job, "actor", shapes, H100)
     without = role_seconds(make_job({"actor": {"model": {"lora_rank": 8}}}), "actor", shapes, H100)
-    assert with_kl["judge"] == pytest.approx(2 * without["judge"])
+    assert with_kl["score"] == pytest.approx(2 * without["score"])
     assert with_kl["update"] < role_seconds(job_of(tiny_model), "actor", shapes, H100)["update"]

@@ -180,7 +180,7 @@ def test_ranks_that_do_not_divide_the_heads_of_a_model_are_refused() -> None:
     ]
 
 
-def test_a_judge_that_one_device_cannot_hold_is_spread_as_little_as_it_must() -> None:
+def test_a_scoring_role_that_one_device_cannot_hold_is_spread_as_little_as_it_must() -> None:
     small = replace(H100, memory_bytes=13 * GIB)  # the reference needs 13.9 GiB
     plan = planner(gpus=64, device=small).plan("standalone", STANDALONE)
     devices, ranks = ranks_of(plan)["reference"]

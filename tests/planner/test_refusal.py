@@ -54,7 +54,7 @@ def least(role: str, **sections: Any) -> Memory:
     return least_on_gpu(job_of(**sections), role, SHAPES)
 
 
-def test_roles_that_judge_need_weights_in_their_type_and_a_pass_of_one_row() -> None:
+def test_roles_that_score_need_weights_in_their_type_and_a_pass_of_one_row() -> None:
     norms = 90_000_000 - 80_000_000 - 9_000 * 1024
     assert least("reference") == Memory(weights=2 * POLICY + 2 * norms, activations=PASS)
     assert least("reward") == Memory(weights=2 * SCORER + 2 * (norms + 1025), activations=PASS)
