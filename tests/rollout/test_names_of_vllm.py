@@ -69,7 +69,7 @@ def test_vllm_has_every_name_and_argument_that_the_engine_uses(source: Source) -
         ("engine.py", "clear_cache=True", "clear_all=True", f"AsyncLLM pause_generation {UNKNOWN}"),
         ("engine.py", "generate(prompt, params, ", "generate(prompt, ", "AsyncLLM generate refuses"),
         ("engine.py", ".resume_generation()", ".go_on()", "AsyncLLM has no go_on"),
-        ("engine.py", '"sleep", level', '"sleep", 1, level', "Worker sleep refuses the call: too many positional"),
+        ("engine.py", '"sleep", level', '"sleep", 1, level', "Worker sleep refuses the call: too many"),
         ("engine.py", '"wake_up"', '"rouse"', "Worker has no rouse"),
         ("engine.py", '"prompt_token_ids"', '"ids"', "TokensInput refuses the call: missing"),
         ("engine.py", ".FINAL_ONLY", ".LAST", "RequestOutputKind has no LAST"),
