@@ -221,7 +221,9 @@ class Step(Config):
 
 class HuggingFaceValues(Config):
     fetch: bool = Field(
-        False, description="the controller's pod downloads the models and data that the job names at the Hub"
+        False,
+        description="the pod of the controller, or of helm test, downloads the models and data that the job "
+        "names at the Hub",
     )
     cache: str = Field(
         "",

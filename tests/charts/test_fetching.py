@@ -1,4 +1,4 @@
-"""What a job names at the Hub is fetched by one pod, with the token; the others wait, and read it."""
+"""What a job names at the Hub is fetched by the controller or `helm test`; the others wait, and read it."""
 
 from __future__ import annotations
 
@@ -33,16 +33,19 @@ def env(container: dict[str, Any]) -> dict[str, Any]:
     return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in container["env"]}
 
 
-def test_the_controllers_pod_fetches_and_the_others_wait() -> None:
-    found = specs(FETCH)
-    assert {"controller", "actor", "reward"} <= found.keys()
+def test_the_pods_of_the_controller_and_of_helm_test_fetch_and_the_others_wait() -> None:
+    """While the controller is suspended, `helm test` would otherwise wait for ever, and so would the roles."""
+    suspended = FETCH | {"controller": {"suspend": True}}
+    assert of_kind(objects(suspended), "Job")[0]["spec"]["suspend"] is True
+    found = specs(suspended)
+    assert {"controller", "check", "actor", "reward"} <= found.keys()
     [done] = {spec["initContainers"][0]["args"][0].removeprefix("--creates=") for spec in found.values()}
     assert done.startswith("/models/hub/fetched/")
     for component, spec in found.items():
         fetch, prepare = spec["initContainers"]
         assert (fetch["name"], prepare["name"]) == ("fetch", "prepare-0")
         runs = fetch["command"][0] == "flock"
-        assert runs == (component == "controller")
+        assert runs == (component in ("controller", "check"))
         if runs:
             assert fetch["args"][-5:] == ["rolemesh", "fetch", "/etc/rolemesh/job.yaml", "--done", done]
         assert ("HF_TOKEN_PATH" in env(fetch)) == runs

@@ -26,7 +26,9 @@ is in another pod, to which the roles' Services lead; of the controller, the opt
 {{- if and $settings.scratchRequest (not (or (dig "requests" "ephemeral-storage" "" $resources) (dig "limits" "ephemeral-storage" "" $resources))) }}
 {{- $resources = merge (dict "requests" (dict "ephemeral-storage" $settings.scratchRequest)) $resources }}
 {{- end }}
-{{- $prepares := and (not $readOnly) (not $judges) (or $values.prepare (and $values.huggingFace.fetch (eq $component "controller"))) }}
+{{- /* Also the pod of `helm test`: it comes before the controller of a suspended run. */}}
+{{- $fetches := has $component (list "controller" "check") }}
+{{- $prepares := and (not $readOnly) (not $judges) (or $values.prepare (and $values.huggingFace.fetch $fetches)) }}
 {{- $labels := merge dict (include "rlhf-job.selector" (list $ .component) | fromYaml) (.labels | default dict) }}
 {{- if not .follows }}{{ range .roles }}{{ $_ := set $labels (printf "rolemesh.dev/role-%s" .) "true" }}{{ end }}{{ end }}
 {{- /* The controller reads the reward function, too: it compares its content with that of the reward's pods. */}}
@@ -121,9 +123,9 @@ spec:
   {{- with concat $fetch $values.prepare }}
   initContainers:
     {{- range $index, $step := . }}
-    {{- $fetches := lt $index (len $fetch) }}
-    - name: {{ $fetches | ternary "fetch" (printf "prepare-%d" (sub $index (len $fetch))) }}
-      {{- $waits := or $readOnly $judges (and $fetches (ne $component "controller")) }}
+    {{- $ofHub := lt $index (len $fetch) }}
+    - name: {{ $ofHub | ternary "fetch" (printf "prepare-%d" (sub $index (len $fetch))) }}
+      {{- $waits := or $readOnly $judges (and $ofHub (not $fetches)) }}
       {{- if $waits }}
       # Another pod creates it.
       command: [sh, -c, 'until test -e "$0"; do sleep 1; done']
@@ -133,7 +135,7 @@ spec:
       command: [flock, --no-fork, .prepare.lock, rolemesh, prepare]
       {{- $file := printf ".%s.prepare.json" (include "rlhf-job.name" (list $ "controller")) }}
       {{- $options := list (printf "--creates=%s" $step.creates) (printf "--counts-in=%s" $file) }}
-      {{- if $fetches }}{{ $options = append $options "--final=2" }}{{ end }} {{- /* a name that the Hub does not have */}}
+      {{- if $ofHub }}{{ $options = append $options "--final=2" }}{{ end }} {{- /* a name that the Hub does not have */}}
       args: {{ concat $options $ends (list "--") $step.command | toJson }}
       {{- else }}
       # The first pod creates it; the others wait for the lock, and then skip the command.
@@ -304,8 +306,8 @@ volumeMounts:
 {{- .Values.huggingFace.cache | default (printf "%s/huggingface" (trimSuffix "/" .Values.storage.workspace.mountPath)) }}
 {{- end }}
 
-{{/* The step that fetches the job's models and data, as a list in JSON, empty without one. The controller's pod does it,
-and the others wait for the file that it creates. Other models or data have another file. */}}
+{{/* The step that fetches the job's models and data, as a list in JSON, empty without one. The pods of the controller and
+of `helm test` do it, one at a time, and the others wait for the file that it creates. Other models or data have another file. */}}
 {{- define "rlhf-job.fetch" -}}
 {{- $steps := list }}
 {{- if .Values.huggingFace.fetch }}
