@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rolemesh.errors import InvalidConfig, RoleUnavailable
+from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError, RoleUnavailable, WeightsUnavailable
 from rolemesh.services.controller.run.attempts import COUNTED, FILE, Attempts, NoProgress
 
 LIMIT = 3
@@ -97,6 +97,10 @@ def test_a_checkpoint_of_the_start_that_failed_counts_for_it(tmp_path: Path) -> 
         (OSError("the network is unreachable"), {"waits": True}, 1),
         (RoleUnavailable("failed in a step"), {"have_pods": True}, 1),
         (RoleUnavailable("drained in a step"), {}, 0),
+        (RoleFailed("out of memory, and restarted in its pod"), {"have_pods": True}, 1),
+        (RoleFailed("drained, and back before the next call"), {}, 0),
+        (WeightsUnavailable("they do not fit"), {"have_pods": True}, 1),
+        (WeightsUnavailable("drained while weights were sent"), {}, 0),
         (OSError("in a step"), {}, 1),
         (SystemExit(143), {"waits": True}, 0),  # evicted
         (SystemExit(143), {}, 0),
@@ -108,7 +112,8 @@ def test_waiting_for_nodes_and_ends_that_somebody_asked_for_are_no_attempts(
 ) -> None:
     start(tmp_path, error, **how)
     assert starts(tmp_path) == counted
-    if isinstance(error, RoleUnavailable):  # the Job must not count it a second time
+    if isinstance(error, RolemeshError) and not isinstance(error, InvalidConfig):
+        # the Job must not count it a second time
         assert error.exit_code == COUNTED
 
 

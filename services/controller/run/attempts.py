@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rolemesh.errors import WRONG_INPUT, RolemeshError, RoleUnavailable
+from rolemesh.errors import WRONG_INPUT, RoleFailed, RolemeshError, RoleUnavailable, WeightsUnavailable
 from rolemesh.services.controller.run.checkpoints import write_durably
 
 log = logging.getLogger(__name__)
@@ -120,12 +120,15 @@ class Attempts:
     def training(self, kept_pods: Callable[[], bool]) -> Iterator[None]:
         """Do not count a start that has lost a role because its pod was taken away: drained, or preempted.
 
+        A trained role that is back before the next call has another life (RoleFailed). One that is lost while
+        rollouts take its weights is an error of theirs (WeightsUnavailable).
+
         Args:
             kept_pods: whether each role has its pod still. A container that failed leaves it there.
         """
         try:
             yield
-        except RoleUnavailable:
+        except (RoleUnavailable, RoleFailed, WeightsUnavailable):
             if not kept_pods():
                 self._write(self._before)
             raise
