@@ -36,20 +36,25 @@ async def prepare(
     Args:
         command: a program and its arguments.
         creates: made by the command.
-        attempts: counts the failures since a command last succeeded. They end with exit code COUNTED.
+        attempts: counts the failures since this command last succeeded. They end with exit code COUNTED.
         final: the command's status which says that another try cannot succeed; None: no status says so.
         scaled_down: workloads to scale to zero if there is no other try.
 
     Raises:
         InvalidConfig: the command cannot be started, or ended with the status `final`.
         NoProgress: it has failed as often as `attempts` allows.
-        NotPrepared: it failed.
+        NotPrepared: it failed, or what it creates is not there.
     """
     if await asyncio.to_thread(creates.exists):
         return
     try:
         with attempts.counted():
             await _run(command, attempts, final)
+            if not await asyncio.to_thread(creates.exists):
+                raise NotPrepared(
+                    f"`{shlex.join(command)}` of prepare succeeded, but did not create {creates}: correct the "
+                    "command, or name the path that it creates last"
+                )
     except (*WRONG_INPUT, NoProgress):
         if scaled_down:
             await scale_down(scaled_down, Cluster.in_pod())

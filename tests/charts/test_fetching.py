@@ -75,7 +75,8 @@ def test_what_fails_before_the_controller_begins_ends_the_run_as_the_controller_
         assert parsed["command"][:2] == command
         assert parsed["final"] == final
         assert ends <= {*container["args"]}
-        assert str(parsed["counts_in"]) == ".demo-controller.prepare.json"
+        # A file of its own: another step's success must not forget its failures.
+        assert str(parsed["counts_in"]) == f".demo-controller.{container['name']}.json"
     rules = job["spec"]["podFailurePolicy"]["rules"]
     on_codes = {rule["action"]: rule["onExitCodes"] for rule in rules if "onExitCodes" in rule}
     final, counted = (

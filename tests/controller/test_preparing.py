@@ -37,6 +37,14 @@ async def test_what_exists_is_not_made_again_and_a_success_forgets_failures(tmp_
     await prepare(FAILS, made, counting(tmp_path))
 
 
+async def test_a_command_that_does_not_make_what_it_should_has_failed(tmp_path: Path) -> None:
+    """Or each start would run it again, without end."""
+    with pytest.raises(NotPrepared, match="`true` of prepare succeeded, but did not create") as failed:
+        await prepare(["true"], tmp_path / "made", counting(tmp_path))
+    assert failed.value.exit_code == COUNTED
+    assert '"starts": 1' in (tmp_path / "counts.json").read_text()
+
+
 @pytest.mark.parametrize(
     ("command", "failures", "error", "words"),
     [

@@ -124,16 +124,17 @@ spec:
   initContainers:
     {{- range $index, $step := . }}
     {{- $ofHub := lt $index (len $fetch) }}
-    - name: {{ $ofHub | ternary "fetch" (printf "prepare-%d" (sub $index (len $fetch))) }}
+    {{- $name := $ofHub | ternary "fetch" (printf "prepare-%d" (sub $index (len $fetch))) }}
+    - name: {{ $name }}
       {{- $waits := or $readOnly $judges (and $ofHub (not $fetches)) }}
       {{- if $waits }}
       # Another pod creates it.
       command: [sh, -c, 'until test -e "$0"; do sleep 1; done']
       args: {{ prepend $step.command $step.creates | toJson }}
       {{- else if $counts }}
-      # As in other pods. It counts failures, and scales the roles down after the last one: no controller will.
+      # As in other pods. It counts the step's failures, and scales the roles down after the last one: no controller will.
       command: [flock, --no-fork, .prepare.lock, rolemesh, prepare]
-      {{- $file := printf ".%s.prepare.json" (include "rlhf-job.name" (list $ "controller")) }}
+      {{- $file := printf ".%s.%s.json" (include "rlhf-job.name" (list $ "controller")) $name }}
       {{- $options := list (printf "--creates=%s" $step.creates) (printf "--counts-in=%s" $file) }}
       {{- if $ofHub }}{{ $options = append $options "--final=2" }}{{ end }} {{- /* a name that the Hub does not have */}}
       args: {{ concat $options $ends (list "--") $step.command | toJson }}
