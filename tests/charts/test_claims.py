@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rendering import Object, objects, of_kind, pods, workloads
+from rendering import Object, objects, of_kind, pods, refusal, workloads
 
 CLAIMS = {
     "models": {"existingClaim": "models"},
@@ -113,6 +113,40 @@ def test_a_claim_is_read_only_for_the_kubelet_where_no_pod_writes_to_it(values: 
     assert references == {name: {all(mounted[name])} for name in references}
     assert references["data"] == {True}
     assert references["workspace"] == {False}
+
+
+READ_ONLY = {"checkpoints": {"existingClaim": "mine", "readOnly": True}}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"storage": {"workspace": {"readOnly": True}}},
+            "storage.workspace.readOnly is true, but the controller takes its lock there: set it to false",
+        ),
+        (
+            {"storage": READ_ONLY, "job": {"trainer": {"default_local_dir": "/checkpoints/a"}}},
+            "the run directory (job.trainer.default_local_dir) is /checkpoints/a, but storage.checkpoints is "
+            "read-only: set storage.checkpoints.readOnly to false, or write to another claim",
+        ),
+        (
+            {
+                "storage": {"data": {"size": "1Gi", "mountPath": "/workspace/outputs/"}},
+                "job": {"trainer": {"experiment_name": "a"}},
+            },
+            "(job.trainer.default_local_dir) is /workspace/outputs/a, but storage.data is read-only",
+        ),
+    ],
+)
+def test_a_claim_that_is_read_only_where_the_run_writes_is_refused(values: Object, words: str) -> None:
+    assert words in refusal(values)
+
+
+def test_a_run_writes_to_a_claim_that_is_mounted_in_one_that_is_read_only() -> None:
+    within = {"models": {"existingClaim": "a", "mountPath": "/mnt"}, "data": {"existingClaim": "b"}}
+    storage = within | {"checkpoints": {"existingClaim": "c", "mountPath": "/mnt/runs"}}
+    objects({"storage": storage, "job": {"trainer": {"default_local_dir": "/mnt/./runs"}}})
 
 
 def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:

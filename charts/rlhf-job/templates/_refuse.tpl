@@ -304,6 +304,7 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- end }}
 {{- include "rlhf-job.refuse.names" . }}
 {{- include "rlhf-job.refuse.homes" . }}
+{{- include "rlhf-job.refuse.readOnly" . }}
 {{- include "rlhf-job.refuse.accounts" . }}
 {{- range $key, $claim := omit .Values.storage "singleNode" }}
 {{- include "rlhf-job.refuse.absent" (list $ "PersistentVolumeClaim" $claim.existingClaim (printf "storage.%s.existingClaim" $key)) }}
@@ -365,22 +366,6 @@ Kubernetes sets it to 1. Workloads that the controller scales already say so. Ch
 {{- if and $job.algorithm.page (not (has $job.algorithm.page (get $defaults.names "algorithm.page"))) }}{{ $unknown = true }}{{ end }}
 {{- if and $unknown (kindIs "invalid" $job.critic.enable) }}
 {{- fail "job.algorithm names an estimator or a page of a plug-in, and the chart cannot know whether it calls a critic: set job.critic.enable to true or false" }}
-{{- end }}
-{{- end }}
-
-{{/* Refuse paths in the home directory: a pod's is /tmp, which ends with the pod. */}}
-{{- define "rlhf-job.refuse.homes" -}}
-{{- $why := "but ~ in a pod is /tmp, which is lost with the pod: write a path in a claim, relative to storage.workspace.mountPath or absolute" }}
-{{- range .Values.prepare }}{{ if hasPrefix "~" .creates }}{{ fail (printf "prepare has a step that creates %s, %s" .creates $why) }}{{ end }}{{ end }}
-{{- $job := include "rlhf-job.job" . | fromJson }}
-{{- range $key := (.Files.Get "files/defaults.json" | fromJson).paths }}
-{{- $path := $job }}
-{{- range splitList "." $key }}{{ $path = get $path . }}{{ end }}
-{{- range $each := kindIs "slice" $path | ternary $path (list $path) }}
-{{- if hasPrefix "~" (toString $each) }}
-{{- fail (printf "job.%s is %s, %s" $key $each $why) }}
-{{- end }}
-{{- end }}
 {{- end }}
 {{- end }}
 
