@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rendering import Object, notes, objects, of_kind, pods, refusal, selects, workloads
+from rendering import Object, notes, objects, of_kind, pods, refusal, selects, template, workloads
 
 ANYWHERE: Object = {}
 DNS_PORTS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
@@ -62,6 +62,12 @@ def test_pods_reach_what_the_identity_of_their_account_needs() -> None:
         assert [rule for rule in rules if rule != ANYWHERE] == [{"ports": [{"port": port}]}]
     shared = {"placement": {"strategy": "collocate"}, "serviceAccounts": accounts}
     assert leaving("all", shared) == accounts["roles"]["egress"]
+
+
+def test_values_of_an_earlier_chart_without_egress_of_accounts_allow_none() -> None:
+    """With `--reuse-values` Helm takes that chart's defaults, too."""
+    earlier = {"serviceAccounts": {key: {"egress": None} for key in ("roles", "reward", "controller")}}
+    assert template(earlier) == template({})
 
 
 def test_a_pod_that_a_reward_shares_reaches_what_each_of_its_roles_may() -> None:
