@@ -109,11 +109,18 @@ def test_helm_test_says_that_a_run_has_scaled_the_roles_down(files: Any, values:
         return
     assert first["metadata"]["annotations"]["helm.sh/hook-weight"] == "-1"
     spec = first["spec"]
-    assert not spec.keys() & {"affinity", "nodeSelector", "tolerations", "initContainers"}
+    assert not spec.keys() & {"affinity", "nodeSelector", "initContainers"}
+    # It would be pending itself if all nodes were tainted, or had no room for a controller.
+    assert {node for node in NODES if node.admits(first)} == {*NODES}
+    assert spec["tolerations"] == checks["demo-check"]["spec"]["tolerations"]
     [container] = spec["containers"]
+    assert container["resources"] == {
+        "requests": {"cpu": "100m", "memory": "256Mi", "ephemeral-storage": "1Gi"},
+        "limits": {"memory": "1Gi"},
+    }
     volumes = {volume["name"] for volume in spec["volumes"] if "persistentVolumeClaim" not in volume}
     assert len(volumes) == len(spec["volumes"])
-    assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     needed = [arg for arg in checks["demo-check"]["spec"]["containers"][0]["args"] if arg.startswith("--need=")]
     assert container["command"] == ["rolemesh", "need"]
     assert [f"--need={arg}" for arg in container["args"]] == needed != []
