@@ -53,8 +53,7 @@ def test_roles_that_train_users_code_and_the_controller_have_accounts_of_their_o
 
 
 def test_a_reward_that_shares_a_pod_with_a_trained_role_has_its_account() -> None:
-    given = {"roles": {"name": "models"}, "reward": {"name": "judges"}}
-    found = accounts({"placement": {"strategy": "hybrid"}, "serviceAccounts": given})
+    found = accounts({"placement": {"strategy": "hybrid"}, "serviceAccounts": {"roles": {"name": "models"}}})
     assert (found["policy"], found["judges"]) == ("models", "models")
 
 
@@ -68,5 +67,25 @@ def test_the_controllers_rights_go_to_the_account_that_is_named() -> None:
 
 @pytest.mark.parametrize("key", ["roles", "reward", "environment"])
 def test_annotations_of_an_account_that_nobody_makes_are_refused(key: str) -> None:
-    said = refusal({"serviceAccounts": {key: {"name": "mine", "annotations": ROLE}}})
+    said = refusal(CONVERSES | {"serviceAccounts": {key: {"name": "mine", "annotations": ROLE}}})
     assert f"serviceAccounts.{key}.annotations is set, but the chart makes no such account: set service" in said
+
+
+HYBRID: Object = {"placement": {"strategy": "hybrid"}}
+JUDGES = {"judges": ["reward", "environment"], "others": ["actor", "rollout", "reference", "critic"]}
+TOGETHER = CONVERSES | {"placement": {"strategy": "custom", "groups": JUDGES}}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "account", "why"),
+    [
+        ({}, "environment", {"create": True}, "this job has no environment: leave it out"),
+        ({}, "environment", {"annotations": ROLE}, "this job has no environment"),
+        (HYBRID, "reward", {"egress": [{}]}, "pods of reward have the account serviceAccounts.roles, because"),
+        (TOGETHER, "environment", {"name": "a"}, "pods of environment have the account serviceAccounts.reward"),
+    ],
+)
+def test_an_account_that_no_pod_has_is_refused(values: Object, key: str, account: Object, why: str) -> None:
+    [field] = account
+    said = refusal(values | {"serviceAccounts": {key: account}})
+    assert said.startswith(f"serviceAccounts.{key}.{field} is set, but {why}")

@@ -60,7 +60,7 @@ def test_pods_reach_what_the_identity_of_their_account_needs() -> None:
     for component, port in {"actor": 1000, "rollout": 1000, "reward": 1001, "controller": 1002}.items():
         rules = leaving(component, {"serviceAccounts": accounts})
         assert [rule for rule in rules if rule != ANYWHERE] == [{"ports": [{"port": port}]}]
-    shared = {"placement": {"strategy": "collocate"}, "serviceAccounts": accounts}
+    shared = {"placement": {"strategy": "collocate"}, "serviceAccounts": {"roles": accounts["roles"]}}
     assert leaving("all", shared) == accounts["roles"]["egress"]
 
 

@@ -22,10 +22,23 @@
 {{- $name }}
 {{- end }}
 
-{{/* Refuse annotations of an account that the chart does not make, and a name of yours that does not exist. */}}
+{{/* Refuse an account that no pod has, annotations of one that the chart does not make, and a name of yours that does not
+exist, of (list $ GROUPS). */}}
 {{- define "rlhf-job.refuse.accounts" -}}
-{{- $ := . }}
-{{- range $key, $account := .Values.serviceAccounts }}
+{{- $ := first . }}
+{{- $keys := dict "roles" "roles" "controller" "controller" }} {{- /* role to the account of its pods */}}
+{{- range $group := last . }}
+{{- range $group.roles }}{{ $_ := set $keys . (include "rlhf-job.accountKey" $group.roles) }}{{ end }}
+{{- end }}
+{{- range $key, $account := $.Values.serviceAccounts }}
+{{- $other := get $keys $key }}
+{{- range $field, $value := $account }}
+{{- if and $value (not $other) }}
+{{- fail (printf "serviceAccounts.%s.%s is set, but this job has no %s: leave it out" $key $field $key) }}
+{{- else if and $value (ne $other $key) }}
+{{- fail (printf "serviceAccounts.%s.%s is set, but pods of %s have the account serviceAccounts.%s, because other roles share them: leave it out, or give %s a group of its own (placement.strategy)" $key $field $key $other $key) }}
+{{- end }}
+{{- end }}
 {{- if not (include "rlhf-job.accountIsMade" (list $ $key)) }}
 {{- if $account.annotations }}
 {{- fail (printf "serviceAccounts.%s.annotations is set, but the chart makes no such account: set serviceAccounts.%s.create to true, or annotate the account that you name" $key $key) }}

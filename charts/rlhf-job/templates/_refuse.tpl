@@ -305,7 +305,6 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- include "rlhf-job.refuse.names" . }}
 {{- include "rlhf-job.refuse.homes" . }}
 {{- include "rlhf-job.refuse.readOnly" . }}
-{{- include "rlhf-job.refuse.accounts" . }}
 {{- range $key, $claim := omit .Values.storage "singleNode" }}
 {{- include "rlhf-job.refuse.absent" (list $ "PersistentVolumeClaim" $claim.existingClaim (printf "storage.%s.existingClaim" $key)) }}
 {{- end }}
