@@ -38,11 +38,33 @@
 {{- end }}
 {{- end }}
 
-{{/* Refuse paths in the home directory: a pod's is /tmp, which ends with the pod. */}}
+{{/* The folder that has an absolute path and ends with the pod, of (list $ PATH). Empty: none, or a volume is mounted there. */}}
+{{- define "rlhf-job.lost" -}}
+{{- $path := printf "%s/" (last .) }}{{ $values := (first .).Values }}
+{{- $lost := regexFind "^/(tmp|dev/shm)/" $path | trimSuffix "/" }}
+{{- if include "rlhf-job.claimOf" . }}{{ $lost = "" }}{{ end }}
+{{- range $settings := concat (list $values.pods $values.controller) (values $values.groups) }}
+{{- range ($settings | default dict).volumeMounts }}
+{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) $path }}{{ $lost = "" }}{{ end }}
+{{- end }}
+{{- end }}
+{{- $lost }}
+{{- end }}
+
+{{/* Refuse paths in the home directory, which is /tmp in a pod, and what the run writes in /tmp: both end with the pod. */}}
 {{- define "rlhf-job.refuse.homes" -}}
-{{- $why := "but ~ in a pod is /tmp, which is lost with the pod: write a path in a claim, relative to storage.workspace.mountPath or absolute" }}
-{{- range .Values.prepare }}{{ if hasPrefix "~" .creates }}{{ fail (printf "prepare has a step that creates %s, %s" .creates $why) }}{{ end }}{{ end }}
+{{- $claim := "which is lost with the pod: write a path in a claim, relative to storage.workspace.mountPath or absolute" }}
+{{- $why := printf "but ~ in a pod is /tmp, %s" $claim }}
+{{- range $step := .Values.prepare }}
+{{- if hasPrefix "~" $step.creates }}{{ fail (printf "prepare has a step that creates %s, %s" $step.creates $why) }}{{ end }}
+{{- with include "rlhf-job.lost" (list $ (include "rlhf-job.inPod" (list $ $step.creates))) }}
+{{- fail (printf "prepare has a step that creates %s, but each pod has its own %s, %s" $step.creates . $claim) }}
+{{- end }}
+{{- end }}
 {{- $job := include "rlhf-job.job" . | fromJson }}
+{{- with include "rlhf-job.lost" (list $ (include "rlhf-job.runDir" .)) }}
+{{- fail (printf "job.trainer.default_local_dir is %s, but each pod has its own %s, %s" $job.trainer.default_local_dir . $claim) }}
+{{- end }}
 {{- range $key := (.Files.Get "files/defaults.json" | fromJson).paths }}
 {{- $path := $job }}
 {{- range splitList "." $key }}{{ $path = get $path . }}{{ end }}
