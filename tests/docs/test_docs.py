@@ -313,12 +313,12 @@ def test_a_page_of_which_the_code_says_that_it_explains_metrics_has_those_that_t
 
 # ------------------------------------------------------------------------------------ names
 
-# verl's keys and commands, which the docs name and this project does not have; and a word of Kubernetes.
+# verl's keys and commands, which the docs name and this project does not have; and words of Kubernetes.
 OTHERS = {
     *("use_liger", "use_prefix_grouper", "use_fused_kernels", "use_torch_compile", "override_config"),
     *("custom_cls", "image_key", "return_raw_chat", "sft_trainer", "main_generation", "main_eval"),
     *("engine_kwargs", "actor_rollout_ref", "warmup_style"),
-    "PodSecurity",
+    *("PodSecurity", "ContainerCreating"),
 }
 
 

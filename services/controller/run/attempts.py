@@ -138,7 +138,7 @@ class Attempts:
         """Do not count while the run waits for its roles, but count a wait that failed though all have pods.
 
         Args:
-            have_pods: whether each role has a pod on some node, ready or not.
+            have_pods: whether each role has a pod with an address, ready or not.
         """
         self._write(self._before)
         try:
