@@ -20,7 +20,6 @@ import gc
 import json
 import logging
 import os
-import runpy
 import select
 import signal
 import socket
@@ -193,8 +192,7 @@ def serve_forks(control: socket.socket, modules: Sequence[str]) -> NoReturn:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     _become(**request)
-    runpy.run_module("rolemesh", run_name="__main__")
-    sys.exit()
+    sys.exit(import_module("rolemesh.__main__").main())
 
 
 def _requested(control: socket.socket) -> dict[str, Any]:

@@ -118,9 +118,11 @@ async def test_if_the_server_is_killed_its_forks_end_and_the_next_process_is_one
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the server has it: to change it, a fork imports torch
-    with closing(server_process(["rolemesh.services.command_line.app"])) as server:
+    # The installed command `rolemesh` has imported its module by name before it forks the server.
+    with closing(server_process(["rolemesh.__main__"])) as server:
         monkeypatch.setattr(fork_server, "server", server)
         lost = [(await started(tmp_path / name, ends="never"))[0] for name in "ab"]
+        assert [(tmp_path / name / "log").read_text() for name in "ab"] == ["", ""]
         ends = [os.pidfd_open(process.pid) for process in lost]
         os.kill(server.pid, signal.SIGKILL)
         for process in lost:
