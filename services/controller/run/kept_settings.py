@@ -106,7 +106,12 @@ def settings_to_keep(
 
 def _scoring_settings_to_keep(reward: RewardConfig) -> dict[str, Any]:
     """Return what a response's score depends on, except the content of the user's file."""
-    return {f"reward.{key}": attrgetter(key)(reward) for key in SCORING}
+    kept = {f"reward.{key}": attrgetter(key)(reward) for key in SCORING}
+    if path := reward.custom_reward_function.path:
+        kept["reward.custom_reward_function.path"] = Path(
+            path
+        ).name  # its directory may change, as the data's may
+    return kept
 
 
 def _conversation_settings_to_keep(multi_turn: MultiTurnConfig) -> dict[str, Any]:
