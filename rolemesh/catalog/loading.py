@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rolemesh.catalog.pages import PAGES
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
 from rolemesh.catalog.reward_managers import REWARD_MANAGERS
 from rolemesh.catalog.tools import TOOLS
+from rolemesh.catalog.user_files import spec_of_file
 from rolemesh.errors import InvalidConfig, unreadable
 
 GROUP = "rolemesh.plugins"
@@ -103,7 +104,7 @@ def _load_file(name: str) -> Plugin:
     if _imported.get(origin) != digest:
         forget(origin)  # should this import fail, the next job tries again
         module_name = f"rolemesh_plugin_{path.stem}_{hashlib.sha256(origin.encode()).hexdigest()[:8]}"
-        spec = spec_from_file_location(module_name, path)
+        spec = spec_of_file(module_name, path)
         assert spec is not None, "a .py file has a loader"
         assert spec.loader is not None, "a .py file has a loader"
         module = module_from_spec(spec)

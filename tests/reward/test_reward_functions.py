@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +260,15 @@ def test_a_function_of_the_users_gets_the_row_and_its_own_keywords(tmp_path: Pat
     )
     function = load_function(CustomRewardConfig(path=str(file), name="judge", reward_kwargs={"bonus": 0.5}))
     assert function(data_source="x", solution_str="abc", ground_truth=None, extra_info={"index": 10}) == 13.5
+
+
+def test_a_function_is_that_of_the_file_as_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "mine.py"
+    for score in (1, 2):
+        file.write_text(f"def compute_score(**row): return {score}")
+        os.utime(file, (0, 0))  # as after an edit in the same second
+        assert load_function(CustomRewardConfig(path=str(file)))() == score
 
 
 @pytest.mark.parametrize(

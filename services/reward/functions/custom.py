@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rolemesh.catalog.user_files import spec_of_file
 from rolemesh.errors import InvalidConfig, unreadable
 from rolemesh.services.reward.functions import ScoreFunction
 
@@ -24,10 +25,10 @@ def load_function(config: CustomRewardConfig) -> ScoreFunction:
     path = Path(config.path or "")
     if not path.is_file():
         raise InvalidConfig(f"reward.custom_reward_function.path: no such file: {path.absolute()}")
-    spec = importlib.util.spec_from_file_location(f"rolemesh_custom_reward_{path.stem}", path)
+    spec = spec_of_file(f"rolemesh_custom_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise InvalidConfig(f"reward.custom_reward_function.path: {path} is not a Python file (.py)")
-    module = importlib.util.module_from_spec(spec)
+    module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and typing look a class's module up by name
     try:
         spec.loader.exec_module(module)
