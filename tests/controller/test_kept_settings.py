@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rolemesh.catalog.catalog import BUILT_IN
+from rolemesh.catalog.estimators import ESTIMATORS
+from rolemesh.catalog.reward_managers import REWARD_MANAGERS, RewardManagerSpec
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig
+from rolemesh.plugins import Options
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
 from rolemesh.services.controller.run.kept_settings import (
     COLUMNS,
@@ -199,6 +204,25 @@ def test_what_changes_rewards_is_said(key: str, then: Any, phrase: str) -> None:
     assert compare(before, now).missing == (["the other keys of reward"] if then is not None else [])
     without = settings_to_keep(make_job({"algorithm": {"page": "sft"}}), 10)  # nothing scores
     assert key not in without
+
+
+class OwnOptions(Options):
+    words: tuple[str, ...] = ("a", "b")
+    vocabulary: Path = Path("words.txt")
+    marks: frozenset[str] = frozenset("?!.")
+
+
+def test_options_of_a_plug_in_are_compared_as_a_checkpoint_holds_them() -> None:
+    """JSON has neither tuples nor paths."""
+    grpo = replace(ESTIMATORS["grpo"], name="own", origin=BUILT_IN, options=OwnOptions)
+    own = RewardManagerSpec(name="own", code=lambda compute_score, rows, **options: [], options=OwnOptions)
+    with ESTIMATORS.adding(grpo), REWARD_MANAGERS.adding(own):
+        job = {"algorithm": {"adv_estimator": "own"}, "reward": {"reward_manager": "own"}, "rollout": {"n": 2}}
+        settings, again = (settings_to_keep(make_job(job), 10) for _ in range(2))
+    written = json.loads(ControllerState(1, {}, settings).to_json())["kept_settings"]
+    assert compare(written, again) == Comparison([], [], [], [])
+    as_json = {"words": ["a", "b"], "vocabulary": "words.txt", "marks": ["!", ".", "?"]}
+    assert written["algorithm.options"] == written["reward.options"] == as_json
 
 
 def test_what_changes_conversations_is_said_and_how_they_are_kept_alive_is_not() -> None:

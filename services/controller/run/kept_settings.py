@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic_core import to_jsonable_python
 
 from rolemesh.catalog.loading import used_plugins
 from rolemesh.config import JobConfig
@@ -58,13 +61,17 @@ def settings_to_keep(
         prompts: digest of these prompts in token ids.
         columns: digest of their other columns; None if training reads none.
 
+    Returns:
+        Settings as they come back from a checkpoint, so that the two can be compared: lists for tuples, and
+        text for paths. Options of plug-ins may hold these.
+
     Raises:
         InvalidConfig: the job uses a part of a plug-in that other processes would not import.
     """
     data, rollout, filter_groups = job.data, job.rollout, job.algorithm.filter_groups
     model, plugins = job.actor.model, used_plugins(job.plugins, job.parts)
     optims = [job.actor.optim, *([job.critic.optim] if job.uses_critic else [])]
-    return {
+    settings = {
         **{f"revision of {role}'s model": read.revision or None for role, read in models_of(job).items()},
         "actor.model.lora_alpha": model.lora_alpha if model.lora_rank else None,
         **{f"digest of plug-in {name}": digest for name, digest in plugins.items()},
@@ -102,6 +109,14 @@ def settings_to_keep(
         **(_conversation_settings_to_keep(rollout.multi_turn) if rollout.multi_turn.enable else {}),
         **(_scoring_settings_to_keep(job.reward) if "reward" in job.roles else {}),
     }
+    return dict(json.loads(json.dumps(settings, default=_in_json)))
+
+
+def _in_json(value: Any) -> Any:
+    """Return a value that JSON does not have as one that it has; a set in an order that every process finds."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    return to_jsonable_python(value, fallback=lambda other: str(type(other)))
 
 
 def _scoring_settings_to_keep(reward: RewardConfig) -> dict[str, Any]:
