@@ -137,6 +137,14 @@ READ_ONLY = {"checkpoints": {"existingClaim": "mine", "readOnly": True}}
             },
             "(job.trainer.default_local_dir) is /workspace/outputs/a, but storage.data is read-only",
         ),
+        (
+            {
+                "storage": {"models": {"existingClaim": "mine", "readOnly": False}},
+                "huggingFace": {"fetch": True},
+                "job": {"trainer": {"default_local_dir": "/models/a"}},
+            },
+            "is /models/a, but with huggingFace.fetch a run mounts storage.models read-only: write to another",
+        ),
     ],
 )
 def test_a_claim_that_is_read_only_where_the_run_writes_is_refused(values: Object, words: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from rendering import objects, refusal
+from rendering import notes, objects, pods, refusal
 
 from rolemesh.config import JobConfig
 from rolemesh.config.base import leaves, path_keys
@@ -33,23 +34,46 @@ def test_a_path_in_a_home_directory_is_refused(values: dict[str, Any], named: st
     assert refusal(values).startswith(f"{named}, but ~ in a pod is /tmp, which is lost with the pod: write")
 
 
+DIR = "job.trainer.default_local_dir is"
+OWN = "but each pod has its own /tmp"
+
+
 @pytest.mark.parametrize(
-    ("values", "named"),
+    ("values", "said"),
     [
-        ({"job": {"trainer": {"default_local_dir": "/tmp/run"}}}, "job.trainer.default_local_dir is /tmp/run"),
-        ({"prepare": [{"creates": "../tmp/x", "command": ["a"]}]}, "prepare has a step that creates ../tmp/x"),
+        ({"job": {"trainer": {"default_local_dir": "/tmp/run"}}}, f"{DIR} /tmp/run, {OWN}, which is lost with"),
+        (
+            {"prepare": [{"creates": "../tmp/x", "command": ["a"]}]},
+            f"prepare has a step that creates ../tmp/x, {OWN}, and pods of group reward, which prepare nothing",
+        ),
     ],
 )
-def test_what_is_written_to_a_pods_own_tmp_is_refused(values: dict[str, Any], named: str) -> None:
-    """A pod of a reward, which prepares nothing, would also wait for it for ever."""
-    assert refusal(values).startswith(f"{named}, but each pod has its own /tmp, which is lost with the pod")
+def test_what_is_written_where_no_other_pod_finds_it_is_refused(values: dict[str, Any], said: str) -> None:
+    assert refusal(values).startswith(said)
+
+
+def test_each_pod_makes_its_own_copy_in_tmp_where_all_pods_prepare() -> None:
+    prepare = [{"creates": "/tmp/qwen", "command": ["cp", "-r", "/models/qwen", "/tmp/qwen"]}]
+    for pod in pods(objects({"prepare": prepare, "placement": {"strategy": "collocate"}})):
+        [step] = pod["spec"]["initContainers"]
+        assert step["command"][0] == "flock"
+        assert {"name": "tmp", "mountPath": "/tmp"} in step["volumeMounts"]
 
 
 def test_a_volume_in_tmp_is_none_of_the_pods_own() -> None:
     prepare = [{"creates": "/tmp/store/x", "command": ["a"]}]
     mount = {"name": "store", "mountPath": "/tmp/store"}
     volume = {"name": "store", "hostPath": {"path": "/store"}}
-    objects({"prepare": prepare, "pods": {"volumeMounts": [mount], "volumes": [volume]}})
+    job = {"trainer": {"default_local_dir": "/tmp/store/run"}}
+    objects({"prepare": prepare, "pods": {"volumeMounts": [mount], "volumes": [volume]}, "job": job})
+
+
+@pytest.mark.parametrize(("path", "is_said"), [("/data/a", True), ("/workspace/a", False), ("a", False)])
+def test_the_notes_say_that_no_claim_has_the_run_directory(path: str, is_said: bool, tmp_path: Path) -> None:
+    """It is not refused, as something that the chart does not know may mount a volume there."""
+    said = notes({"job": {"trainer": {"default_local_dir": path}}}, tmp_path)
+    assert f"It writes to {path}" in said
+    assert ("NO CLAIM HAS THIS FOLDER" in said) == is_said
 
 
 def test_a_tilde_elsewhere_stays() -> None:

@@ -1,4 +1,4 @@
-{{/* Paths of the job in a pod, and those that are refused: where a pod cannot write, or loses what it writes. */}}
+{{/* Paths of the job in a pod, and those that are refused: where a pod cannot write, or loses what it writes, or waits in vain. */}}
 
 {{/* A path as pods see it, absolute and without . and .., of (list $ PATH). */}}
 {{- define "rlhf-job.inPod" -}}
@@ -32,38 +32,59 @@
 {{- end }}
 {{- $dir := include "rlhf-job.runDir" . }}
 {{- with include "rlhf-job.claimOf" (list . $dir) }}
+{{- if and $.Values.huggingFace.fetch (eq . "models") }}
+{{- fail (printf "the run directory (job.trainer.default_local_dir) is %s, but with huggingFace.fetch a run mounts storage.models read-only: write to another claim" $dir) }}
+{{- end }}
 {{- if (get $.Values.storage .).readOnly }}
 {{- fail (printf "the run directory (job.trainer.default_local_dir) is %s, but storage.%s is read-only: set storage.%s.readOnly to false, or write to another claim" $dir . .) }}
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* The folder that has an absolute path and ends with the pod, of (list $ PATH). Empty: none, or a volume is mounted there. */}}
-{{- define "rlhf-job.lost" -}}
+{{/* Not empty: a claim, or a volume of yours in some pods, has an absolute path, of (list $ PATH). */}}
+{{- define "rlhf-job.isMounted" -}}
 {{- $path := printf "%s/" (last .) }}{{ $values := (first .).Values }}
-{{- $lost := regexFind "^/(tmp|dev/shm)/" $path | trimSuffix "/" }}
-{{- if include "rlhf-job.claimOf" . }}{{ $lost = "" }}{{ end }}
+{{- include "rlhf-job.claimOf" . }}
 {{- range $settings := concat (list $values.pods $values.controller) (values $values.groups) }}
 {{- range ($settings | default dict).volumeMounts }}
-{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) $path }}{{ $lost = "" }}{{ end }}
+{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) $path }}true{{ end }}
 {{- end }}
 {{- end }}
-{{- $lost }}
 {{- end }}
 
-{{/* Refuse paths in the home directory, which is /tmp in a pod, and what the run writes in /tmp: both end with the pod. */}}
+{{/* The folder of each pod's own that has an absolute path, of (list $ PATH); empty: none. */}}
+{{- define "rlhf-job.ownFolder" -}}
+{{- if not (include "rlhf-job.isMounted" .) }}
+{{- regexFind "^/(tmp|dev/shm)/" (printf "%s/" (last .)) | trimSuffix "/" }}
+{{- end }}
+{{- end }}
+
+{{/* Refuse steps that create something in a folder of each pod's own if a pod that prepares nothing would wait for it, of
+(list $ GROUPS). Without such pods each makes its own, as a copy of a model on the node's disk. */}}
+{{- define "rlhf-job.refuse.awaited" -}}
+{{- $ := first . }}
+{{- range $group := last . }}
+{{- $userCode := include "rlhf-job.of" (list $ $group.roles "runsUserCode") | fromJsonArray }}
+{{- range $step := $.Values.prepare }}
+{{- with include "rlhf-job.ownFolder" (list $ (include "rlhf-job.inPod" (list $ $step.creates))) }}
+{{- if eq (len $userCode) (len $group.roles) }}
+{{- fail (printf "prepare has a step that creates %s, but each pod has its own %s, and pods of group %s, which prepare nothing, would wait for it for ever: write a path in a claim, relative to storage.workspace.mountPath or absolute" $step.creates . $group.name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Refuse paths in the home directory, which is /tmp in a pod, and a run directory in /tmp: both end with the pod. */}}
 {{- define "rlhf-job.refuse.homes" -}}
-{{- $claim := "which is lost with the pod: write a path in a claim, relative to storage.workspace.mountPath or absolute" }}
-{{- $why := printf "but ~ in a pod is /tmp, %s" $claim }}
+{{- $claim := "write a path in a claim, relative to storage.workspace.mountPath or absolute" }}
+{{- $why := printf "but ~ in a pod is /tmp, which is lost with the pod: %s" $claim }}
 {{- range $step := .Values.prepare }}
 {{- if hasPrefix "~" $step.creates }}{{ fail (printf "prepare has a step that creates %s, %s" $step.creates $why) }}{{ end }}
-{{- with include "rlhf-job.lost" (list $ (include "rlhf-job.inPod" (list $ $step.creates))) }}
-{{- fail (printf "prepare has a step that creates %s, but each pod has its own %s, %s" $step.creates . $claim) }}
-{{- end }}
 {{- end }}
 {{- $job := include "rlhf-job.job" . | fromJson }}
-{{- with include "rlhf-job.lost" (list $ (include "rlhf-job.runDir" .)) }}
-{{- fail (printf "job.trainer.default_local_dir is %s, but each pod has its own %s, %s" $job.trainer.default_local_dir . $claim) }}
+{{- with include "rlhf-job.ownFolder" (list $ (include "rlhf-job.runDir" .)) }}
+{{- fail (printf "job.trainer.default_local_dir is %s, but each pod has its own %s, which is lost with the pod: %s" $job.trainer.default_local_dir . $claim) }}
 {{- end }}
 {{- range $key := (.Files.Get "files/defaults.json" | fromJson).paths }}
 {{- $path := $job }}
