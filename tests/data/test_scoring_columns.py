@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from rolemesh.catalog.datasets import DATASETS, DatasetSpec
+from rolemesh.catalog.pages import PAGES
 from rolemesh.config.data import DataConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.reward import RewardConfig
@@ -162,6 +164,22 @@ def test_only_rows_that_a_run_scores_must_be_scorable(
     for split, read in (("train", training_data), ("val", validation_data)):
         with pytest.raises(InvalidData, match="my/set") if split in refused else nullcontext():
             read(job, TOKENIZER, None)
+
+
+def test_a_page_of_a_plug_in_may_score_its_rows_by_itself(tmp_path: Path) -> None:
+    """Whether it calls its reward is known from its code alone. Validation calls the reward all the same."""
+    file = str(written(tmp_path / "a.jsonl", [row("a", data_source="my/set")]))
+    one = {"ppo_mini_batch_size": 1, "ppo_micro_batch_size_per_gpu": 1}
+    data = {"train_files": [file], "val_files": [file], "train_batch_size": 1}
+    with PAGES.adding(replace(PAGES["grpo"], name="own", origin="own.py")):
+        algorithm = {"page": "own", "adv_estimator": "rloo"}
+        trainer = {"total_training_steps": 1, **NEVER, "test_freq": 2}
+        sections = {"data": data, "actor": one, "algorithm": algorithm, "trainer": trainer}
+        job = make_job({**sections, "rollout": {"n": 2}})
+        rows, *_ = training_data(job, TOKENIZER, None)
+        assert len(rows) == 1
+        with pytest.raises(InvalidData, match="my/set"):
+            validation_data(job, TOKENIZER, None)
 
 
 @pytest.mark.parametrize("empty", [None, {}, {"split": None}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.data.dataset import Agents
@@ -50,6 +51,8 @@ def _dataset(
         return SupervisedDataset(files, job.data, tokenizer, split=split)
     if job.page.learns_from == "pairs":
         return PairDataset(files, job.data, tokenizer, split=split)
-    used = job.validates if split == "val" else not job.trainer.val_only
+    # A page of a plug-in may score its rows by itself, though it has a reward by default.
+    trains = not job.trainer.val_only and job.page.origin == BUILT_IN
+    used = job.validates if split == "val" else trains
     reward = job.reward if used and "reward" in job.roles else None
     return PromptDataset(files, job.data, tokenizer, split=split, agents=agents, reward=reward)
