@@ -324,7 +324,7 @@ Kubernetes sets it to 1. Workloads that the controller scales already say so. Ch
 {{- $said := dig "metadata" "annotations" "rolemesh.dev/scaled-by" "" $live }}
 {{- $pods := dig "spec" "replicas" 0 $live | int }}
 {{- if and (gt $pods 1) (ne $said "controller") }}
-{{- fail (printf "controller.scaleUp is true, which leaves the number of pods out, but %s %s has %d, and Kubernetes would set it to 1: stop the run first (rolemesh stop), or scale it to 1" (lower .kind) .workload $pods) }}
+{{- fail (printf "controller.scaleUp is true, which leaves the number of pods out, but %s %s has %d, and Kubernetes would set it to 1: stop the run first (rolemesh stop), or scale it to 1; or, if it is the controller that scales it already, run kubectl -n %s annotate %s %s rolemesh.dev/scaled-by=controller" (lower .kind) .workload $pods $.Release.Namespace (lower .kind) .workload) }}
 {{- end }}
 {{- end }}
 {{- end }}
