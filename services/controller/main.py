@@ -88,6 +88,7 @@ async def control(
             for directory in sorted({job.run_dir, roles_of or job.run_dir}):
                 locks.enter_context(held(directory))
             locks.enter_context(attempts.counted())
+            locks.enter_context(attempts.forgiven_at_sigterm())  # until there are brakes
             # Before names at the Hub become commits, which roles do not see.
             expected = {role: fingerprint(job, role) for role in job.roles}
             if roles_of:  # a trial may have data and a length of its own

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -67,6 +69,28 @@ def test_a_start_that_was_killed_counts_also_while_it_prepares(tmp_path: Path) -
     for _ in range(LIMIT):
         begin_and_be_killed(tmp_path)
     assert "ended so: killed, or out of memory" in refused(tmp_path)
+
+
+def test_an_eviction_while_a_start_prepares_is_no_attempt(tmp_path: Path) -> None:
+    """It ends as it would without a count: what SIGTERM did before, it does then."""
+    counted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        counted.append(starts(tmp_path))
+
+    default = signal.signal(signal.SIGTERM, note)
+    try:
+        attempts = Attempts(tmp_path, LIMIT)
+        with attempts.counted():
+            with attempts.forgiven_at_sigterm():
+                assert starts(tmp_path) == 1
+                signal.raise_signal(signal.SIGTERM)
+            with attempts.forgiven_at_sigterm():
+                pass
+            assert signal.getsignal(signal.SIGTERM) is note
+    finally:
+        signal.signal(signal.SIGTERM, default)
+    assert counted == [0]
 
 
 def test_a_spot_run_with_new_checkpoints_goes_on_however_often_it_is_started(tmp_path: Path) -> None:

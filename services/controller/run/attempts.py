@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rolemesh.errors import WRONG_INPUT, RoleFailed, RolemeshError, RoleUnavailable, WeightsUnavailable
@@ -115,6 +118,26 @@ class Attempts:
             self._write(self._before)
         except OSError as error:
             log.warning("this start may count as one that failed: %s", error)
+
+    @contextmanager
+    def forgiven_at_sigterm(self) -> Iterator[None]:
+        """Forgive this start if SIGTERM ends the process at once, as while it reads its data. It still does."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread gets signals
+            return
+        before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+        def end(number: int, frame: FrameType | None) -> None:
+            self.forgive()
+            signal.signal(number, before)
+            signal.raise_signal(number)
+
+        signal.signal(signal.SIGTERM, end)
+        try:
+            yield
+        finally:
+            if signal.getsignal(signal.SIGTERM) is end:  # else somebody has taken its place since
+                signal.signal(signal.SIGTERM, before)
 
     @contextmanager
     def training(self, kept_pods: Callable[[], bool]) -> Iterator[None]:
