@@ -8,19 +8,22 @@ from __future__ import annotations
 import re
 
 from rolemesh.rules.boxed import last_boxed
+from rolemesh.rules.notation import FRACTIONS, FULL_WIDTH, RAISED
 from rolemesh.rules.units import QUANTITY
 
 # No two neighbours in these expressions share a character, or the first is possessive. So nothing backtracks
 # over a text without a match.
 BETWEEN = (  # two numbers of one line, which are then one answer: "3 1/2", "5 or 6", "5 \times 10^3"
-    r"(?<!\.)(?:\{,\}|[ \t$*_+/^×·⋅÷:={}!\u2212\u2013-]"
+    r"(?<!\.)(?:\{,\}|[ \t$*_+/^×·⋅÷√~&:={}!\u2212\u2013-]"
     r"|\\[A-Za-z]+|\\[,!;: ]|[eE](?=[-+]?[0-9])|(?i:x|or|and|to))++"
 )
 AFTER = rf"[ *_]*+(?:\\text\{{ ?)?(?:\\?pi|π|(?:{QUANTITY}|[kKMB]|bn)(?![A-Za-z]))|[A-Za-z](?![A-Za-z])"
+SIGNS = "".join(sign[0] for sign in FRACTIONS) + RAISED
 MARKED = re.compile(
-    r"####((?:[-+\u2212$€£\s*_`({\[\\]|boxed|text(?:bf)?|mathbf)*)"
-    rf"([0-9.,]+[½¼¾²³]*(?:{BETWEEN}[.,]?[0-9½¼¾²³][0-9.,½¼¾²³]*)*)({AFTER})?"
+    r"####((?:[-+\u2212$€£\s*_`\"({\[\\]|boxed|text(?:bf)?|mathbf)*)"
+    rf"([0-9.,]+[{SIGNS}]*(?:{BETWEEN}[.,]?[0-9{SIGNS}][0-9.,{SIGNS}]*)*)({AFTER})?"
 )
+FULL_WIDTH_NUMBER = {wide: plain for wide, plain in FULL_WIDTH.items() if plain in "0123456789.+-"}
 BULLET = re.compile(r"\n[ \t]*[-+*][ \t]")
 LABEL = re.compile(r"answer[\s*_}]*[:：]", re.IGNORECASE)
 OPENED = (("\\[", "\\]"), ("$$", "$$"))
@@ -32,7 +35,7 @@ def marked_number(text: str) -> str | None:
     Emphasis, currency, bullets and delimiters before the number are left out. What changes the number is part
     of it: "12/5", "5 or 6", "5 million", "5x". None if no mark has a number.
     """
-    marked = list(MARKED.finditer(text))
+    marked = list(MARKED.finditer(text.translate(FULL_WIDTH_NUMBER)))
     if not marked:
         return None
     found = marked[-1]

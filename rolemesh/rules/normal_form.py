@@ -18,6 +18,7 @@ from rolemesh.rules.notation import (
     with_plain_numbers,
     without_blanks,
     without_currency,
+    without_outer_wrapper,
     without_wrappers,
 )
 from rolemesh.rules.numbers import number, spelling
@@ -26,6 +27,7 @@ from rolemesh.rules.units import without_label
 MOST_ROUNDS = 8
 MOST_CHARACTERS = 1000  # no answer that people write is longer; a longer text is compared as it is
 DELIMITER = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$+)")
+TAG = re.compile(r"</?answer>", re.IGNORECASE)
 MARKS = ("***", "**", "__", "*", "_", "```", "`", '"')
 NO_NAME = rf"(?!{CONNECTIVE}|m?\\(?:not|neq?|leq?|geq?|approx|lt|gt|ll|gg)(?![A-Za-z]))"
 SYMBOL = (
@@ -34,6 +36,9 @@ SYMBOL = (
 )
 PROSE = rf"{NO_NAME}[A-Za-z][a-z]+(?: {NO_NAME}[A-Za-z]+){{0,5}}"
 NAME = re.compile(rf"(?:{SYMBOL}|(?P<prose>{PROSE}))\s*(?:=|\\in(?![A-Za-z]))\s*")
+ANSWER_IS = re.compile(
+    r"(?:(?:so|thus|hence|therefore),? )?(?:the |my )?(?:final |correct |right )?answer is:? +", re.IGNORECASE
+)
 # What may stand left of the last "=" of an answer. There is no comma, word or other relation in any of these.
 UNKNOWN = r"[A-Za-z](?:_\{\w{1,3}\})?"
 SUM = re.compile(rf"-?[0-9]*{UNKNOWN}(?:\^\{{[0-9]+\}})?(?:[-+][0-9]*{UNKNOWN}(?:\^\{{[0-9]+\}})?)+")
@@ -42,6 +47,7 @@ CALCULATION = re.compile(
 )
 OPTION = re.compile(r"\(([A-Z])\)|([A-Z])\)")
 ARTICLE = re.compile(r"(?:an?|the)\s+(?=[a-z]{3,}(?:\s+[a-z]{2,})*$)", re.IGNORECASE)
+SENTENCE = re.compile(r"(?:Yes|No|Odd|[A-Z][a-z]{3,})(?: [A-Za-z]+)*")
 ORDINAL = re.compile(r"([0-9])(?:(?:st|nd|rd|th)|\^?\{?\\(?:text|mathrm)\{(?:st|nd|rd|th)\}\}?)$")
 DOLLARS = re.compile(r"^\$(?=\s*[-+.]?[0-9][^$]*$)")
 
@@ -121,7 +127,8 @@ def _may_equal(side: str, truth: Answer) -> bool:
 
 
 def _without_delimiters(text: str) -> str:
-    r"""Remove $…$, \(…\) and \[…\]: they say that something is mathematics, and that is known."""
+    r"""Remove $…$, \(…\) and \[…\], and the tag <answer>: that it is mathematics, or the answer, is known."""
+    text = TAG.sub(" ", text).strip() if "<" in text else text
     text = DOLLARS.sub(r"\\$", text)  # a single "$" before a number is dollars
     return DELIMITER.sub(" ", text).strip() if "$" in text or "\\" in text else text
 
@@ -143,13 +150,21 @@ def _without_emphasis(text: str) -> str:
 
 
 def _without_punctuation(text: str) -> str:
-    """Remove the punctuation of the sentence that the answer ends. An ellipsis and a factorial stay."""
-    text = text.rstrip(",;: ")
+    r"""Remove the punctuation of the sentence that the answer ends, and a "\\" or "\," after the answer.
+
+    An ellipsis and a factorial stay.
+    """
+    text = text.rstrip(",;: \\")
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
 def _without_name(text: str) -> tuple[str, str]:
-    """Split "x = 5" into "5" and "x". A name in words, as in "the area = 5", is not kept."""
+    """Split "x = 5" into "5" and "x". What is no symbol, as in "the area = 5", "the answer is 5" and "= 5", is
+    not kept."""
+    if found := ANSWER_IS.match(text):
+        return text[found.end() :], ""
+    if text.startswith("=") and "=" not in text[1:]:
+        return text[1:].lstrip(), ""
     found = NAME.match(text)
     if found is None or "=" in text[found.end() :] or found.end() == len(text):
         return text, ""
@@ -166,6 +181,11 @@ def _without_article(text: str) -> str:
     return ARTICLE.sub("", text, count=1) if text[:1] in "aAtT" and ARTICLE.match(text) else text
 
 
+def _in_lower_case(text: str) -> str:
+    """Write an answer in words, such as "Even" or "No solution", without the capital letter of a sentence."""
+    return text[0].lower() + text[1:] if SENTENCE.fullmatch(text) else text
+
+
 def _without_ordinal(text: str) -> str:
     return ORDINAL.sub(r"\1", text) if text.endswith(("t", "d", "h", "}")) else text
 
@@ -180,6 +200,7 @@ STEPS: tuple[Callable[[str], str], ...] = (
     _without_emphasis,
     _without_punctuation,
     in_one_spelling,
+    without_outer_wrapper,
     _without_ordinal,
 )
 STEPS_OF_VALUES: tuple[Callable[[str], str], ...] = (
@@ -187,6 +208,7 @@ STEPS_OF_VALUES: tuple[Callable[[str], str], ...] = (
     without_wrappers,
     _without_option_brackets,
     _without_article,
+    _in_lower_case,
     with_braces,
     with_plain_numbers,
     with_fractions,

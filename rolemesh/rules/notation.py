@@ -11,8 +11,37 @@ from fractions import Fraction
 from rolemesh.rules.boxed import closing_braces
 from rolemesh.rules.numbers import number, spelling
 
+RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "₀₁₂₃₄₅₆₇₈₉₋"
+# Full-width digits, letters and signs, as Chinese and Japanese keyboards write them.
+FULL_WIDTH = str.maketrans(
+    {chr(ord(plain) + 0xFEE0): plain for plain in map(chr, range(0x21, 0x7F)) if plain not in "$\\{}*_`^%#~\"'"}
+)
+GREEK = (
+    *("αalpha", "βbeta", "γgamma", "δdelta", "εepsilon", "θtheta", "λlambda", "μmu", "ρrho", "σsigma", "φphi"),
+    *("ωomega", "ΔDelta", "ΩOmega"),
+)
+FRACTIONS = (
+    "½12",
+    "⅓13",
+    "⅔23",
+    "¼14",
+    "¾34",
+    "⅕15",
+    "⅖25",
+    "⅗35",
+    "⅘45",
+    "⅙16",
+    "⅚56",
+    "⅛18",
+    "⅜38",
+    "⅝58",
+    "⅞78",
+)
 CHARACTERS = str.maketrans(
     {
+        **FULL_WIDTH,
+        **{sign: rf"\{''.join(name)} " for sign, *name in GREEK},
+        **{sign: rf"\frac{{{above}}}{{{below}}}" for sign, above, below in FRACTIONS},
         **dict.fromkeys("\u2212\u2013\u2012\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2009\u202f\u3000\t\n\r", " "),
         **dict.fromkeys("\u200b\ufeff\u201c\u201d", ""),
@@ -29,14 +58,10 @@ CHARACTERS = str.maketrans(
         "∪": r"\cup ",
         "∈": r"\in ",
         "√": r"\sqrt ",
-        "²": "^2",
-        "³": "^3",
-        "½": r"\frac{1}{2}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
-        "：": ":",
+        "∅": r"\emptyset ",
+        "∠": r"\angle ",
+        "△": r"\triangle ",
         "。": ".",
-        "，": ",",
     }
 )
 COMMANDS = {
@@ -44,22 +69,30 @@ COMMANDS = {
     **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "limits"), ""),
     **dict.fromkeys(("displaystyle", "textstyle"), ""),
     **dict.fromkeys(("quad", "qquad", "enspace", "thinspace"), " "),
-    "leq": r"\le",
-    "geq": r"\ge",
+    **dict.fromkeys(("leq", "leqslant"), r"\le"),
+    **dict.fromkeys(("geq", "geqslant"), r"\ge"),
     "neq": r"\ne",
+    "varnothing": r"\emptyset",
     "degree": r"^\circ",
     "lbrace": r"\{",
     "rbrace": r"\}",
 }
 COMMAND = re.compile(r"\\\\|\\([A-Za-z]+|[!,;: %$])|~")
 SPACING = {"!": "", ",": " ", ";": " ", ":": " ", " ": " ", "%": "%", "$": r"\$"}
+SMALL = str.maketrans(RAISED + LOWERED, "0123456789-" * 2)
+SMALL_DIGITS = re.compile(f"([{RAISED}]+)|[{LOWERED}]+")
+RELATION = re.compile(r"(?<![<>=])([<>])=(?![<>=])")
+PRODUCT = re.compile(r"(?<=[0-9})])\s*(?:\\(?:times|cdot)(?![A-Za-z])|\*)\s*(?=-?[0-9])")
 THOUSANDS_SIGN = re.compile(r"(?:,\\!|\{,\})\s*(?=[0-9]{3}(?![0-9]))")
 ROOT_OF_NUMBER = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*([0-9]+(?:\.[0-9]+)?)")
 # Words that make a list, or another answer, of what stands on their two sides.
 CONNECTIVE = r"(?i:or|and|but|not|nor|either|neither|unless|never|no)(?![A-Za-z])"
-WRAPPER = re.compile(r"\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf)|boldsymbol|bf|bm|mbox|emph)\s*\{")
+WRAPPER = re.compile(
+    r"\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf)|boldsymbol|bf|bm|mbox|emph|underline"
+    r"|(?:text)?color\s*\{[A-Za-z]+\})\s*\{"
+)
 ARGUMENT = re.compile(r" *(\{|\\[A-Za-z]+|[^\s}])")
-ROOT = re.compile(r"\\sqrt\s*(?:([^\s{(\[\\])|\(([^()]*)\))")
+ROOT = re.compile(r"\\sqrt\s*(\[[^\]{}\\]{1,8}\]\s*)?(?:([^\s{(\[\\])|\(([^()]*)\))")
 ROOT_WORD = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?=[({0-9])")
 SCRIPT = re.compile(r"([_^])\s*(-?[0-9]+|[A-Za-z])")
 GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
@@ -72,7 +105,19 @@ ENDS = r"(?=$|[)\],])"
 # Digits after ":" or "{", and those in the brackets of 0.(03), begin no answer.
 LEADING_ZEROS = re.compile(rf"(?:{BEGINS}|(?<=\\\{{)|(?<=\\\{{ ))(?<![0-9.]\()(?<![0-9.]\( )([-+]?)0+(?=[0-9])")
 MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
-SLASHED = re.compile(BEGINS + r"(-?)([0-9]+\\?[A-Za-z]*|\\?[A-Za-z]+)/([0-9]+)" + ENDS)
+# A quotient that is a member, a term of a sum, an exponent or a cell of a matrix: 1/2x and 3/4/5 are none.
+SLASHED = re.compile(
+    r"((?:^|[-+(\[,={&]|\\\\|matrix\}) ?-?)"
+    r"(?:([0-9]+\\?[A-Za-z]*|[0-9]*\\sqrt\{[^{}]*\}|\\?[A-Za-z]+)|\(([^(),=]*)\))"
+    r"/([0-9]+|\\?[A-Za-z]|\\[A-Za-z]{2,}|\\sqrt\{[^{}]*\})(?= ?(?:$|[-+)\],=}&]|\\\\|\\end))"
+)
+FUNCTION = re.compile(  # of one symbol, which needs no brackets: \ln(5), \sin(2x)
+    r"(\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc)(?:[_^]\{\w+\})? ?)"
+    r"\( ?([0-9]*(?:\\[A-Za-z]+|[A-Za-z])?) ?\)(?= ?(?:$|[-+,)\]}=]))"
+)
+ARRAY = re.compile(
+    r"[(\[] ?\\begin\{(?:array\} ?\{[clr]+|matrix)\}((?:(?!\\begin|\\end).)*)\\end\{(?:array|matrix)\} ?[)\]]"
+)
 FRACTION = re.compile(BEGINS + r"(-?)\\frac\{(-?)([0-9]{1,15})\}\{(-?)([0-9]{1,15})\}" + ENDS)
 SIGN = re.compile(BEGINS + r"\+(?=[0-9\\.(A-Za-z])")
 NO_ZERO = re.compile(BEGINS + "-0" + ENDS)
@@ -88,12 +133,19 @@ BLANKS = re.compile(r"\s+")
 
 def in_one_spelling(text: str) -> str:
     r"""Write signs and commands in one way: "−" is "-", "\dfrac" is "\frac", and "\," is a blank."""
-    text = ROOT_OF_NUMBER.sub(r"\\sqrt{\1}", text).translate(CHARACTERS)
+    text = SMALL_DIGITS.sub(_small, ROOT_OF_NUMBER.sub(r"\\sqrt{\1}", text)).translate(CHARACTERS)
     if r"\begin" not in text:
         text = text.replace("\\\\", "\\")
+    text = text.replace("{bmatrix}", "{pmatrix}")
+    text = RELATION.sub(lambda found: r"\le " if found[1] == "<" else r"\ge ", text)
     text = THOUSANDS_SIGN.sub(",", text).replace("{,}", ",").replace(r",\!", ",")
     text = COMMAND.sub(_command, text)
-    return LABEL_IN_LIST.sub("", BLANKS.sub(" ", text)).strip()
+    text = ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", LABEL_IN_LIST.sub("", BLANKS.sub(" ", text)))
+    return PRODUCT.sub(r"\\cdot ", text).strip()
+
+
+def _small(found: re.Match[str]) -> str:
+    return f"{'^' if found[1] else '_'}{{{found[0].translate(SMALL)}}}"
 
 
 def _command(found: re.Match[str]) -> str:
@@ -101,6 +153,13 @@ def _command(found: re.Match[str]) -> str:
     if name is None:
         return " " if found[0] == "~" else found[0]  # a row of a matrix ends
     return COMMANDS.get(name, found[0]) if name[0].isalpha() else SPACING[name]
+
+
+def without_outer_wrapper(text: str) -> str:
+    r"""Remove a \boxed{} or the like around the whole answer, whose own unit may be in another \text{}."""
+    while (found := WRAPPER.match(text)) and closing_braces(text).get(found.end() - 1) == len(text) - 1:
+        text = text[found.end() : -1].strip()
+    return text
 
 
 def without_wrappers(text: str) -> str:
@@ -125,8 +184,8 @@ def without_wrappers(text: str) -> str:
 def with_braces(text: str) -> str:
     r"""Put braces around arguments: "\frac12" is "\frac{1}{2}", "\sqrt3" is "\sqrt{3}", "x^10" is "x^{10}"."""
     text = brace_fractions(text) if r"\frac" in text else text
-    text = ROOT.sub(r"\\sqrt{\1\2}", ROOT_WORD.sub(r"\\sqrt", text))
-    return SCRIPT.sub(r"\1{\2}", text)
+    text = ROOT.sub(r"\\sqrt\1{\2\3}", ROOT_WORD.sub(r"\\sqrt", text))
+    return FUNCTION.sub(r"\1 \2", SCRIPT.sub(r"\1{\2}", text))
 
 
 def brace_fractions(text: str) -> str:
@@ -180,7 +239,7 @@ def with_fractions(text: str) -> str:
     if "/" in text and (found := MIXED.fullmatch(text)):
         return rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"
     if "/" in text:
-        text = SLASHED.sub(r"\1\\frac{\2}{\3}", text)
+        text = SLASHED.sub(lambda found: rf"{found[1]}\frac{{{found[2] or found[3]}}}{{{found[4]}}}", text)
     return FRACTION.sub(_decimal, text) if r"\frac" in text else text
 
 

@@ -30,7 +30,7 @@ def cases_of(ground_truth: Any) -> list[Case]:
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(truth, Mapping) or not {"inputs", "outputs"} <= set(truth):
         raise ValueError(f"ground_truth should hold inputs and outputs; it is {ground_truth!r:.200}")
-    inputs, outputs, function = truth["inputs"], truth["outputs"], truth.get("fn_name")
+    inputs, outputs, function = truth["inputs"], truth["outputs"], truth.get("fn_name") or None
     if not all(isinstance(texts, list | tuple) for texts in (inputs, outputs)):
         raise ValueError(f"ground_truth should hold lists of inputs and outputs; it is {ground_truth!r:.200}")
     if not inputs or len(inputs) != len(outputs):
@@ -42,7 +42,14 @@ def cases_of(ground_truth: Any) -> list[Case]:
 
 def _text(text: Any) -> str:
     """Convert to text; each element of a list becomes a line."""
-    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+    text = "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            "ground_truth has a test with half a surrogate pair, which no program reads"
+        ) from error
+    return text
 
 
 def _call(arguments: Any, result: Any) -> tuple[str, str]:

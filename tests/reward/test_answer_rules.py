@@ -11,7 +11,7 @@ import torch
 from rolemesh.config.reward import OverlongBufferConfig, RewardConfig
 from rolemesh.data import arithmetic
 from rolemesh.data.publishers import gsm8k as gsm8k_data
-from rolemesh.rules.program_tests import cases_of
+from rolemesh.rules.program_tests import Case, cases_of
 from rolemesh.rules.sources import RULES, UnknownDataSource, rule_of
 from rolemesh.sandbox.inside import idle_time
 from rolemesh.services.reward.functions import dapo, default_compute_score, math_verify
@@ -119,6 +119,13 @@ def score(program: str, truth: Any, **sandbox: Any) -> dict[str, float]:
 def test_the_program_is_the_last_python_block() -> None:
     assert program_of(answer("print(1)")) == "\nprint(1)\n"
     assert program_of("print(1)") == "print(1)"
+    for opening in ("```py", "```Python", "```python3", "``` python", "```"):
+        fenced = f"So:\n{opening}\nprint(1)\n```\nDone."
+        assert program_of(fenced) == "\nprint(1)\n"
+        assert program_of(f"```cpp\nint x;\n```\n{fenced}\n```text\n1\n```") == "\nprint(1)\n"
+    both = "```py\nprint(1)\n```\nprints\n```\n1\n```"
+    assert program_of(both) == "\nprint(1)\n"
+    assert program_of("```pyret\nx\n```") == "```pyret\nx\n```"
 
 
 def test_continuous_is_the_share_of_the_first_ten_tests() -> None:
@@ -141,6 +148,7 @@ def test_a_function_is_called_and_its_result_compared() -> None:
     assert score("def pair(xs, k): return [3, 3]", truth) == {"score": 0.5, "acc": 0.0}
     by_line = {"fn_name": "pair", "inputs": ["[1, 2]\n3"], "outputs": ["[3, 3]"]}
     assert score(program, by_line) == {"score": 1.0, "acc": 1.0}
+    assert cases_of({"fn_name": "", "inputs": ["1"], "outputs": ["2"]}) == [Case("1", "2", None)]
     with_blank_lines = {"fn_name": "pair", "inputs": ["[1, 2]\n\n3\n"], "outputs": ["[3, 3]\n"]}
     assert score(program, with_blank_lines) == {"score": 1.0, "acc": 1.0}
 
@@ -192,6 +200,7 @@ def test_time_in_which_a_program_computes_or_waits_for_a_cpu_is_not_time_asleep(
         {"inputs": ["1"], "outputs": []},
         {"inputs": None, "outputs": "1"},
         "no JSON",
+        r'{"inputs": ["\ud800"], "outputs": ["1"]}',
     ],
 )
 def test_a_ground_truth_without_tests_is_an_error(truth: Any) -> None:

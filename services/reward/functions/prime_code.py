@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CONTINUOUS_TESTS = 10
 FENCE = "```"
+OPENING = re.compile(r"```[ \t]*(?:python|py)[0-9.]*(?![A-Za-z0-9_])", re.IGNORECASE)
 WHOLE = re.compile(r"[-+]?[\d_]+")
 SPARE_OUTPUT = 1 << 16  # bytes allowed beyond twice the expected output: blanks, and longer numbers
 
@@ -31,8 +32,7 @@ def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig)
     """Score the share of the first ten tests that the program passes.
 
     Without `sandbox.continuous`, run all tests, and score 1.0 if the program passes all, otherwise 0.0. acc is
-    1 if it passed all tests that were run. The program is the last ```python block of the response, or the
-    whole response if there is none.
+    1 if it passed all tests that were run. The program is that of `program_of`.
 
     Args:
         solution_str: the response.
@@ -54,7 +54,11 @@ def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig)
 
 
 def program_of(solution_str: str) -> str:
-    return solution_str.rpartition(f"{FENCE}python")[2].partition(FENCE)[0]
+    """Return the last ```python (```py, ```Python3) block; or the last block that names no language; or all."""
+    if openings := list(OPENING.finditer(solution_str)):
+        return solution_str[openings[-1].end() :].partition(FENCE)[0]
+    bare = [block for block in solution_str.split(FENCE)[1::2] if not block.partition("\n")[0].strip()]
+    return bare[-1] if bare else solution_str
 
 
 class Attempt:
