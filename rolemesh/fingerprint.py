@@ -94,7 +94,7 @@ def fingerprint(job: JobConfig, role: str) -> Fingerprint:
     spec = ROLES[role]
     values = dict(_values(job, spec))
     digests = {key: _digest(value) for key, value in values.items()}
-    digests |= {key: _content(values[key]) for key in spec.reads_files if values[key] is not None}
+    digests |= {key: content_digest(values[key]) for key in spec.reads_files if values[key] is not None}
     return Fingerprint(__version__, digests | {"plugins": _digest(_plugins(job, values))})
 
 
@@ -131,7 +131,8 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _content(path: str) -> str:
+def content_digest(path: str) -> str:
+    """Return a digest of a file's content as it is now; UNREADABLE if this process cannot read it."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     except OSError:

@@ -23,8 +23,10 @@ from rolemesh.services.controller.run.kept_settings import (
     PROMPTS,
     RULES,
     STEPS,
+    VALIDATION,
     Comparison,
     compare,
+    file_digests,
     settings_to_keep,
 )
 
@@ -234,6 +236,59 @@ def test_what_changes_conversations_is_said_and_how_they_are_kept_alive_is_not()
         "rollout.multi_turn.tools from [] to ['python']",
         "rollout.multi_turn.turn_reward_weight from 1.0 to 0.5",
     ]
+
+
+def test_edited_files_are_said_at_a_resume_as_they_were_when_the_run_began(tmp_path: Path) -> None:
+    """Of a file that the controller cannot read, of one that is new, and of rows that are, there is no other
+    content to say."""
+    tools, rewards = tmp_path / "tools.yaml", tmp_path / "reward.py"
+    tools.write_text("tools: []")
+    rewards.write_text("def compute_score(**row): return 1")
+    job = make_job(
+        {
+            "rollout": {"multi_turn": {"enable": True, "tool_config_path": str(tools)}},
+            "reward": {"custom_reward_function": {"path": str(rewards)}},
+        }
+    )
+
+    def settings(validation: str | None = None) -> dict[str, Any]:
+        return settings_to_keep(job, 10, validation=validation, files=file_digests(job))
+
+    began = json.loads(json.dumps(settings("a+b")))
+    assert compare(began, settings()) == compare(settings(), settings("a+b")) == Comparison([], [], [], [])
+    tools.write_text("tools: [{class_name: mine.Tool, config: {depth: 3}}]")
+    rewards.write_text("def compute_score(**row): return 2")
+    compared = compare(began, settings("a+c"))
+    assert [phrase.partition(" from ")[0] for phrase in compared.changed] == [
+        "digest of the validation rows",
+        "digest of the file reward.custom_reward_function.path",
+        "digest of the file rollout.multi_turn.tool_config_path",
+    ]
+    assert ["trainer.save_best" in hint for hint in compared.hints] == [True]
+    tools.unlink()
+    rewards.unlink()
+    assert compare(began, settings("a+b")) == Comparison([], [], [], [])
+    for key in ("digest of the file reward.custom_reward_function.path", VALIDATION):
+        del began[key]
+    assert compare(began, settings("a+b")).missing == [VALIDATION]
+    assert compare(began, settings()).missing == []
+
+
+def test_another_sampling_of_validations_is_said() -> None:
+    greedy, sampled = (
+        settings_to_keep(make_job({"rollout": {"val_kwargs": sampling}}), 10)
+        for sampling in ({}, {"n": 4, "do_sample": True, "temperature": 0.5})
+    )
+    assert compare(json.loads(json.dumps(greedy)), sampled).changed == [
+        "rollout.val_kwargs.temperature from 1.0 to 0.5",
+        "rollout.val_kwargs.do_sample from False to True",
+        "rollout.val_kwargs.n from 1 to 4",
+    ]
+    earlier = {key: value for key, value in greedy.items() if ".val_kwargs." not in key}
+    assert compare(earlier, sampled).missing == ["rollout.val_kwargs"]
+    assert not any(
+        ".val_kwargs." in key for key in settings_to_keep(make_job({"algorithm": {"page": "sft"}}), 10)
+    )
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from forks import FORKS
-from in_process import recorded, small_job, train, workers
+from in_process import REWARD, recorded, small_job, train, workers
 from interrupted import NOISY, assert_same_end, contents, steps, train_and_stop_in
 from ranked import exit_codes
 
@@ -143,16 +143,26 @@ async def test_resume_path_leaves_the_later_course_and_makes_it_again(
 
 
 async def test_a_finished_run_started_again_makes_no_step(
-    unbroken: JobConfig, tiny_model: Path, caplog: pytest.LogCaptureFixture
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And every resume says a changed learning rate, once."""
+    """And every resume says in one warning what may have changed: a learning rate, the reward function's code,
+    a validation row's ground truth."""
     before = recorded(unbroken)
-    overrides = (*NOISY, "actor.optim.lr=5e-4")
+    (tmp_path / "reward.py").write_text(REWARD.replace("/ 8", "/ 9"))
+    rows = pq.read_table(unbroken.data.val_files[0]).to_pylist()
+    rows[1]["reward_model"]["ground_truth"] = "5"
+    overrides = (
+        *(*NOISY, "actor.optim.lr=5e-4", f"reward.custom_reward_function.path={tmp_path / 'reward.py'}"),
+        f"data.val_files={write_rows(tmp_path / 'val.parquet', rows)}",
+    )
     summary = await train(small_job(unbroken.run_dir.parent, tiny_model, "run", *overrides))
     assert (summary.step, summary.total_steps) == (4, 4)
     assert recorded(unbroken) == before
     [warning] = [each.getMessage() for each in caplog.records if "global_step_4 is" in each.getMessage()]
-    assert "other settings of training: actor.optim.lr from 0.001 to 0.0005. The steps" in warning
+    assert "other settings: digest of the validation rows from '" in warning
+    assert "; digest of the file reward.custom_reward_function.path from '" in warning
+    assert "; actor.optim.lr from 0.001 to 0.0005; reward.custom_reward_function.path from '" in warning
+    assert "The steps from here on use the new ones. Validations from here on are of other rows" in warning
 
 
 async def test_a_finished_run_needs_no_role(unbroken: JobConfig, tiny_model: Path) -> None:

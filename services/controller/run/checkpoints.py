@@ -131,9 +131,10 @@ class Checkpoints:
         compared = compare(state.kept_settings, settings)
         if compared.changed:
             log.warning(
-                "%s is resumed with other settings of training: %s. The steps from here on use the new ones",
+                "%s is resumed with other settings: %s. The steps from here on use the new ones%s",
                 path,
                 "; ".join(compared.changed),
+                "".join(f". {hint}" for hint in compared.hints),
             )
         if compared.missing:
             log.warning(

@@ -44,6 +44,16 @@ def validation_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> Da
     return None
 
 
+def content_of(train: Dataset, val: Dataset | None) -> tuple[int, str, str | None, str | None]:
+    """Return the number of training rows, the digests of their tokens and of their other columns, and that of
+    the validation rows.
+
+    None: there are no other columns that count, or no validation rows.
+    """
+    digests = (val.digest, val.columns_digest) if val else ()
+    return len(train), train.digest, train.columns_digest, "+".join(filter(None, digests)) or None
+
+
 def _dataset(
     job: JobConfig, files: Sequence[str], split: Literal["train", "val"], tokenizer: Any, agents: Agents | None
 ) -> Dataset:

@@ -13,15 +13,19 @@ from typing import Any, Literal
 from pydantic_core import to_jsonable_python
 
 from rolemesh.catalog.loading import used_plugins
+from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import ActorConfig, CriticConfig
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import MultiTurnConfig
+from rolemesh.fingerprint import UNREADABLE, content_digest
 from rolemesh.models.fetching import models_of
 
 RULES = "reward.rules"
 NUM_PROMPTS, PROMPTS = "prompts in data.train_files", "digest of the tokenised prompts"
 COLUMNS = "digest of the prompts' other columns"
+VALIDATION = "digest of the validation rows"
+FILE = "digest of the file "
 STEPS = "trainer.total_training_steps"
 HINTS = {
     PROMPTS: "The prompts' tokens depend on the content of data.train_files, on the tokenizer and on its chat "
@@ -29,10 +33,13 @@ HINTS = {
     "data.apply_chat_template_kwargs, as in {date_string: 26 Jul 2024}",
     COLUMNS: "The other columns are data_source, reward_model and extra_info, and in conversations agent_name "
     "and messages: what rewards, tools and interactions read",
+    VALIDATION: "Validations from here on are of other rows, or of the same as another tokenizer or template "
+    "writes them; trainer.save_best compares them with earlier ones all the same",
 }
-OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS)
+OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS, VALIDATION)
 MAY_CHANGE = re.compile(  # said, not refused
-    r"(actor|critic)\.(optim\.\w+|ppo_mini_batch_size|ppo_epochs)|reward\.(?!rules$).+|rollout\.multi_turn\..+"
+    r"(actor|critic)\.(optim\.\w+|ppo_mini_batch_size|ppo_epochs)|reward\.(?!rules$).+"
+    rf"|rollout\.(multi_turn|val_kwargs)\..+|{FILE}.+|{VALIDATION}"
 )
 SCORING = (  # keys of reward that a score depends on, beside the rules
     *(f"custom_reward_function.{key}" for key in ("path", "name", "reward_kwargs")),
@@ -45,11 +52,27 @@ OF_OPERATION = {"call_timeout_s", "episode_timeout_s", "max_attempts", "max_epis
 BY_USE = re.compile(r"(digest of plug-in|revision of) .*")  # absent where a job uses no such part or model
 
 
+def file_digests(job: JobConfig) -> dict[str, str | None]:
+    """Return the digests of the files that the job's roles read, by the key that names the file.
+
+    None: the key names no file, or one that this process cannot read.
+    """
+    keys = [key for role in job.roles for key in ROLES[role].reads_files]
+    paths = {key: attrgetter(key)(job) for key in keys}
+    digests = {key: content_digest(path) if path else None for key, path in paths.items()}
+    return {key: None if digest == UNREADABLE else digest for key, digest in digests.items()}
+
+
 def settings_to_keep(
-    job: JobConfig, num_prompts: int, prompts: str = "", columns: str | None = None
+    job: JobConfig,
+    num_prompts: int,
+    prompts: str = "",
+    columns: str | None = None,
+    validation: str | None = None,
+    files: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
     """Return the settings that determine a step's prompts, what their responses are judged by, its sampled
-    tokens, the waiting groups, and the learning rates.
+    tokens, the waiting groups, the learning rates, and what a validation measures.
 
     A resumed run must have the same ones, or it would be neither the old run nor a new one. Those of
     MAY_CHANGE are changed on purpose, so the resume only says it. In which dtype a role computes depends on its
@@ -60,6 +83,8 @@ def settings_to_keep(
         num_prompts: of the training data.
         prompts: digest of these prompts in token ids.
         columns: digest of their other columns; None if training reads none.
+        validation: digest of the validation rows; None without validation.
+        files: `file_digests` of the job, as its roles began with them.
 
     Returns:
         Settings as they come back from a checkpoint, so that the two can be compared: lists for tuples, and
@@ -88,6 +113,8 @@ def settings_to_keep(
         NUM_PROMPTS: num_prompts,
         PROMPTS: prompts,
         COLUMNS: columns,
+        VALIDATION: validation,
+        **{f"{FILE}{key}": digest for key, digest in (files or {}).items()},
         "data.train_batch_size": data.train_batch_size,
         "data.gen_batch_size": data.gen_batch_size,
         "data.shuffle": data.shuffle,
@@ -108,6 +135,7 @@ def settings_to_keep(
         "rollout.stop": list(rollout.stop),
         **(_conversation_settings_to_keep(rollout.multi_turn) if rollout.multi_turn.enable else {}),
         **(_scoring_settings_to_keep(job.reward) if "reward" in job.roles else {}),
+        **(_validation_settings_to_keep(job) if job.answers else {}),
     }
     return dict(json.loads(json.dumps(settings, default=_in_json)))
 
@@ -127,6 +155,12 @@ def _scoring_settings_to_keep(reward: RewardConfig) -> dict[str, Any]:
             path
         ).name  # its directory may change, as the data's may
     return kept
+
+
+def _validation_settings_to_keep(job: JobConfig) -> dict[str, Any]:
+    """Return how the responses of a validation are sampled."""
+    sampling = job.rollout.val_kwargs.model_dump(mode="json")
+    return {f"rollout.val_kwargs.{key}": value for key, value in sampling.items()}
 
 
 def _conversation_settings_to_keep(multi_turn: MultiTurnConfig) -> dict[str, Any]:
@@ -154,7 +188,7 @@ class Comparison:
 
     Args:
         refused: what differs, so that the checkpoint cannot be resumed exactly; a phrase each.
-        hints: what these depend on; a sentence each.
+        hints: what these depend on, or if nothing is refused, what a change means; a sentence each.
         changed: what differs and may; a phrase each.
         missing: settings that were not compared, since an earlier version wrote the checkpoint without them.
     """
@@ -169,7 +203,8 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
     """Compare the settings that a checkpoint holds with those of a job.
 
     A setting that the checkpoint lacks is not compared, since its version did not know the setting. Only one of
-    BY_USE is: the checkpoint lacks it because its job did not use that part or model.
+    BY_USE is: the checkpoint lacks it because its job did not use that part or model. A file's content is
+    compared if both jobs name a file that could be read, and validation rows if both jobs have some.
 
     Args:
         kept: `settings_to_keep` of the job that wrote the checkpoint, as its version knew them.
@@ -179,6 +214,7 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
     keys = [key for key in {**kept, **now} if prompts_are_known or key not in OF_THE_DATA]
     missing = [key for key in keys if key not in kept and not BY_USE.fullmatch(key)]
     differing = [key for key in keys if key not in missing and kept.get(key) != now.get(key)]
+    differing = [k for k in differing if not k.startswith((FILE, VALIDATION)) or (kept.get(k) and now.get(k))]
     changed = [key for key in differing if MAY_CHANGE.fullmatch(key)]
     phrases = [f"{key} from {kept.get(key)!r} to {now.get(key)!r}" for key in changed]
     if STEPS in differing and None in (kept[STEPS], now[STEPS]):  # only one of the two schedules depends on it
@@ -187,7 +223,7 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
     refused = [key for key in differing if key not in changed]
     return Comparison(
         [f"{key} is {now.get(key)!r} now and was {kept.get(key)!r}" for key in refused],
-        [HINTS[key] for key in refused if key in HINTS],
+        [HINTS[key] for key in refused or changed if key in HINTS],
         phrases,
         list(dict.fromkeys(_shortened(key) for key in missing if now[key] is not None)),
     )
@@ -197,4 +233,4 @@ def _shortened(key: str) -> str:
     """Return one name for the many keys of a section."""
     if key.startswith("reward.") and key != RULES:
         return "the other keys of reward"
-    return re.sub(r"\.(optim|multi_turn)\..*", r".\1", key)
+    return re.sub(r"\.(optim|multi_turn|val_kwargs)\..*", r".\1", key)

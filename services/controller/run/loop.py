@@ -30,9 +30,9 @@ from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.run.ahead import Ahead
 from rolemesh.services.controller.run.best import is_best
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
-from rolemesh.services.controller.run.data_sets import training_data, validation_data
+from rolemesh.services.controller.run.data_sets import content_of, training_data, validation_data
 from rolemesh.services.controller.run.decision import named_checkpoint, start_of
-from rolemesh.services.controller.run.kept_settings import settings_to_keep
+from rolemesh.services.controller.run.kept_settings import file_digests, settings_to_keep
 from rolemesh.services.controller.run.profile import check_profile_steps, profiled
 from rolemesh.services.controller.run.run_dir import MetricsFile, answers, dump, read_metrics, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
@@ -87,6 +87,7 @@ class Run:
             lambda: self.status.stop_requested,
         )
         self._val = validation_data(job, tokenizer, self._agents)
+        self._files = file_digests(job)  # as the roles begin with them, whatever is edited later
         self.job = with_total_steps(job, total_steps)
         self.status.total_steps = (
             total_steps  # set without a notification, because this may run on another thread
@@ -360,7 +361,7 @@ class Run:
         return fan_out(self._prompts(number), rollout.sampling[sampling].n, rollout.seed, number, sampling)
 
     def _settings_to_keep(self) -> dict[str, Any]:
-        return settings_to_keep(self.job, len(self._train), self._train.digest, self._train.columns_digest)
+        return settings_to_keep(self.job, *content_of(self._train, self._val), self._files)
 
     def _state(self, step: int) -> ControllerState:
         sampling = self._sampling
