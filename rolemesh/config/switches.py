@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rolemesh.catalog.catalog import BUILT_IN
+from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
 from rolemesh.config.base import Config
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 
 KL_CTRL = "algorithm.kl_ctrl"
 OVERLONG = "reward.overlong_buffer"
+OWN = "reward.custom_reward_function"
+OF_RULES = tuple(
+    f"reward.{key}" for key in ("rules", "format_score", "answer_chars", "math", "sandbox.continuous")
+)
+OF_SEVERAL = {"gdpo_reward_keys"}  # of estimators' keys: the reward reads these whatever the estimator
 # A switch that is off, as its reason says, to the keys that then have no effect.
 SWITCHES: dict[str, tuple[str, ...]] = {
     "actor.use_kl_loss": ("actor.kl_loss_coef", "actor.kl_loss_type"),
@@ -31,6 +37,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "algorithm.rollout_correction.rollout_is": ("algorithm.rollout_correction.rollout_is_threshold",),
     "actor.model.lora_rank": ("actor.model.lora_alpha", "actor.model.target_modules"),
     "data.shuffle": ("data.seed",),
+    f"{OWN}.path": (f"{OWN}.name", f"{OWN}.reward_kwargs"),
     "reward.reward_model.enable": ("reward.reward_model.model.path",),
     f"{OVERLONG}.enable": (f"{OVERLONG}.len", f"{OVERLONG}.penalty_factor", f"{OVERLONG}.log"),
     "rollout.do_sample": ("rollout.temperature", "rollout.top_k", "rollout.top_p"),
@@ -61,6 +68,17 @@ def _off(job: JobConfig) -> Iterator[tuple[str, str]]:
             yield from ((f"{section}.{key}", f"{section}.temperature is 0") for key in ("top_k", "top_p"))
     if job.rollout.mode == "sync" and not _is_meant(job, "rollout.mode"):
         yield "trainer.max_staleness", "rollout.mode is sync"
+    kl_ctrl = job.algorithm.kl_ctrl
+    if job.algorithm.use_kl_in_reward and kl_ctrl.type == "fixed" and not _is_meant(job, f"{KL_CTRL}.type"):
+        yield from ((f"{KL_CTRL}.{key}", f"{KL_CTRL}.type is fixed") for key in ("horizon", "target_kl"))
+    if not job.reward.rules_score:
+        path, manager = job.reward.custom_reward_function.path, job.reward.reward_manager
+        why = f"{OWN}.path is {path}" if path else f"reward.reward_manager is {manager}"
+        yield from ((key, why) for key in OF_RULES)
+    if job.estimates:
+        others = {key for each in ESTIMATORS.values() for key in each.keys} - {*job.estimator.keys, *OF_SEVERAL}
+        for key in others & type(job.algorithm).model_fields.keys():
+            yield f"algorithm.{key}", f"algorithm.adv_estimator is {job.estimator.name}"
     loss = job.policy_loss
     read = {*loss.keys, *loss.choose_keys}
     for key in {key for each in POLICY_LOSSES.values() for key in (*each.keys, *each.choose_keys)} - read:

@@ -220,6 +220,8 @@ OTHER = {
     "actor.model.lora_alpha": "32",
     "actor.model.target_modules": "[q_proj]",
     "data.seed": "7",
+    "reward.custom_reward_function.name": "score",
+    "reward.custom_reward_function.reward_kwargs": "{cap: 2}",
     "reward.reward_model.model.path": "judge",
     "reward.overlong_buffer.len": "4",
     "reward.overlong_buffer.log": "true",
@@ -291,6 +293,16 @@ def test_a_value_that_another_key_switches_off_is_warned_of_and_a_default_is_not
     greedy = warned("rollout.val_kwargs={do_sample: true, temperature: 0, top_k: 5}")
     assert greedy == {"rollout.val_kwargs.top_k": "rollout.val_kwargs.temperature is 0"}
     assert warned("trainer.max_staleness=2") == {"trainer.max_staleness": "rollout.mode is sync"}
+    own = "reward.custom_reward_function.path=mine.py"
+    assert warned(own, "reward.rules=verl", "reward.custom_reward_function.name=score") == {
+        "reward.rules": "reward.custom_reward_function.path is mine.py"
+    }
+    kl = "algorithm={use_kl_in_reward: true, kl_ctrl: {target_kl: 0.2}}"
+    assert warned(kl) == {"algorithm.kl_ctrl.target_kl": "algorithm.kl_ctrl.type is fixed"}
+    assert warned(kl, "algorithm.kl_ctrl.type=fixed") == warned(kl, "algorithm.kl_ctrl.type=adaptive") == {}
+    lam = warned("algorithm={adv_estimator: grpo, lam: 0.95}", "rollout.n=2")
+    assert lam == {"algorithm.lam": "algorithm.adv_estimator is grpo"}
+    assert warned("algorithm={lam: 0.95, gamma: 0.9}") == {}
     factor = warned("actor.loss_scale_factor=64")
     assert factor == {"actor.loss_scale_factor": "actor.loss_agg_mode is token-mean"}
 
