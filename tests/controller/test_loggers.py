@@ -23,7 +23,7 @@ from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.serving.server import RoleServer
-from rolemesh.services.controller.display.loggers import Loggers, mlflow_name, numbers
+from rolemesh.services.controller.display.loggers import OF_WANDB, Loggers, mlflow_name, numbers
 from rolemesh.services.controller.display.progress import Display
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import MetricsFile, read_metrics
@@ -100,6 +100,9 @@ def test_a_name_at_mlflow_follows_from_the_metric_alone_and_no_two_are_the_same(
     assert all(len(mlflow_name(name).encode()) <= 250 for name in long)
 
 
+WITH_A_BAD_ONE: Any = {"first": 3.0, "nan": math.nan, "bad": object(), "last": 4.0}
+
+
 @pytest.mark.parametrize("logger", ["mlflow", "tensorboard"])
 def test_any_name_arrives_and_a_bad_value_costs_no_other(
     logger: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -110,21 +113,23 @@ def test_any_name_arrives_and_a_bad_value_costs_no_other(
     job.run_dir.mkdir()
     with Loggers(job, 0, Console(file=io.StringIO())) as loggers:
         loggers.log(1, {"first": 1.0, **values, "last": 2.0})
-        loggers.log(2, {"first": 3.0, "bad": object(), "last": 4.0})  # type: ignore[dict-item]
+        loggers.log(2, WITH_A_BAD_ONE)
     assert caplog.text.count("could not log step 2") == 2  # Prometheus could not, either
-    assert "1 of 3 metrics are lost, first 'bad': " in caplog.text
+    assert "1 of 4 metrics are lost, first 'bad': " in caplog.text
     if logger == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
         assert {tag: events.Scalars(tag)[0].value for tag in ODD} == values
         assert [[each.value for each in events.Scalars(tag)] for tag in ("first", "last")] == [[1, 3], [2, 4]]
+        assert math.isnan(events.Scalars("nan")[0].value)
         return
     import mlflow
 
     client = mlflow.MlflowClient(tracking_uri=(tmp_path / "run" / "mlflow").as_uri())
     found = client.get_run((tmp_path / "run" / "mlflow" / "run_id").read_text().strip()).data.metrics
     assert (found.pop("first"), found.pop("last")) == (3, 4)
+    assert math.isnan(found.pop("nan"))
     assert sorted(found.values()) == sorted(values.values())
     for name, given in ODD.items():
         if given:
@@ -147,7 +152,10 @@ def wandb_records(file: Path) -> Iterator[bytes]:
             parts = b""
 
 
-def test_wandb_offline_reads_back_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_reads_back_any_name_and_a_bad_value_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And after a crash the console says which steps are old."""
     import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -155,20 +163,28 @@ def test_wandb_offline_reads_back_what_was_logged(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("WANDB_SILENT", "true")
     job = job_with(tmp_path / "run", "wandb")
     job.run_dir.mkdir()
+    values = dict(zip(ODD, range(len(ODD)), strict=True))
     with Loggers(job, 0, Console(file=io.StringIO())) as loggers:
-        loggers.log(1, {SCORE: 0.25})
-        loggers.log(2, {SCORE: 0.5})
+        loggers.log(1, {SCORE: 0.25, **values, "_step": 9})
+        loggers.log(2, WITH_A_BAD_ONE)
+        loggers.log(3, {SCORE: 0.5})
+    assert "WandbLogger could not log step 2 (metrics.jsonl has it): RolemeshError: 1 of 4" in caplog.text
     wandb.teardown()  # as at the end of the process: wandb's own process writes the file, and is waited for
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     found = []
     for data in wandb_records(file):
         items = {
-            item.key or "/".join(item.nested_key): item.value_json
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
             for item in Record.FromString(data).history.item
         }
-        if SCORE in items:
-            found.append((int(items["_step"]), json.loads(items[SCORE])))
-    assert found == [(1, 0.25), (2, 0.5)]
+        if items:
+            found.append({name: value for name, value in items.items() if name not in OF_WANDB[1:]})
+    assert math.isnan(found[1].pop("nan"))
+    assert found == [
+        {"_step": 1, "_step_": 9, SCORE: 0.25, **values},
+        {"_step": 2, "first": 3, "last": 4},
+        {"_step": 3, SCORE: 0.5},
+    ]
     assert (tmp_path / "run" / "wandb" / "run_id").read_text().strip() in file.name
 
     steps, out = MetricsFile(job.run_dir / "metrics.jsonl", 0), io.StringIO()

@@ -40,6 +40,7 @@ T = TypeVar("T")
 EXACT_INT = 1 << 53  # a float holds every int up to here
 MLFLOW_BATCH = 1000  # most metrics of a request
 MLFLOW_BYTES = 250  # of a name
+OF_WANDB = ("_step", "_timestamp", "_runtime", "_wandb")  # which it writes itself
 MLFLOW_INVALID = "INVALID_PARAMETER_VALUE"  # MLflow's code where a metric, not the server, is the cause
 
 
@@ -224,6 +225,7 @@ class WandbLogger:
             )  # fmt: skip
 
     def log(self, step: int, metrics: Metrics) -> None:
+        metrics = {f"{name}_" if name in OF_WANDB else name: value for name, value in metrics.items()}
         try:
             self._run.log(metrics, step=step)
         except Exception:  # of one value
