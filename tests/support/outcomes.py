@@ -13,12 +13,14 @@ from rolemesh.config import JobConfig
 def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, bytes]]:
     """Return every metric of every step, and the last checkpoint byte for byte.
 
-    Without the arguments of the reward function: here they may name files of one run.
+    Without the settings of the reward function: its arguments may name files of one run, and it may wait for the
+    test.
     """
     last = job.run_dir / f"global_step_{job.trainer.total_training_steps}"
     files = {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*") if path.is_file()}
     state = json.loads(files["controller.json"])
-    state["kept_settings"].pop("reward.custom_reward_function.reward_kwargs", None)
+    for key in [key for key in state["kept_settings"] if "reward.custom_reward_function" in key]:
+        del state["kept_settings"][key]
     files["controller.json"] = json.dumps(state).encode()
     assert {"actor/model.safetensors", "critic/model.safetensors"} <= files.keys()
     return recorded(job), files

@@ -150,10 +150,8 @@ def _in_json(value: Any) -> Any:
 def _scoring_settings_to_keep(reward: RewardConfig) -> dict[str, Any]:
     """Return what a response's score depends on, except the content of the user's file."""
     kept = {f"reward.{key}": attrgetter(key)(reward) for key in SCORING}
-    if path := reward.custom_reward_function.path:
-        kept["reward.custom_reward_function.path"] = Path(
-            path
-        ).name  # its directory may change, as the data's may
+    if path := reward.custom_reward_function.path:  # its directory may change, as that of the data may
+        kept["reward.custom_reward_function.path"] = Path(path).name
     return kept
 
 
