@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,19 +11,22 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from saving import saved
 from sequences import sequence_batch
 from serving import served
 
 from rolemesh.config.job import JobConfig, make_job
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import NotPermitted, RoleTaken
+from rolemesh.errors import NotPermitted, RoleFailed, RoleTaken
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient, CriticClient, ReferenceClient
 from rolemesh.rpc.contract import ACTOR, CRITIC, rpcs
 from rolemesh.rpc.metadata import TERM_KEY
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.rpc.term import Term
+from rolemesh.services.actor.servicer import ActorServicer
+from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.controller.run.run_dir import new_term
 from rolemesh.services.critic.servicer import CriticServicer
 from rolemesh.services.critic.worker import CriticWorker
@@ -152,6 +156,48 @@ async def test_a_successor_takes_over_at_once_and_no_later_call_of_its_predecess
         assert await third.update(batch(1)) == expected
         await third.load_checkpoint(job.run_dir / "1")
         assert await third.update(batch(2)) == after
+
+
+@asynccontextmanager
+async def full_device(worker: ActorWorker) -> AsyncIterator[None]:
+    """The second micro-batch of an update fails, when the first has left its gradients."""
+    passes = itertools.count(1)
+
+    def fail(*_: Any) -> None:
+        if torch.is_grad_enabled() and next(passes) == 2:
+            raise torch.OutOfMemoryError("the device is full")
+
+    hook = worker.model.get_input_embeddings().register_forward_pre_hook(fail)
+    yield
+    hook.remove()
+
+
+async def test_a_successor_of_a_controller_whose_update_failed_trains_as_with_an_untouched_actor(
+    job: JobConfig,
+) -> None:
+    """The actor outlives the controller: the next one loads the last checkpoint, or begins anew."""
+    worker, untouched, server = ActorWorker(job), ActorWorker(job), RoleServer({"actor": [ACTOR]})
+    expected = {seed: await untouched.update(batch(seed)) for seed in (1, 2)}
+    address = await server.start(LOCAL)
+    await server.ready({ACTOR: ActorServicer(worker)})
+
+    def controller() -> ActorClient:
+        return ActorClient([address], methods(job), term=new_term(job.run_dir))
+
+    start = None
+    for seed in (1, 2):
+        async with controller() as first, full_device(worker):
+            await first.load_checkpoint(start)
+            with pytest.raises(RoleFailed, match="the device is full"):
+                await first.update(batch(seed))
+        async with controller() as second:
+            await second.load_checkpoint(start)
+            assert await second.update(batch(seed)) == expected[seed]
+            start = job.run_dir / str(seed)
+            await saved(second, start)
+    for mine, theirs in zip(worker.model.parameters(), untouched.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    await server.drain(0)
 
 
 async def test_a_call_that_runs_ends_before_a_successor_loads(job: JobConfig) -> None:
