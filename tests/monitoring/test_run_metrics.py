@@ -10,6 +10,7 @@ import pytest
 from in_process import small_job, train
 
 from rolemesh.services.controller.run.run_dir import read_metrics
+from rolemesh.services.controller.service.status import RunStatus
 from rolemesh.services.processes.launch import shown_to_prometheus
 from rolemesh.telemetry.metrics import CONTROLLER
 
@@ -40,6 +41,15 @@ async def test_state_phases_and_times_of_a_run(tiny_model: Path, tmp_path: Path)
     records = read_metrics(job.run_dir / "metrics.jsonl")
     saved = [record["training/global_step"] for record in records if "timing_s/save_checkpoint" in record]
     assert saved == [2, 4]  # a save's seconds are told once
+
+
+def test_a_run_is_starting_before_its_controller_has_found_its_roles() -> None:
+    RunStatus("run")
+    assert [shown("rolemesh_run_state", state=state) for state in ("starting", "running", "finished")] == [
+        1,
+        0,
+        0,
+    ]
 
 
 async def test_a_resumed_run_is_as_far_from_its_checkpoint_as_the_checkpoint_is_old(

@@ -49,6 +49,7 @@ class RunStatus:
         self._state = State.STARTING
         self._paused = False
         self._changed = asyncio.Event()
+        self._show_state()
 
     @property
     def state(self) -> State:
@@ -139,11 +140,14 @@ class RunStatus:
         return self._state in (State.FINISHED, State.FAILED)
 
     def _notify(self) -> None:
-        for state in State:
-            RUN_STATE.labels(state.name.lower()).set(state is self.state)
+        self._show_state()
         self.on_change(self)
         before, self._changed = self._changed, asyncio.Event()
         before.set()
+
+    def _show_state(self) -> None:
+        for state in State:
+            RUN_STATE.labels(state.name.lower()).set(state is self.state)
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
