@@ -209,8 +209,8 @@ def learn(
             for name, columns in passed.items():
                 columns.append(rows[name].cpu())
         grad_norm = optimizer.step()
-    except BaseException:
-        _abandon(model)
+    except BaseException as error:
+        _abandon(model, error)
         raise
     finally:
         model.eval()
@@ -218,10 +218,17 @@ def learn(
     return DataProto({name: torch.cat(columns) for name, columns in passed.items() if columns}, meta_info=facts)
 
 
-def _abandon(model: nn.Module) -> None:
-    """Drop the gradients of passes that failed; free and reset what autograd and FSDP held for them."""
+def _abandon(model: nn.Module, error: BaseException) -> None:
+    """Drop the gradients of passes that failed; free and reset what autograd and FSDP held for them.
+
+    Raises:
+        RuntimeError: this torch cannot reset FSDP. It is none of our errors, so the group of ranks ends.
+    """
     model.zero_grad()  # of gathered weights, which have gradients of their own until these are reduced
     if isinstance(model, FSDPModule):
+        if not hasattr(model, "reset_iter_state"):
+            why = f"torch {torch.__version__} cannot go on with sharded weights after it (2.13 can)"
+            raise RuntimeError(f"{type(error).__name__}: {error}; {why}") from error
         model.reset_iter_state()
         model.zero_grad()  # of the rank's own rows
     # On a CPU, autograd's queue of this thread keeps a failed backward pass until the next one begins.

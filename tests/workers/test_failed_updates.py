@@ -33,6 +33,7 @@ from rolemesh.ranks.rendezvous import Rendezvous
 from rolemesh.ranks.sharding import local
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.training import loop
 from rolemesh.workers.commands import command_of
 from rolemesh.workers.seat import ComputingThread, Seat
 
@@ -224,6 +225,13 @@ async def test_a_step_whose_moments_could_not_be_moved_is_undone(
     assert same(everything(worker), initial)
     assert await worker.update(batch_of(1)) == await untouched.update(batch_of(1))
     assert same(everything(worker), everything(untouched))
+
+
+def test_a_torch_that_cannot_reset_shards_says_so_after_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain module stands for the sharded one of torch 2.11."""
+    monkeypatch.setattr(loop, "FSDPModule", torch.nn.Linear)
+    with pytest.raises(RuntimeError, match=r"UpdateFailed: nan; torch \S+ cannot go on with sharded weights"):
+        loop._abandon(torch.nn.Linear(1, 1), UpdateFailed("nan"))
 
 
 # ----------------------------------------------------------------------------------- on two ranks
