@@ -13,8 +13,8 @@ from rolemesh.config import JobConfig
 def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, bytes]]:
     """Return every metric of every step, and the last checkpoint byte for byte.
 
-    Without the settings of the reward function: its arguments may name files of one run, and it may wait for the
-    test.
+    Without the settings of the reward function: its arguments may name files of one run, and it may wait for
+    the test.
     """
     last = job.run_dir / f"global_step_{job.trainer.total_training_steps}"
     files = {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*") if path.is_file()}
