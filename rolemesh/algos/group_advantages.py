@@ -48,9 +48,9 @@ def compute_grpo_by_turn(
     """GRPO turn by turn: (G_k − μ_k)/(σ_k + 1e-6) on the tokens of a row's k-th turn.
 
     G_k is the sum of the row's rewards from its k-th turn on. μ_k and σ_k are over the rows of the group that
-    have a k-th turn; a row that is alone in it gets 0 there. So a turn is compared with what others made of the
-    same turn, and not paid for the turns before (the turn-level credit of Zeng et al. 2025, arXiv:2505.11821,
-    with returns to go, which needs no more than one group for each prompt). With one turn it is GRPO.
+    have a k-th turn; if only one row has it, that row gets 0 there. So a turn is compared with the same turn of
+    other rows, and earlier rewards do not count for it. This is the turn-level credit of Zeng et al. 2025,
+    arXiv:2505.11821, with returns to go, which needs only one group for each prompt. With one turn it is GRPO.
 
     Args:
         turns: [B, T] int64, k on the tokens of a row's k-th turn.
@@ -74,7 +74,7 @@ def compute_grpo_passk(
     """Pass@k GRPO (Tang et al. 2025, arXiv:2503.19595): (r₁ − r₂)/(σ + 1e-6) for the best response of a group.
 
     r₁ is the best reward of the group and r₂ the second best; the other responses get 0. If two responses tie
-    for the best, all get 0. The division is by choice of norm_adv_by_std_in_grpo.
+    for the best, all get 0. norm_adv_by_std_in_grpo switches the division on.
 
     Raises:
         ValueError: a group has one response.

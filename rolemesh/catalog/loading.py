@@ -140,7 +140,7 @@ class _Importing:
             raise unreadable(InvalidConfig, error, f"{self._said} could not be imported: {said}") from error
 
     def _where(self, error: BaseException, trace: Any) -> str:
-        """The plug-in's line that raised, or what to do where it has not begun."""
+        """Return the plug-in's line that raised, or what to do if its first line was never reached."""
         at = traceback.extract_tb(trace)[-1]
         if not at.filename.startswith("<frozen"):  # Python's own import machinery
             return f" ({at.filename}, line {at.lineno})"
@@ -153,10 +153,10 @@ class _Importing:
 
 
 def _digest_of_module(name: str) -> str:
-    """Of a module's file, or of every .py file of a package."""
+    """Return the digest of a module's file, or of every .py file of a package; "" if there is no source."""
     spec = find_spec(name)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-        return ""  # compiled: its package's version is all that tells
+        return ""  # compiled: only its package's version identifies it
     file = Path(spec.origin)
     return _digest(sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file])
 
@@ -169,9 +169,9 @@ def _digest(files: Iterable[Path]) -> str:
 
 
 def used_plugins(names: Iterable[str], used: Iterable[Declaration]) -> dict[str, str]:
-    """The digests of the plug-ins that decide what a job does, by name, as they were imported.
+    """Return the digests of the plug-ins that a job uses, by name, as they were imported.
 
-    A file that has changed since then counts as it was: the run goes on with what it imported.
+    If a file has changed since its import, the digest is the old one, because the run continues with that code.
 
     Args:
         names: the job's `plugins`, which all count.
@@ -198,7 +198,7 @@ def used_plugins(names: Iterable[str], used: Iterable[Declaration]) -> dict[str,
 
 
 def _as_imported(name: str) -> Plugin:
-    """A plug-in as it was imported, without a look at its file; one that was not is imported."""
+    """Return a plug-in as it was imported, without reading its file again; import it if it was not."""
     path = Path(name).resolve()
     if name.endswith(".py") and str(path) in _imported:
         return Plugin(path.name, str(path), _imported[str(path)])

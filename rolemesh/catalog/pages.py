@@ -13,8 +13,8 @@ class PageSpec(Declaration):
     """A page: `async def page(prompts, roles, step) -> Metrics`, where prompts are a batch of the data set.
 
     Args:
-        roles: that it calls whatever the estimator reads.
-        learns_from: what the data set's rows have: "prompts", which the rollouts answer; "responses" too; or
+        roles: the roles that it calls with every estimator.
+        learns_from: the data set's rows have "prompts", which the rollouts answer; or also "responses"; or
             "pairs" of responses, of which one was chosen.
         losses: the policy losses that it trains with: the one that actor.policy_loss.loss_mode names, or the
             first. No other page has them. Empty: any that no page has.

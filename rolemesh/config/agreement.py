@@ -53,7 +53,7 @@ def check_sections(job: JobConfig) -> None:
 
 
 def _check_keys(job: JobConfig) -> None:
-    """The keys that a declaration names are there."""
+    """Raise ValueError if a declaration names a key that its section lacks."""
     estimator, loss, actor = job.estimator, job.policy_loss, job.actor
     named = {
         estimator: [key for key in estimator.keys if not hasattr(job.algorithm, key)],

@@ -28,8 +28,8 @@ ELSEWHERE = {
 }
 KINDS = {bool: "boolean", int: "number", float: "number", str: "string"}
 MAX_FINDINGS = 20  # errors reported at once
-# The largest whole number of which a double, as Helm and JSON hold numbers, has no second one: 2^53 itself is
-# also what 2^53 + 1 becomes.
+# Helm and JSON hold numbers as doubles. Up to here each whole number has a double of its own; 2^53 and 2^53 + 1
+# have the same one.
 MAX_WHOLE = 2**53 - 1
 
 

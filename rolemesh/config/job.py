@@ -325,7 +325,8 @@ class JobConfig(Plugins):
         """Write the resolved job file: every key with its value.
 
         Keys without effect are included only if the job file sets them, so a run of the resolved file logs the
-        same warnings, except those of a value that a switch turns off (switches.py): it is written, too.
+        same warnings. The exception is a value that a switch turns off: the resolved file also has the switch,
+        so there is no warning (switches.py).
         """
         unset = (idle.key for idle in self.idle_keys() if not idle.is_set)
         sections = without(self.model_dump(mode="json"), unset)

@@ -1,9 +1,9 @@
 """Keys that another key of the job switches off, although the job file gives them a value of their own.
 
 A recipe may be merged over any job file, so keys of a part that a job does not have are no error
-(docs/decisions/0009-no-key-is-ignored-in-silence.md). A value that somebody chose and that does nothing is
-warned of: `kl_loss_coef: 0.01` without `use_kl_loss` trains without a KL. Where `use_kl_loss: false` is
-written, too, that was meant.
+(docs/decisions/0009-no-key-is-ignored-in-silence.md). A value other than the default that has no effect causes
+a warning: `kl_loss_coef: 0.01` without `use_kl_loss` trains without a KL. If the job file also has
+`use_kl_loss: false`, this is intended, and there is no warning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OF_RULES = tuple(
     f"reward.{key}" for key in ("rules", "format_score", "answer_chars", "math", "sandbox.continuous")
 )
 OF_SEVERAL = {"gdpo_reward_keys"}  # of estimators' keys: the reward reads these whatever the estimator
-# A switch that is off, as its reason says, to the keys that then have no effect.
+# Each switch, by the reason that it is off, to the keys that have no effect then.
 SWITCHES: dict[str, tuple[str, ...]] = {
     "actor.use_kl_loss": ("actor.kl_loss_coef", "actor.kl_loss_type"),
     "algorithm.use_kl_in_reward": (
@@ -45,7 +45,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
 
 
 def switched_off(job: JobConfig) -> dict[str, str]:
-    """Return the dotted keys with a value other than their default that do nothing, each with the reason.
+    """Return the dotted keys whose value is not the default and has no effect, each with the reason.
 
     A page of a plug-in may read any key, so only keys of built-in pages are checked.
     """
@@ -91,7 +91,7 @@ def _off(job: JobConfig) -> Iterator[tuple[str, str]]:
 
 
 def _is_meant(job: JobConfig, switch: str) -> bool:
-    """Return whether the job file writes a switch that is off anyway."""
+    """Return whether the job file itself sets the switch, to its default."""
     section, _, name = switch.rpartition(".")
     inner = _section(job, section)
     return name in inner.model_fields_set and getattr(inner, name) == type(inner).model_fields[name].default

@@ -25,7 +25,7 @@ TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
 # YAML 1.1 requires a point in the mantissa and a sign in the exponent; users, Helm and YAML 1.2 write 1e-6.
 EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # characters that no path, process or file accepts
-# What other systems put a value in place of, with a backslash if it stands for itself.
+# Text that other systems replace by a value. A backslash before it keeps it as it is.
 IN_TEXTS = re.compile(r"(\\?)(\$\{[^{}]*\})")
 IN_PATHS = re.compile(r"(\\?)(\$\{[^{}]*\}|\$[A-Za-z_]\w*)")
 VARIABLES = "environment variables are not replaced"
@@ -178,7 +178,7 @@ def read_texts(tree: Any, paths: Collection[str]) -> Any:
         paths: the dotted keys whose values are paths.
 
     Raises:
-        InvalidConfig: there is no backslash. Other systems put a value in such a place, and this one does not.
+        InvalidConfig: such a text has no backslash. Other systems replace it by a value; job files do not.
     """
 
     def read(text: str, key: str) -> str:

@@ -1,8 +1,9 @@
-"""Reads rows in verl's layout (Parquet) as batches of prompts, and converts other data to that layout.
+"""Reads rows in verl's layout as batches of prompts, and converts other data to that layout.
 
-source.py loads the rows of data.dataset, parquet.py reads and writes Parquet (column_process.py reads columns
-of unknown size), dataset.py tokenises rows into batches, order.py picks each batch's rows, gsm8k.py and
-arithmetic.py write data sets.
+source.py loads the rows of data.dataset, and files.py those of several files: parquet.py reads and writes
+Parquet (column_process.py reads columns of unknown size), json_lines.py reads JSON Lines. dataset.py tokenises
+rows into batches, supervised.py rows with responses, pairs.py pairs of them. order.py picks each batch's rows.
+arithmetic.py and publishers/ write data sets.
 """
 
 from rolemesh.data.arithmetic import write_arithmetic

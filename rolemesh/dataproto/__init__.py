@@ -1,7 +1,8 @@
 """DataProto, the batch that the roles exchange: named columns of tensors and Python objects.
 
 dataproto.py defines the class, padding.py pads its rows to a divisor, column.py checks and joins columns,
-equality.py compares bit for bit, tensordict.py converts to and from TensorDict. To save or load a file, use
+equality.py compares bit for bit, transfer.py copies tensors to a device, tensordict.py converts to and from
+TensorDict. To save or load a file, use
 save_batch and load_batch of rolemesh/wire/codec.py.
 """
 

@@ -1,4 +1,4 @@
-"""Copies tensors to a device at once."""
+"""Copies the tensors of a batch to a device together."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ALIGNED = 16  # bytes; a multiple of every element's size
 
 
 def on_device(value: V, device: torch.device) -> V:
-    """Return a value with its tensors on a device, without waiting for what the device computes.
+    """Return a value with its tensors on a device, without waiting for the device's running work.
 
-    Those on the CPU go to a GPU as one copy from pinned memory. A copy for each would wait every time: what is
-    not pinned is copied only when its turn on the GPU has come.
+    Tensors on the CPU go to a GPU in one copy from pinned memory. Separate copies would each wait: a copy from
+    memory that is not pinned returns only after the work queued on the GPU before it.
 
     Args:
         value: a tensor; or mappings, tuples and dataclasses of tensors, where anything else stays as it is.
-        device: tensors that are there already stay as they are.
+        device: tensors that are already there stay as they are.
     """
     tensors = list(_tensors(value))
     moved = _together(tensors, device) if device.type == "cuda" else [tensor.to(device) for tensor in tensors]

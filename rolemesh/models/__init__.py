@@ -1,1 +1,1 @@
-"""Models: loading Hugging Face directories, heads, forward passes, optimizer, checkpoints."""
+"""Models: loading and saving Hugging Face directories, heads, adapters, forward passes, micro-batches."""

@@ -162,7 +162,7 @@ class Adapter:
         (directory / CONFIG_FILE).write_text(text + "\n")
 
     def read(self, directory: Path | None) -> dict[str, Tensor]:
-        """Read this rank's rows of A and B, by parameter, that `save` wrote. None: what training starts with.
+        """Read this rank's rows of A and B, by parameter, that `copy` wrote. None: what training starts with.
 
         Raises:
             ModelNotFound: the file is absent or damaged.

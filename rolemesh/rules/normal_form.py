@@ -1,7 +1,7 @@
 r"""The normal form of an answer: equal answers get the same text, and different answers keep different texts.
 
 Every step changes form alone: emphasis, delimiters, spacing, notation, a name on the left, a unit on the right,
-zeros that say nothing. The steps are repeated until nothing changes, so the form of a form is itself.
+redundant zeros. The steps are repeated until nothing changes, so the normal form of a normal form is itself.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def brace_fractions(text: str) -> str:
 
 
 def with_plain_numbers(text: str) -> str:
-    """Write the numbers in a text without thousands signs and without zeros that say nothing.
+    """Write the numbers in a text without thousands signs and redundant zeros.
 
     A comma between brackets separates: (1,234) is a pair. Digits of a recurring decimal stay. Leading zeros go
     only where a number begins an answer or a member of one.
@@ -259,7 +259,7 @@ def _decimal(found: re.Match[str]) -> str:
 
 
 def without_blanks(text: str) -> str:
-    r"""Remove blanks that say nothing. They stay between digits ("3 1/2"), after a command before a letter, and
+    r"""Remove redundant blanks. They stay between digits ("3 1/2"), after a command before a letter, and
     beside words such as "or", and one stays after each comma."""
     text = COMMA.sub(", ", AND.sub(", ", BLANKS.sub(" ", text))).strip()
     return BLANK.sub(_blank, text).strip() if " " in text else text

@@ -63,9 +63,7 @@ MaxAttemptsOption = Annotated[
 ]
 AttemptsOfOption = Annotated[
     str,
-    typer.Option(
-        help="A name of the run as it was started; starts of another name do not count.", metavar="TEXT"
-    ),
+    typer.Option(help="Name of the run as it was started; only starts with this name count.", metavar="TEXT"),
 ]
 
 

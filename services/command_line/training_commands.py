@@ -51,12 +51,13 @@ def prepare(
         Path, typer.Option(help="Made by the command; if it exists, nothing is done.", metavar="PATH")
     ],
     counts_in: Annotated[
-        Path, typer.Option(help="File that has the number of failures since a success.", metavar="FILE")
+        Path, typer.Option(help="File that counts the failures since the last success.", metavar="FILE")
     ],
     max_attempts: MaxAttemptsOption = 0,
     attempts_of: AttemptsOfOption = "",
     final: Annotated[
-        int | None, typer.Option(help="Status of the command that no other try can change.", metavar="STATUS")
+        int | None,
+        typer.Option(help="Exit status of the command with which a retry cannot succeed.", metavar="STATUS"),
     ] = None,
     scale_down: ScaleDownOption = None,
 ) -> None:

@@ -1,10 +1,13 @@
 """The controller: the algorithm and no GPU.
 
-pages/        one step, from prompts to new weights, as a reader would write it on a board: ppo.py, grpo.py, …
-stages/       the parts that the controller itself computes: fan-out, advantages, corrections, validation
-run/          the loop around the steps: checkpoints, generation ahead, stopwatch, run directory
-display/      progress, tables, curves, loggers
-service/      the controller's own gRPC service: status and steering
-preparing.py  `rolemesh prepare`: what comes before it in its pod
-main.py       `rolemesh control`: a run with roles that are served somewhere
+pages/          one step, from prompts to new weights, as a reader would write it on a board: ppo.py, grpo.py, …
+stages/         the parts that the controller itself computes: fan-out, advantages, corrections, validation
+run/            the loop around the steps: checkpoints, generation ahead, stopwatch, run directory
+conversations/  rows of several turns, between the rollout and the environment
+offline/        `rolemesh generate` and `rolemesh evaluate`
+display/        progress, tables, curves, loggers
+service/        the controller's own gRPC service: status and steering
+preparing.py    `rolemesh prepare`: a command that runs before the controller in its pod
+scale_down.py   scales the roles' pods to zero after a run, and up before one
+main.py         `rolemesh control`: a run with roles that are already served
 """

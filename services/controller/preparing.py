@@ -37,8 +37,8 @@ async def prepare(
         command: a program and its arguments.
         creates: made by the command.
         attempts: counts the failures since this command last succeeded. They end with exit code COUNTED.
-        final: the command's status which says that another try cannot succeed; None: no status says so.
-        scaled_down: workloads to scale to zero if there is no other try.
+        final: the exit status with which a retry cannot succeed; None: every failure may be retried.
+        scaled_down: workloads to scale to zero if there is no retry.
 
     Raises:
         InvalidConfig: the command cannot be started, or ended with the status `final`.

@@ -1,7 +1,7 @@
 """Scales the roles' workloads in a cluster to zero after a run, as idle GPUs cost money, and up before one.
 
-It also deletes disruption budgets that ask for a number of pods. After the run there are none, and Prometheus
-would report that for ever.
+It also deletes disruption budgets that ask for a number of pods. After the run there are no pods, so Prometheus
+would report such a budget for ever.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ async def scale_down(to_zero: Sequence[Workload], cluster: Cluster) -> None:
 
 
 async def scale_up(workloads: Sequence[Workload], cluster: Cluster, *, sets_replicas: bool) -> None:
-    """Give a run its pods, which the end of an earlier one has scaled down. A failure is only logged.
+    """Scale up the workloads that the end of an earlier run scaled down. A failure is only logged.
 
     Args:
-        workloads: KEDA's ScaledObjects and RayClusters among them go on.
+        workloads: of these, KEDA's ScaledObjects and RayClusters are resumed.
         cluster: of their namespace.
         sets_replicas: scale Deployments and StatefulSets with fewer pods than their annotation REPLICAS up to
             it. False: Helm does it. Those that have more, because somebody scaled them, keep them.

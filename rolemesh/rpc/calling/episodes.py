@@ -50,7 +50,7 @@ from rolemesh.v1.environment_pb2 import (
 ANSWERS_LATE_S = 15.0  # a replica that answers later than this after its own limit hangs
 GONE_AFTER_S = 5.0  # a replica whose connection broke is gone if it is not healthy by then
 
-# The error that a status means, if an environment of somebody else sends no class of error.
+# The error for each status, for environments in other languages, which send no error class.
 PLAIN = {
     grpc.StatusCode.FAILED_PRECONDITION: EnvironmentFailed,
     grpc.StatusCode.RESOURCE_EXHAUSTED: RoleBusy,

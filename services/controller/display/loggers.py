@@ -115,7 +115,7 @@ def write_each(metrics: Mapping[str, T], write: Callable[[str, T], object]) -> N
 
 
 def numbers(step: int, metrics: Mapping[Any, Any]) -> Metrics:
-    """Return a step's metrics without values that are no numbers or too large, which a warning names.
+    """Return a step's metrics. Values that are not numbers, or too large, are dropped with a warning.
 
     Values become floats, except bools and ints that a float holds exactly. A name becomes text that can be
     sent: one lone surrogate would cost every scrape of /metrics.
@@ -196,8 +196,8 @@ class TensorboardLogger:
 class WandbLogger:
     """Logs to Weights & Biases. WANDB_MODE=offline keeps everything in <run directory>/wandb.
 
-    The server takes no step that it has already. So steps that a resumed run makes again stay there as the
-    earlier start made them, and the console says which.
+    The server refuses a step that it already has. So steps that a resumed run repeats keep their earlier values
+    there, and the console names these steps.
     """
 
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:

@@ -25,7 +25,7 @@ TRAINING = {"train_files", "train_batch_size", "gen_batch_size", "train_max_samp
 
 
 def check_role(job: JobConfig, role: str, command: str) -> None:
-    """Raises InvalidConfig if the job has no such role, or the command cannot do what it says."""
+    """Raise InvalidConfig if the job lacks the role, or asks for something that the command cannot do."""
     if role not in job.roles:
         raise InvalidConfig(
             f"rolemesh {command} starts the {role} alone, but algorithm.page {job.page.name} has none; set "

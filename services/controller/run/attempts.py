@@ -2,10 +2,10 @@
 
     <run directory>/attempts.json    starts since `latest` was last written, and how the last one ended
 
-A start counts while it prepares and while it trains, however it ends: an error, lack of memory, a failed role.
-It does not count while a role has no pod: no node may have room for one, or a node was drained. It does not
-count once somebody has asked it to end by a signal, nor if its input is wrong, which ends the run anyway. The
-count is of one run as somebody started it: another one, as after `helm upgrade`, begins anew.
+A start that ends while it prepares or trains counts, whatever ended it: an error, lack of memory, a failed
+role. It does not count if it ends while a role has no pod, because no node has room or a node was drained. It
+does not count after a signal has asked it to end, nor if its input is wrong, which ends the run anyway. A run
+that somebody starts anew, e.g. by `helm upgrade`, has a new count.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Attempts:
     Args:
         run_dir: the run directory, which this process has locked.
         limit: starts without a new checkpoint; 0: no limit, and nothing is counted.
-        of: names this run as somebody has started it; what is counted of another one is forgotten.
-        file: what has the count; None: FILE in the run directory.
+        of: identifies the run as it was started, e.g. by Job and revision; the count of another one is dropped.
+        file: holds the count; None: FILE in the run directory.
         failing: what the starts have in common, for the error.
     """
 

@@ -1,4 +1,4 @@
-"""The settings that a run keeps when it is resumed: which a checkpoint holds, and how a job is compared."""
+"""The settings that a resumed run must keep: what a checkpoint holds of them, and how a job is compared."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HINTS = {
     "writes them; trainer.save_best compares them with earlier ones all the same",
 }
 OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS, VALIDATION)
-MAY_CHANGE = re.compile(  # said, not refused
+MAY_CHANGE = re.compile(  # a warning, not an error
     r"(actor|critic)\.(optim\.\w+|ppo_mini_batch_size|ppo_epochs)|reward\.(?!rules$).+"
     rf"|rollout\.(multi_turn|val_kwargs)\..+|{FILE}.+|{VALIDATION}"
 )
@@ -74,9 +74,9 @@ def settings_to_keep(
     """Return the settings that determine a step's prompts, what their responses are judged by, its sampled
     tokens, the waiting groups, the learning rates, and what a validation measures.
 
-    A resumed run must have the same ones, or it would be neither the old run nor a new one. Those of
-    MAY_CHANGE are changed on purpose, so the resume only says it. In which dtype a role computes depends on its
-    device, so actor and critic keep theirs in their own files.
+    A resumed run must have the same ones, or it would be neither the old run nor a new one. Settings that
+    match MAY_CHANGE are changed on purpose, so the resume only warns. A role's dtype depends on its device, so
+    actor and critic keep theirs in their own files.
 
     Args:
         job: with its number of steps.
@@ -168,9 +168,9 @@ def _conversation_settings_to_keep(multi_turn: MultiTurnConfig) -> dict[str, Any
 
 
 def _learning_settings_to_keep(job: JobConfig, role: Literal["actor", "critic"]) -> dict[str, Any]:
-    """Return what the learning rate of an optimizer step is made of, and the rest of the optimizer's settings.
+    """Return the settings that the learning rate of an optimizer step depends on, and the optimizer's others.
 
-    The size and number of mini-batches say to which training step an optimizer step belongs.
+    The size and number of mini-batches determine to which training step an optimizer step belongs.
     """
     section: ActorConfig | CriticConfig = job.actor if role == "actor" else job.critic
     return {

@@ -75,7 +75,7 @@ def held(run_dir: Path, otherwise: str = OTHER_RUN) -> Iterator[None]:
 
     Args:
         run_dir: the directory; it is made.
-        otherwise: what the error says of it.
+        otherwise: completes the error, after the directory, if another process holds the lock.
 
     Raises:
         RolemeshError: another run holds the lock, or the file system has none.

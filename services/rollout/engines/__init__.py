@@ -41,8 +41,8 @@ class Engine(Protocol):
 
         Args:
             prompts: `prompts` [B, P] int64 left-padded, `prompt_mask` [B, P] bool, `seeds` [B] int64. If rows
-                may be continued, `turns` [B, T] int64 (COLUMNS in rolemesh/roles.py) and `responses` [B, T]
-                int64, the response so far: a row goes on after as many tokens as it has non-zero turns, which
+                may be continued, `turns` [B, T] int64 (COLUMNS in rolemesh/columns.py) and `responses` [B, T]
+                int64, the response so far: a row continues after as many tokens as it has non-zero turns, which
                 come first and are fewer than T. An engine may keep keys and values of these rows.
             sampling: how tokens are sampled. The caller applies `n`: it repeats rows, each with its own seed.
 

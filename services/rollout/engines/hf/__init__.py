@@ -1,8 +1,8 @@
 """Engine `hf`: a transformers causal LM with a KV cache. For the CPU, and the reference for other engines.
 
 engine.py is the engine. batch.py has the rows that are decoded together: they join and leave between two decode
-steps. group.py has those of them that are at the same token, attention.py one forward pass over all. kept.py
-keeps keys and values of rows that may go on with another request.
+steps. group.py has the rows of a batch that are at the same token, attention.py one forward pass over all.
+kept.py keeps keys and values of rows that another request may continue.
 
 Law: the keys and values of a response token are computed by attention over exactly the columns up to its own,
 whether the token was sampled here, sampled elsewhere or added by the request. The prompt's are computed by one
