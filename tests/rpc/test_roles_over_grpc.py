@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+import re
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -37,6 +41,7 @@ from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.remote import RemoteWeights
 from rolemesh.wire.room import Room
 
+ROOT = Path(__file__).resolve().parents[2]
 P, T, PAD = 6, 10, 256
 
 
@@ -83,6 +88,55 @@ async def test_log_probs_over_grpc_are_those_in_process_whatever_the_replicas(jo
         for used in (addresses[:1], addresses):
             async with ReferenceClient(used, methods(job)) as client:
                 assert_equal(await client.compute_log_probs(batch), expected)
+
+
+def listed_stops() -> dict[str, list[str]]:
+    """The files that docs/architecture.md lists in "One call, file by file", each with the names of its row."""
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("## One call, file by file")[2]
+    rows = re.findall(r"^\| \d+ \| (.+) \| `([^`]+)` \|$", page.partition("\n## ")[0], re.MULTILINE)
+    return {file: [name for name in re.findall("`([^`]+)`", text) if ".py" not in name] for text, file in rows}
+
+
+@contextmanager
+def noted() -> Iterator[tuple[dict[str, str], threading.Event]]:
+    """Note what is called while the event is set, on this thread and new ones: files to qualified names."""
+    names: dict[str, str] = {}
+    on = threading.Event()
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and on.is_set() and frame.f_code.co_filename.startswith(str(ROOT / "rolemesh")):
+            file = str(Path(frame.f_code.co_filename).resolve().relative_to(ROOT))
+            names[file] = f"{names.get(file, '')} .{frame.f_code.co_qualname}."
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield names, on
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+        sys.setprofile(None)
+
+
+async def test_one_call_passes_the_stops_that_the_documentation_lists_and_few_files_in_process(
+    job: JobConfig,
+) -> None:
+    batch, stops = sequence_batch(21), listed_stops()
+    with noted() as (called, on):
+        worker = ActorWorker(job)
+        on.set()
+        await worker.compute_log_probs(batch)
+        on.clear()
+        await asyncio.to_thread(worker.close)
+        in_process = set(called)
+        async with served("actor", job) as addresses, ActorClient(addresses, methods(job)) as client:
+            on.set()
+            await client.compute_log_probs(batch)
+            on.clear()
+    assert max(len(in_process), len(stops)) <= 20
+    assert stops.keys() <= called.keys()
+    assert {
+        (file, name) for file, names in stops.items() for name in names if f".{name}." not in called[file]
+    } == set()
 
 
 async def test_generation_over_grpc_is_that_in_process_whatever_the_replicas(job: JobConfig) -> None:
