@@ -1,12 +1,18 @@
 r"""How often the rules misjudge in both modes: right answers in other forms, and wrong answers that look alike.
 
-    python -m benchmarks.answers FOLDER
+    python -m benchmarks.answers FOLDER MATH
+    python -m benchmarks.answers FOLDER MATH --math-verify
 
 FOLDER is grade_school_math/data of https://github.com/openai/grade-school-math. Every solution of GSM8K is
 given once with each rewording of its answer, by a generator with a fixed seed. example_model_solutions.jsonl
-has what four models wrote, and whether GSM8K's authors found it right. MATH's solutions are not used: MATH_LIKE
-is a list of answers in MATH's style, written by hand for this benchmark. The forms are those that the authors
-of the rules thought of. So no misjudged response means that these forms are read, and not that all are.
+has what four models wrote, and whether GSM8K's authors found it right. MATH is test.jsonl of MATH-500
+(https://huggingface.co/datasets/HuggingFaceH4/MATH-500), whose 500 solutions are reworded likewise. MATH_LIKE
+is a list of answers in MATH's style with wrong ones that look alike, written by hand for this benchmark.
+math-verify takes some 10 ms for a response, so with --math-verify it alone is measured, over every 400th of
+GSM8K's solutions and every tenth of MATH's.
+
+The forms are those that the authors of the rules thought of. So no misjudged response means that these forms
+are read, and not that all are.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import json
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +35,12 @@ from rolemesh.services.reward.functions import default_compute_score
 
 RESULTS = Path(__file__).parent / "results" / "answers.json"
 SOURCES = {"gsm8k": "openai/gsm8k", "dapo": "math_dapo", "math": "HuggingFaceH4/MATH-500"}
-MODES = ("verl", "rolemesh")
+MODES = {"verl": {"rules": "verl"}, "rolemesh": {}}
+EQUALITY = {
+    "math-verify alone": {"math": "math_verify", "rules": "verl"},
+    "math_verify": {"math": "math_verify"},
+}
+EVERY, EVERY_OF_MATH = 400, 10  # solutions, for math-verify
 
 # The answer, other answers that look like it.
 MATH_LIKE: list[tuple[str, tuple[str, ...]]] = [
@@ -91,9 +102,7 @@ class Case:
 
 def right_forms(answer: str, rng: random.Random) -> dict[str, str]:
     """Return the answer in another form of each kind that applies to it."""
-    spaced = answer
-    for sign in "+=,":
-        spaced = spaced.replace(sign, f" {sign} ")
+    spaced = re.sub(r"(?<=[^{\\])[+=,](?!\\!|[0-9]{3})", r" \g<0> ", answer)  # not in a thousands sign
     forms = {
         "as it is": answer,
         "blanks": f"  {spaced.replace('( ', '(')}  ",
@@ -142,10 +151,11 @@ def response(rule: str, solution: str, form: str) -> str:
     return f"{solution}\nThe answer is {boxed}."
 
 
-def gsm8k_cases(folder: Path) -> Iterator[Case]:
-    """Yield the cases of all solutions of GSM8K, for the three rules."""
+def gsm8k_cases(folder: Path, every: int = 1) -> Iterator[Case]:
+    """Yield the cases of all solutions of GSM8K, or of each `every`-th of a split, for the three rules."""
     for split in ("train", "test"):
-        for number, line in enumerate((folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()):
+        lines = (folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        for number, line in [*enumerate(lines)][::every]:
             solution, _, answer = json.loads(line)["answer"].rpartition("\n#### ")
             truth = answer.replace(",", "")
             rng = random.Random(f"{split} {number}")
@@ -163,7 +173,26 @@ def labelled_cases(folder: Path) -> Iterator[Case]:
                 yield Case("gsm8k", truth, marked, "labelled", said["is_correct"])
 
 
-def math_cases() -> Iterator[Case]:
+def math_cases(file: Path, every: int = 1) -> Iterator[Case]:
+    """Yield the cases of MATH-500, or of each `every`-th of its solutions, for the rules math and dapo."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for number, row in [*enumerate(rows)][::every]:
+        truth = row["answer"]
+        wrong = wrong_forms(truth) if truth.lstrip("-").isdecimal() else wrong_answers(truth, rows[number - 1])
+        text = row["solution"].rpartition(r"\boxed")[0]
+        yield from cases(text, truth, wrong, random.Random(number), ("math", "dapo"))
+
+
+def wrong_answers(answer: str, other: Mapping[str, str]) -> dict[str, str]:
+    """Return wrong answers that look like one which is no whole number, the last of them of another problem."""
+    changed = re.sub("[1-9]", lambda digit: str(int(digit[0]) % 9 + 1), answer, count=1)
+    forms = {"a digit changed": changed, "its negative": f"-{answer}", "of another problem": other["answer"]}
+    if not re.fullmatch(r"(\\frac|\\sqrt|\\pi|[0-9.{}/])+", answer):
+        del forms["its negative"]  # of a list, a set, or words
+    return {kind: form for kind, form in forms.items() if form != answer and not answer.endswith(f"={form}")}
+
+
+def math_like_cases() -> Iterator[Case]:
     """Yield the cases of MATH_LIKE, for the rules math and dapo."""
     for number, (answer, others) in enumerate(MATH_LIKE):
         wrong = {f"another answer {at}": other for at, other in enumerate(others)}
@@ -180,15 +209,17 @@ def cases(
                 yield Case(rule, truth, response(rule, solution, form), kind, is_right)
 
 
-def measured(made: Iterator[Case]) -> dict[str, dict[str, dict[str, int]]]:
-    """Score cases in both modes.
+def measured(
+    made: Iterable[Case], modes: Mapping[str, Mapping[str, str]] = MODES
+) -> dict[str, dict[str, dict[str, int]]]:
+    """Score cases in each mode, which is a section reward of a job.
 
     Returns:
         By rule and kind: num, and for each mode the number of misjudged responses; and the same of all right
         ("false negatives") and all wrong ("false positives") responses.
     """
-    configs = {mode: RewardConfig.model_validate({"rules": mode}) for mode in MODES}
-    found: Any = defaultdict(lambda: defaultdict(lambda: dict.fromkeys(("num", *MODES), 0)))
+    configs = {mode: RewardConfig.model_validate(section) for mode, section in modes.items()}
+    found: Any = defaultdict(lambda: defaultdict(lambda: dict.fromkeys(("num", *modes), 0)))
     for case in made:
         total = "false negatives" if case.is_right else "false positives"
         rows = [found[case.rule][kind] for kind in (case.kind, total)]
@@ -202,18 +233,38 @@ def measured(made: Iterator[Case]) -> dict[str, dict[str, dict[str, int]]]:
     return {rule: dict(kinds) for rule, kinds in found.items()}
 
 
-def main(folder: Annotated[Path, typer.Argument(help="grade_school_math/data of OpenAI's repository")]) -> None:
-    results = {
-        "GSM8K": measured(gsm8k_cases(folder)),
-        "GSM8K, labelled by its authors": measured(labelled_cases(folder)),
-        "MATH-like": measured(math_cases()),
-    }
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    table = Table("answers", "rule", "kind", "responses", *(f"misjudged by {mode}" for mode in MODES))
-    for answers, by_rule in results.items():
+def main(
+    folder: Annotated[Path, typer.Argument(help="grade_school_math/data of OpenAI's repository")],
+    math: Annotated[Path, typer.Argument(help="test.jsonl of MATH-500")],
+    math_verify: Annotated[
+        bool, typer.Option("--math-verify", help="measure math-verify, and it alone")
+    ] = False,
+) -> None:
+    if math_verify:
+        made = {
+            f"GSM8K, every {EVERY}th": gsm8k_cases(folder, EVERY),
+            f"MATH-500, every {EVERY_OF_MATH}th": math_cases(math, EVERY_OF_MATH),
+            "MATH-like, with math-verify": math_like_cases(),
+        }
+        measurements = {
+            answers: measured((case for case in every if case.rule == "math"), EQUALITY)
+            for answers, every in made.items()
+        }
+    else:
+        measurements = {
+            "GSM8K": measured(gsm8k_cases(folder)),
+            "GSM8K, labelled by its authors": measured(labelled_cases(folder)),
+            "MATH-500": measured(math_cases(math)),
+            "MATH-like": measured(math_like_cases()),
+        }
+    kept = json.loads(RESULTS.read_text(encoding="utf-8"))
+    RESULTS.write_text(json.dumps(kept | measurements, indent=1) + "\n", encoding="utf-8")
+    modes = [*(EQUALITY if math_verify else MODES)]
+    table = Table("answers", "rule", "kind", "responses", *(f"misjudged by {mode}" for mode in modes))
+    for answers, by_rule in measurements.items():
         for rule, kinds in by_rule.items():
             for kind, row in kinds.items():
-                table.add_row(answers, rule, kind, *(str(row[name]) for name in ("num", *MODES)))
+                table.add_row(answers, rule, kind, *(str(row[name]) for name in ("num", *modes)))
     Console(width=140).print(table)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolemesh.rules.ground_truth import right_answers
 from rolemesh.rules.gsm8k import right_numbers
-from rolemesh.rules.program_tests import cases_of
+from rolemesh.rules.program_tests import CONTINUOUS_TESTS, check_tests
 
 if TYPE_CHECKING:
     from rolemesh.config.reward import RewardConfig
@@ -25,7 +25,7 @@ def check_ground_truth(rule: str, ground_truth: Any, config: RewardConfig) -> No
     """
     try:
         if rule == "prime_code":
-            cases_of(ground_truth)
+            check_tests(ground_truth, CONTINUOUS_TESTS if config.sandbox.continuous else None)
         elif rule == "gsm8k" and config.rules != "verl":
             right_numbers(ground_truth)
         else:

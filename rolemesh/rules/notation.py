@@ -16,32 +16,19 @@ RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "₀₁₂₃₄₅₆₇₈
 FULL_WIDTH = str.maketrans(
     {chr(ord(plain) + 0xFEE0): plain for plain in map(chr, range(0x21, 0x7F)) if plain not in "$\\{}*_`^%#~\"'"}
 )
+# A sign, and what it stands for: θ is \theta, ½ is \frac{1}{2}.
 GREEK = (
     *("αalpha", "βbeta", "γgamma", "δdelta", "εepsilon", "θtheta", "λlambda", "μmu", "ρrho", "σsigma", "φphi"),
     *("ωomega", "ΔDelta", "ΩOmega"),
 )
 FRACTIONS = (
-    "½12",
-    "⅓13",
-    "⅔23",
-    "¼14",
-    "¾34",
-    "⅕15",
-    "⅖25",
-    "⅗35",
-    "⅘45",
-    "⅙16",
-    "⅚56",
-    "⅛18",
-    "⅜38",
-    "⅝58",
-    "⅞78",
+    *("½12", "⅓13", "⅔23", "¼14", "¾34", "⅕15", "⅖25", "⅗35", "⅘45", "⅙16"),
+    *("⅚56", "⅛18", "⅜38", "⅝58", "⅞78"),
 )
-CHARACTERS = str.maketrans(
+CHARACTERS = FULL_WIDTH | str.maketrans(
     {
-        **FULL_WIDTH,
-        **{sign: rf"\{''.join(name)} " for sign, *name in GREEK},
-        **{sign: rf"\frac{{{above}}}{{{below}}}" for sign, above, below in FRACTIONS},
+        **{sign[0]: rf"\{sign[1:]} " for sign in GREEK},
+        **{sign[0]: rf"\frac{{{sign[1]}}}{{{sign[2]}}}" for sign in FRACTIONS},
         **dict.fromkeys("\u2212\u2013\u2012\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2009\u202f\u3000\t\n\r", " "),
         **dict.fromkeys("\u200b\ufeff\u201c\u201d", ""),

@@ -11,7 +11,8 @@ import torch
 from rolemesh.config.reward import OverlongBufferConfig, RewardConfig
 from rolemesh.data import arithmetic
 from rolemesh.data.publishers import gsm8k as gsm8k_data
-from rolemesh.rules.program_tests import Case, cases_of
+from rolemesh.rules.checking import check_ground_truth
+from rolemesh.rules.program_tests import Case, cases_of, check_tests
 from rolemesh.rules.sources import RULES, UnknownDataSource, rule_of
 from rolemesh.sandbox.inside import idle_time
 from rolemesh.services.reward.functions import dapo, default_compute_score, math_verify
@@ -97,6 +98,28 @@ def test_the_punishment_grows_over_the_buffer(length: int, penalty: float) -> No
 )
 def test_answers_that_are_equal_as_mathematics_are_right(response: str, truth: Any, score: float) -> None:
     assert math_verify.compute_score(response, truth) == score
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "right", "in_library"),
+    [
+        (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}", False, True),
+        (r"\boxed{2^{-99}}", r"\frac{1}{2^{99}}", True, True),
+        (r"\boxed{0.0000012}", "0.0000013", False, True),
+        (r"\boxed{0.333333}", r"\frac{1}{3}", True, True),
+        (r"\boxed{(0, 2^{-98})}", "(0, 2^{-99})", False, True),
+        (r"\boxed{\{1, 2^{-98}\}}", r"\{2^{-99}, 1\}", False, True),
+        (r"\boxed{x = 2^{-98}}", "x = 2^{-99}", False, True),
+        (r"\boxed{\sqrt{2} \cdot 10^{30}}", "1414213562373095048801688724209.69", True, False),
+        (r"\boxed{10^{30} + 1}", "10^{30}", False, False),
+        (r"\boxed {5}", "5", True, False),
+    ],
+)
+def test_numbers_of_any_size_are_equal_only_relative_to_it(
+    response: str, truth: str, right: bool, in_library: bool
+) -> None:
+    assert math_verify.compute_score(response, truth) == float(right)
+    assert math_verify.compute_score(response, truth, exact=False) == float(in_library)
 
 
 def test_a_job_may_have_math_compared_as_mathematics() -> None:
@@ -204,8 +227,24 @@ def test_time_in_which_a_program_computes_or_waits_for_a_cpu_is_not_time_asleep(
     ],
 )
 def test_a_ground_truth_without_tests_is_an_error(truth: Any) -> None:
-    with pytest.raises(ValueError, match=r"ground_truth|Expecting value"):
-        cases_of(truth)
+    for read in (cases_of, check_tests):
+        with pytest.raises(ValueError, match=r"ground_truth|Expecting value"):
+            read(truth)
+
+
+def test_a_test_that_is_never_run_is_not_read() -> None:
+    """Of hundreds of tests in a row the first ten count, unless all must pass."""
+    truth = {"fn_name": "f", "inputs": ["[1]\n 2"] * 10 + ["no JSON"], "outputs": ["3"] * 11}
+    assert cases_of(truth, 10) == [Case("[[1],  2]", "3", "f")] * 10
+    check_ground_truth("prime_code", json.dumps(truth), RewardConfig())
+    every = RewardConfig(sandbox={"continuous": False})
+    for of_rows in (
+        truth,
+        truth | {"inputs": ["1"] * 10 + ["1 2"]},
+        truth | {"inputs": ["1"] * 11, "outputs": ["3"] * 10 + ["["]},
+    ):
+        with pytest.raises(ValueError, match=r"Expecting value|Extra data"):
+            check_ground_truth("prime_code", of_rows, every)
 
 
 def test_outputs_are_compared_word_by_word() -> None:

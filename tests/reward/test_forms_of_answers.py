@@ -12,7 +12,7 @@ import pytest
 from rolemesh.config.reward import RewardConfig
 from rolemesh.rules.finding import answer_line, marked_number
 from rolemesh.rules.normal_form import agrees, read_answer
-from rolemesh.services.reward.functions import default_compute_score, math_verify
+from rolemesh.services.reward.functions import default_compute_score
 
 VERL = RewardConfig(rules="verl")
 
@@ -381,25 +381,3 @@ def test_a_marked_number_is_read_with_its_sign_and_what_changes_it() -> None:
     for text, found in (("#### **-5**", "-5"), ("#### 12/5 x", "12/5"), ("#### 5e3", "5e3"), ("#### 5,", "5"),
                         ("#### five", None), ("#### 5 apples", "5"), ("#### 1\n#### 2", "2")):  # fmt: skip
         assert marked_number(text) == found
-
-
-@pytest.mark.parametrize(
-    ("response", "truth", "right", "in_library"),
-    [
-        (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}", False, True),
-        (r"\boxed{2^{-99}}", r"\frac{1}{2^{99}}", True, True),
-        (r"\boxed{0.0000012}", "0.0000013", False, True),
-        (r"\boxed{0.333333}", r"\frac{1}{3}", True, True),
-        (r"\boxed{(0, 2^{-98})}", "(0, 2^{-99})", False, True),
-        (r"\boxed{\{1, 2^{-98}\}}", r"\{2^{-99}, 1\}", False, True),
-        (r"\boxed{x = 2^{-98}}", "x = 2^{-99}", False, True),
-        (r"\boxed{\sqrt{2} \cdot 10^{30}}", "1414213562373095048801688724209.69", True, False),
-        (r"\boxed{10^{30} + 1}", "10^{30}", False, False),
-        (r"\boxed {5}", "5", True, False),
-    ],
-)
-def test_numbers_of_any_size_are_equal_only_relative_to_it(
-    response: str, truth: str, right: bool, in_library: bool
-) -> None:
-    assert math_verify.compute_score(response, truth) == float(right)
-    assert math_verify.compute_score(response, truth, exact=False) == float(in_library)

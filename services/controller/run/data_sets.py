@@ -50,7 +50,7 @@ def content_of(train: Dataset, val: Dataset | None) -> tuple[int, str, str | Non
 
     None: there are no other columns that count, or no validation rows.
     """
-    digests = (val.digest, val.columns_digest) if val else ()
+    digests: tuple[str | None, ...] = (val.digest, val.columns_digest) if val else ()
     return len(train), train.digest, train.columns_digest, "+".join(filter(None, digests)) or None
 
 

@@ -13,13 +13,12 @@ import time
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from rolemesh.rules.program_tests import Case, cases_of
+from rolemesh.rules.program_tests import CONTINUOUS_TESTS, Case, cases_of
 from rolemesh.sandbox.box import Limits, Sandbox
 
 if TYPE_CHECKING:
     from rolemesh.config.reward import RewardConfig
 
-CONTINUOUS_TESTS = 10
 FENCE = "```"
 OPENING = re.compile(r"```[ \t]*(?:python|py)[0-9.]*(?![A-Za-z0-9_])", re.IGNORECASE)
 WHOLE = re.compile(r"[-+]?[\d_]+")
@@ -44,11 +43,11 @@ def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig)
         ValueError: the ground truth has no tests.
         SandboxUnavailable: programs cannot be run safely on this machine; no program was run.
     """
-    cases, attempt = cases_of(ground_truth), Attempt(program_of(solution_str), config)
-    if not config.sandbox.continuous:
+    most = CONTINUOUS_TESTS if config.sandbox.continuous else None
+    cases, attempt = cases_of(ground_truth, most), Attempt(program_of(solution_str), config)
+    if most is None:
         right = all(attempt.passes(case) for case in cases)
         return {"score": float(right), "acc": float(right)}
-    cases = cases[:CONTINUOUS_TESTS]
     share = sum(attempt.passes(case) for case in cases) / len(cases)
     return {"score": share, "acc": float(share == 1)}
 
