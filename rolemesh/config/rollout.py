@@ -258,7 +258,11 @@ class RolloutConfig(SamplingConfig):
     load_format: Annotated[Literal["auto", "safetensors"], NoEffect("weights are read from safetensors")] = (
         Field("auto", description="no effect: weights are always read from safetensors, never from pickles")
     )
-    disable_log_stats: bool = Field(True, description="false: let vLLM log its throughput and cache use")
+    disable_log_stats: bool = Field(
+        True,
+        description="false: vLLM logs at INFO, with its throughput and cache use every ten seconds, and its "
+        "metrics are on the role's /metrics",
+    )
     val_kwargs: ValSamplingConfig = ValSamplingConfig()
     openai: OpenAIConfig = OpenAIConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()

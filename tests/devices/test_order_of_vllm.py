@@ -5,6 +5,7 @@ vLLM is a recording that has the signatures of its source. What it computes is n
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import weakref
 from importlib.metadata import distributions
@@ -42,7 +43,7 @@ def source() -> Source:
 @pytest.fixture
 def vllm(gpu: PretendedGpu, source: Source, monkeypatch: pytest.MonkeyPatch) -> RecordedVllm:
     """A vLLM that is not imported, which takes seconds."""
-    monkeypatch.setattr(module, "prepare_environment", lambda device: None)
+    monkeypatch.setattr(module, "prepare_environment", lambda device, logs: None)
     monkeypatch.setattr(module, "names_versions", lambda: True)
     exceptions = SimpleNamespace(EngineDeadError=type("EngineDeadError", (Exception,), {}))
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", exceptions)
@@ -143,6 +144,17 @@ async def test_without_new_weights_those_that_were_dropped_are_loaded_once_they_
     none = {"prompts": torch.zeros(0, 1), "prompt_mask": torch.zeros(0, 1), "seeds": torch.zeros(0)}
     assert [rows async for rows in engine.generate(DataProto(none), SamplingConfig())] == []
     assert vllm.calls[-4:] == [*LOADED, *CACHED]
+
+
+async def test_vllm_says_in_every_tenth_interval_how_fast_it_is(
+    vllm: RecordedVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LIVENESS_S", 0)
+    watching = asyncio.create_task(engine_of(vllm).watch())
+    for _ in range(25):
+        await asyncio.sleep(0)
+    watching.cancel()
+    assert vllm.calls == ["do_log_stats()"] * 2
 
 
 @pytest.mark.parametrize("call", ["worker.take_weights", "worker.sleep", "worker.wake_up"])

@@ -5,6 +5,7 @@ A start takes half a minute or more, so one engine serves all tests: a tied Qwen
 import asyncio
 import mmap
 import os
+import re
 import resource
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from prometheus_client import REGISTRY, generate_latest
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vllm_rollouts import (
@@ -79,7 +81,8 @@ async def engine(running: list[Any], model_directory: Path, model: Any) -> Any:
     """With the weights of the model directory. Eight rows at a time, so that requests of more have rows that
     wait."""
     if not running:
-        job = job_of(model_directory, top_k=20, top_p=0.9, temperature=0.8, max_num_seqs=8)
+        sampling = {"top_k": 20, "top_p": 0.9, "temperature": 0.8}
+        job = job_of(model_directory, **sampling, max_num_seqs=8, disable_log_stats=False)
         before = dict(os.environ)
         running.append(load_engine(job, None))
         assert os.environ == before, "no process that starts later inherits what vLLM's processes need"
@@ -103,6 +106,17 @@ async def test_log_probs_are_those_of_a_full_forward(engine: Any, model: Any, sa
     prompts = prompts_of(12)
     answer = await generated(engine, prompts, sampling)
     assert_log_probs_agree(model, prompts, answer, sampling)
+
+
+@installed
+@on_the_modules_loop
+async def test_what_vllm_counts_is_among_the_metrics_of_this_process(engine: Any):
+    """Once an answer has come, what came before it has been counted."""
+    first = await generated(engine, prompts_of(4), PLAIN)
+    await generated(engine, prompts_of(1), PLAIN)
+    shown = generate_latest(REGISTRY).decode()
+    (counted,) = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", shown, re.MULTILINE)
+    assert float(counted) >= first["response_mask"].sum()
 
 
 @installed

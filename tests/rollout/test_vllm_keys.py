@@ -1,6 +1,8 @@
 """What becomes of the keys of section rollout with the engine vllm."""
 
 import importlib.util
+import json
+import logging
 import os
 import shutil
 import subprocess
@@ -35,9 +37,27 @@ def test_every_key_of_the_section_has_its_place():
     assert sorted(keys) == sorted(RolloutConfig.model_fields)
 
 
-def test_vllms_float32_is_not_tf32():
+def test_vllms_float32_is_not_tf32_and_its_sampler_not_flashinfers():
     """Measured on an H200: 0.01 nats of a log-probability, which Triton's default costs."""
-    assert arguments.environment_of(torch.device("cuda"), {})["TRITON_F32_DEFAULT"] == "ieee"
+    on_gpu = arguments.environment_of(torch.device("cuda"), {})
+    assert (on_gpu["TRITON_F32_DEFAULT"], on_gpu["VLLM_USE_FLASHINFER_SAMPLER"]) == ("ieee", "0")
+
+
+def test_vllm_logs_warnings_and_more_if_the_job_or_the_user_asks(monkeypatch: pytest.MonkeyPatch):
+    asked = arguments.environment_of(torch.device("cuda"), {}, logs=True)
+    assert asked.items() - arguments.environment_of(torch.device("cuda"), {}).items() == {(owner.LEVEL, "INFO")}
+    assert owner.LEVEL not in arguments.environment_of(torch.device("cuda"), {owner.LEVEL: "ERROR"}, logs=True)
+    logger = logging.getLogger("vllm")
+    before = logger.level
+    try:
+        for value, level in ((None, logging.WARNING), ("info", logging.INFO)):
+            if value:
+                monkeypatch.setenv(owner.LEVEL, value)
+            owner.Handler()
+            assert logger.level == level
+    finally:
+        logger.setLevel(before)
+    assert "level" not in json.loads(owner.LOGGING.read_text())["loggers"]["vllm"]
 
 
 def test_vllm_computes_in_a_process_of_its_own_on_a_cpu_only_if_the_user_binds_it():

@@ -104,25 +104,29 @@ def restored_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def environment_of(device: torch.device, given: Mapping[str, str]) -> dict[str, str]:
+def environment_of(device: torch.device, given: Mapping[str, str], *, logs: bool = False) -> dict[str, str]:
     """Return the environment variables to set for vLLM, without those that are given.
 
     If the user binds threads to cores, vLLM computes in a process that it can bind.
     """
-    settings = dict(ENVIRONMENT)
+    settings = ENVIRONMENT | ({owner.LEVEL: "INFO"} if logs else {})
     if device.type == "cpu":
         settings |= CPU_ENVIRONMENT | ({} if BIND in given else UNBOUND_ENVIRONMENT)
     return {name: value for name, value in settings.items() if name not in given}
 
 
-def prepare_environment(device: torch.device) -> None:
+def prepare_environment(device: torch.device, *, logs: bool = False) -> None:
     """Set the environment variables that vLLM and its processes read at import. Existing settings are kept,
     except those of a group of ranks, which has been joined by now.
+
+    Args:
+        device: on which vLLM computes.
+        logs: vLLM logs at INFO, unless VLLM_LOGGING_LEVEL is set; else at WARNING.
 
     Raises:
         InvalidConfig: vLLM is not installed.
     """
-    os.environ.update(environment_of(device, os.environ))
+    os.environ.update(environment_of(device, os.environ, logs=logs))
     os.environ[owner.VARIABLE] = str(os.getpid())
     for name in [name for name in os.environ if name in OF_RANKS or name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
@@ -190,7 +194,11 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
 
 
 def sampling_arguments(job: JobConfig, sampling: SamplingConfig, ends: list[int]) -> dict[str, Any]:
-    """Make the SamplingParams of a call, except each row's seed and max_tokens."""
+    """Make the SamplingParams of a call, except each row's seed and max_tokens.
+
+    The tokens that top_k and top_p leave come as log-probabilities. vLLM 0.32 could return them alone
+    (`return_sampling_mask`), but as Python lists, too, and it then refuses all greedy rows of the engine.
+    """
     rollout = job.rollout
     drawn = {} if sampling.greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p}
     return {

@@ -46,6 +46,7 @@ R = TypeVar("R")
 
 ENDED = "rollout: vLLM's engine has ended; its log says why"
 LIVENESS_S = 1.0  # interval of checks that vLLM is alive, because a dead vLLM leaves calls unanswered
+STATS_EVERY = 10  # such intervals between two lines of vLLM's log on its throughput, as of vLLM's server
 
 
 class VllmEngine:
@@ -54,7 +55,7 @@ class VllmEngine:
     def __init__(self, job: JobConfig) -> None:
         with restored_environment():
             device = resolve_device(job.trainer.device)
-            prepare_environment(device)
+            prepare_environment(device, logs=not job.rollout.disable_log_stats)
             dtype = resolve_dtype(job.rollout.dtype, "rollout.dtype", device)
             rollout = job.rollout.model_copy(update={"dtype": dtype})
             self._start(job.model_copy(update={"rollout": rollout}))
@@ -285,15 +286,16 @@ class VllmEngine:
         if not self._job.rollout.free_cache_engine:
             return 0
         if self._on_cpu:
-            moved: int = sum(await self._on_all_ranks(on_cpu))
-            return moved
+            return int(sum(await self._on_all_ranks(on_cpu)))
         await self._on_all_ranks(on_cuda, *arguments)
         itemsize = getattr(torch, self._job.rollout.dtype).itemsize
         return sum(weight.numel() * itemsize for weight in self.weights.values())
 
     async def watch(self) -> None:
-        while True:
-            self._living()
+        for number in itertools.count(1):
+            llm = self._living()
+            if number % STATS_EVERY == 0:
+                await llm.do_log_stats()  # does nothing with disable_log_stats
             await asyncio.sleep(LIVENESS_S)
 
     def close(self) -> None:

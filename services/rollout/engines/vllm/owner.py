@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 LOGGING = Path(__file__).with_name("logging.json")
+LEVEL = "VLLM_LOGGING_LEVEL"  # vLLM's environment variable; WARNING if it is not set
 VARIABLE = "ROLEMESH_ENGINE_OWNER"  # environment variable with the owner's process id, inherited by them
 
 
@@ -21,6 +22,7 @@ class Handler(logging.StreamHandler):  # type: ignore[type-arg]
 
     def __init__(self) -> None:
         super().__init__()
+        logging.getLogger("vllm").setLevel(os.environ.get(LEVEL, "WARNING").upper())  # not in logging.json
         owner = int(os.environ.get(VARIABLE, os.getpid()))
         self._owned = owner != os.getpid()
         if self._owned:
