@@ -35,7 +35,7 @@ from rolemesh.config.data import DataConfig, Files
 from rolemesh.config.model import CriticModelConfig, FsdpConfig, JudgingModelConfig, ModelConfig, chosen_dtype
 from rolemesh.config.placement import PlacementConfig, num_ranks, num_replicas, place
 from rolemesh.config.reward import RewardConfig
-from rolemesh.config.rollout import RolloutConfig
+from rolemesh.config.rollout import MOST_OWN_ROWS, RolloutConfig
 from rolemesh.config.switches import switched_off
 from rolemesh.config.trainer import TrainerConfig
 from rolemesh.config.yaml_file import read_texts, read_yaml, to_yaml, write_texts
@@ -216,9 +216,24 @@ class JobConfig(Plugins):
 
     @property
     def rows_at_once(self) -> int:
-        """Rows that one replica of the rollout decodes at once; each of its ranks has an engine."""
+        """Rows that one replica of the rollout decodes at once; each of its ranks has an engine.
+
+        The caller may not know the GPU. If vLLM has one alone, it is assumed to be large.
+        """
         [group] = (group for group, roles in self.groups.items() if "rollout" in roles)
-        return self.rollout.rows_at_once * (self.num_ranks(group) if self.on_device("rollout") else 1)
+        is_alone = self.trainer.device != "cpu" and self.has_own_device
+        rows = self.rollout.with_room(MOST_OWN_ROWS if is_alone else None).rows_at_once
+        return rows * (self.num_ranks(group) if self.on_device("rollout") else 1)
+
+    @property
+    def has_own_device(self) -> bool:
+        """True if no other role computes on the device of the rollout's engine, which then never sleeps."""
+        roles = next(roles for roles in self.groups.values() if "rollout" in roles)
+        return [role for role in roles if self.on_device(role)] == ["rollout"]
+
+    def with_room(self, rows: int | None = None) -> JobConfig:
+        """Return this job with what its engine takes of the device decided; see RolloutConfig.with_room."""
+        return self.model_copy(update={"rollout": self.rollout.with_room(rows)})
 
     def on_device(self, role: str) -> bool:
         """Return whether a role uses the device, and so takes turns; e.g. a reward by rules does not."""

@@ -15,8 +15,24 @@ from rolemesh.config.model import Precision
 # generation, and few enough that every call fills the accelerator. Controller and planner both use it.
 CHUNKS_PER_BATCH = 4
 
+# Rows of an engine, and the part of the device's memory that it reserves, if the job file does not say. vLLM
+# takes OWN_SHARE and own_rows of a GPU that it has alone.
+ROWS, SHARE = 256, 0.5
+MOST_OWN_ROWS, OWN_SHARE = 1024, 0.9
+EARLIER_DEFAULTS = {"gpu_memory_utilization": SHARE}  # in job files that were resolved before it could be null
+
 # If sampling truncates, the trainer gets every token that could be sampled, [B, T, top_k].
 MAX_KEPT = 512
+
+
+def own_rows(memory_bytes: int, name: str = "") -> int:
+    """Return how many rows vLLM decodes at once on a GPU by its own default (EngineArgs.get_batch_defaults).
+
+    Args:
+        memory_bytes: of the GPU.
+        name: of the GPU, as CUDA has it.
+    """
+    return MOST_OWN_ROWS if memory_bytes >= 70 * 2**30 and "a100" not in name.lower() else ROWS
 
 
 class SamplingConfig(Config):
@@ -229,18 +245,22 @@ class RolloutConfig(SamplingConfig):
         description="type in which the engine computes; auto: bfloat16 on a GPU, float32 on a CPU and on GPUs "
         "before Ampere",
     )
-    max_num_seqs: int = Field(
-        256, ge=4, description="maximum number of rows decoded at once, per engine or server"
+    max_num_seqs: int | None = Field(
+        None,
+        ge=4,
+        description="maximum number of rows decoded at once, per engine or server; null: 256, or 1024 with "
+        "vLLM alone on a GPU of 70 GiB or more (except an A100)",
     )
     seed: int = Field(42, description="seed of the rows' random streams")
     tensor_model_parallel_size: int = Field(
         1, gt=0, description="number of GPUs over which one replica's layers are split"
     )
-    gpu_memory_utilization: float = Field(
-        0.5,
+    gpu_memory_utilization: float | None = Field(
+        None,
         gt=0,
         le=1,
-        description="share of a GPU's memory for weights and KV cache; on a CPU, of the free RAM",
+        description="share of a GPU's memory for weights and KV cache; on a CPU, of the free RAM; null: 0.9 if "
+        "the engine has the GPU alone, else 0.5",
     )
     free_cache_engine: bool = Field(
         True, description="release the memory while the role sleeps; false: only pause"
@@ -301,7 +321,8 @@ class RolloutConfig(SamplingConfig):
         fields = type(self).model_fields
         for engine in ENGINES.values():
             for key in engine.keys:
-                if key not in self.engine.keys and getattr(self, key) != fields[key].default:
+                unset = (fields[key].default, EARLIER_DEFAULTS.get(key))
+                if key not in self.engine.keys and getattr(self, key) not in unset:
                     raise ValueError(
                         f"rollout.{key} is a key of engine {engine.name}, but rollout.name is {self.name}"
                     )
@@ -336,10 +357,34 @@ class RolloutConfig(SamplingConfig):
         """True if the engine sends its rows to the servers of rollout.openai."""
         return "openai" in self.engine.keys
 
+    def with_room(self, rows: int | None = None) -> "RolloutConfig":
+        """Return this section with max_num_seqs and gpu_memory_utilization decided where they are null.
+
+        Args:
+            rows: of vLLM with a GPU of its own; None: it shares the device, or computes on a CPU.
+        """
+        is_alone = rows is not None and self.engine.reserves_memory
+        most, share = (rows or ROWS, OWN_SHARE) if is_alone else (ROWS, SHARE)
+        decided = {
+            "max_num_seqs": self.max_num_seqs or min(most, self.max_num_batched_tokens),
+            "gpu_memory_utilization": self.gpu_memory_utilization or share,
+        }
+        return self.model_copy(update=decided)
+
+    @property
+    def rows(self) -> int:
+        """max_num_seqs; if it is not decided, of an engine that shares its device."""
+        return self.max_num_seqs or ROWS
+
+    @property
+    def share(self) -> float:
+        """gpu_memory_utilization; if it is not decided, of an engine that shares its device."""
+        return self.gpu_memory_utilization or SHARE
+
     @property
     def rows_at_once(self) -> int:
         """Rows that one engine decodes at once."""
-        return self.max_num_seqs * (len(self.openai.urls) if self.works_with_servers else 1)
+        return self.rows * (len(self.openai.urls) if self.works_with_servers else 1)
 
     @property
     def num_kept(self) -> int:

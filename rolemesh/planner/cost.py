@@ -219,7 +219,7 @@ def generation_seconds(job: JobConfig, shape: ModelShape, device: Device, rows: 
     job = job.with_dtypes(device.kind)
     prompt, response = job.data.max_prompt_length, job.data.max_response_length
     vllm, dtype = job.engine.reserves_memory, job.rollout.dtype
-    together = min(rows, job.rollout.max_num_seqs)
+    together = min(rows, job.rollout.rows)
     if vllm:  # limited by the size of the cache
         sequence = (
             (prompt + response) * kv_bytes_per_token(shape, dtype) / job.rollout.tensor_model_parallel_size

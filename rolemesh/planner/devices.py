@@ -22,6 +22,9 @@ SHARE_REACHED = 0.5  # of a GPU's rate by its data sheet, by large matrix produc
 FILE_BANDWIDTH = 1.5e9  # bytes per second; on a CPU, a sleeping role's tensors are in a file
 # A CUDA context with the buffers of cuBLAS and NCCL takes 0.5 to 1 GiB; this is the upper end.
 CONTEXT_BYTES = GIB
+# Of a GPU, by a vLLM that sleeps: its own context, graphs and code. Measured for one model of 0.5B parameters
+# (benchmarks/gpu/vllm_sleep.py): 1.17 and 1.20 GiB.
+ASLEEP_BYTES = round(1.2 * GIB)
 # Rates of a hand-over in bytes per second, on the machine of an H200 (benchmarks/gpu/large.py): the version is
 # written into new shared memory, read once for its checksums, and copied to the engine's GPU.
 PUBLISH_BANDWIDTH, DIGEST_BANDWIDTH, RECEIVE_BANDWIDTH = 3e9, 34e9, 13e9

@@ -30,7 +30,7 @@ from rolemesh.planner.activations import (
     passing_bytes,
     peak_with_gathered_bytes,
 )
-from rolemesh.planner.devices import CONTEXT_BYTES, GIB, Device
+from rolemesh.planner.devices import ASLEEP_BYTES, CONTEXT_BYTES, GIB, Device
 from rolemesh.planner.shapes import ModelShape, read_shape
 from rolemesh.planner.spread import Spread
 
@@ -281,7 +281,7 @@ def hf_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
     read at once. Sampling is in float64 (scaled logits, log-softmax, exp and cumulative sum).
     """
     prompt, response = job.data.max_prompt_length, job.data.max_response_length
-    rows = min(job.rollout.max_num_seqs, job.data.train_batch_size * job.rollout.n)
+    rows = min(job.rollout.rows, job.data.train_batch_size * job.rollout.n)
     reading = forward_bytes(shape, rows * prompt, job.rollout.dtype) + rows * prompt * prompt * FLOAT32
     sampling = rows * shape.vocabulary * 4 * 8
     copies = 2 if device.shared else 1  # on a CPU the fetched version is in the same memory
@@ -304,14 +304,26 @@ def vllm_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
     rollout, width = job.rollout, job.data.max_prompt_length + job.data.max_response_length
     devices = rollout.tensor_model_parallel_size
     weights = shape.policy_parameters * WIDTH[rollout.dtype] // devices
-    tokens = min(rollout.max_num_batched_tokens, rollout.max_num_seqs * width)
-    logits = rollout.max_num_seqs * shape.vocabulary * FLOAT32 * 2
+    tokens = min(rollout.max_num_batched_tokens, rollout.rows * width)
+    logits = rollout.rows * shape.vocabulary * FLOAT32 * 2
     activations = (forward_bytes(shape, tokens, rollout.dtype) + logits) // devices
-    left = round(rollout.gpu_memory_utilization * device.memory_bytes) - weights - activations
+    left = round(rollout.share * device.memory_bytes) - weights - activations
     sequence = width * kv_bytes_per_token(shape, rollout.dtype) // devices
     if device.shared:
-        left = min(left, rollout.max_num_seqs * sequence)
+        left = min(left, rollout.rows * sequence)
     else:
         left -= CONTEXT_BYTES + (0 if rollout.enforce_eager else GRAPHS_BYTES)
     copies = 2 if device.shared else 1
     return Memory(copies * weights, 0, 0, activations, max(left, sequence))
+
+
+def asleep_bytes(job: JobConfig, device: Device) -> int:
+    """Return the bytes of each GPU that a rollout keeps while other roles of its group compute.
+
+    Without free_cache_engine vLLM keeps all of its share. Engine hf has its memory in the other roles' process.
+    """
+    if device.shared or not job.engine.reserves_memory:
+        return 0
+    if not job.rollout.free_cache_engine:
+        return round(job.rollout.share * device.memory_bytes)
+    return ASLEEP_BYTES

@@ -10,11 +10,11 @@ from math import lcm
 
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
-from rolemesh.config.rollout import CHUNKS_PER_BATCH
+from rolemesh.config.rollout import CHUNKS_PER_BATCH, own_rows
 from rolemesh.planner.cost import handover_seconds, role_seconds
 from rolemesh.planner.devices import Device
 from rolemesh.planner.host import HostMemory, host_memory
-from rolemesh.planner.memory import Memory, Shapes, role_memory
+from rolemesh.planner.memory import Memory, Shapes, asleep_bytes, role_memory
 from rolemesh.planner.spread import Spread, smallest
 
 Grouping = Mapping[str, Sequence[str]]  # a group's name to its roles
@@ -63,6 +63,7 @@ class Group:
         memory: of each role, on each of the devices.
         host: of a pod with a rollout on GPUs; None without one.
         seconds: of each role, by phase.
+        asleep: bytes that its rollout keeps of each device while the other roles compute.
         idle: why its ranks cannot share the rows of a mini-batch or their heads; empty if they can.
     """
 
@@ -73,12 +74,14 @@ class Group:
     memory: Mapping[str, Memory]
     seconds: Mapping[str, Mapping[str, float]]
     host: HostMemory | None = None
+    asleep: int = 0
     idle: str = ""
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of the role that needs the most: the others sleep meanwhile."""
-        return max((memory.total for memory in self.memory.values()), default=0)
+        """Memory of the role that needs the most, with what a rollout keeps that sleeps meanwhile."""
+        kept = {role: 0 if role == "rollout" else self.asleep for role in self.memory}
+        return max((memory.total + kept[role] for role, memory in self.memory.items()), default=0)
 
     def busy(self, phase: str) -> float:
         """Return the seconds of a phase, in which the group's roles run one after the other."""
@@ -312,12 +315,16 @@ class Planner:
             ranks = self._ranks(roles, max(1, devices))
         if (roles, devices, ranks) not in self._groups:
             device, count = self.cluster.device, max(1, devices)
-            memory = {role: role_memory(self.job, role, self.shapes, device, ranks) for role in roles}
-            seconds = {role: role_seconds(self.job, role, self.shapes, device, count, ranks) for role in roles}
+            is_alone = not device.shared and sum(role in self.shapes for role in roles) == 1
+            job = self.job.with_room(own_rows(device.memory_bytes, device.name) if is_alone else None)
+            memory = {role: role_memory(job, role, self.shapes, device, ranks) for role in roles}
+            seconds = {role: role_seconds(job, role, self.shapes, device, count, ranks) for role in roles}
             engines = min(ranks, device.per_node) if any(ROLES[role].trained for role in roles) else 1
             host = None if device.shared else host_memory(self.job, self.shapes, roles, engines)
             idle = next(filter(None, (self._idle(role, ranks) for role in roles)), "")
-            self._groups[roles, devices, ranks] = Group("", roles, devices, ranks, memory, seconds, host, idle)
+            asleep = 0 if is_alone or "rollout" not in roles else asleep_bytes(job, device)
+            found = Group("", roles, devices, ranks, memory, seconds, host, asleep, idle)
+            self._groups[roles, devices, ranks] = found
         return self._groups[roles, devices, ranks]
 
     def _idle(self, role: str, ranks: int) -> str:

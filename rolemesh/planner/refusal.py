@@ -14,6 +14,7 @@ from dataclasses import replace
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.model import TrainedModelConfig
+from rolemesh.config.rollout import own_rows
 from rolemesh.errors import InvalidConfig
 from rolemesh.planner.activations import FLOAT32, WIDTH, block_bytes, forward_bytes
 from rolemesh.planner.devices import GPUS, human_size
@@ -126,13 +127,15 @@ def refuse_what_gpus_cannot_hold(
     """
     for replica, roles in grouping.items():
         whole = roles if len(given[replica]) == 1 else [role for role in roles if role == "rollout"]
+        is_alone = sum(role in shapes for role in roles) == 1
         for role in whole:
             for gpu in given[replica]:
-                _refuse_on_gpu(job, role, least_on_gpu(job, role, shapes), gpu, memory_bytes[gpu])
+                decided = job.with_room(own_rows(memory_bytes[gpu]) if is_alone else None)
+                _refuse_on_gpu(decided, role, least_on_gpu(decided, role, shapes), gpu, memory_bytes[gpu])
 
 
 def _refuse_on_gpu(job: JobConfig, role: str, least: Memory, gpu: str, memory_bytes: int) -> None:
-    limit, where, share = memory_bytes, f"the memory of GPU {gpu}", job.rollout.gpu_memory_utilization
+    limit, where, share = memory_bytes, f"the memory of GPU {gpu}", job.rollout.share
     has_share = role == "rollout" and job.engine.reserves_memory
     if has_share:
         limit, where = round(share * limit), f"rollout.gpu_memory_utilization {share:g} of {where}"

@@ -104,6 +104,8 @@ def notes(plan: Plan) -> list[str]:
     for group in plan.groups:
         if (missing := group.peak_bytes - memory) > 0:
             lines.append(f"each GPU of {group.name} misses {human_size(missing)}")
+        if group.asleep:
+            lines.append(f"a rollout that sleeps keeps {human_size(group.asleep)} of each GPU of {group.name}")
         if group.host is not None:
             parts = ", ".join(f"{name} {human_size(size)}" for name, size in asdict(group.host).items() if size)
             lines.append(

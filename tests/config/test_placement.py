@@ -222,6 +222,22 @@ def test_every_rank_of_a_group_with_the_rollout_has_an_engine_of_its_own() -> No
     assert (asking.num_ranks("policy"), asking.rows_at_once) == (2, 64)
 
 
+def test_an_engine_that_may_have_a_gpu_alone_is_sent_as_many_rows_as_it_may_decode() -> None:
+    for strategy, rows in (("standalone", 1024), ("split-collocate", 1024), ("hybrid", 256)):
+        found = job({"strategy": strategy}, rollout={"name": "vllm"})
+        assert (found.has_own_device, found.rows_at_once) == (rows == 1024, rows)
+    on_cpu = {"rollout": {"name": "vllm"}, "trainer": {"device": "cpu"}}
+    assert job({}, **on_cpu).rows_at_once == 256
+    assert job({}).rows_at_once == 256  # engine hf takes as much memory as its rows need
+    assert job({}, rollout={"name": "vllm", "max_num_batched_tokens": 512}).rows_at_once == 512
+    # A reward by rules computes on no device.
+    by_rules = {
+        "strategy": "custom",
+        "groups": {"a": ["rollout", "reward"], "b": ["actor", "critic", "reference"]},
+    }
+    assert job(by_rules).has_own_device
+
+
 @pytest.mark.parametrize(
     ("placement", "words"),
     [

@@ -56,6 +56,26 @@ def test_a_replica_over_several_gpus_takes_them_together() -> None:
         assert sum(g.devices for g in plan.groups) <= gpus
 
 
+def test_vllm_takes_most_of_a_gpu_alone_and_keeps_a_part_of_a_shared_one_asleep() -> None:
+    def found(rollout: dict[str, Any], grouping: Mapping[str, Any]) -> tuple[int, int]:
+        """Peak of the rollout's group, and the largest role's memory there but the rollout's."""
+        plan = planner(LLAMA_1B, gpus=4, rollout={"name": "vllm"} | rollout).plan("any", grouping)
+        group = next(group for group in plan.groups if "rollout" in group.roles)
+        others = [memory.total for role, memory in group.memory.items() if role != "rollout"]
+        return group.peak_bytes, max(others, default=0)
+
+    context_and_graphs = 3 * GIB
+    assert found({}, STANDALONE) == (round(0.9 * 80 * GIB) - context_and_graphs, 0)
+    assert found({}, COLLOCATE)[0] == 40 * GIB - context_and_graphs
+    small = {"gpu_memory_utilization": 0.1}
+    peak, others = found(small, COLLOCATE)
+    assert peak - others == round(1.2 * GIB)
+    peak, others = found(small | {"free_cache_engine": False}, COLLOCATE)
+    assert peak - others == 8 * GIB
+    peak, others = found({"name": "hf", "max_num_seqs": 4}, COLLOCATE)
+    assert peak == others
+
+
 def test_an_engine_over_several_gpus_needs_a_group_without_ranks() -> None:
     for split, words in ((1, ""), (2, "policy trains, so each of its ranks has one GPU")):
         rollout = {"name": "vllm", "tensor_model_parallel_size": split}

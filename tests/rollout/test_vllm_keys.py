@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ import torch
 from transformers import Qwen3MoeConfig
 from vllm_rollouts import P, T, installed, job_of, make_plain_model, model_with_ends
 
-from rolemesh.config.rollout import RolloutConfig
+from rolemesh.config.job import make_job
+from rolemesh.config.rollout import RolloutConfig, own_rows
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_outline
 from rolemesh.models.tiny import make_tiny_model
+from rolemesh.planner.devices import GPUS
 from rolemesh.services.rollout.engines import load_engine
 from rolemesh.services.rollout.engines.vllm import arguments, owner, reload
 
@@ -58,6 +61,48 @@ def test_vllm_logs_warnings_and_more_if_the_job_or_the_user_asks(monkeypatch: py
     finally:
         logger.setLevel(before)
     assert "level" not in json.loads(owner.LOGGING.read_text())["loggers"]["vllm"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpu", "keys", "expected"),
+    [
+        ("standalone", "h100", {}, (1024, 0.9)),
+        ("standalone", "a100", {}, (256, 0.9)),
+        ("standalone", "l40s", {}, (256, 0.9)),
+        ("standalone", "", {}, (256, 0.5)),  # a CPU
+        ("hybrid", "h100", {}, (256, 0.5)),
+        ("standalone", "h100", {"max_num_seqs": 8, "gpu_memory_utilization": 0.3}, (8, 0.3)),
+        ("hybrid", "h100", {"max_num_seqs": 8, "gpu_memory_utilization": 0.3}, (8, 0.3)),
+    ],
+)
+def test_an_engine_with_a_gpu_of_its_own_takes_most_of_it(
+    strategy: str, gpu: str, keys: dict[str, Any], expected: tuple[int, float], monkeypatch: pytest.MonkeyPatch
+):
+    if gpu:
+        found = SimpleNamespace(total_memory=GPUS[gpu].memory_bytes, name=GPUS[gpu].name)
+        monkeypatch.setattr(arguments, "resolve_device", lambda _: torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    sections = {"trainer": {"device": "cpu"}, "placement": {"strategy": strategy}}
+    rollout = arguments.with_room(make_job({"rollout": {"name": "vllm", **keys}} | sections)).rollout
+    assert (rollout.max_num_seqs, rollout.gpu_memory_utilization) == expected
+
+
+@installed
+def test_the_rows_of_an_engine_with_a_gpu_of_its_own_are_vllms_default(monkeypatch: pytest.MonkeyPatch):
+    with arguments.restored_environment():
+        arguments.prepare_environment(torch.device("cpu"))
+        arg_utils = importlib.import_module("vllm.engine.arg_utils")
+        usage = importlib.import_module("vllm.usage.usage_lib").UsageContext.OPENAI_API_SERVER
+    for gpu in GPUS.values():
+        platform = SimpleNamespace(
+            get_device_total_memory=lambda gpu=gpu: gpu.memory_bytes,
+            get_device_name=lambda gpu=gpu: gpu.name,
+            is_tpu=lambda: False,
+            is_cpu=lambda: False,
+        )
+        monkeypatch.setattr(arg_utils, "current_platform", platform)
+        _, rows = arg_utils.EngineArgs.get_batch_defaults(1)
+        assert own_rows(gpu.memory_bytes, gpu.name) == rows[usage], gpu.name
 
 
 def test_vllm_computes_in_a_process_of_its_own_on_a_cpu_only_if_the_user_binds_it():

@@ -41,7 +41,7 @@ class HfEngine:
     def __init__(self, job: JobConfig, worker: LocalWorker) -> None:
         self._worker = worker
         self.ignore_eos = job.rollout.ignore_eos
-        self.max_num_seqs = job.rollout.max_num_seqs
+        self.max_num_seqs = job.rollout.rows
         self.prompt_width, self.max_tokens = job.data.max_prompt_length, job.data.max_response_length
         self.device = resolve_device(job.trainer.device)
         dtype = resolve_dtype(job.rollout.dtype, "rollout.dtype", self.device)

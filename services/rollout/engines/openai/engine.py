@@ -81,7 +81,7 @@ class OpenAIEngine:
         self.vocabulary: int = vocabulary_of(outline)
         self._ends, self._pad = end_tokens(job, declared_eos(job, outline))
         self._servers = [KINDS[settings.api](url, job) for url in settings.urls]
-        self._seats = asyncio.Semaphore(job.rollout.max_num_seqs * len(self._servers))
+        self._seats = asyncio.Semaphore(job.rollout.rows * len(self._servers))
         self._run = secrets.token_hex(4)  # part of labels, because another run may have the same version number
         self._version = 0
         self._directory: Path | None = None  # with the version's weights; None: the servers' own model

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rolemesh.config import JobConfig
-from rolemesh.config.rollout import SamplingConfig
+from rolemesh.config.rollout import SamplingConfig, own_rows
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.directory import existing_directory
 from rolemesh.services.rollout.engines.vllm import owner
@@ -157,6 +157,7 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
     """
     from vllm.platforms import current_platform
 
+    job = with_room(job)
     rollout, device = job.rollout, resolve_device(job.trainer.device).type
     if device == "cpu":
         _check_head_size(model)
@@ -191,6 +192,15 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
         _check_head_type()
         arguments["hf_overrides"] = HEAD_IN_FLOAT32
     return arguments
+
+
+def with_room(job: JobConfig) -> JobConfig:
+    """Return the job with the rows and the share of this device that its engine takes."""
+    device = resolve_device(job.trainer.device)
+    if device.type == "cpu" or not job.has_own_device:
+        return job.with_room()
+    gpu = torch.cuda.get_device_properties(device)
+    return job.with_room(own_rows(gpu.total_memory, gpu.name))
 
 
 def sampling_arguments(job: JobConfig, sampling: SamplingConfig, ends: list[int]) -> dict[str, Any]:
@@ -267,8 +277,8 @@ def _cpu_cache_bytes(job: JobConfig, model: Any) -> int:
     length = -(-(job.data.max_prompt_length + job.data.max_response_length) // block) * block
     free: int = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # One additional row, and a block that vLLM keeps empty.
-    wanted: int = ((job.rollout.max_num_seqs + 1) * length + block) * per_token
-    return min(wanted, int(job.rollout.gpu_memory_utilization * free))
+    wanted: int = ((job.rollout.rows + 1) * length + block) * per_token
+    return min(wanted, int(job.rollout.share * free))
 
 
 def names_versions() -> bool:

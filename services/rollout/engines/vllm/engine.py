@@ -231,9 +231,7 @@ class VllmEngine:
         Where the engine never sleeps it is not held: the host would have two while it receives one.
         """
         if self._may_drop is None:
-            roles = next(roles for roles in self._job.groups.values() if "rollout" in roles)
-            sleeps = self._job.rollout.free_cache_engine and sum(map(self._job.on_device, roles)) > 1
-            may = sleeps and not self._on_cpu
+            may = self._job.rollout.free_cache_engine and not (self._job.has_own_device or self._on_cpu)
             self._may_drop = may and not any(await self._on_all_ranks("has_loose_tensors"))
         return self._may_drop
 
