@@ -128,6 +128,13 @@ def test_the_gpu_image_installs_packages_from_its_lock_alone() -> None:
     assert options == ["--require-hashes", "--requirement", "/src/requirements-gpu.lock"]
 
 
+def test_the_gpu_image_asks_for_a_driver_that_its_lock_can_use() -> None:
+    (environment,) = (line for line in stages()["gpu"] if "NVIDIA_REQUIRE_CUDA" in line)
+    lock = (ROOT / "requirements-gpu.lock").read_text()
+    (version,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", lock, re.MULTILINE)
+    assert environment.endswith(f" NVIDIA_REQUIRE_CUDA=cuda>={version}")
+
+
 def test_the_dockerfile_copies_nothing_that_is_ignored() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] == "!"}
     copies = [line.split() for lines in stages().values() for line in lines if line.startswith("COPY ")]
