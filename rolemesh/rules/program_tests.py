@@ -68,9 +68,9 @@ def _tests(ground_truth: Any) -> tuple[Sequence[Any], Sequence[Any], str | None]
     return inputs, outputs, truth.get("fn_name") or None
 
 
-def _text(text: Any) -> str:
+def _text(value: Any) -> str:
     """Convert to text; each element of a list becomes a line."""
-    text = "\n".join(map(str, text)) if isinstance(text, list) else str(text)
+    text = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
     try:
         text.encode()
     except UnicodeEncodeError as error:
