@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from cluster import UNSCHEDULED, WITH_IMAGE, Failed, Namespace
 from rendering import CHART
@@ -14,8 +16,9 @@ DASHBOARDS = ("--set", "monitoring.dashboards.labels.look=new")
 ANOTHER_JOB = ("--set", "job.trainer.total_training_steps=70")
 
 
-def upgrade(namespace: Namespace, *args: str) -> None:
-    namespace.helm("upgrade", "job", str(CHART), "--values", str(TINY), *WITH_IMAGE, *UNSCHEDULED, *args)
+def upgrade(namespace: Namespace, *args: str, stdin: str | None = None) -> None:
+    values = ("--values", str(TINY), *WITH_IMAGE, *UNSCHEDULED)
+    namespace.helm("upgrade", "job", str(CHART), *values, *args, stdin=stdin)
 
 
 def scale(namespace: Namespace, replicas: int, *workloads: str) -> None:
@@ -73,6 +76,32 @@ def test_a_scalers_replicas_are_its_own_and_another_run_wakes_them(namespace: Na
     assert replicas(namespace)["reward"] == 0
     upgrade(namespace, *with_scaler, *ANOTHER_JOB)
     assert replicas(namespace)["reward"] == 2
+
+
+def test_the_roles_of_a_statefulset_may_change_their_order(namespace: Namespace) -> None:
+    """The API server refuses another serviceName, which is thus not that of the first role in the list."""
+
+    def listed(*roles: str) -> str:
+        groups = {"trained": list(roles), "others": ["rollout", "reward"]}
+        return json.dumps({"placement": {"strategy": "custom", "groups": groups}})
+
+    namespace.install(
+        "job",
+        "--values",
+        str(TINY),
+        *UNSCHEDULED,
+        "--values",
+        "-",
+        stdin=listed("critic", "actor", "reference"),
+    )
+    before = namespace.one("statefulset", "job-trained")
+    upgrade(namespace, "--values", "-", stdin=listed("reference", "actor", "critic"))
+    after = namespace.one("statefulset", "job-trained")
+    [[first], [second]] = (
+        [c["args"][1] for c in of["spec"]["template"]["spec"]["containers"]] for of in (before, after)
+    )
+    assert (first, second) == ("critic,actor,reference", "reference,actor,critic")
+    assert before["spec"]["serviceName"] == after["spec"]["serviceName"] == "job-actor"
 
 
 @pytest.mark.parametrize(
