@@ -69,7 +69,7 @@ CUSTOM = """\
   groups:
     learners: [actor, critic]         # take turns on one device
     rollouts: [rollout]
-    judges: [reference, reward]
+    scoring: [reference, reward]
   replicas: {reference: 2, reward: 2} # a pod has all roles of its group"""
 
 OWN_PLACEMENTS = {"custom": CUSTOM, "ranks": RANKS}

@@ -10,8 +10,8 @@ from rolemesh.config.base import Config, name_in, options_of
 from rolemesh.config.model import (
     CriticModelConfig,
     CriticOptimConfig,
+    FrozenModelConfig,
     FsdpConfig,
-    JudgingModelConfig,
     OptimConfig,
     PolicyModelConfig,
     TrainedFsdpConfig,
@@ -170,7 +170,7 @@ class ActorConfig(Config):
 
 
 class ReferenceConfig(Config):
-    model: JudgingModelConfig = JudgingModelConfig()
+    model: FrozenModelConfig = FrozenModelConfig()
     fsdp_config: FsdpConfig = FsdpConfig()
     ulysses_sequence_parallel_size: Ulysses = 1
     log_prob_micro_batch_size_per_gpu: int = Field(8, gt=0, description="rows per forward pass")

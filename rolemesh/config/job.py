@@ -32,7 +32,7 @@ from rolemesh.config.base import (
     without,
 )  # fmt: skip
 from rolemesh.config.data import DataConfig, Files
-from rolemesh.config.model import CriticModelConfig, FsdpConfig, JudgingModelConfig, ModelConfig, chosen_dtype
+from rolemesh.config.model import CriticModelConfig, FrozenModelConfig, FsdpConfig, ModelConfig, chosen_dtype
 from rolemesh.config.placement import PlacementConfig, num_ranks, num_replicas, place
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import MOST_OWN_ROWS, RolloutConfig
@@ -250,7 +250,7 @@ class JobConfig(Plugins):
         return self.run_dir / "profile" / f"step_{step}"
 
     @property
-    def reference_model(self) -> JudgingModelConfig:
+    def reference_model(self) -> FrozenModelConfig:
         return self._model(self.reference.model)
 
     @property

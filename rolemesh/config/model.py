@@ -74,7 +74,7 @@ def chosen_dtype(dtype: str, key: str, device: str, capability: tuple[int, int] 
     return dtype
 
 
-class JudgingModelConfig(ModelConfig):
+class FrozenModelConfig(ModelConfig):
     """The model of a role that is not trained."""
 
     enable_gradient_checkpointing: Annotated[bool, NO_BACKWARD] = Field(True, description="no effect")

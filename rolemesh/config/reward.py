@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.reward_managers import REWARD_MANAGERS, RewardManagerSpec
 from rolemesh.config.base import Config, LocalPath, NoEffect, name_in, options_of
-from rolemesh.config.model import FsdpConfig, JudgingModelConfig, Ulysses
+from rolemesh.config.model import FrozenModelConfig, FsdpConfig, Ulysses
 
 PRIME = NoEffect("prime does what naive does: rows in parallel, each with a time limit", "prime")
 
@@ -28,7 +28,7 @@ class CustomRewardConfig(Config):
     )
 
 
-class ScoringModelConfig(JudgingModelConfig):
+class ScoringModelConfig(FrozenModelConfig):
     fsdp_config: FsdpConfig = FsdpConfig()
 
 

@@ -38,13 +38,13 @@ def test_roles_that_train_users_code_and_the_controller_have_accounts_of_their_o
     values = CONVERSES | {
         "serviceAccounts": {
             "roles": {"create": True, "annotations": ROLE},
-            "reward": {"name": "judges"},
+            "reward": {"name": "scoring"},
             "environment": {"create": True, "name": "tools"},
             "controller": {"annotations": {"a": "b"}},
         }
     }
     assert accounts(values) == dict.fromkeys(("actor", "critic", "rollout"), "demo-roles") | {
-        "reward": "judges",
+        "reward": "scoring",
         "environment": "tools",
         "controller": "demo-controller",
         "check": "demo-controller",
@@ -54,7 +54,7 @@ def test_roles_that_train_users_code_and_the_controller_have_accounts_of_their_o
 
 def test_a_reward_that_shares_a_pod_with_a_trained_role_has_its_account() -> None:
     found = accounts({"placement": {"strategy": "hybrid"}, "serviceAccounts": {"roles": {"name": "models"}}})
-    assert (found["policy"], found["judges"]) == ("models", "models")
+    assert (found["policy"], found["scoring"]) == ("models", "models")
 
 
 def test_the_controllers_rights_go_to_the_account_that_is_named() -> None:
@@ -72,8 +72,8 @@ def test_annotations_of_an_account_that_nobody_makes_are_refused(key: str) -> No
 
 
 HYBRID: Object = {"placement": {"strategy": "hybrid"}}
-JUDGES = {"judges": ["reward", "environment"], "others": ["actor", "rollout", "reference", "critic"]}
-TOGETHER = CONVERSES | {"placement": {"strategy": "custom", "groups": JUDGES}}
+SCORING = {"scoring": ["reward", "environment"], "others": ["actor", "rollout", "reference", "critic"]}
+TOGETHER = CONVERSES | {"placement": {"strategy": "custom", "groups": SCORING}}
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_a_path_that_only_begins_like_a_claims_brings_nothing() -> None:
 )
 def test_reward_pods_write_to_the_workspace_where_the_job_says_so(values: Object) -> None:
     found = mounts(values)
-    assert found.get("reward", found.get("judges")) == {"workspace": True}
+    assert found.get("reward", found.get("scoring")) == {"workspace": True}
 
 
 @pytest.mark.parametrize(

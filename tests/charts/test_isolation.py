@@ -76,7 +76,7 @@ def test_a_pod_that_a_reward_shares_reaches_what_each_of_its_roles_may() -> None
         "rewardFunction": {"egress": [JUDGE]},
         "networkPolicy": {"prepareEgress": [HUB]},
     }
-    assert leaving("judges", values) == [JUDGE, HUB]
+    assert leaving("scoring", values) == [JUDGE, HUB]
     assert leaving("policy", values) == [HUB]
 
 
@@ -240,7 +240,7 @@ def gpus(values: Object) -> dict[str, int]:
 def test_a_rollout_by_other_servers_asks_for_no_gpu() -> None:
     assert gpus({"job": {"rollout": OPENAI}}) == {"actor": 1, "critic": 1, "reward": 0, "rollout": 0}
     shared = {"placement": {"strategy": "hybrid"}, "job": {"rollout": OPENAI}}
-    assert gpus(shared) == {"policy": 1, "judges": 1}
+    assert gpus(shared) == {"policy": 1, "scoring": 1}
     assert "requests 1 GPUs, but its roles use 0" in refusal(
         {"job": {"rollout": OPENAI}, "groups": {"rollout": {"gpus": 1}}}
     )

@@ -96,7 +96,7 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
             "job": {"reward": {"reward_model": {"enable": True}}},
             "roles": {"critic": {"gpus": 2}},
         },
-        "placement.ranks is 1 for reward, but its group judges has 2 ranks",
+        "placement.ranks is 1 for reward, but its group scoring has 2 ranks",
     ),
     "ranks where the policy generates": (
         {"placement": {"ranks": {"rollout": 2}}, "roles": {"rollout": {"gpus": 2}}},
@@ -117,7 +117,7 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
     "a launcher": ({"placement": {"launcher": "ray"}}, "placement.launcher is ray, but the chart decides this"),
     "a scaler on a shared group": (
         {"placement": {"strategy": "hybrid"}, "autoscaling": {"reward": SCALER}},
-        "reward shares the pods of group judges with critic, which would be scaled with it: give reward",
+        "reward shares the pods of group scoring with critic, which would be scaled with it: give reward",
     ),
     "a scaler of a role that is not": (
         {"autoscaling": {"reference": SCALER}},

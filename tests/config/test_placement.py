@@ -59,7 +59,7 @@ def test_roles_that_a_job_lacks_drop_out_and_empty_groups_vanish() -> None:
         role: (role,) for role in ("actor", "rollout", "reward")
     }
     split = make_job({"placement": {"strategy": "split-collocate"}} | grpo)
-    assert split.groups == {"policy": ("actor",), "judges": ("reward",), "rollout": ("rollout",)}
+    assert split.groups == {"policy": ("actor",), "scoring": ("reward",), "rollout": ("rollout",)}
 
 
 def test_groups_of_strategy_custom_are_the_jobs() -> None:
@@ -93,7 +93,7 @@ def test_groups_of_strategy_custom_are_the_jobs() -> None:
             {"strategy": "hybrid", "replicas": {"rollout": 2}},
             r"rollout is 2, .*group policy .*actor 1, reference 1",
         ),
-        ({"strategy": "hybrid", "replicas": {"reward": 3}}, r"reward is 3, .*group judges .*critic 1"),
+        ({"strategy": "hybrid", "replicas": {"reward": 3}}, r"reward is 3, .*group scoring .*critic 1"),
     ],
 )
 def test_a_placement_that_cannot_be_is_refused_with_the_way_out(placement: dict[str, Any], words: str) -> None:
@@ -143,7 +143,7 @@ def test_processes_take_the_next_gpu_and_are_refused_when_all_are_given() -> Non
         "reward-0": [],  # rules have nothing there
     }
     assert standalone.num_devices == 5
-    assert gpus_by_process(job({"strategy": "hybrid"}), ["0", "1"]) == {"policy-0": ["0"], "judges-0": ["1"]}
+    assert gpus_by_process(job({"strategy": "hybrid"}), ["0", "1"]) == {"policy-0": ["0"], "scoring-0": ["1"]}
     assert gpus_by_process(job({"strategy": "collocate"}), ["4"]) == {"all-0": ["4"]}
     assert set(map(tuple, gpus_by_process(standalone, []).values())) == {()}
     sharing = "actor-0 and reference-0 would share GPU 4, .* needs 5 GPUs, and may use 3 of this machine; "
@@ -161,7 +161,7 @@ def test_processes_take_the_next_gpu_and_are_refused_when_all_are_given() -> Non
 def test_an_engine_of_several_ranks_gets_as_many_gpus() -> None:
     two_ranks = job({"strategy": "split-collocate"}, rollout={"name": "vllm", "tensor_model_parallel_size": 2})
     given = gpus_by_process(two_ranks, ["0", "1", "2", "3"])
-    assert given == {"policy-0": ["0"], "judges-0": ["1"], "rollout-0": ["2", "3"]}
+    assert given == {"policy-0": ["0"], "scoring-0": ["1"], "rollout-0": ["2", "3"]}
     assert two_ranks.num_devices == 4
     with pytest.raises(InvalidConfig, match=r"tensor_model_parallel_size is 2 .* use 1 GPUs"):
         gpus_by_process(two_ranks, ["0"], ("rollout",))
@@ -179,7 +179,7 @@ def test_several_ranks_get_a_gpu_each() -> None:
     }
     assert ranked.num_devices == 8
     hybrid = job({"strategy": "hybrid", "ranks": {"policy": 2}})
-    assert gpus_by_process(hybrid, ["0", "1", "2"]) == {"policy-0": ["0", "1"], "judges-0": ["2"]}
+    assert gpus_by_process(hybrid, ["0", "1", "2"]) == {"policy-0": ["0", "1"], "scoring-0": ["2"]}
     with pytest.raises(InvalidConfig, match=r"ranks is 2 for actor, but the job may use 1 GPUs"):
         gpus_by_process(ranked, ["0"])
     assert gpus_by_process(ranked, [])["actor-0"] == []
@@ -192,12 +192,12 @@ def test_ranks_of_a_group_or_of_all_its_roles() -> None:
         placed = job(split | {"ranks": ranks})
         assert {group: placed.num_ranks(group) for group in placed.groups} == {
             "policy": 4,
-            "judges": 1,
+            "scoring": 1,
             "rollout": 1,
         }
     # A reward by rules has nothing on the device; rank 0 alone has it.
-    for ranks in ({"judges": 2}, {"critic": 2}):
-        assert job(split | {"ranks": ranks}).num_ranks("judges") == 2
+    for ranks in ({"scoring": 2}, {"critic": 2}):
+        assert job(split | {"ranks": ranks}).num_ranks("scoring") == 2
     scored = {"reward": {"reward_model": {"enable": True}}}
     both = job({"ranks": {"reward": 2}, "replicas": {"reward": 3}}, **scored)
     assert (both.num_ranks("reward"), both.num_replicas("reward")) == (2, 3)
@@ -272,7 +272,7 @@ def test_verls_numbers_of_gpus_are_the_ranks_of_each_group_with_a_model() -> Non
         spread = job(split, trainer=given)
         assert {group: spread.num_ranks(group) for group in spread.groups} == {
             "policy": ranks,
-            "judges": ranks,
+            "scoring": ranks,
             "rollout": 1,
         }
     alone = job({}, trainer={"n_gpus_per_node": 2})  # a reward by rules has no model

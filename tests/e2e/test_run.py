@@ -116,7 +116,7 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_a
         assert not living(job)
 
         # where the roles are is no part of a checkpoint
-        assert set(pids(job)) == {"policy-0", "judges-0"}
+        assert set(pids(job)) == {"policy-0", "scoring-0"}
         async with rolemesh("run", written(job, tmp_path), "placement.strategy=collocate") as again:
             code, output = await again.end()
         assert code == 0, output
@@ -134,7 +134,7 @@ async def test_kill_9_of_the_launcher_leaves_no_process(tiny_model: Path, tmp_pa
         async with rolemesh("run", written(job, tmp_path)) as launched:
             async with asyncio.timeout(DEADLINE_S):
                 await started.passed(launched.ended())
-            assert living(job) == {"policy-0", "judges-0"}
+            assert living(job) == {"policy-0", "scoring-0"}
             launched.process.kill()
             await launched.process.wait()
             await all_end(job, within_s=DEADLINE_S)  # also the reward, whose function never returns

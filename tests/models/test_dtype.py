@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rolemesh.config.job import DTYPE_KEYS, make_job
-from rolemesh.config.model import JudgingModelConfig, chosen_dtype
+from rolemesh.config.model import FrozenModelConfig, chosen_dtype
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.loading import load_causal_lm, with_dtype
 from rolemesh.models.packed.attention import packed_attention, padded_attention
@@ -75,8 +75,8 @@ def test_a_role_on_a_cpu_has_the_section_that_names_float32_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        found = with_dtype(JudgingModelConfig(path="m"), "reference", torch.device("cpu"))
-    assert found == JudgingModelConfig(path="m", dtype="float32")
+        found = with_dtype(FrozenModelConfig(path="m"), "reference", torch.device("cpu"))
+    assert found == FrozenModelConfig(path="m", dtype="float32")
     assert caplog.messages == ["reference.model.dtype is auto: float32 on cpu"]
 
 
@@ -135,5 +135,5 @@ def test_in_float32_on_a_gpu_each_head_has_keys_and_values_of_its_own(kind: str)
 
 
 def test_transformers_takes_that_attention(tiny_model: Path) -> None:
-    model = load_causal_lm(JudgingModelConfig(path=str(tiny_model)), "actor")
+    model = load_causal_lm(FrozenModelConfig(path=str(tiny_model)), "actor")
     assert ALL_ATTENTION_FUNCTIONS.get_interface(model.config._attn_implementation, None) is padded_attention

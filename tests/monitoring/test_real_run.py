@@ -25,7 +25,7 @@ EVERYTHING = (
     *TALKS,
     "placement.strategy=custom",
     "placement.groups={learners: [actor, critic], rollouts: [rollout],"
-    "                  judges: [reference, reward, environment]}",
+    "                  scoring: [reference, reward, environment]}",
     "placement.ranks={learners: 2}",  # panels about ranks show roles of several
     "rollout.mode=async",
     "algorithm.rollout_correction.rollout_is=token",

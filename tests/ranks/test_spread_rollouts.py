@@ -57,8 +57,8 @@ LOCAL = "127.0.0.1:0"
 SAVED = ("trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=2", "rollout.n=4")
 TWO_RANKS = {
     "standalone": "{actor: 2, critic: 2, reference: 2}",
-    "split-collocate": "{policy: 2, judges: 2}",
-    "hybrid": "{policy: 2, judges: 2}",
+    "split-collocate": "{policy: 2, scoring: 2}",
+    "hybrid": "{policy: 2, scoring: 2}",
     "collocate": "{all: 2}",
 }
 

@@ -18,9 +18,9 @@ is in another pod, to which the roles' Services lead; of the controller, the opt
 {{- $readOnly := include "rlhf-job.readsOnly" (list $ .roles) }}
 {{- /* Users' code runs in these pods, so nothing is prepared in them, also if they may write: it would need the Hub's token. */}}
 {{- $userCode := include "rlhf-job.of" (list $ (.roles | default list) "runsUserCode") | fromJsonArray }}
-{{- $judges := and .roles (eq (len $userCode) (len .roles)) }}
+{{- $onlyUserCode := and .roles (eq (len $userCode) (len .roles)) }}
 {{- $gpus := dig "limits" $values.gpu.resource 0 .resources | int }}
-{{- $claims := include "rlhf-job.claims" (list $ .roles $settings (and $gpus (not $judges))) | fromJsonArray }}
+{{- $claims := include "rlhf-job.claims" (list $ .roles $settings (and $gpus (not $onlyUserCode))) | fromJsonArray }}
 {{- /* The request for disk, unless the resources have one. */}}
 {{- $resources := .resources }}
 {{- if and $settings.scratchRequest (not (or (dig "requests" "ephemeral-storage" "" $resources) (dig "limits" "ephemeral-storage" "" $resources))) }}
@@ -28,7 +28,7 @@ is in another pod, to which the roles' Services lead; of the controller, the opt
 {{- end }}
 {{- /* Also the pod of `helm test`: it comes before the controller of a suspended run. */}}
 {{- $fetches := has $component (list "controller" "check") }}
-{{- $prepares := and (not $readOnly) (not $judges) (or $values.prepare (and $values.huggingFace.fetch $fetches)) }}
+{{- $prepares := and (not $readOnly) (not $onlyUserCode) (or $values.prepare (and $values.huggingFace.fetch $fetches)) }}
 {{- $labels := merge dict (include "rlhf-job.selector" (list $ .component) | fromYaml) (.labels | default dict) }}
 {{- if not .follows }}{{ range .roles }}{{ $_ := set $labels (printf "rolemesh.dev/role-%s" .) "true" }}{{ end }}{{ end }}
 {{- /* The controller reads the reward function, too: it compares its content with that of the reward's pods. */}}
@@ -126,7 +126,7 @@ spec:
     {{- $ofHub := lt $index (len $fetch) }}
     {{- $name := $ofHub | ternary "fetch" (printf "prepare-%d" (sub $index (len $fetch))) }}
     - name: {{ $name }}
-      {{- $waits := or $readOnly $judges (and $ofHub (not $fetches)) }}
+      {{- $waits := or $readOnly $onlyUserCode (and $ofHub (not $fetches)) }}
       {{- if $waits }}
       # Another pod creates it.
       command: [sh, -c, 'until test -e "$0"; do sleep 1; done']
