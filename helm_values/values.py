@@ -391,12 +391,8 @@ class Values(Config):
     networkPolicy: NetworkPolicyValues = NetworkPolicyValues()
     serviceMesh: bool = Field(False, description="let a service mesh (Istio, Linkerd) take the pods in")
     monitoring: MonitoringValues = MonitoringValues()
-    umbrella: dict[str, Any] = Field(
-        {}, alias="global", description="values shared by a parent chart; not used here"
-    )
+    umbrella: dict[str, Any] = Field({}, alias="global", description="values of a parent chart; not used here")
     user: int | None = Field(
         1000, gt=0, description="uid and gid of every process; null: assigned by the namespace"
     )
-    supplementalGroups: list[Gid] = Field(
-        [], description="further gids of every process, e.g. for model stores"
-    )
+    supplementalGroups: list[Gid] = Field([], description="more gids of every process, e.g. for model stores")

@@ -362,42 +362,6 @@ def test_the_resolved_file_loads_to_the_same_job(tmp_path: Path) -> None:
     assert load_job(path) == job
 
 
-FOLLOWED = {
-    "ppo_epochs": 3,
-    "shuffle": True,
-    "loss_agg_mode": "seq-mean-token-sum-norm",
-    "loss_scale_factor": 7,
-}
-
-
-def test_keys_that_a_critic_leaves_out_are_the_actors_and_in_the_resolved_file() -> None:
-    job = make_job({"actor": FOLLOWED})
-    assert yaml.safe_load(job.to_yaml())["critic"].items() >= FOLLOWED.items()
-    assert (
-        make_job({}).critic.model_dump().items()
-        >= {
-            "ppo_epochs": 1,
-            "shuffle": False,
-            "loss_agg_mode": "token-mean",
-            "loss_scale_factor": None,
-        }.items()
-    )
-
-
-def test_keys_that_a_critic_sets_are_its_own_and_never_the_actors() -> None:
-    own = {"ppo_epochs": 2, "shuffle": False, "loss_agg_mode": "token-sum", "loss_scale_factor": 5}
-    job = make_job({"actor": FOLLOWED, "critic": own})
-    assert job.critic.model_dump().items() >= own.items()
-    assert job.actor.model_dump().items() >= FOLLOWED.items()
-
-
-def test_a_wrong_value_of_the_actor_is_not_reported_again_for_the_critic() -> None:
-    with pytest.raises(InvalidConfig) as error:
-        make_job({"actor": {"ppo_epochs": 0}})
-    assert "actor.ppo_epochs" in str(error.value)
-    assert "critic" not in str(error.value)
-
-
 def test_one_train_file_may_be_written_without_a_list() -> None:
     assert make_job(
         {**SMALL, "data": {"train_batch_size": 8, "train_files": "a.parquet"}}
