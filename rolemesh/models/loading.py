@@ -36,8 +36,6 @@ _LOADING = threading.Lock()
 
 SCORE_HEADS = ("score", "classifier", "v_head")  # names of a head with one output in Hugging Face's classes
 
-MAMBAS_BIAS = ".dt_proj.bias"  # of a linear layer; its mixer reads it past the layer, in float32
-
 
 def resolve_dtype(dtype: str, key: str, device: torch.device) -> str:
     """Return the type in which a model computes on a device, and log it.
@@ -197,9 +195,9 @@ def hold_frozen(model: nn.Module, dtype: str) -> None:
 
     Under autocast it computes the same bits as with float32 weights. Autocast would round the weights of linear
     layers in every pass; here they are rounded once. Weights that it leaves in float32 stay so: norms,
-    heads for scores, experts that are one tensor, and the bias that Mamba's mixer adds by itself. An embedding
-    is held in `dtype` only if no number in it changes, as in a model that was saved in `dtype`; the rows that
-    it returns are float32. If it would change, a head that is tied to it becomes a copy.
+    heads for scores, and experts that are one tensor. An embedding is held in `dtype` only if no number in it
+    changes, as in a model that was saved in `dtype`; the rows that it returns are float32. If it would change,
+    a head that is tied to it becomes a copy.
 
     Args:
         model: its weights are float32.
@@ -229,10 +227,9 @@ def _hold(model: nn.Module, kind: torch.dtype, exactly: bool = False) -> None:
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             users.setdefault(id(weight), []).append(module)
-    apart = {id(weight) for name, weight in model.named_parameters() if name.endswith(MAMBAS_BIAS)}
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
-            if weight.requires_grad or id(weight) in apart:
+            if weight.requires_grad:
                 continue
             if all(map(_is_linear, users[id(weight)])):
                 if not exactly or torch.equal(weight.to(kind).float(), weight):
