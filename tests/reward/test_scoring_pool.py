@@ -127,7 +127,8 @@ async def test_a_scoring_process_imports_little_besides_the_functions_file(
 ) -> None:
     source = (
         "import sys\n"
-        "HEAVY = sys.modules.keys() & {'numpy', 'pydantic', 'rolemesh.catalog', 'rolemesh.config', 'torch'}\n"
+        "HEAVY = sys.modules.keys() & {'numpy', 'pydantic', 'rolemesh.config', 'rolemesh.catalog.catalog', "
+        "'torch'}\n"
         "def compute_score(**row):\n    return {'score': len(HEAVY), 'pred': sorted(HEAVY)}\n"
     )
     async with working(tiny_model, **custom(tmp_path, source)) as worker:

@@ -157,8 +157,8 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
     """
     from vllm.platforms import current_platform
 
-    job = with_room(job)
     rollout, device = job.rollout, resolve_device(job.trainer.device).type
+    decided = with_room(job)
     if device == "cpu":
         _check_head_size(model)
         _check_experts(model)
@@ -167,7 +167,7 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
             f"the installed vLLM computes on {current_platform.device_type!r}, but the role on {device!r}: "
             "install the other vLLM or set trainer.device"
         )
-    arguments = {theirs: getattr(rollout, ours) for ours, theirs in ENGINE.items()}
+    arguments = {theirs: getattr(decided.rollout, ours) for ours, theirs in ENGINE.items()}
     arguments |= {
         "model": str(existing_directory(job.actor.model, "rollout")),
         "trust_remote_code": job.actor.model.trust_remote_code,
@@ -181,7 +181,7 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
         "enforce_eager": rollout.enforce_eager or device == "cpu",
     }
     if device == "cpu":
-        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(job, model)
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(decided, model)
         # After a chunk of a prompt vLLM rewinds the row's random stream. A CPU's generator cannot do that, and
         # the engine would end. So prompts are not chunked, and a forward pass must have room for the longest.
         arguments["enable_chunked_prefill"] = False
