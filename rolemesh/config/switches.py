@@ -71,10 +71,8 @@ def _off(job: JobConfig) -> Iterator[tuple[str, str]]:
     kl_ctrl = job.algorithm.kl_ctrl
     if job.algorithm.use_kl_in_reward and kl_ctrl.type == "fixed" and not _is_meant(job, f"{KL_CTRL}.type"):
         yield from ((f"{KL_CTRL}.{key}", f"{KL_CTRL}.type is fixed") for key in ("horizon", "target_kl"))
-    if not job.reward.rules_score:
-        path, manager = job.reward.custom_reward_function.path, job.reward.reward_manager
-        why = f"{OWN}.path is {path}" if path else f"reward.reward_manager is {manager}"
-        yield from ((key, why) for key in OF_RULES)
+    if path := job.reward.custom_reward_function.path:  # a manager of a plug-in is given the rules without one
+        yield from ((key, f"{OWN}.path is {path}") for key in OF_RULES)
     if job.estimates:
         others = {key for each in ESTIMATORS.values() for key in each.keys} - {*job.estimator.keys, *OF_SEVERAL}
         for key in others & type(job.algorithm).model_fields.keys():

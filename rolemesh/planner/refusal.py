@@ -14,7 +14,7 @@ from dataclasses import replace
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.model import TrainedModelConfig
-from rolemesh.config.rollout import own_rows
+from rolemesh.config.rollout import ROWS
 from rolemesh.errors import InvalidConfig
 from rolemesh.planner.activations import FLOAT32, WIDTH, block_bytes, forward_bytes
 from rolemesh.planner.devices import GPUS, human_size
@@ -130,7 +130,7 @@ def refuse_what_gpus_cannot_hold(
         is_alone = sum(role in shapes for role in roles) == 1
         for role in whole:
             for gpu in given[replica]:
-                decided = job.with_room(own_rows(memory_bytes[gpu]) if is_alone else None)
+                decided = job.with_room(ROWS if is_alone else None)  # the fewest that vLLM takes by itself
                 _refuse_on_gpu(decided, role, least_on_gpu(decided, role, shapes), gpu, memory_bytes[gpu])
 
 

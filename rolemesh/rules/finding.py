@@ -14,7 +14,7 @@ from rolemesh.rules.units import QUANTITY
 # No two neighbours in these expressions share a character, or the first is possessive. So nothing backtracks
 # over a text without a match.
 BETWEEN = (  # two numbers of one line, which are then one answer: "3 1/2", "5 or 6", "5 \times 10^3"
-    r"(?<!\.)(?:\{,\}|[ \t$*_+/^×·⋅÷√~&:={}!\u2212\u2013-]"
+    r"(?<!\.)(?:\{,\}|[ \t$*_+/^×·⋅÷√&:={}!`\"\u2212\u2013-]"
     r"|\\[A-Za-z]+|\\[,!;: ]|[eE](?=[-+]?[0-9])|(?i:x|or|and|to))++"
 )
 AFTER = rf"[ *_]*+(?:\\text\{{ ?)?(?:\\?pi|π|(?:{QUANTITY}|[kKMB]|bn)(?![A-Za-z]))|[A-Za-z](?![A-Za-z])"
@@ -23,7 +23,7 @@ MARKED = re.compile(
     r"####((?:[-+\u2212$€£\s*_`\"({\[\\]|boxed|text(?:bf)?|mathbf)*)"
     rf"([0-9.,]+[{SIGNS}]*(?:{BETWEEN}[.,]?[0-9{SIGNS}][0-9.,{SIGNS}]*)*)({AFTER})?"
 )
-FULL_WIDTH_NUMBER = {wide: plain for wide, plain in FULL_WIDTH.items() if plain in "0123456789.+-"}
+ONE_WIDTH = FULL_WIDTH | str.maketrans("～〜＾＊＿％、⁄∕~", "--^*_%,//-")  # "5~6" is a range, as is "5-6"
 BULLET = re.compile(r"\n[ \t]*[-+*][ \t]")
 LABEL = re.compile(r"answer[\s*_}]*[:：]", re.IGNORECASE)
 OPENED = (("\\[", "\\]"), ("$$", "$$"))
@@ -35,7 +35,7 @@ def marked_number(text: str) -> str | None:
     Emphasis, currency, bullets and delimiters before the number are left out. What changes the number is part
     of it: "12/5", "5 or 6", "5 million", "5x". None if no mark has a number.
     """
-    marked = list(MARKED.finditer(text.translate(FULL_WIDTH_NUMBER)))
+    marked = list(MARKED.finditer(text.translate(ONE_WIDTH)))
     if not marked:
         return None
     found = marked[-1]

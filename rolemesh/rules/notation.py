@@ -75,9 +75,12 @@ ROOT_OF_NUMBER = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*([0-9]+(?:\.[0-9]+)?
 # Words that make a list, or another answer, of what stands on their two sides.
 CONNECTIVE = r"(?i:or|and|but|not|nor|either|neither|unless|never|no)(?![A-Za-z])"
 WRAPPER = re.compile(
-    r"\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf)|boldsymbol|bf|bm|mbox|emph|underline"
+    r"\\(?:boxed|fbox|text(?:bf|it|rm|sf)?|math(?:bf|rm|sf)|boldsymbol|bf|bm|mbox|emph"
     r"|(?:text)?color\s*\{[A-Za-z]+\})\s*\{"
 )
+UNDERLINE = re.compile(
+    r"\\underline\s*\{"
+)  # of a part it is a mark, as of the recurring digit in 0.\underline{3}
 ARGUMENT = re.compile(r" *(\{|\\[A-Za-z]+|[^\s}])")
 ROOT = re.compile(r"\\sqrt\s*(\[[^\]{}\\]{1,8}\]\s*)?(?:([^\s{(\[\\])|\(([^()]*)\))")
 ROOT_WORD = re.compile(r"(?<![\\A-Za-z])sqrt\s*(?=[({0-9])")
@@ -120,7 +123,8 @@ BLANKS = re.compile(r"\s+")
 
 def in_one_spelling(text: str) -> str:
     r"""Write signs and commands in one way: "−" is "-", "\dfrac" is "\frac", and "\," is a blank."""
-    text = SMALL_DIGITS.sub(_small, ROOT_OF_NUMBER.sub(r"\\sqrt{\1}", text)).translate(CHARACTERS)
+    text = ROOT_OF_NUMBER.sub(r"\\sqrt{\1}", text.translate(FULL_WIDTH))
+    text = SMALL_DIGITS.sub(_small, text).translate(CHARACTERS)
     if r"\begin" not in text:
         text = text.replace("\\\\", "\\")
     text = text.replace("{bmatrix}", "{pmatrix}")
@@ -144,7 +148,9 @@ def _command(found: re.Match[str]) -> str:
 
 def without_outer_wrapper(text: str) -> str:
     r"""Remove a \boxed{} or the like around the whole answer, whose own unit may be in another \text{}."""
-    while (found := WRAPPER.match(text)) and closing_braces(text).get(found.end() - 1) == len(text) - 1:
+    while (found := WRAPPER.match(text) or UNDERLINE.match(text)) and closing_braces(text).get(
+        found.end() - 1
+    ) == len(text) - 1:
         text = text[found.end() : -1].strip()
     return text
 

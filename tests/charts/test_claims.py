@@ -41,9 +41,10 @@ def test_a_pod_mounts_the_workspace_and_the_claims_that_it_has_paths_in() -> Non
         "reward": {"workspace": False, "models": False},
         "controller": {"workspace": True, "models": False, "data": False, "checkpoints": True},
     }
-    resumed = {"resume_mode": "resume_path", "resume_from_path": "/checkpoints/older/global_step_20"}
-    found = mounts({"job": {"trainer": resumed}})
-    assert {name for name in found if "checkpoints" in found[name]} == {"actor", "critic", "controller"}
+    for path in ("/checkpoints/older/global_step_20", "../checkpoints/older/global_step_20"):
+        resumed = {"resume_mode": "resume_path", "resume_from_path": path}
+        found = mounts({"job": {"trainer": resumed}})
+        assert {name for name in found if "checkpoints" in found[name]} == {"actor", "critic", "controller"}
     assert mounts({"job": {"trainer": resumed | {"resume_mode": "auto"}}})["actor"] == {"workspace": True}
     assert mounts({}) | {"controller": {}} == {
         "actor": {"workspace": True},

@@ -115,7 +115,7 @@ def test_helm_test_says_that_a_run_has_scaled_the_roles_down(files: Any, values:
     assert spec["tolerations"] == checks["demo-check"]["spec"]["tolerations"]
     [container] = spec["containers"]
     assert container["resources"] == {
-        "requests": {"cpu": "100m", "memory": "256Mi", "ephemeral-storage": "1Gi"},
+        "requests": {"cpu": "10m", "memory": "256Mi", "ephemeral-storage": "1Gi"},
         "limits": {"memory": "1Gi"},
     }
     volumes = {volume["name"] for volume in spec["volumes"] if "persistentVolumeClaim" not in volume}

@@ -16,6 +16,7 @@ from launched import rolemesh as command
 
 from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
+from rolemesh.catalog.reward_managers import REWARD_MANAGERS, RewardManagerSpec
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import Config, JobConfig, load_job, parse_overrides
 from rolemesh.config.actor import ActorConfig, PolicyLossConfig
@@ -297,6 +298,9 @@ def test_a_value_that_another_key_switches_off_is_warned_of_and_a_default_is_not
     assert warned(own, "reward.rules=verl", "reward.custom_reward_function.name=score") == {
         "reward.rules": "reward.custom_reward_function.path is mine.py"
     }
+    manager = RewardManagerSpec(name="own", code=lambda compute_score, rows: [])
+    with REWARD_MANAGERS.adding(manager):  # it is given the rules
+        assert warned("reward={reward_manager: own, rules: verl, format_score: 0.1}") == {}
     kl = "algorithm={use_kl_in_reward: true, kl_ctrl: {target_kl: 0.2}}"
     assert warned(kl) == {"algorithm.kl_ctrl.target_kl": "algorithm.kl_ctrl.type is fixed"}
     assert warned(kl, "algorithm.kl_ctrl.type=fixed") == warned(kl, "algorithm.kl_ctrl.type=adaptive") == {}

@@ -161,7 +161,7 @@ async def test_a_finished_run_started_again_makes_no_step(
     [warning] = [each.getMessage() for each in caplog.records if "global_step_4 is" in each.getMessage()]
     assert "other settings: digest of the validation rows from '" in warning
     assert "; digest of the file reward.custom_reward_function.path from '" in warning
-    assert "; actor.optim.lr from 0.001 to 0.0005. The steps from here on use the new ones. Val" in warning
+    assert "; actor.optim.lr from 0.001 to 0.0005. From here on the new ones hold. Val" in warning
     assert "Validations from here on are of other rows" in warning
 
 

@@ -149,6 +149,9 @@ def test_the_program_is_the_last_python_block() -> None:
     both = "```py\nprint(1)\n```\nprints\n```\n1\n```"
     assert program_of(both) == "\nprint(1)\n"
     assert program_of("```pyret\nx\n```") == "```pyret\nx\n```"
+    for after in ("", "\nThis prints 1.", "\n\nOutput:\n```\n1\n```"):  # the prompt has opened the block
+        assert program_of(f"print(1)\n```{after}") == "print(1)\n"
+    assert program_of("```python\nprint(1)\n``` Python prints 1") == "\nprint(1)\n"
 
 
 def test_continuous_is_the_share_of_the_first_ten_tests() -> None:

@@ -357,7 +357,7 @@ that the pod uses, and the caches if it compiles for GPUs. A pod without roles (
 {{- if or $job.trainer.profile_steps (gt (len $roles) 1) $trained }}
 {{- $read = append $read $job.trainer.default_local_dir }} {{- /* checkpoints, traces, parked weights */}}
 {{- end }}
-{{- if and $trained (eq $job.trainer.resume_mode "resume_path") }}{{ $read = append $read $job.trainer.resume_from_path }}{{ end }}
+{{- if and $trained (eq $job.trainer.resume_mode "resume_path") }}{{ $read = append $read (include "rlhf-job.inPod" (list $ $job.trainer.resume_from_path)) }}{{ end }}
 {{- $text := toRawJson $read }}
 {{- $claims := list }}
 {{- range $name, $claim := omit $.Values.storage "singleNode" }}

@@ -131,7 +131,7 @@ class Checkpoints:
         compared = compare(state.kept_settings, settings)
         if compared.changed:
             log.warning(
-                "%s is resumed with other settings: %s. The steps from here on use the new ones%s",
+                "%s is resumed with other settings: %s. From here on the new ones hold%s",
                 path,
                 "; ".join(compared.changed),
                 "".join(f". {hint}" for hint in compared.hints),

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from rolemesh.config.reward import RewardConfig
 
 FENCE = "```"
-OPENING = re.compile(r"```[ \t]*(?:python|py)[0-9.]*(?![A-Za-z0-9_])", re.IGNORECASE)
+LANGUAGE = r"(?:python|py)[0-9.]*"
+OPENING = re.compile(
+    rf"```(?:{LANGUAGE}(?![A-Za-z0-9_])|[ \t]+{LANGUAGE}[ \t]*$)", re.IGNORECASE | re.MULTILINE
+)  # after a blank only alone on its line: a closing fence may have words behind it
 WHOLE = re.compile(r"[-+]?[\d_]+")
 SPARE_OUTPUT = 1 << 16  # bytes allowed beyond twice the expected output: blanks, and longer numbers
 
@@ -53,10 +56,16 @@ def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig)
 
 
 def program_of(solution_str: str) -> str:
-    """Return the last ```python (```py, ```Python3) block; or the last block that names no language; or all."""
+    """Return the last ```python (```py, ```Python3) block; or the last block that names no language; or all.
+
+    If the fences are no pairs, the prompt may have opened the first block: it ends at the first fence.
+    """
     if openings := list(OPENING.finditer(solution_str)):
         return solution_str[openings[-1].end() :].partition(FENCE)[0]
-    bare = [block for block in solution_str.split(FENCE)[1::2] if not block.partition("\n")[0].strip()]
+    parts = solution_str.split(FENCE)
+    if len(parts) % 2 == 0:
+        return parts[0] if parts[0].strip() else parts[-1]
+    bare = [block for block in parts[1::2] if not block.partition("\n")[0].strip()]
     return bare[-1] if bare else solution_str
 
 
