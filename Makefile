@@ -111,7 +111,7 @@ dashboards: setup ## generate charts/rlhf-job/dashboards from monitoring/
 	$(BIN)/python -m monitoring.dashboards
 
 bench: setup ## ratios against raw TCP, pickle and plain protobuf, and of gRPC against one process
-	$(BIN)/python -m benchmarks.transport
+	$(BIN)/python -m benchmarks.wire.transport
 	$(BIN)/python -m benchmarks.steps
 
 bench-ranks: setup ## two ranks beside one and beside verl's scheme: orders, an update by part, publishing
@@ -130,7 +130,7 @@ bench-agents: setup ## conversations with slow tools: how busy the rollout is; t
 	$(BIN)/python -m benchmarks.agents_beside_trl
 
 bench-plan: setup ## the planner's estimates beside measured memory and steps
-	$(BIN)/python -m benchmarks.plan
+	$(BIN)/python -m benchmarks.planner.plan
 
 seeds: setup ## the demo with three seeds: accuracy before and after, a table and a plot
 	$(BIN)/python -m benchmarks.demo

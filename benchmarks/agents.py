@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from benchmarks.plan import RESULTS, _status
+from benchmarks.planner.plan import RESULTS, _status
 from rolemesh.catalog.agents import ONE_TURN
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
@@ -114,10 +115,25 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_a_room_and_a_file_can_be_overlooked() -> None:
-    rooms = Counter(path.parent for path in OURS)
+    beside = [path for room in ("benchmarks", "tests") for path in (ROOT / room).rglob("*.py")]
+    files = [*OURS, *(path for path in beside if "node_modules" not in path.parts)]
+    rooms = Counter(path.parent for path in files)
     assert {name_of(room): number for room, number in rooms.items() if number > 15} == {}
     lengths = {name_of(path): len(path.read_text().splitlines()) for path in OURS}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_what_tests_share_is_imported_by_the_name_of_its_file() -> None:
+    """Each folder of modules in tests/support is on the path of pytest, and no name is there twice."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    support = ROOT / "tests" / "support"
+    folders = {path.parent for path in support.rglob("*.py") if "external" not in path.parts}
+    modules = [folder for folder in folders if not (folder / "__init__.py").exists()]
+    assert {name_of(folder) for folder in modules} == {
+        p for p in settings["pythonpath"] if p.startswith("tests/")
+    }
+    names = Counter(path.name for folder in modules for path in folder.glob("*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_workers_do_no_grpc_and_servicers_do_no_torch() -> None:

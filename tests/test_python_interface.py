@@ -16,7 +16,7 @@ from rolemesh.data import PromptDataset
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
-from tests.support.observed import served
+from tests.support.jobs.observed import served
 
 SMALL = ("trainer.total_training_steps=1", "algorithm.use_kl_in_reward=false", "algorithm.adv_estimator=grpo")
 

@@ -32,7 +32,7 @@ LAUNCH_S = 5e-6  # of a kernel, in Python
 # Kernels of a block in bfloat16, as counted on a pretended GPU (tests/devices/test_planned_kernels.py): of a
 # pass without gradients, and of one with its backward pass.
 PASS_KERNELS, TRAINED_KERNELS = 55, 174
-# Of all-gathers among processes of one machine by gloo, over the loopback interface (benchmarks/plan.py).
+# Of all-gathers by gloo among processes of one machine, over loopback (benchmarks/planner/plan.py).
 GLOO_BANDWIDTH = 1e9
 GLOO_LATENCY = 2e-4
 
@@ -176,7 +176,7 @@ def peak_flops(cuda_name: str, dtype: str) -> float | None:
 def cpu(memory_bytes: int, *, flops: float = 1e11, bandwidth: float = 1e10, block_s: float = 4e-4) -> Device:
     """Describe this machine's processor, on which all roles run side by side.
 
-    The default rates are of two cores; `benchmarks/calibration.py` measures them.
+    The default rates are of two cores; `benchmarks/planner/calibration.py` measures them.
     """
     rates = dict.fromkeys(("bfloat16", "float16", "float32"), flops)
     return Device(

@@ -14,7 +14,7 @@ from rolemesh.algos.aggregation import BatchCounts, TokenMean
 from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.services.actor.objective import policy_objective
-from tests.support.losses import TOKEN_LOSSES
+from tests.support.rows.losses import TOKEN_LOSSES
 
 MASK = tensor([[True, True, False], [True, False, False]])
 OLD = tensor([[-1.0, -2.0, 9.0], [-3.0, 9.0, 9.0]])

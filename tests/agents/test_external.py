@@ -233,7 +233,7 @@ async def test_a_page_trains_on_programs_and_twice_with_the_same_bits(
 async def test_the_documented_program_runs(
     folder: Path, model: Path, tmp_path: Path, rollout: RolloutWorker
 ) -> None:
-    documented = (FOLDER.parents[2] / "docs" / "agents.md").read_text().partition("# agent.py\n")[2]
+    documented = (FOLDER.parents[3] / "docs" / "agents.md").read_text().partition("# agent.py\n")[2]
     (tmp_path / "agent.py").write_text(documented.partition("```")[0])
     job = weighing_job(folder, model, "external", running(sys.executable, tmp_path / "agent.py"))
     for facts in (await rows_of(job, rollout, FEW))["conversation"]:

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from rolemesh.algos.covariance import choose_clip_cov, choose_kl_cov, token_covariances, token_keys
 from rolemesh.config.actor import ActorConfig, PolicyLossConfig
-from tests.support.losses import options_of
+from tests.support.rows.losses import options_of
 
 MASK = tensor([[True, True, True], [True, False, False]])
 # means over the four tokens: A 1, log π -2

@@ -35,7 +35,7 @@ from rolemesh.config.actor import ActorConfig, PolicyLossConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
 from rolemesh.errors import InvalidConfig
-from tests.support.losses import CONFIG, TOKEN_LOSSES, options_of
+from tests.support.rows.losses import CONFIG, TOKEN_LOSSES, options_of
 
 LN2 = math.log(2)
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from rolemesh.algos.aggregation import Aggregation, BatchCounts
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
-from tests.support.losses import CONFIG, TOKEN_LOSSES, token_losses
+from tests.support.rows.losses import CONFIG, TOKEN_LOSSES, token_losses
 
 BESIDES: dict[str, dict[str, Any]] = {
     "clip_cov": {"chosen": tensor([[False, True, False], [False] * 3])},

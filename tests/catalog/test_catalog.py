@@ -37,7 +37,7 @@ from rolemesh.services.controller.stages.advantages import compute_advantages
 from rolemesh.services.processes.serve import group_server, load_group
 from rolemesh.services.reward.servicer import RewardServicer
 from rolemesh.services.reward.worker import RewardWorker
-from tests.support.reward_rows import batch
+from tests.support.rows.reward_rows import batch
 
 HERE = __name__
 

@@ -6,8 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from rendering import objects, of_kind, pods, refusal
-from test_texts import AMBIGUOUS
+from rendering import AMBIGUOUS, objects, of_kind, pods, refusal
 from test_two_releases import COMMANDS
 
 from rolemesh.services.controller.run.attempts import COUNTED, NoProgress

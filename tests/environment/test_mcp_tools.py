@@ -30,7 +30,7 @@ from rolemesh.services.environment.agents.tool_agent import ToolAgent
 from rolemesh.services.environment.mcp_tools.transports import next_message
 from rolemesh.v1.environment_pb2 import DescribeRequest
 
-SERVER = str(Path(__file__).parents[1] / "support" / "mcp_server.py")
+SERVER = str(Path(__file__).parents[1] / "support" / "servers" / "mcp_server.py")
 
 
 class Talk:

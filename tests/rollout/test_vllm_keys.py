@@ -236,7 +236,9 @@ def test_where_vllm_is_not_installed_choosing_it_says_what_to_install(tiny_model
         from rolemesh.services.rollout.engines import load_engine
         load_engine(job_of(Path({str(tiny_model)!r})), None)
     """
-    path = os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[1] / "support" / "engines"), str(Path(__file__).parents[2])]
+    )
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         env={**os.environ, "PYTHONPATH": path},

@@ -81,7 +81,9 @@ def test_its_processes_end_with_the_one_that_started_them(tmp_path: Path):
         load_engine(job_of(Path({str(model_directory)!r})), None)
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    path = os.pathsep.join([str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2])])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[1] / "support" / "engines"), str(Path(__file__).parents[2])]
+    )
     owner = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
     children: list[psutil.Process] = []
     while len(children) < 2:  # multiprocessing's tracker of resources, and the engine

@@ -46,6 +46,9 @@ APIS = (
     "ray.io/v1/RayCluster",
 )
 
+# Texts that YAML takes for something else unless they are quoted.
+AMBIGUOUS = ["true", "1e3", "a: b", "a #b", '"a', "*a", "a, b: c"]
+
 Object = dict[str, Any]
 
 # The definitions of prometheus-operator 0.85.0, KEDA 2.18.3, cert-manager 1.19.2 and scheduler-plugins 0.32.7

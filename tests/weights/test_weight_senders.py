@@ -22,7 +22,7 @@ from weight_holders import (
     stored,
 )
 
-from benchmarks.hostile_messages import field
+from benchmarks.wire.hostile_messages import field
 from rolemesh.errors import RoleUnavailable, WeightsUnavailable
 from rolemesh.telemetry import metrics
 from rolemesh.v1.weights_pb2 import GetManifestResponse, WatchRegionResponse

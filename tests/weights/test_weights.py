@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.hostile_messages import field
+from benchmarks.wire.hostile_messages import field
 from rolemesh.errors import WeightsUnavailable
 from rolemesh.services.rollout.engines.fitting import check_fit
 from rolemesh.v1.weights_pb2 import WeightManifest

@@ -2,7 +2,7 @@
 
 The law is of an idle machine: health within 250 ms. Here it is held in the server's own CPU time, which a busy
 machine does not stretch: during one health check the server computes for less than that, on all of its threads
-together. `python -m benchmarks.hostile` prints the wall time too.
+together. `python -m benchmarks.wire.hostile` prints the wall time too.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.hostile import TIMES, WORST_S, Case, Target, cases, target
-from benchmarks.hostile_messages import MIB
+from benchmarks.wire.hostile import TIMES, WORST_S, Case, Target, cases, target
+from benchmarks.wire.hostile_messages import MIB
 
 ATTEMPTS = 3  # what blocks the server does so every time; another program's load does not
 LARGEST = 62 * MIB

@@ -22,7 +22,7 @@ from hostile_batches import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import fuzz_wire
+from benchmarks.wire import fuzz_wire
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.v1 import data_pb2
@@ -247,8 +247,8 @@ def test_a_batch_that_is_changed_along_its_structure_keeps_to_a_budget_of_time_a
 
 UNDER_A_LIMIT = """
 import asyncio, resource
-from tests.support.hostile_batches import LIES, BAD_ARROW, changed, frames, stream, with_columns
-from benchmarks import fuzz_wire
+from tests.support.rows.hostile_batches import LIES, BAD_ARROW, changed, frames, stream, with_columns
+from benchmarks.wire import fuzz_wire
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.wire.codec import load

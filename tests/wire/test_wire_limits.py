@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from benchmarks.hostile_messages import arrow, field, frame, record
+from benchmarks.wire.hostile_messages import arrow, field, frame, record
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch
 from rolemesh.v1 import data_pb2

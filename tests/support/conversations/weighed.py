@@ -60,7 +60,7 @@ def weighing_job(directory: Path, model: Path, agent: str, *overrides: str) -> J
 
 
 def running(interpreter: str, program: Path, *arguments: str) -> str:
-    """The override that names the job's program; it gets the tools of tests/support/external."""
+    """The override that names the job's program; it gets the tools of tests/support/conversations/external."""
     command = [interpreter, str(program), str(FOLDER / "tools.json"), *arguments]
     return f"rollout.agent.external={json.dumps({'command': command})}"
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ENGINE = Path(__file__).parents[2] / "services" / "rollout" / "engines" / "vllm"
+ENGINE = Path(__file__).parents[3] / "services" / "rollout" / "engines" / "vllm"
 WORKER = "vllm.v1.worker.gpu_worker:Worker"  # whose methods RolloutExtension has besides its own, on a GPU
 MIXIN = "RolloutExtension"
 # Functions that call a method of the workers, and which of their arguments name one.

@@ -1,6 +1,6 @@
 """Messages that a stranger might send to stop a role: each is cheap to make, and large in what it claims.
 
-Used by `python -m benchmarks.hostile` and by tests/wire/test_hostile_messages.py. All are answered with an
+Used by `python -m benchmarks.wire.hostile` and by tests/wire/test_hostile_messages.py. All are answered with an
 error; docs/wire.md has the limits.
 """
 

@@ -1,7 +1,7 @@
 """How good the planner's estimates are: its memory against what roles really take, its seconds against steps
 that are really made. On this machine's CPU, with small random models; every response uses its whole length.
 
-    python -m benchmarks.plan
+    python -m benchmarks.planner.plan
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.calibration import calibrated
+from benchmarks.planner.calibration import calibrated
 from benchmarks.steps import stepper
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
@@ -45,7 +45,7 @@ from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.wire.allocator import give_back_free_memory
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 # hidden size, layers, vocabulary
 MEMORY_MODELS = {"5 M": (256, 4, 2048), "10 M": (384, 4, 4096)}

@@ -1,6 +1,6 @@
 """A batch there and back between two processes over loopback, in one run with its peers.
 
-    python -m benchmarks.transport [--repeats N]
+    python -m benchmarks.wire.transport [--repeats N]
 
 Every contestant has its own client and server process, so that none inherits another's heap. They take turns,
 size by size, and the fastest and the median turn are kept. A turn is a whole exchange of a DataProto: written,
@@ -38,7 +38,7 @@ from rolemesh.rpc.channels import CHANNEL_OPTIONS
 from rolemesh.wire import allocator, streams
 from rolemesh.wire.codec import encode
 
-RESULTS = Path(__file__).parent / "results" / "transport.json"
+RESULTS = Path(__file__).parents[1] / "results" / "transport.json"
 SIZES = {"16 MiB": 16 << 20, "256 MiB": 256 << 20}
 RAW_TCP, FRAMES, PICKLE = "raw TCP, 4 MiB sends", "frame stream", "pickle unary"
 PROTOBUF, PROTOBUF_TUNED = "protobuf unary", "protobuf unary, tuned"
@@ -269,7 +269,7 @@ def tcp_client(port: int) -> Exchange:
 
 
 def start(task: str, contestant: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.transport", "--task", task, "--contestant", contestant]
+    command = [sys.executable, "-m", "benchmarks.wire.transport", "--task", task, "--contestant", contestant]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

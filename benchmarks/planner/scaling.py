@@ -1,6 +1,6 @@
 """What the planner expects of an actor on 8, 64 and 512 GPUs: where its time goes, and what breaks first.
 
-python -m benchmarks.scaling
+python -m benchmarks.planner.scaling
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rolemesh.planner.devices import GPUS, Device, human_size
 from rolemesh.planner.memory import role_memory
 from rolemesh.planner.shapes import ModelShape
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 # https://arxiv.org/abs/2412.15115 and https://arxiv.org/abs/2407.21783: hidden, layers, heads, key-value heads,
 # intermediate, vocabulary

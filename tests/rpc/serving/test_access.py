@@ -41,7 +41,7 @@ from rolemesh.v1 import data_pb2
 from rolemesh.weights.remote import RemoteWeights
 
 JOB, OTHER = "my-job", "other-job"
-SECURITY = Path(__file__).parents[2] / "docs" / "security.md"
+SECURITY = Path(__file__).parents[3] / "docs" / "security.md"
 
 
 def services_of(module: Any) -> list[ServiceDescriptor]:

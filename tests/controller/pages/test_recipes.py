@@ -15,7 +15,7 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.services.controller.run.run_dir import read_metrics
 from rolemesh.services.reward.functions.custom import load_function
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 DAPO_ON_TINY = ["data.max_response_length=12", "reward.overlong_buffer.len=3"]
 # No two answers are worth the same, so that each step has something to learn; with gdpo.yaml's components.

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from rendering import Object, objects, of_kind, pods, refusal, template
+from rendering import AMBIGUOUS, Object, objects, of_kind, pods, refusal, template
 
 from helm_values.generate import LINES, schema
 
 SCHEMA = json.loads(schema())
 BREAKS = ["\n", "\r", "\x85", "\u2028", "\u2029"]  # of a line, in YAML 1.1
 CONTROLS = [chr(code) for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)]
-# What YAML takes for something else unless it is quoted.
-AMBIGUOUS = ["true", "1e3", "a: b", "a #b", '"a', "*a", "a, b: c"]
 
 OF_KUBERNETES = re.compile("/k$|/(env|volumes|volumeMounts|metrics)/0/")
 GROUPS = {"/groups", "/tls/secrets"}  # the user's keys here name groups of the job

@@ -1,6 +1,6 @@
 """Changed batches, each with a budget of time and of memory.
 
-    python -m benchmarks.fuzz_wire [--seconds N] [--seed S]
+    python -m benchmarks.wire.fuzz_wire [--seconds N] [--seed S]
 
 Takes valid batches apart along their structure (header fields, specs, spans, Arrow's description and body,
 texts, frames), changes some of it and receives what comes of it. An input is to be read, and then to be sent

@@ -1,6 +1,6 @@
 """What one hostile message costs a role: how long a health check waits meanwhile, and how much memory is taken.
 
-    python -m benchmarks.hostile [--mib N] [--only WORD]
+    python -m benchmarks.wire.hostile [--mib N] [--only WORD]
 
 Starts `rolemesh serve reward` on loopback, sends it each message of hostile_messages.py from another process,
 and asks for its health all the while. For each message it prints
@@ -36,7 +36,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import hostile_messages as hostile
+from benchmarks.wire import hostile_messages as hostile
 from rolemesh.rpc.channels import CLIENT_OPTIONS
 
 WORST_S, TIMES, FREE_BYTES = 0.25, 4, 64 << 20
@@ -150,7 +150,7 @@ class Target:
             while not _serves(channel):
                 time.sleep(0.02)
         self._sender = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.hostile", "--send-to", self.address],
+            [sys.executable, "-m", "benchmarks.wire.hostile", "--send-to", self.address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,6 +1,6 @@
 """The planner's memory and seconds of ranks against two real ranks on this CPU.
 
-    python -m benchmarks.planned_ranks
+    python -m benchmarks.planner.planned_ranks
 
 Seconds are the processor's, so other work on the machine counts little. A rank's own part of a model is small
 here, so the rest of a process's memory weighs more than on a GPU.
@@ -27,8 +27,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.calibration import calibrated
-from benchmarks.plan import RESULTS, _experience, _status, make_model, make_ppo
+from benchmarks.planner.calibration import calibrated
+from benchmarks.planner.plan import RESULTS, _experience, _status, make_model, make_ppo
 from rolemesh.config import JobConfig
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job

@@ -1,0 +1,1 @@
+"""The planner's estimates beside measurements."""

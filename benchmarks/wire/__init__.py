@@ -1,0 +1,1 @@
+"""The wire beside others, and under hostile senders."""
