@@ -3,11 +3,15 @@
 After an illegal address, a failed assert in a kernel or an Xid, the CUDA context of the process is broken.
 Every later call of the device fails, whatever it computes. Only a new process gets a new context. Other errors
 of CUDA leave it intact: no memory, an input that is too large for a kernel, no kernel for this GPU.
+
+A kernel runs after the call that launched it has returned. So any later call may report its failure, and often
+that is a matrix product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 
@@ -28,6 +32,8 @@ BREAKING = (
     "invalid program counter",
     "unspecified launch failure",
 )
+# How errors of CUDA's libraries, of its driver and of Triton's kernels begin. They have no class of their own.
+OF_LIBRARIES = ("CUDA error: CU", "CUDA driver error", "cuDNN error", "Triton Error [CUDA]")
 
 _tell: Callable[[str], None] | None = None  # one for the process, since the process has one context
 
@@ -52,22 +58,25 @@ def device_answers() -> bool:
     return True
 
 
-def error_of_device(
-    error: BaseException, answers: Callable[[], bool] = device_answers
-) -> torch.AcceleratorError | None:
+def error_of_device(error: BaseException, answers: Callable[[], bool] = device_answers) -> RuntimeError | None:
     """Return the error that broke the device, if it is this one or one that led to it; else None.
 
     Args:
         error: any error of a call.
         answers: returns whether the device still works, for errors that are not in BREAKING. ECC and NVLink
-            errors, for example, may or may not break the context.
+            errors, for example, may or may not break the context. cuBLAS reports a broken context and a lack of
+            memory by the same exception.
     """
     for each in chain(error):
-        if isinstance(each, torch.AcceleratorError) and (
-            any(words in str(each) for words in BREAKING) or not answers()
-        ):
+        if _is_of_device(each) and (any(words in str(each) for words in BREAKING) or not answers()):
             return each
     return None
+
+
+def _is_of_device(error: BaseException) -> TypeGuard[RuntimeError]:
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and str(error).startswith(OF_LIBRARIES)
+    )
 
 
 def report(error: BaseException, who: str) -> None:

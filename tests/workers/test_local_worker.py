@@ -134,6 +134,23 @@ def test_an_error_that_may_break_a_device_does_if_the_device_no_longer_answers()
     assert error_of_device(ValueError("no error of a device"), lambda: False) is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle, opa, opb)`",
+        "CUDA driver error: unknown error",
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+        "Triton Error [CUDA]: invalid argument",
+    ],
+)
+def test_an_error_of_cudas_libraries_has_no_class_and_counts_if_the_device_no_longer_answers(text: str) -> None:
+    """A kernel that failed before is often reported by the next matrix product."""
+    of_library = RuntimeError(text)
+    assert error_of_device(of_library, lambda: False) is of_library
+    assert error_of_device(of_library, lambda: True) is None
+    assert error_of_device(RuntimeError(f"in a plug-in: {text}"), lambda: False) is None
+
+
 def numbers(*values: float, **columns: Any) -> DataProto:
     return DataProto({"x": torch.tensor(values, dtype=torch.float32)} | columns)
 
