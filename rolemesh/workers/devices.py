@@ -18,8 +18,12 @@ _IN_SIGHT = re.compile(r"\s*(\+?\d|GPU-|MIG-)")
 _DRIVER = re.compile(r"Kernel Module(?: for \S+)? +(\d[\d.]*)")
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, root: Path = Path("/")) -> torch.device:
     """Return the device for trainer.device; auto is cuda if there is one, else cpu.
+
+    Args:
+        name: cpu, cuda or auto.
+        root: of the file system.
 
     Raises:
         InvalidConfig: it is cuda and there is no CUDA device; or it is auto, and there is an NVIDIA GPU that
@@ -27,7 +31,7 @@ def resolve_device(name: str) -> torch.device:
     """
     if name == "cpu" or torch.cuda.is_available():
         return torch.device("cpu" if name == "cpu" else "cuda")
-    why = why_unusable(os.environ)
+    why = why_unusable(os.environ, root)
     if name == "cuda":
         raise InvalidConfig(
             "trainer.device is cuda, but "

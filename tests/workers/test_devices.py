@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolemesh.workers.devices import NEEDED_DRIVERS, driver_version, why_unusable
+from rolemesh.errors import InvalidConfig
+from rolemesh.workers.devices import NEEDED_DRIVERS, driver_version, resolve_device, why_unusable
 
 KERNEL_MODULES = {
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023": "535.129.03",
@@ -46,6 +47,24 @@ def test_the_error_of_a_gpu_that_cuda_cannot_use_names_both_drivers(tmp_path: Pa
 def test_a_gpu_without_a_driver_is_an_error(tmp_path: Path) -> None:
     if torch.version.cuda is not None:
         assert "the driver is not loaded" in why_unusable({}, machine(tmp_path, "nvidia0"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA can use a GPU here")
+def test_auto_trains_on_a_cpu_only_where_no_gpu_is_in_sight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with_gpu, without = machine(tmp_path / "gpu", "nvidia0"), machine(tmp_path / "none", "nvidiactl")
+    shown = r"there is an NVIDIA GPU \(/dev/nvidia0\)"
+    with pytest.raises(InvalidConfig, match=rf"is auto, and {shown}.* or set trainer\.device to cpu"):
+        resolve_device("auto", with_gpu)
+    with pytest.raises(InvalidConfig, match=rf"is cuda, but {shown}.*; mend that"):
+        resolve_device("cuda", with_gpu)
+    assert resolve_device("cpu", with_gpu).type == resolve_device("auto", without).type == "cpu"
+    with pytest.raises(InvalidConfig, match="this machine has no CUDA device; set it to cpu or auto"):
+        resolve_device("cuda", without)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert resolve_device("auto", with_gpu).type == "cpu"
 
 
 def test_no_gpu_and_a_hidden_one_are_a_cpu(tmp_path: Path) -> None:
