@@ -24,6 +24,7 @@ from rolemesh.services.controller.run.run_dir import new_term
 from rolemesh.services.controller.run.run_dir import read_metrics as _read
 from rolemesh.services.processes.launch import launch
 from rolemesh.services.processes.serve import load_group
+from rolemesh.workers.numerics import device_prepared
 
 
 def run(job: JobConfig) -> Summary:
@@ -52,18 +53,21 @@ async def run_async(job: JobConfig) -> Summary:
 async def open_roles(job: JobConfig) -> AsyncIterator[Roles]:
     """Load the roles of a job in this process, where they take turns on its device.
 
-    Use it to write a loop of your own: `async with rolemesh.open_roles(job) as roles`.
+    Use it to write a loop of your own: `async with rolemesh.open_roles(job) as roles`. Meanwhile torch computes
+    as in a role's own process: without TF32, and with `trainer.deterministic` in a fixed order. torch reads the
+    settings of its memory when CUDA is first used, so open the roles before that.
 
     Raises:
         RolemeshError: a role could not be loaded.
     """
     job = await asyncio.to_thread(fetched, job)
-    workers, _ = await load_group(job.roles, job)
-    try:
-        yield Roles.of(job, {worker.role: worker for worker in workers})
-    finally:
-        for worker in workers:
-            worker.close()
+    with device_prepared(job.roles, job):
+        workers, _ = await load_group(job.roles, job)
+        try:
+            yield Roles.of(job, {worker.role: worker for worker in workers})
+        finally:
+            for worker in workers:
+                worker.close()
 
 
 @asynccontextmanager

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from in_process import recorded, small_job, train
 
 import rolemesh
@@ -44,12 +45,15 @@ def test_importing_it_loads_no_library() -> None:
 async def test_roles_in_this_process_and_roles_by_address_make_the_same_step(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    job = small_job(tmp_path, tiny_model, "run", *SMALL)
+    """In this process in a fixed order meanwhile, as the job asks for."""
+    job = small_job(tmp_path, tiny_model, "run", *SMALL, "trainer.deterministic=true")
     prompts = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model)).batch(range(4))
     found = []
     async with rolemesh.open_roles(job) as roles:
+        assert torch.are_deterministic_algorithms_enabled()
         await roles.sync_weights(0)
         found.append(await page_of(job)(prompts, roles, Step(1, job, KLController(job.algorithm.kl_ctrl))))
+    assert not torch.are_deterministic_algorithms_enabled()
     async with (
         served("actor", job) as actor,
         served("rollout", job) as rollout,

@@ -14,6 +14,7 @@ from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads either, at CUDA's first use
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it when it starts
 _UNORDERED = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
@@ -27,10 +28,33 @@ def prepare_device(roles: Sequence[str], job: JobConfig) -> None:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     if job.trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
         # every element is written before it is read
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def device_prepared(roles: Sequence[str], job: JobConfig) -> Iterator[None]:
+    """Set up a process that has other uses, too, as `prepare_device` does; restore its settings afterwards."""
+    variables = {name: os.environ.get(name) for name in (ALLOCATOR[0], WORKSPACE)}
+    ordered, only_warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    prepare_device(roles, job)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(ordered, warn_only=only_warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = tf32
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
 
 
 def allocator_settings(roles: Sequence[str], job: JobConfig, environment: Mapping[str, str]) -> dict[str, str]:
