@@ -21,6 +21,8 @@ TESTS = (
     "tests/models/test_packing.py",
     "tests/models/test_probe.py",
     "tests/workers/test_parking.py",
+    "tests/weights/test_weights.py",
+    "tests/dataproto/test_transfer.py",
     "tests/processes/test_broken_devices.py",
 )
 

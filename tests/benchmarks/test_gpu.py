@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from zipfile import ZipFile
@@ -11,7 +12,7 @@ import pytest
 from forks import FORKS
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import correctness, head, memory, prepare, sharding, speed
+from benchmarks.gpu import correctness, head, memory, prepare, services, sharding, speed
 
 
 def test_parts_that_need_no_gpu_pass_on_a_cpu(tmp_path: Path) -> None:
@@ -66,6 +67,18 @@ def test_a_part_that_fails_or_hangs_stops_no_other(tmp_path: Path, monkeypatch: 
     assert (found["parts"]["tests"]["state"], found["parts"]["tests"]["why"]) == ("skipped", "they need a GPU")
     late = gpu.run_all(["tests"], "cpu", tmp_path, time.monotonic())
     assert late["parts"]["tests"]["why"] == "no time was left"
+
+
+def test_the_documentation_has_every_part() -> None:
+    text = (gpu.ROOT / "docs" / "testing.md").read_text().partition("## On a GPU")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w-]+)` \| ", text, re.MULTILINE)
+    assert sorted(rows) == sorted(gpu.PARTS)
+
+
+def test_all_tests_with_the_mark_gpu_are_run() -> None:
+    files = [path for path in (gpu.ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
+    marked = {str(path.relative_to(gpu.ROOT)) for path in files if "pytest.mark.gpu\n" in path.read_text()}
+    assert sorted(marked) == sorted(services.TESTS)
 
 
 def wheel(directory: Path, name: str, version: str, *needs: str) -> Path:
