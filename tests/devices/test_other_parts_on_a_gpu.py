@@ -112,8 +112,10 @@ def test_a_reward_models_scores_are_the_cpus_and_run_in_the_chosen_kernel(
     columns = [batch[name] for name in ("input_ids", "attention_mask", "position_ids")]
     config = ModelConfig(path=str(tiny_reward_model), use_remove_padding=packed, dtype=dtype)
     expected = RewardModel.load(config.model_copy(update={"dtype": "float32"})).score(*columns)
+    gpu.record.clear()
     with gpu.here():
         model = RewardModel.load(config, "cuda")
+        assert (f"{kernel} forward" in gpu.record.names("attention")) == packed  # the trial at load
         gpu.record.clear()
         scores = model.score(*columns)
     assert scores.device.type == "cpu"

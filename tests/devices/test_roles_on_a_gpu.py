@@ -29,7 +29,10 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "packed": ({}, "varlen"),
     "packed, float32, recomputed": ({"dtype": "float32", "checkpointing": True}, "efficient"),
     "padded, recomputed, by tokens": ({"packed": False, "checkpointing": True, "by_tokens": True}, "efficient"),
-    "padded, float32": ({"packed": False, "dtype": "float32"}, "efficient"),
+    "padded, float32, for vLLM": (
+        {"packed": False, "dtype": "float32", "rollout": {"name": "vllm", "dtype": "bfloat16"}},
+        "efficient",
+    ),
     "packed, by tokens, float32": ({"by_tokens": True, "dtype": "float32"}, "efficient"),
 }
 ways = pytest.mark.parametrize(("way", "kernel"), WAYS.values(), ids=WAYS)
@@ -75,13 +78,19 @@ async def test_an_actor_computes_log_probs_learns_and_publishes(
         metrics = await worker.update(batch)
         check_usage(worker, metrics, batch, time.perf_counter() - began)
         passes = kernels_of(gpu)
+        gpu.record.clear()
         source = await worker.publish_weights(1)
+        published = gpu.record.spent()
     assert math.isfinite(metrics["actor/pg_loss"])
     assert set(passes) == {f"{kernel} forward", f"{kernel} backward"}
     recomputed = 2 if way.get("checkpointing") else 1
     assert passes[f"{kernel} forward"] == recomputed * passes[f"{kernel} backward"]
     assert isinstance(source, HeldWeights)
-    assert all(tensor.device.type == "cpu" for tensor in source.holding.tensors().values())
+    version = source.holding.tensors().values()
+    assert all(tensor.device.type == "cpu" for tensor in version)
+    # Matrices leave the GPU in the type in which the engine holds them.
+    assert {x.dtype for x in version if x.dim() > 1} == {torch.bfloat16 if "rollout" in way else torch.float32}
+    assert published.to_host_bytes == sum(x.nbytes for x in version)
 
 
 @ways
@@ -103,19 +112,23 @@ async def test_a_critic_computes_values_and_learns(
 async def test_a_references_log_probs_run_in_the_chosen_kernel(
     gpu: PretendedGpu, tiny_model: Path, way: dict[str, Any], kernel: str
 ) -> None:
+    """The trial of a model without padding, when it is loaded, runs this kernel, too."""
     batch = sequence_batch(ROWS)
+    gpu.record.clear()
     with gpu.worker(ReferenceWorker, gpu_job(tiny_model, **way)) as worker:
+        assert (f"{kernel} forward" in kernels_of(gpu)) == way.get("packed", True)
         gpu.record.clear()
         check_answer(await worker.compute_log_probs(batch), batch)
     assert set(kernels_of(gpu)) == {f"{kernel} forward"}
 
 
+@pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
 async def test_a_checkpoint_leaves_the_gpu_through_pinned_memory_and_comes_back_bit_for_bit(
-    gpu: PretendedGpu, tiny_model: Path, tmp_path: Path
+    gpu: PretendedGpu, tiny_model: Path, tmp_path: Path, role: Any
 ) -> None:
     """Every copy is into a buffer, which the device does not wait for; only the buffers are waited for."""
     job = gpu_job(tiny_model, trainer={"default_local_dir": str(tmp_path)})
-    with gpu.worker(ActorWorker, job) as worker:
+    with gpu.worker(role, job) as worker:
         await worker.update(sequence_batch(ROWS, seed=1))
         gpu.record.clear()
         await worker.begin_checkpoint(tmp_path / "saved")
@@ -131,7 +144,7 @@ async def test_a_checkpoint_leaves_the_gpu_through_pinned_memory_and_comes_back_
     assert all(torch.equal(kept[name], back[name]) for name in kept)
 
 
-def of_the_gpu(gpu: PretendedGpu, worker: ActorWorker) -> dict[str, Tensor]:
+def of_the_gpu(gpu: PretendedGpu, worker: ActorWorker | CriticWorker) -> dict[str, Tensor]:
     """Copies of the weights and moments that lie there."""
     with gpu.here():
         tensors = named_weights(worker.model) | worker.optimizer.state_tensors()

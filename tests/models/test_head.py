@@ -69,16 +69,16 @@ def hidden_states() -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def stats_of(model: Any, hidden: Tensor, drawn: Tensor) -> TokenStats:
+def stats_of(model: Any, hidden: Tensor, drawn: Tensor, wanted: Wanted = LOG_PROBS) -> TokenStats:
     with torch.autocast("cpu", torch.bfloat16):
         vocabulary_head = narrow_head(model, "model")
-        return distribution_stats(model, output_of(hidden), hidden, drawn, None, LOG_PROBS, vocabulary_head)
+        return distribution_stats(model, output_of(hidden), hidden, drawn, None, wanted, vocabulary_head)
 
 
 def test_a_block_without_gradients_takes_at_most_12_kernels_and_gives_the_numbers_of_a_cpu(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory of a GPU is said to be here. Two columns of several blocks are joined."""
+    """The memory of a GPU is said to be here. Two columns of several blocks are joined; squares are a third."""
     hidden, drawn = hidden_states()
     expected = stats_of(model, hidden, drawn)
     assert expected.entropys is not None
@@ -92,6 +92,9 @@ def test_a_block_without_gradients_takes_at_most_12_kernels_and_gives_the_number
         assert found.entropys is not None
         assert_close(found.log_probs, expected.log_probs)
         assert_close(found.entropys, expected.entropys)
+        with Kernels() as kernels:
+            stats_of(model, hidden, drawn, LOG_PROBS._replace(sum_pi_squared=True))
+        assert len(kernels.names) <= 15 * num_blocks + 3 * (num_blocks > 1), "\n".join(kernels.names)
 
 
 def test_a_block_is_as_large_as_the_gpu_allows_and_the_same_on_gpus_of_a_kind() -> None:

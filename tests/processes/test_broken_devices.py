@@ -23,7 +23,7 @@ from serving import gate, serve_process
 from rolemesh.catalog.loading import forget
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
-from rolemesh.errors import RoleFailed, RoleUnavailable
+from rolemesh.errors import RoleFailed, RoleUnavailable, Unsupported
 from rolemesh.roles import methods
 from rolemesh.rpc.calling.clients import ActorClient
 from rolemesh.services.processes.ending import LAST_WORDS_S
@@ -52,6 +52,8 @@ def failing(log_probs, old_log_probs, advantages, response_mask):
     if what == "hang":
         open({reached!r}, "wb").write(b".")
         open({go_on!r}, "rb").read(1)
+    elif what == "unordered":
+        torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
     elif what == "assert":
         log_probs[torch.tensor([10**6], device=log_probs.device)]
     elif what == "fill":
@@ -82,11 +84,12 @@ def job_of(model: Path, directory: Path, plugin: Path, trainer: Mapping[str, Any
 async def test_a_broken_device_ends_the_process_and_a_hanging_one_its_life(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Out of memory does neither, in torch's words and in CUDA's."""
+    """Out of memory does neither, in torch's words and in CUDA's; nor does a kernel without a fixed order."""
     plugin, what = tmp_path / "failing.py", tmp_path / "what"
     with gate(tmp_path / "reached") as reached, gate(tmp_path / "go_on") as go_on, ExitStack() as stack:
         plugin.write_text(LOSS.format(what=str(what), reached=str(reached.path), go_on=str(go_on.path)))
-        job = job_of(tiny_model, tmp_path, plugin, {"device": "cpu", "progress_timeout_s": 0.01})
+        settings = {"device": "cpu", "progress_timeout_s": 0.01, "deterministic": True}
+        job = job_of(tiny_model, tmp_path, plugin, settings)
         stack.callback(forget, str(plugin))
         batch = sequence_batch(8)
         async with (
@@ -107,6 +110,9 @@ async def test_a_broken_device_ends_the_process_and_a_hanging_one_its_life(
                 with pytest.raises(RoleFailed, match="out of memory"):
                     await actor.update(batch)
                 assert await is_live()
+            what.write_text("unordered")
+            with pytest.raises(Unsupported, match=r"trainer\.deterministic is true, but put_ of actor has no"):
+                await actor.update(batch)
 
             what.write_text("hang")
             hanging = asyncio.create_task(actor.update(batch))
@@ -124,6 +130,7 @@ async def test_a_broken_device_ends_the_process_and_a_hanging_one_its_life(
                 await actor.update(batch)
             _, said = await asyncio.wait_for(role.process.communicate(), 60)
             assert role.process.returncode == EXIT_CODE
+            assert TOLD_S + LAST_WORDS_S <= ENDED_S
             assert time.monotonic() - began < TOLD_S + LAST_WORDS_S + BUSY_S
             assert "CUDA error: an illegal memory access was encountered" in said.decode()
             assert f"actor computes on cpu (torch {torch.__version__})" in said.decode()
