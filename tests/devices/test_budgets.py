@@ -7,6 +7,7 @@ what was measured. To see every row as it is now, set one limit of each to 0.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from inspect import isawaitable
 from pathlib import Path
@@ -106,3 +107,15 @@ async def test_a_call_keeps_its_budget(
         await answer
     if over := gpu.record.over(BUDGETS[name]):
         pytest.fail(f"{name} is over its budget\n{over}", pytrace=False)
+
+
+def test_no_call_may_do_more_than_the_documentation_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    table = page.partition("## What a call asks of a GPU")[2].partition("\n\nOther")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", table, re.MULTILINE)
+    assert len(rows) == 6
+    for name, numbers in rows:
+        said = [int(number.replace(",", "")) for number in numbers.split(" | ")][1::2]
+        budget = BUDGETS[name]
+        asked = [budget.kernels, budget.to_device + budget.to_host + budget.waits, budget.weight_casts]
+        assert all(most <= now for most, now in zip(asked, said, strict=True)), name
