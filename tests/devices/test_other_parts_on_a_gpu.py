@@ -11,7 +11,6 @@ import torch
 from generation import generated, prompts_of, trained
 from generation import job_of as rollout_job
 from gpu_jobs import ROWS, gpu_job
-from losses import TOKEN_LOSSES
 from pretended_gpu import PretendedGpu
 from sequences import sequence_batch
 from torch import Tensor
@@ -19,6 +18,8 @@ from torch.testing import assert_close
 from turns import conversation
 
 from rolemesh.algos.aggregation import BatchCounts
+from rolemesh.catalog.pages import PAGES
+from rolemesh.catalog.policy_losses import POLICY_LOSSES
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.config.model import ModelConfig
@@ -69,6 +70,9 @@ async def test_an_adapter_learns_is_published_and_leaves_the_base_model_as_it_wa
 
 def loss_job(loss_mode: str) -> JobConfig:
     policy_loss = {"loss_mode": loss_mode, "dro_beta": 0.05, "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}
+    for page in PAGES.values():  # supervised and preference training
+        if loss_mode in page.losses:
+            return make_job({"actor": {"policy_loss": policy_loss}, "algorithm": {"page": page.name}})
     actor = {"policy_loss": policy_loss, "use_kl_loss": True, "entropy_coeff": 0.1}
     correction = {"bypass_mode": loss_mode == "bypass"}
     return make_job({"actor": actor, "algorithm": {"rollout_correction": correction}})
@@ -86,9 +90,10 @@ def learnt_from(job: JobConfig, batch: DataProto, device: str) -> tuple[Tensor, 
     return loss.detach().cpu(), log_probs.grad.cpu()
 
 
-@pytest.mark.parametrize("loss_mode", sorted(set(TOKEN_LOSSES) - {"sft"}))
+@pytest.mark.parametrize("loss_mode", sorted(POLICY_LOSSES))
 def test_a_loss_has_the_cpus_gradient_and_waits_for_nothing(gpu: PretendedGpu, loss_mode: str) -> None:
     batch, job = sequence_batch(6), loss_job(loss_mode)
+    batch["contexts"] = (batch["advantages"] > 0).long()  # whose answer a token is, of a pair
     expected = learnt_from(job, batch, "cpu")
     with gpu.here():
         gpu.record.clear()
