@@ -19,6 +19,7 @@ from rolemesh.catalog.loading import NAMED, installed_plugins, used_plugins
 from rolemesh.catalog.roles import ROLES, RoleSpec
 from rolemesh.config import JobConfig
 from rolemesh.config.base import leaves
+from rolemesh.config.yaml_file import in_json
 from rolemesh.errors import InvalidBatch
 
 UNREADABLE = "unreadable"  # instead of the digest of a file that this process cannot read
@@ -103,14 +104,14 @@ def _values(job: JobConfig, spec: RoleSpec) -> Iterator[tuple[str, Any]]:
 
     Where the role's model follows the actor's, its values are the actor's.
     """
-    whole, model = job.model_dump(mode="json"), spec.model(job).model_dump(mode="json")
+    whole, model = job.model_dump(), spec.model(job).model_dump()
     for key in leaves(JobConfig):
         if any(key == read or key.startswith(f"{read}.") for read in spec.reads):
             of_model = key.startswith(f"{spec.model_key}.")
             value: Any = model if of_model else whole
             for part in (key.removeprefix(f"{spec.model_key}.") if of_model else key).split("."):
                 value = value[part]
-            yield key, value
+            yield key, in_json(value)  # options may have sets, whose order differs between processes
 
 
 def _plugins(job: JobConfig, values: Mapping[str, Any]) -> dict[str, str]:

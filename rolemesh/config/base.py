@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, Val
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rolemesh.catalog.catalog import Catalog
-from rolemesh.config.yaml_file import EXPONENT, MAX_DEPTH, one_line, parse_yaml, read_yaml
+from rolemesh.config.yaml_file import EXPONENT, MAX_DEPTH, check_written, one_line, parse_yaml, read_yaml
 from rolemesh.errors import InvalidConfig
 
 # Hints for section names of other systems' job files.
@@ -136,9 +136,11 @@ def options_of(catalog: Catalog[Any], name_key: str) -> AfterValidator:
         schema = None if name is None else catalog[name].options
         if schema is not None:
             try:
-                return dict(schema.model_validate(given).model_dump())
+                options = schema.model_validate(given).model_dump()
             except ValidationError as error:
                 raise ValueError(str(explain(error, schema, name))) from error
+            check_written(options, lambda written: schema.model_validate(written).model_dump())
+            return options
         if given and name is None:
             raise ValueError(f"{next(iter(given))} is set, and {name_key} is null; name the {name_key}, too")
         if given:

@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rolemesh.catalog.datasets import DATASETS, DatasetSpec
 from rolemesh.config.base import Config, LocalPath, name_in, options_of
+from rolemesh.config.yaml_file import check_written
 
 # Arguments of a tokenizer's apply_chat_template that are no variables of the template.
 NO_VARIABLES = frozenset(
@@ -122,6 +123,10 @@ class DataConfig(Config):
                 f"apply_chat_template_kwargs has {taken[0]}, which is no variable of a chat template; leave it "
                 "out"
             )
+        try:
+            check_written(self.apply_chat_template_kwargs)
+        except ValueError as error:
+            raise ValueError(f"apply_chat_template_kwargs: {error}") from None
         return self
 
     @property

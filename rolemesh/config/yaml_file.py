@@ -6,12 +6,15 @@ number of values (counting repetitions by aliases) are limited. Duplicate keys a
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
+from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 from yaml.nodes import MappingNode, Node, ScalarNode
 
 from rolemesh.errors import InvalidConfig, unreadable
@@ -219,6 +222,58 @@ def _each_text(tree: Any, change: Callable[[str, str], str], at: str = "") -> An
     if isinstance(tree, list | tuple):
         return [_each_text(value, change, at) for value in tree]
     return tree
+
+
+def in_json(value: Any) -> Any:
+    """Return a value as JSON and a job file have it: lists for tuples, and text for paths and for all keys.
+
+    A set becomes a list in an order that every process finds.
+
+    Raises:
+        TypeError, ValueError: a key, or a value, has no such form.
+    """
+    if isinstance(value, Mapping):
+        return {text: in_json(part) for key, part in value.items() for text in to_jsonable_python({key: None})}
+    if isinstance(value, set | frozenset):
+        return sorted(map(in_json, value), key=json.dumps)
+    if isinstance(value, list | tuple):
+        return [in_json(part) for part in value]
+    return to_jsonable_python(value)
+
+
+def check_written(
+    values: Mapping[str, Any], read: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda written: written
+) -> None:
+    """Check that values come back from a job file as they are, since each process of a job reads them there.
+
+    The key 1 comes back as "1", unless its type is declared. An object that no text stands for does not.
+
+    Args:
+        values: by name.
+        read: returns the values that their forms in a job file stand for, or raises ValidationError.
+
+    Raises:
+        ValueError: one does not; the message begins with its name.
+    """
+    advice = "declare a type that is read from text, or use text as keys, and text, numbers and lists as values"
+    written: dict[str, Any] = {}
+    for name, value in values.items():
+        try:
+            written[name] = in_json(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name} is {value!r:.200}, which no job file holds ({error}); {advice}") from None
+    try:
+        again = read(written)
+    except ValidationError as error:
+        name = next((str(part) for part in error.errors()[0]["loc"][:1] if part in values), "")
+        again = written if name else {}
+        values = {name: values[name]} if name else values
+    for name, value in values.items():
+        if name not in again or again[name] != value:
+            raise ValueError(
+                f"{name} is {value!r:.200}, which a job file gives back as "
+                f"{again.get(name, written[name])!r:.200}; {advice}"
+            )
 
 
 def one_line(text: str) -> str:

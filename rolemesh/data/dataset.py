@@ -192,6 +192,10 @@ class PromptDataset:
         opens = True
         if self._agents:
             row["messages"] = messages
+            try:
+                to_json(messages, f"{self._source.where(position)}: column {self.config.prompt_key!r}")
+            except InvalidBatch as error:
+                raise InvalidData(str(error)) from None
             opens = not AGENTS[row["agent_name"]].speaks_first
         try:
             text: str = tokenizer.apply_chat_template(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import Field
 
 from rolemesh.algos.aggregation import BatchCounts
 from rolemesh.algos.policy_loss import TokenLosses
@@ -20,8 +21,9 @@ from rolemesh.catalog.pages import PAGES, PageSpec
 from rolemesh.catalog.policy_losses import POLICY_LOSSES, PolicyLossSpec
 from rolemesh.catalog.reward_managers import REWARD_MANAGERS, RewardManagerSpec
 from rolemesh.catalog.roles import ROLES, RoleSpec
-from rolemesh.config.base import Config
+from rolemesh.config.base import Config, merge
 from rolemesh.config.job import make_job
+from rolemesh.config.yaml_file import parse_yaml
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
 from rolemesh.planner.cost import role_seconds
@@ -232,6 +234,48 @@ def test_a_data_set_is_added_in_one_place() -> None:
     assert len(data) == 3
     assert rows["uid"][0] == "train-000002"
     assert rows["reward_model"][0]["ground_truth"] == "4.0"
+
+
+class Weights(Config):
+    weights: Any = 1.0
+    pairs: dict[tuple[int, int], float] = Field({})
+    given: dict[int, float] = Field({1: 0.5})
+
+
+OPTIONS: dict[str, tuple[Catalog[Any], str, str]] = {
+    "algorithm.options": (ESTIMATORS, "adv_estimator", "grpo"),
+    "algorithm.page_options": (PAGES, "page", "grpo"),
+    "actor.policy_loss.options": (POLICY_LOSSES, "loss_mode", "vanilla"),
+    "rollout.options": (ENGINES, "name", "hf"),
+    "reward.options": (REWARD_MANAGERS, "reward_manager", "naive"),
+    "data.options": (DATASETS, "dataset", "parquet"),
+}
+NOT_IN_FILES = (
+    *({1: 0.5}, {0.5: 0.5}, {True: 0.5}, {None: 0.5}, {(1, 2): 0.5}, {frozenset([1]): 0.5}),
+    *({1: 0.5, "1": 0.7}, [{"a": {2: 1}}], {1, 2}, Path("a"), b"\xff", object()),
+)
+
+
+@pytest.mark.parametrize("key", OPTIONS)
+def test_an_option_that_does_not_come_back_from_a_job_file_is_refused_with_its_name(key: str) -> None:
+    """Each process of a job reads its options from a job file, and a checkpoint keeps them as JSON."""
+    catalog, name, like = OPTIONS[key]
+
+    def job_of(**given: Any) -> Any:
+        *parents, options = key.split(".")
+        section: dict[str, Any] = {name: "own", options: given}
+        for parent in reversed(parents):
+            section = {parent: section}
+        return make_job(merge({"algorithm": {"adv_estimator": "grpo"}, "rollout": {"n": 2}}, section))
+
+    with catalog.adding(dataclasses.replace(catalog[like], name="own", options=Weights)):
+        kept = job_of(weights={"a": [1, None, {"b": 0.5}]}, given={"2": 1})
+        assert make_job(parse_yaml(kept.to_yaml(), "written")).model_dump() == kept.model_dump()
+        for value in NOT_IN_FILES:
+            with pytest.raises(InvalidConfig, match=rf"{key}: weights is .* job file"):
+                job_of(weights=value)
+        with pytest.raises(InvalidConfig, match=rf"{key}: pairs is \{{\(1, 2\): 0\.5\}}, .* back as .*'1,2'"):
+            job_of(pairs={(1, 2): 0.5})
 
 
 class JudgeWorker(RewardWorker):

@@ -205,6 +205,13 @@ def test_sections_that_disagree_are_refused_at_start(tmp_path: Path, overrides: 
     assert words in str(error.value)
 
 
+def test_a_variable_of_the_chat_template_that_no_job_file_gives_back_is_refused() -> None:
+    with pytest.raises(
+        InvalidConfig, match=r"apply_chat_template_kwargs: a is \{1: 2\}, .* back as \{'1': 2\}"
+    ):
+        make_job({"data": {"apply_chat_template_kwargs": {"a": {1: 2}}}})
+
+
 def test_a_resolved_file_and_several_sampled_answers_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(make_job({}).to_yaml())  # says temperature 1 beside do_sample: false
     load_job(tmp_path / "config.yaml")

@@ -27,6 +27,7 @@ from rolemesh.services.controller.run.data_sets import training_data, validation
 TOKENIZER = byte_tokenizer()
 OWN_FUNCTION = {"reward": {"custom_reward_function": {"path": "/x.py"}}}
 REWARD_MODEL = {"reward": {"reward_model": {"enable": True, "model": {"path": "scorer"}}}}
+TALKS = {"agents": Agents("tool_agent")}
 NEVER = {"test_freq": -1, "val_before_train": False}  # validate
 
 
@@ -125,6 +126,14 @@ def test_a_row_that_could_not_be_scored_is_refused_at_the_start(
             "'extra_info' holds a datetime.date; JSON takes dict, list",
         ),
         ({"reward_model": {"ground_truth": float("nan")}}, "'reward_model' has NaN as 'ground_truth'"),
+        (
+            {"extra_info": {"at": {(1, 2): 0.5}}},
+            r"'extra_info' has the key \(1, 2\) \(tuple\); JSON keys are str",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "b", 1: 2}]}]},
+            r"'prompt' has the key 1 \(int\)",
+        ),
     ],
 )
 def test_a_cell_of_a_plug_in_that_no_message_can_hold_is_named(columns: dict[str, Any], said: str) -> None:
@@ -134,7 +143,7 @@ def test_a_cell_of_a_plug_in_that_no_message_can_hold_is_named(columns: dict[str
     with DATASETS.adding(DatasetSpec(name="own", code=rows)):
         config = DataConfig(dataset="own", max_prompt_length=64)
         with pytest.raises(InvalidData, match=f"^data set own, row 1: column {said}"):
-            PromptDataset((), config, TOKENIZER)
+            PromptDataset((), config, TOKENIZER, **TALKS)
 
 
 def test_verls_rule_of_gsm8k_compares_any_text(tmp_path: Path) -> None:
@@ -192,9 +201,6 @@ def test_extra_info_without_values_is_as_if_it_were_absent(empty: Any, tmp_path:
 def test_rules_score_a_job_that_brings_neither_function_nor_manager() -> None:
     assert make_job({}).reward.rules_score
     assert not make_job(OWN_FUNCTION).reward.rules_score
-
-
-TALKS = {"agents": Agents("tool_agent")}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +9,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic_core import to_jsonable_python
-
 from rolemesh.catalog.loading import used_plugins
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import ActorConfig, CriticConfig
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import MultiTurnConfig
+from rolemesh.config.yaml_file import in_json
 from rolemesh.fingerprint import UNREADABLE, content_digest
 from rolemesh.models.fetching import models_of
 
@@ -137,14 +135,7 @@ def settings_to_keep(
         **(_scoring_settings_to_keep(job.reward) if "reward" in job.roles else {}),
         **(_validation_settings_to_keep(job) if job.answers else {}),
     }
-    return dict(json.loads(json.dumps(settings, default=_in_json)))
-
-
-def _in_json(value: Any) -> Any:
-    """Return a value that JSON does not have as one that it has; a set in an order that every process finds."""
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)
-    return to_jsonable_python(value, fallback=lambda other: str(type(other)))
+    return dict(in_json(settings))
 
 
 def _scoring_settings_to_keep(reward: RewardConfig) -> dict[str, Any]:

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import Field
 
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.catalog.reward_managers import REWARD_MANAGERS, RewardManagerSpec
 from rolemesh.config.base import merge
-from rolemesh.config.job import make_job
+from rolemesh.config.job import JobConfig, make_job
 from rolemesh.errors import InvalidConfig
+from rolemesh.fingerprint import fingerprint
 from rolemesh.plugins import Options
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
 from rolemesh.services.controller.run.kept_settings import (
@@ -211,20 +213,31 @@ def test_what_changes_rewards_is_said(key: str, then: Any, phrase: str) -> None:
 class OwnOptions(Options):
     words: tuple[str, ...] = ("a", "b")
     vocabulary: Path = Path("words.txt")
-    marks: frozenset[str] = frozenset("?!.")
+    marks: frozenset[int] = frozenset([8, 0])
+    prices: dict[int, float] = Field({1: 0.5})
+    by_file: dict[Path, bool] = Field({Path("a.txt"): True})
 
 
 def test_options_of_a_plug_in_are_compared_as_a_checkpoint_holds_them() -> None:
-    """JSON has neither tuples nor paths."""
+    """JSON has no tuples, paths, or numbers as keys. Equal sets may have two orders, here of 0 and 8."""
     grpo = replace(ESTIMATORS["grpo"], name="own", origin=BUILT_IN, options=OwnOptions)
     own = RewardManagerSpec(name="own", code=lambda compute_score, rows, **options: [], options=OwnOptions)
     with ESTIMATORS.adding(grpo), REWARD_MANAGERS.adding(own):
-        job = {"algorithm": {"adv_estimator": "own"}, "reward": {"reward_manager": "own"}, "rollout": {"n": 2}}
-        settings, again = (settings_to_keep(make_job(job), 10) for _ in range(2))
+
+        def job_of(**options: Any) -> JobConfig:
+            estimator = {"adv_estimator": "own", "options": options}
+            reward = {"reward_manager": "own", "options": options}
+            return make_job({"algorithm": estimator, "reward": reward, "rollout": {"n": 2}})
+
+        assert [*frozenset([8, 0])] != [*frozenset([0, 8])]
+        jobs = job_of(), job_of(marks=[0, 8]), job_of(prices={"1": 0.5}), job_of(prices={2: 0.5})
+        assert len({fingerprint(job, "reward").to_metadata() for job in jobs[:3]}) == 1
+        settings, *others = (settings_to_keep(job, 10) for job in jobs)
     written = json.loads(ControllerState(1, {}, settings).to_json())["kept_settings"]
-    assert compare(written, again) == Comparison([], [], [], [])
-    as_json = {"words": ["a", "b"], "vocabulary": "words.txt", "marks": ["!", ".", "?"]}
-    assert written["algorithm.options"] == written["reward.options"] == as_json
+    assert [compare(written, each) for each in others[:2]] == [Comparison([], [], [], [])] * 2
+    assert [said.partition(" ")[0] for said in compare(written, others[2]).refused] == ["algorithm.options"]
+    as_json = {"words": ["a", "b"], "vocabulary": "words.txt", "marks": [0, 8], "prices": {"1": 0.5}}
+    assert written["algorithm.options"] == written["reward.options"] == as_json | {"by_file": {"a.txt": True}}
 
 
 def test_what_changes_conversations_is_said_and_how_they_are_kept_alive_is_not() -> None:
