@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rolemesh.rules.neighbours import APART, TAG, last_of_neighbours
 from rolemesh.rules.notation import (
     CONNECTIVE,
     in_one_spelling,
@@ -27,8 +28,8 @@ from rolemesh.rules.units import without_label
 MOST_ROUNDS = 8
 MOST_CHARACTERS = 1000  # no answer that people write is longer; a longer text is compared as it is
 DELIMITER = re.compile(r"(?<!\\)(?:\\[()\[\]]|\$+)")
-TAG = re.compile(r"</?answer>", re.IGNORECASE)
-MARKS = ("***", "**", "__", "*", "_", "```", "`", '"')
+MARKS = ('"', "***", "**", "__", "*", "_", "```", "``", "`")
+MARK = re.compile('[*_`"]')
 NO_NAME = rf"(?!{CONNECTIVE}|m?\\(?:not|neq?|leq?|geq?|approx|lt|gt|ll|gg)(?![A-Za-z]))"
 SYMBOL = (
     NO_NAME + r"(?:(?:[a-z]|[A-Z]{1,3})(?:_\{?\w{1,3}\}?)?'?|[A-Za-z](?:\^\{?-1\}?)?\(-?\w{1,12}\)"
@@ -45,7 +46,7 @@ SUM = re.compile(rf"-?[0-9]*{UNKNOWN}(?:\^\{{[0-9]+\}})?(?:[-+][0-9]*{UNKNOWN}(?
 CALCULATION = re.compile(
     r"(?:[-+*/^_().{}0-9]|\\?%|\\(?:times|cdot|div|frac|sqrt|binom|pi|circ|log|ln|sin|cos|tan)(?![A-Za-z]))+"
 )
-OPTION = re.compile(r"\(([A-Z])\)|([A-Z])\)")
+OPTION = re.compile(r"\( ?([A-Z]|-? ?[0-9]+(?:\.[0-9]+)?) ?\)|([A-Z])\)")  # and a number in brackets
 ARTICLE = re.compile(r"(?:an?|the)\s+(?=[a-z]{3,}(?:\s+[a-z]{2,})*$)", re.IGNORECASE)
 SENTENCE = re.compile(r"(?:Yes|No|Odd|[A-Z][a-z]{3,})(?: [A-Za-z]+)*")
 ORDINAL = re.compile(r"([0-9])(?:(?:st|nd|rd|th)|\^?\{?\\(?:text|mathrm)\{(?:st|nd|rd|th)\}\}?)$")
@@ -127,26 +128,39 @@ def _may_equal(side: str, truth: Answer) -> bool:
 
 
 def _without_delimiters(text: str) -> str:
-    r"""Remove $…$, \(…\) and \[…\], and the tag <answer>: that it is mathematics, or the answer, is known."""
+    r"""Remove $…$, \(…\), \[…\] and tags such as <answer>: that it is mathematics, or the answer, is known."""
+    if "$" in text or "\\" in text or "<" in text:
+        text = APART.sub(", ", text)
     text = TAG.sub(" ", text).strip() if "<" in text else text
     text = DOLLARS.sub(r"\\$", text)  # a single "$" before a number is dollars
     return DELIMITER.sub(" ", text).strip() if "$" in text or "\\" in text else text
 
 
 def _without_emphasis(text: str) -> str:
+    """Remove the marks around the answer, also marks in marks."""
+    text = text.strip()
+    for _ in range(MOST_ROUNDS if MARK.search(text) else 0):
+        before, text = text, _without_mark(text)
+        if text == before:
+            break
+    return text
+
+
+def _without_mark(text: str) -> str:
     """Remove a pair of marks around the answer, or one mark whose other one stands outside of it."""
+    text = text.strip()
     for mark in MARKS:
         if text.startswith(mark):
             end = text.find(mark, len(mark))
             if end > 0 and not text[end + len(mark) :][:1].isalnum():
-                text = text[len(mark) : end] + text[end + len(mark) :]
-            elif end < 0 and mark not in ("*", "_"):
-                text = text[len(mark) :]
+                return text[len(mark) : end] + text[end + len(mark) :]
+            if end < 0 and mark not in ("*", "_"):
+                return text[len(mark) :]
         elif text.find(mark) == len(text) - len(mark) >= 0 and (
             mark not in ("*", "_") or text[-2:-1].isdigit() or text[-2:-1] == "."
         ):
-            text = text[: -len(mark)]
-    return text.strip()
+            return text[: -len(mark)]
+    return text
 
 
 def _without_punctuation(text: str) -> str:
@@ -154,7 +168,7 @@ def _without_punctuation(text: str) -> str:
 
     An ellipsis and a factorial stay.
     """
-    text = text.rstrip(",;: \\")
+    text = text.rstrip(",;:。 \\")
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
@@ -196,6 +210,7 @@ def _as_number(text: str) -> str:
 
 
 STEPS: tuple[Callable[[str], str], ...] = (
+    last_of_neighbours,
     _without_delimiters,
     _without_emphasis,
     _without_punctuation,
@@ -206,6 +221,7 @@ STEPS: tuple[Callable[[str], str], ...] = (
 STEPS_OF_VALUES: tuple[Callable[[str], str], ...] = (
     without_currency,
     without_wrappers,
+    _without_emphasis,
     _without_option_brackets,
     _without_article,
     _in_lower_case,

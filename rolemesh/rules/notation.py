@@ -9,6 +9,7 @@ import re
 from fractions import Fraction
 
 from rolemesh.rules.boxed import closing_braces
+from rolemesh.rules.characters import FRACTIONS, with_plain_digits
 from rolemesh.rules.numbers import number, spelling
 
 RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "₀₁₂₃₄₅₆₇₈₉₋"
@@ -16,22 +17,24 @@ RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "₀₁₂₃₄₅₆₇₈
 FULL_WIDTH = str.maketrans(
     {chr(ord(plain) + 0xFEE0): plain for plain in map(chr, range(0x21, 0x7F)) if plain not in "$\\{}*_`^%#~\"'"}
 )
-# A sign, and what it stands for: θ is \theta, ½ is \frac{1}{2}.
+# A sign, and what it stands for: θ is \theta.
 GREEK = (
     *("αalpha", "βbeta", "γgamma", "δdelta", "εepsilon", "θtheta", "λlambda", "μmu", "ρrho", "σsigma", "φphi"),
     *("ωomega", "ΔDelta", "ΩOmega"),
 )
-FRACTIONS = (
-    *("½12", "⅓13", "⅔23", "¼14", "¾34", "⅕15", "⅖25", "⅗35", "⅘45", "⅙16"),
-    *("⅚56", "⅛18", "⅜38", "⅝58", "⅞78"),
-)
+UNIT_SIGNS = ("mm", "cm", "km", "kg", "m", "m")  # powers of units are not compared
 CHARACTERS = FULL_WIDTH | str.maketrans(
     {
         **{sign[0]: rf"\{sign[1:]} " for sign in GREEK},
-        **{sign[0]: rf"\frac{{{sign[1]}}}{{{sign[2]}}}" for sign in FRACTIONS},
-        **dict.fromkeys("\u2212\u2013\u2012\ufe63\uff0d", "-"),
+        **{sign: rf"\frac{{{above}}}{{{below}}}" for sign, (above, below) in FRACTIONS.items()},
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d", "-"),
         **dict.fromkeys("\u00a0\u2009\u202f\u3000\t\n\r", " "),
-        **dict.fromkeys("\u200b\ufeff\u201c\u201d", ""),
+        **dict.fromkeys("\u201c\u201d", '"'),
+        **dict.fromkeys("\u2044\u2215", "/"),
+        **{sign: rf"\text{{ {unit}}}" for sign, unit in zip("㎜㎝㎞㎏㎡㎥", UNIT_SIGNS, strict=True)},
+        "％": "%",
+        "٫": ".",
+        "٬": ",",
         "×": r"\times ",
         "·": r"\cdot ",
         "⋅": r"\cdot ",
@@ -48,7 +51,6 @@ CHARACTERS = FULL_WIDTH | str.maketrans(
         "∅": r"\emptyset ",
         "∠": r"\angle ",
         "△": r"\triangle ",
-        "。": ".",
     }
 )
 COMMANDS = {
@@ -65,6 +67,9 @@ COMMANDS = {
     "rbrace": r"\}",
 }
 COMMAND = re.compile(r"\\\\|\\([A-Za-z]+|[!,;: %$])|~")
+# Between numbers a wide space makes a list, and "~", which is a blank in TeX, a range.
+LIST = re.compile(r"(?<=[0-9])\s*\\(?:q?quad|enspace)(?![A-Za-z])\s*(?=[0-9])")
+RANGE = re.compile(r"(?<=[0-9])\s*~\s*(?=[0-9])")
 SPACING = {"!": "", ",": " ", ";": " ", ":": " ", " ": " ", "%": "%", "$": r"\$"}
 SMALL = str.maketrans(RAISED + LOWERED, "0123456789-" * 2)
 SMALL_DIGITS = re.compile(f"([{RAISED}]+)|[{LOWERED}]+")
@@ -119,18 +124,21 @@ BLANK = re.compile(
     rf"( ?(?<![A-Za-z\\]){CONNECTIVE} ?)|(\\[A-Za-z]+ (?=[A-Za-z]))|(, )|((?<=[0-9]) (?=[0-9.]))| "
 )
 BLANKS = re.compile(r"\s+")
+CURRENCY_SIGN = re.compile(
+    r"(?<![0-9])\\\$|\\\$(?![0-9])"
+)  # none between two digits, which would be one number
 
 
 def in_one_spelling(text: str) -> str:
     r"""Write signs and commands in one way: "−" is "-", "\dfrac" is "\frac", and "\," is a blank."""
-    text = ROOT_OF_NUMBER.sub(r"\\sqrt{\1}", text.translate(FULL_WIDTH))
+    text = ROOT_OF_NUMBER.sub(r"\\sqrt{\1}", with_plain_digits(text).translate(FULL_WIDTH))
     text = SMALL_DIGITS.sub(_small, text).translate(CHARACTERS)
     if r"\begin" not in text:
         text = text.replace("\\\\", "\\")
     text = text.replace("{bmatrix}", "{pmatrix}")
     text = RELATION.sub(lambda found: r"\le " if found[1] == "<" else r"\ge ", text)
     text = THOUSANDS_SIGN.sub(",", text).replace("{,}", ",").replace(r",\!", ",")
-    text = COMMAND.sub(_command, text)
+    text = COMMAND.sub(_command, RANGE.sub("∼", LIST.sub(", ", text)))
     text = ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", LABEL_IN_LIST.sub("", BLANKS.sub(" ", text)))
     return PRODUCT.sub(r"\\cdot ", text).strip()
 
@@ -143,7 +151,11 @@ def _command(found: re.Match[str]) -> str:
     name = found[1]
     if name is None:
         return " " if found[0] == "~" else found[0]  # a row of a matrix ends
-    return COMMANDS.get(name, found[0]) if name[0].isalpha() else SPACING[name]
+    if not name[0].isalpha():
+        return SPACING[name]
+    text, start, end = found.string, *found.span()
+    joins = text[max(start - 1, 0) : start].isdigit() and text[end : end + 1].isdigit()
+    return found[0] if joins else COMMANDS.get(name, found[0])
 
 
 def without_outer_wrapper(text: str) -> str:
@@ -167,11 +179,13 @@ def without_wrappers(text: str) -> str:
             dropped += [found.span(), (end, end + 1)]
     if text.startswith("{") and closing.get(0) == len(text) - 1:
         dropped += [(0, 1), (len(text) - 1, len(text))]
-    kept, at = [], 0
-    for start, end in sorted(dropped):
-        kept.append(text[at:start])
+    kept, at = "", 0
+    for start, end in [*sorted(dropped), (len(text), len(text))]:
+        part = text[at:start]
+        is_list = kept.rstrip()[-1:].isdigit() and part.lstrip()[:1].isdigit()
+        kept += (", " if is_list else " ") + part
         at = end
-    return " ".join([*kept, text[at:]]).strip() if dropped else text
+    return kept.strip() if dropped else text
 
 
 def with_braces(text: str) -> str:
@@ -264,4 +278,4 @@ def _blank(found: re.Match[str]) -> str:
 
 def without_currency(text: str) -> str:
     r"""Remove each \$ that stands within an answer. One at an end is its unit, and is taken before."""
-    return text.replace(r"\$", "")
+    return CURRENCY_SIGN.sub("", text) if r"\$" in text else text

@@ -258,6 +258,8 @@ def test_outputs_are_compared_word_by_word() -> None:
     assert not same_text("0.34", "0.33")
     assert not same_text("1000000008", "1000000007")  # whole numbers are exact, though near
     assert not same_text("2.0", "2")
+    assert not same_text("1_0.5", "10.5")
+    assert not same_text("１.5", "1.5")
     assert not same_text("", "1")
     assert not same_text("yes", "YES")
 

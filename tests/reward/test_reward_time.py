@@ -30,6 +30,7 @@ REPEATED = (
         "Answer:",
         "Answer: ",
         "$a",
+        "<answer>",
     ),
 )
 BEGINS = ("", "#### ", r"\boxed{", r"\boxed ", "Answer: ", r"\boxed{\sqrt", "$")

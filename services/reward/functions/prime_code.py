@@ -112,6 +112,8 @@ def _same_word(word: str, expected: str) -> bool:
         return True
     if WHOLE.fullmatch(expected):
         return False  # integers are compared exactly; they may be too large for a float
+    if "_" in word or not word.isascii():
+        return False  # float() reads 1_0.5 as 10.5, and digits of every script
     try:
         given, right = float(word), float(expected)
     except ValueError:

@@ -1,0 +1,69 @@
+"""What a character beside a number does to it, for all of Unicode: other scripts' digits, fractions, signs."""
+
+from __future__ import annotations
+
+import re
+from unicodedata import category, decimal, east_asian_width, normalize, numeric
+
+FRACTIONS = {sign: normalize("NFKC", sign).split("\u2044") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒↉"}
+DIGIT = re.compile(r"\d")
+# Marks without width: joiners, marks of direction, soft hyphens, variation selectors.
+INVISIBLE = re.compile(
+    "[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060\u2061\u2066-\u206f\ufe00-\ufe0f\ufeff]"
+)
+MULTIPLES = "半십백천만억조"  # a half; ten to a trillion in Korean. Unicode gives these no value
+KILO = re.compile("千[克米瓦卡赫字]")  # begins a unit: 千克 is a kilogram
+SHARES = "‰‱؉؊′″‴‵‶‷⁗"  # punctuation that changes the number before it
+KEYCAP = "\u20e3"
+
+
+def with_plain_digits(text: str) -> str:
+    """Write the digits of every script as 0 to 9, and leave out characters without width."""
+    if text.isascii():
+        return text
+    return DIGIT.sub(lambda found: str(decimal(found[0])), INVISIBLE.sub("", text))
+
+
+def has_value(character: str) -> bool:
+    """Whether a character is a number, or begins with one if it is written out: ⅒, Ⅷ, ⒊, ㏠, 万, 半."""
+    return character in MULTIPLES or any(
+        numeric(each, None) is not None for each in (character, normalize("NFKC", character)[0])
+    )
+
+
+def changes_before(character: str) -> bool:
+    """Whether a character, not a letter, makes another answer of the number after it, as in -5, ≈5 and √5."""
+    if character.isspace() or character in "*_`\"'\\:=•":
+        return False
+    kind = category(character)
+    return has_value(character) if kind == "So" else kind not in ("Sc", "Ps", "Pi", "Pf")
+
+
+def changes_after(text: str) -> bool:
+    """Whether the first character of a text makes another answer of the number that it touches.
+
+    It does in 5ⁿ, 5‰, 5α and 5万. Words, counting words such as 個, punctuation and ornaments do not. ASCII is
+    not looked at here.
+    """
+    character, kind = text[0], category(text[0])
+    if character.isascii() or KILO.match(text):
+        return False
+    if has_value(character) or character in SHARES:
+        return True
+    if kind.startswith("L"):
+        is_symbol = "\u0370" <= character <= "\u03ff" and character != "μ"
+        is_symbol = is_symbol or "\U0001d400" <= character <= "\U0001d7ff" or kind == "Lm"
+        is_word = character in "ºª" or east_asian_width(character) in "WH" or text[1:2].isalpha()
+        return is_symbol or not is_word
+    return not (character.isspace() or character == KEYCAP or kind in ("Sc", "So") or kind.startswith("P"))
+
+
+def multiplies(text: str) -> bool:
+    """Whether the first character of a text changes the number before a blank, as in 5 ⅒ and 5 万.
+
+    一 to 九 do not: they may begin a word.
+    """
+    kind = category(text[0])
+    if kind == "Lo" and not KILO.match(text):
+        return text[0] in MULTIPLES or (numeric(text[0], None) or 0) >= 10
+    return kind in ("No", "Nl")

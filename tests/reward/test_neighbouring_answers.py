@@ -1,0 +1,138 @@
+r"""Two answers side by side: of boxes, tags and marks the last one counts. No two are read as one number."""
+
+from __future__ import annotations
+
+import pytest
+
+from rolemesh.rules.normal_form import read_answer
+from rolemesh.services.reward.functions import default_compute_score
+
+
+def accuracy(source: str, response: str, truth: str) -> bool:
+    scored = default_compute_score(source, response, truth)
+    return (scored["acc"] if isinstance(scored, dict) else scored) == 1.0
+
+
+LAST_COUNTS = [
+    "<answer>1</answer><answer>234</answer>",
+    "<answer>1</answer>\n<answer>234</answer>",
+    "<ANSWER>1</ANSWER> <answer>234</answer>",
+    '<answer id="1">1</answer><answer id="2">234</answer>',
+    "<answer>1</answer><answer>2</answer><answer>234</answer>",
+    "<answer>x < 1</answer><answer>234</answer>",
+    "<final_answer>1</final_answer><final_answer>234</final_answer>",
+    "<solution>1</solution><br><solution>234</solution>",
+    r"\boxed{1}\boxed{234}",
+    r"\boxed{1} \boxed{234}",
+    r"\boxed{\frac{1}{2}}\boxed{234}",
+    r"$\boxed{1}$ $\boxed{234}$",
+    r"**\boxed{1}** **\boxed{234}**",
+    r"\fbox{1}\boxed{234}",
+]
+
+
+@pytest.mark.parametrize("answers", LAST_COUNTS)
+def test_the_last_of_two_answers_side_by_side_counts(answers: str) -> None:
+    line = answers.replace("\n", " ")
+    responses = [("math_dapo", f"Answer: {line}"), ("openai/gsm8k", f"#### {line}")]
+    if "box" in answers:
+        responses += [("math", answers), ("math_dapo", answers)]
+    else:
+        responses += [("math", rf"\boxed{{{line}}}")]
+    for source, response in responses:
+        assert accuracy(source, response, "234"), (source, response)
+        for other in ("1", "1234", "2", "12234"):
+            assert not accuracy(source, response, other), (source, response, other)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        "$1$ $234$", "$1$$234$", r"\(1\)\(234\)", r"\(1\) \(234\)", r"\[1\]\[234\]", "$$1$$ $$234$$",
+        "**1****234**", "**1** **234**", "*1* *234*", "_1_ _234_", "__1__ __234__", "`1``234`", "`1` `234`",
+        '"1""234"', '"1" "234"', "“1”“234”", "<b>1</b><b>234</b>", "<i>1</i> <i>234</i>", "<p>1</p><p>234</p>",
+        r"\text{1}\text{234}", r"\textbf{1} \textbf{234}", r"\mathbf{1}\mathbf{234}", r"\boxed{1}234",
+        "1</answer>234", "<answer>1</answer>234", r"1\$234", "1~234", r"1\left234", "{1}{234}",
+        "<answer>1</answer> or <answer>234</answer>", r"\boxed{1} or \boxed{234}", r"$1$ and $234$",
+    ],
+)  # fmt: skip
+def test_other_neighbours_are_a_list_which_agrees_with_no_number(answers: str) -> None:
+    for source, response in (("math_dapo", f"Answer: {answers}"), ("openai/gsm8k", f"#### {answers}")):
+        for number in ("1", "234", "1234"):
+            assert not accuracy(source, response, number), (source, response, number)
+
+
+@pytest.mark.parametrize(
+    ("source", "response"),
+    [
+        ("openai/gsm8k", "#### 1 #### 234"),
+        ("openai/gsm8k", "####1####234"),
+        ("openai/gsm8k", "#### 1\n#### 234"),
+        ("math_dapo", "Answer: 1 Answer: 234"),
+        ("math_dapo", "Answer: 1Answer: 234"),
+        ("math_dapo", "**Answer: 1** **Answer: 234**"),
+        ("math", r"\boxed{1} or \boxed{234}"),
+    ],
+)
+def test_the_last_mark_label_and_box_counts(source: str, response: str) -> None:
+    assert accuracy(source, response, "234")
+    assert not accuracy(source, response, "1")
+    assert not accuracy(source, response, "1234")
+
+
+def test_an_empty_pair_of_tags_is_no_answer_and_one_pair_leaves_what_stands_beside_it() -> None:
+    assert read_answer("<answer>5</answer><answer> </answer>").value == "5"
+    assert read_answer("x = <answer>5</answer>") == read_answer("x = 5")
+    assert read_answer("<answer>5</answer> cm") == read_answer("5 cm")
+    assert read_answer("<b>5</b>") == read_answer("<answer>5</answer>") == read_answer("5")
+
+
+@pytest.mark.parametrize(
+    ("marked", "truth", "right"),
+    [
+        ("5 and a half", "5", False),
+        ("5; 6", "5", False),
+        ("5; so it is", "5", True),
+        ("5→6", "5", False),
+        ("5 ⅒", "5", False),
+        ("5 万", "5", False),
+        ("5 一共", "5", True),
+        ("5千克", "5", True),
+        ("5。6", "5", True),
+        ("≈5", "5", False),
+        ("~5", "-5", False),
+        ("✅ 5", "5", True),
+        ("¥5", "5", True),
+        ("\u20145", "-5", True),
+        ("1\u00a0234", "1", False),
+        ("1\u00a0234", "1234", True),
+        ("½", "0.5", True),
+        (r"\dfrac{1}{2}", "0.5", True),
+        (r"\fbox{5}", "5", True),
+        ("<strong>5</strong>", "5", True),
+        ("٥٫٥", "5.5", True),
+    ],
+)
+def test_a_marked_number_is_read_with_what_stands_beside_it(marked: str, truth: str, right: bool) -> None:
+    assert accuracy("openai/gsm8k", f"#### {marked}", truth) is right
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "right"),
+    [
+        (r"\left(5\right)", "5", True),
+        ("(-0.5)", r"-\frac{1}{2}", True),
+        ("The answer is __5__", "5", True),
+        (r"5 \quad 678", "5678", False),
+        (r"5 \quad 678", "5, 678", True),
+        ("5 ~ 678", "5678", False),
+        ("5~cm", "5 cm", True),
+        ("5。", "5", True),
+        ("5㎝", "5 cm", True),
+        ("5％", r"5\%", True),
+        ("1⁄2", "½", True),
+        (r"\[1\]\[234\]", "1, 234", True),
+    ],
+)
+def test_an_answer_line_is_read_likewise(given: str, truth: str, right: bool) -> None:
+    assert accuracy("math_dapo", f"Answer: {given}", truth) is right
