@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Return the CPUs that this process may use: by its affinity, and by the quotas of its control groups.
+    """Return the number of CPUs that this process may use, by its affinity and its control groups' quotas.
 
-    A quota of a part of a CPU counts as one.
+    A quota is rounded up to whole CPUs.
 
     Args:
-        root: of the file system with proc and sys.
+        root: the directory that contains proc and sys.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([affinity, *(math.ceil(quota) for quota in _quotas(root))])
@@ -31,7 +31,7 @@ def _quotas(root: Path) -> Iterator[float]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        group = top / path.lstrip("/")  # in a container it may be missing, and `top` be the container's own
+        group = top / path.lstrip("/")  # in a container it may be missing; then `top` is the container's own
         for each in (group, *group.parents):
             if not each.is_relative_to(top):
                 break

@@ -9,9 +9,10 @@ Files and directories created here are readable by all users, whatever the umask
 in another pod is another user. The run directory itself and its parents get their mode from the umask.
 
 Not covered: another process of the same user with write access to the run directory. It can place a link in a
-directory that is being filled. Or it can create a hard link to an outside file, which looks like any file: it
-is read, and `Home.file` writes to it in place. Linux forbids hard links to files that the user may not read and
-write (fs.protected_hardlinks). Give a pod that runs foreign code only read access to the run directory.
+directory that is being filled. Or it can create a hard link to an outside file. Such a link looks like any
+file, so it is read, and `Home.file` writes to it in place. Linux forbids hard links to files that the user may
+not read and write (fs.protected_hardlinks). Give a pod that runs foreign code only read access to the run
+directory.
 """
 
 from __future__ import annotations
@@ -76,15 +77,16 @@ class Home:
         return cls(job.run_dir, *([Path(resumed)] if resumed else []))
 
     def free_bytes(self) -> int:
-        """Free bytes on the root's disk."""
+        """Return the free bytes of the disk with the run directory."""
         [root] = self._writable.values()
         return shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists())).free
 
     @contextmanager
     def reading(self, path: Path) -> Iterator[Path]:
-        """Provide a view of the files below a directory as they are now, except unfinished ones.
+        """Provide a directory with links to the finished files below `path`, as they are now.
 
-        Each file is opened once, at the start. So a file that replaces one in the meantime is not read.
+        Each file is opened once, at the start. So a file that replaces one in the meantime is not read. On
+        systems without /proc/self/fd the directory is `path` itself.
 
         Raises:
             OutsideHome: the directory is not at or below a root.
@@ -165,6 +167,10 @@ class Home:
 
 def lock(file: IO[Any] | int, directory: Path) -> None:
     """Take the exclusive lock of an open file in a directory. It is released when the file is closed.
+
+    Args:
+        file: the open file, or its descriptor.
+        directory: named in the error.
 
     Raises:
         BlockingIOError: another process holds it.

@@ -20,7 +20,7 @@ from rolemesh.errors import InvalidConfig, RolemeshError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 10.0
-LATE_S = 15.0  # tolerance for a watch that the server ends late
+LATE_S = 15.0  # a watch that the server ends later than this is broken off
 
 
 class Refused(RolemeshError):
@@ -85,7 +85,7 @@ class Cluster:
     async def watch(
         self, path: str, selector: str, version: str, seconds: float
     ) -> AsyncGenerator[dict[str, Any]]:
-        """Yield changes of these objects since a version, for `seconds` or until the connection is cut.
+        """Yield changes of these objects since a version, for `seconds` or until the API server ends the watch.
 
         Events are {"type", "object"}.
 
@@ -114,7 +114,7 @@ class Cluster:
         """Return one object.
 
         Raises:
-            Forbidden, Refused, Unreachable.
+            Forbidden, Refused, Unreachable; Absent: it does not exist.
         """
         async with self._client() as client:
             answer: dict[str, Any] = (await client.get(path)).json()
@@ -124,7 +124,7 @@ class Cluster:
         """Apply `change` to an object, as a merge patch.
 
         Raises:
-            Forbidden, Refused, Unreachable.
+            Forbidden, Refused, Unreachable; Absent: it does not exist.
         """
         async with self._client() as client:
             headers = {"content-type": "application/merge-patch+json"}

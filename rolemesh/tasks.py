@@ -28,8 +28,10 @@ async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 async def as_they_end(tasks: Sequence[asyncio.Task[R]]) -> AsyncGenerator[list[asyncio.Task[R]]]:
-    """Yield tasks as they end, all those at once that have ended by then. Leaving the iterator cancels the
-    others, and returns when none of them runs any more."""
+    """Yield tasks as they end, each time all that have ended since the last time.
+
+    Closing the iterator cancels the other tasks, and waits until all have ended.
+    """
     ended: asyncio.Queue[asyncio.Task[R]] = asyncio.Queue()
     for task in tasks:
         task.add_done_callback(ended.put_nowait)

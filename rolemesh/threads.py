@@ -13,8 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Called with every piece of work that a call starts in a thread. The server counts the call's memory until it
-# is done.
+# Called with the future of each function that a call runs in a thread. The server counts the call's memory
+# until all of them are done.
 watch: ContextVar[Callable[[asyncio.Future[Any]], None] | None] = ContextVar("watch", default=None)
 
 
@@ -28,7 +28,7 @@ _progress = _Progress()
 
 
 def note_progress_with(note: Callable[[], None] | None) -> None:
-    """Set what `progress` calls on this thread; None: nothing."""
+    """Let `progress` call this function on this thread; None: no function."""
     _progress.note = note
 
 
@@ -48,9 +48,12 @@ async def run_on(
 
     Args:
         executor: where to run it; None: the event loop's default executor.
-        function: what to run.
+        function: the function.
         args: its arguments.
         kwargs: its keyword arguments.
+
+    Returns:
+        The function's result; its errors are raised.
     """
     context, is_wanted = contextvars.copy_context(), True
 

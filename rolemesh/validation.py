@@ -3,11 +3,11 @@
 A request is checked before the method sees it, an answer before the caller does. So both can rely on the
 declaration: every column has its dtype and shape, token ids are in the model's vocabulary, masks are 0 or 1. On
 a GPU, one id outside the vocabulary breaks the process for every later call. One score that is not finite ruins
-the policy. Rules that no declaration states, such as the order of padding and tokens in a row, are checked by
-the worker.
+the policy. The worker checks rules that no declaration states, such as the order of padding and tokens in
+a row.
 
-The checks use numpy, which runs only on the caller's thread. If a server's thread used torch's operators, it
-would start a team of OpenMP threads (rolemesh/workers/seat.py).
+The checks use numpy, which runs only on the caller's thread. torch's operators would start a team of OpenMP
+threads for each thread of the server that calls them (rolemesh/workers/seat.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RoleFailed
 from rolemesh.roles import Method
 
-# Explains the name of an axis in errors.
+# The meaning of each axis, for errors.
 AXES = {
     "B": "the batch's rows",
     "P": "data.max_prompt_length",
@@ -57,7 +57,7 @@ class BatchValidator:
 
         Args:
             methods: rolemesh.roles.methods(job).
-            role: whose methods to take.
+            role: the role.
             vocabulary: number of token ids of the role's model; None: unknown.
         """
         return cls({method.rpc: method for method in methods.values() if method.role == role}, vocabulary)
@@ -109,8 +109,8 @@ class BatchValidator:
         Args:
             rpc: name of the rpc.
             answer: the answer or part.
-            request: the request. In columns [B, T], floats must be finite where response_mask is True: the
-                answer's, or else the request's.
+            request: the request. In columns [B, T], floats must be finite where response_mask is True. The mask
+                is the answer's, if it has one, else the request's.
 
         Raises:
             RoleFailed: the answer does not match the declaration: a column is missing, undeclared or invalid,

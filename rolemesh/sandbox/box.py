@@ -17,7 +17,8 @@ from rolemesh.sandbox.inside import READY
 PROJECT = Path(__file__).parents[2]
 SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
-# Attempts to escape, which run before any other program. Its last line is printed only if all attempts fail.
+# A program that tries to escape, and prints its last line only if every attempt is refused. It runs before any
+# other.
 ESCAPES = """
 import ctypes, os, socket, subprocess
 def refused(attempt):
@@ -85,21 +86,35 @@ class Sandbox:
         self._control: socket.socket | None = None
 
     def run(self, program: str, stdin: str, limits: Limits, *, function: str | None = None) -> Outcome:
-        """Run a program, or with `function`, call that function of it with the arguments in stdin, as JSON.
+        """Run a program, or call one of its functions.
+
+        Args:
+            program: Python.
+            stdin: its standard input; with `function` a JSON list of arguments.
+            limits: of this run.
+            function: the function to call, whose result is the output, as JSON; None: run the program.
 
         Raises:
-            SandboxUnavailable: it could not be sandboxed, and was not run.
+            SandboxUnavailable: it could not be sandboxed, and was not run; or the sandbox's process ended.
         """
         self.start()
         return self._run(program, stdin, limits, function)
 
     def start(self) -> None:
-        """Start the sandbox's process, if it does not run. Raises SandboxUnavailable if it cannot."""
+        """Start the sandbox's process unless it runs. Raises SandboxUnavailable if there is no sandbox here."""
         if self._process is None:
             self._start()
 
     def send(self, asked: dict[str, Any], files: list[int]) -> None:
-        """Send a request to the sandbox's process. Raises SandboxUnavailable if it has ended."""
+        """Send a request to the sandbox's process, which has been started.
+
+        Args:
+            asked: the request, as inside.py reads it.
+            files: descriptors to pass on.
+
+        Raises:
+            SandboxUnavailable: the process has ended.
+        """
         assert self._control is not None
         try:
             socket.send_fds(self._control, [json.dumps(asked).encode()], files)
@@ -107,7 +122,7 @@ class Sandbox:
             raise self._gone() from error
 
     def close(self) -> None:
-        """End the sandbox, with a program that runs in it."""
+        """End the sandbox and any program that runs in it."""
         if self._process is not None and self._control is not None:
             self._process.kill()
             self._process.wait()

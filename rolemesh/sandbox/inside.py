@@ -1,4 +1,4 @@
-"""The inside of the sandbox: a bare interpreter that restricts its own rights and forks for each program.
+"""The inside of the sandbox: a bare interpreter that restricts its own rights, and forks for each program.
 
 A fork is faster than a new interpreter with the same imports, and as safe: no program has run in its memory.
 Programs and their input arrive as open files that this process never reads, so no program finds another's text
@@ -32,14 +32,14 @@ NOBODY = 65534  # the user and group that replace root
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/urandom")
 INSTALLED = ("site-packages", "dist-packages")  # in the standard library's directory, but not part of it
-THREADS = 512  # limit of a program's threads beside the user's other ones; memory often limits earlier
+THREADS = 512  # a program's threads, beyond those that its user already runs; memory often limits earlier
 STACK_BYTES = 64 << 20  # default stack of a thread; deep recursion needs it
 OPEN_FILES = 64
 RECURSION = 600_000
-BUSY = 8
+BUSY = 8  # see idle_time
 READY = b"ready"
 
-# Names that programs of these data sets (APPS, TACO, PRIME) use without an import. builtins come late, so that
+# Names that programs of the data sets APPS, TACO and PRIME use without an import. builtins come late, so that
 # pow is not math.pow.
 PRELUDE = """
 from string import *; from re import *; from datetime import *; from collections import *; from heapq import *
@@ -90,7 +90,7 @@ def shut_in() -> int:
     """Drop this process's rights: root becomes nobody, and only the interpreter's files stay readable.
 
     Returns:
-        number of tasks that its user already runs.
+        number of threads that its user already runs (num_tasks).
     """
     die_with_parent(os.getppid())
     sys.path.remove(os.environ["PYTHONPATH"])  # only needed to load this file
@@ -130,14 +130,16 @@ def confine(
     *,
     cpu_s: int | None,
 ) -> str:
-    """Drop all other rights in the fork, and read the program. Ends the process if that fails.
+    """Drop the fork's other rights, and return the program's text. If that fails, the process ends.
 
     Args:
         asked: memory_bytes and output_bytes.
         files: program, standard input and standard output.
         kept: the interpreter's directory, the pipe on which a failure is reported, and further files that stay
             open.
-        cpu_s: limit of its CPU time in seconds; None: who forked it limits it.
+        parent: process id of the parent, with which the fork ends.
+        tasks: number of threads that the user runs besides.
+        cpu_s: limit of its CPU time in seconds; None: its parent limits it.
     """
     home, tell = kept[:2]
     try:
@@ -178,7 +180,7 @@ def confine(
 
 
 def outcome(pid: int, report: int, wall_s: float, idle_s: float) -> dict[str, Any]:
-    """Wait for a program, and kill it when its time is over. It cannot have children that outlive it.
+    """Wait for a program, and kill it at its time limit. It cannot have children that outlive it.
 
     Args:
         pid: the program's process.
@@ -210,8 +212,12 @@ def outcome(pid: int, report: int, wall_s: float, idle_s: float) -> dict[str, An
 def idle_time(lived_s: float, cpu_s: float) -> float:
     """Estimate the seconds that a program slept.
 
-    A time of up to BUSY times its CPU time is not counted, because the program may have waited for a CPU of a
-    busy machine. The sandbox cannot read from the kernel whether it did.
+    On a busy machine a program also waits for a CPU, and the sandbox cannot read from the kernel for how long.
+    So only the time beyond BUSY times its CPU time counts as sleep.
+
+    Args:
+        lived_s: seconds since it began.
+        cpu_s: its CPU seconds.
     """
     return max(0.0, lived_s - BUSY * cpu_s)
 
@@ -224,8 +230,8 @@ def cpu_clock(pid: int) -> int:
 def run(program: str, names: dict[str, Any], function: str | None) -> None:
     """Run a program as the main module, or call a function of it.
 
-    The function (a method of the class Solution if there is one) gets the arguments in standard input, as JSON.
-    Its result is the output, as JSON. The interpreter reports how the program ends.
+    The function (a method of the class Solution if there is one) gets its arguments from standard input, a JSON
+    list. Its result is the output, as JSON. An error of the program ends the process, as usual.
     """
     main_module = types.ModuleType("__main__" if function is None else "answer")
     main_module.__dict__.update({**names, "__name__": main_module.__name__})

@@ -1,5 +1,7 @@
-"""Landlock: a process names the files that it needs, and permanently loses access to all others (Linux 5.13,
-https://docs.kernel.org/userspace-api/landlock.html). It needs no privilege."""
+"""Landlock: a process names the files that it needs, and permanently loses access to all others.
+
+It needs Linux 5.13 and no privilege: https://docs.kernel.org/userspace-api/landlock.html.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import os
 import struct
 from collections.abc import Iterable
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on x86_64 and aarch64
 RULESET_VERSION = 1
 PATH_BENEATH = 1
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
@@ -32,11 +34,11 @@ def abi() -> int:
 def restrict_to_reading(paths: Iterable[str], *, listed: Iterable[str]) -> None:
     """Restrict this process and its children to reading from now on.
 
-    They can read files at or beneath `paths`, and list directories at or beneath `listed`. They cannot write,
-    create, remove or execute any file. Open files stay open.
+    They can read files, and list directories, at or beneath `paths`. At or beneath `listed` they can only list
+    directories. They cannot write, create, remove or execute any file. Open files stay open.
 
     Raises:
-        OSError: there is no Landlock, or it refuses. Then nothing is restricted.
+        OSError: there is no Landlock, or it refuses. Then no access is restricted.
     """
     version = abi()
     if not version:

@@ -1,7 +1,7 @@
 """Ensures that no process of a role outlives the process that started it.
 
-`python parent.py PARENT COMMAND...` runs a command, and ends everything that it has started when the command or
-PARENT ends.
+`python parent.py PARENT COMMAND...` runs a command. When the command or PARENT ends, all processes that the
+command started are killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-NOT_STARTED = 127  # the status of a command that is not there, as shells have it
+NOT_STARTED = 127  # a shell's status of a command that it cannot start
 
 _libc = ctypes.CDLL(None)
 
@@ -34,10 +34,10 @@ def die_with_parent(parent: int) -> None:
 
 
 def group_that_dies_with_me(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the command that runs this one as `run_as_group` does. It has to start a session of its own.
+    """Return a command that runs this one by `run_as_group`. Start it in a session of its own.
 
-    Only Linux tells of a process's end to others: elsewhere it is the command itself, which outlives a killed
-    parent.
+    Only on Linux can a process watch for the end of its parent. On other systems the result is the command
+    itself, which survives if this process is killed.
     """
     try:
         os.close(os.pidfd_open(os.getpid()))
@@ -47,19 +47,19 @@ def group_that_dies_with_me(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def run_as_group(parent: int, command: Sequence[str]) -> int:
-    """Run a command, and end everything that it has started when it ends, when the parent ends, or on SIGTERM.
+    """Run a command. When it ends, the parent ends, or SIGTERM comes, kill all processes that it started.
 
-    The kernel tells a child alone of its parent's end, and not what the child has started. So this process
-    stays, and waits for the command and for the parent. It adopts what loses its own parent (a subreaper, see
-    prctl(2)), also in another session. SIGKILL to this process's group, which it has to lead, ends it with the
-    group, and spares what has left the group.
+    When a parent ends, the kernel can kill its children, but not the processes that these have started. So this
+    process waits for the command and for the parent. It must lead its process group. It adopts each process
+    that loses its own parent, also in another session (a subreaper, see prctl(2)). SIGKILL to the group ends
+    this process too, and then processes that have left the group survive.
 
     Args:
         parent: process id of the parent.
         command: the program and its arguments.
 
     Returns:
-        The command's status; if a signal ended it, 128 and the signal's number, as shells have it.
+        The command's status; if a signal ended it, 128 plus the signal's number, as in a shell.
     """
     leader = os.getpid()
     assert os.getpgrp() == leader, "a group with others would be killed"
@@ -97,7 +97,7 @@ def run_as_group(parent: int, command: Sequence[str]) -> int:
 
 
 def _reaped(child: int) -> int | None:
-    """Wait for what has ended, and return the child's status if it is among them."""
+    """Reap all children that have ended. Return the status of this one, or None if it still runs."""
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             if found[0] == child:
@@ -106,18 +106,22 @@ def _reaped(child: int) -> int | None:
 
 
 def _end_all(children: str) -> None:
-    """Kill the children that the kernel lists in a file, and those of the dead, which it lists there then."""
+    """Kill this process's children, and all that it adopts when these have ended.
+
+    Args:
+        children: the file in which the kernel lists them.
+    """
     with suppress(ChildProcessError):
         while True:
             with open(children) as listed:
                 for pid in listed.read().split():
-                    with suppress(PermissionError):  # another user's, which ends with its own parent
+                    with suppress(PermissionError):  # it is another user's, and ends with its own parent
                         os.kill(int(pid), signal.SIGKILL)
             os.waitpid(-1, 0)
 
 
 def _become(command: Sequence[str]) -> None:
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a command would inherit that
         signal.signal(ignored, signal.SIG_DFL)
     try:
         os.execvp(command[0], tuple(command))

@@ -1,5 +1,6 @@
-"""seccomp: allows only the system calls that a computation needs (Linux 3.17,
-https://docs.kernel.org/userspace-api/seccomp_filter.html). It needs no privilege.
+"""seccomp: allows only the system calls that a computation needs.
+
+It needs no privilege: https://docs.kernel.org/userspace-api/seccomp_filter.html.
 
 The list names the allowed calls, not the forbidden ones, so calls that nobody thought of (io_uring, keyrings,
 the scheduling of another process, …) are refused. A refused call fails with EPERM, which Python raises as
@@ -61,7 +62,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def allow_computing_only() -> None:
-    """Allow this process only to compute: from now on it can read files that it may open, and start threads.
+    """Allow this process only to compute: to use its open files, to read files, and to start threads.
 
     It cannot open a file for writing, start a process, create a socket, send a signal or execute a program. It
     cannot change another process, a file's permissions or a file's name. PR_SET_NO_NEW_PRIVS must be set.

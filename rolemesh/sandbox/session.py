@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rolemesh.sandbox.box import Limits, Sandbox, SandboxUnavailable, memory_file
 
-# What differs from process to process: an object's address, and the open directory of the standard library.
+# Text that differs from process to process: an object's address, and the path of the standard library.
 ADDRESS = re.compile(r"(?<= at )0x[0-9a-f]{6,}")
 LIBRARY = re.compile(r"/proc/self/fd/\d+(?=/lib)")
 
@@ -23,10 +23,10 @@ class Said:
     """The result of a call.
 
     Args:
-        output: printed text, the repr of a last expression, and the traceback of an error. An object's address
-            in it is 0x0.
-        is_cut: there was more of it.
-        ended: why the interpreter has ended, with all its variables; "": it has not.
+        output: printed text, the repr of a last expression, and the traceback of an error. Addresses of objects
+            are replaced by 0x0.
+        is_cut: True if the output filled Limits.output_bytes, so that more may be lost.
+        ended: why the interpreter has ended, with all its variables; empty if it has not.
     """
 
     output: str
@@ -42,7 +42,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._sandbox = Sandbox()
-        # The kernel ends the sandbox with the thread that started it, so that thread has to stay.
+        # The kernel ends the sandbox with the thread that started it, so that thread must go on.
         self._starter = ThreadPoolExecutor(1, "sandbox")
 
     def start(self) -> None:
@@ -52,12 +52,15 @@ class Sessions:
     async def open(self, limits: Limits) -> Session:
         """Start an interpreter.
 
+        Args:
+            limits: of its memory and output, and of the time of each call; idle_s has no effect.
+
         Raises:
             SandboxUnavailable: it could not be sandboxed.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         files = [memory_file("", sealed=False), memory_file("", sealed=False)]
-        for file in files:  # a reader begins anew, and a writer appends, whatever a call left
+        for file in files:  # after a truncation a write goes to the new end, not to the old position
             fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         session = Session(ours, files[0], files[1], limits)
         asked = {"session": 1, "memory_bytes": limits.memory_bytes, "output_bytes": limits.output_bytes}
@@ -94,7 +97,7 @@ class Session:
         control.setblocking(False)
 
     async def run(self, code: str) -> Said:
-        """Run code. If this call is cancelled, the interpreter has to be closed.
+        """Run code. If this call is cancelled, close the interpreter.
 
         Raises:
             SandboxUnavailable: the sandbox's own process has ended.
@@ -117,7 +120,7 @@ class Session:
         return Said(text, is_cut, ended)
 
     async def answer(self) -> dict[str, str]:
-        """Receive an answer of the supervisor. Raises SandboxUnavailable if it has ended."""
+        """Receive the supervisor's next answer. Raises SandboxUnavailable if the supervisor has ended."""
         try:
             message = await asyncio.get_running_loop().sock_recv(self._control, 1 << 16)
         except ConnectionError as error:

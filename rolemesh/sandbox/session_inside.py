@@ -1,7 +1,7 @@
 """The inside of a session: an interpreter that keeps its variables from one call to the next.
 
 The sandbox's process forks a supervisor for each session, and the supervisor forks the interpreter. The
-supervisor never reads code. It lets the interpreter run during calls only, and kills it at a call's limits.
+supervisor never reads code. It lets the interpreter run only during calls, and kills it at a call's limits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def forked(control: socket.socket, files: list[int]) -> bool:
 
     Args:
         control: the sandbox's own socket, which the supervisor closes.
-        files: of the session, which the sandbox's process closes.
+        files: the session's descriptors, which the sandbox's process closes.
     """
     for pid in list(_sessions):
         if os.waitpid(pid, os.WNOHANG)[0]:
@@ -58,7 +58,7 @@ def supervise(
         asked: memory_bytes and output_bytes.
         files: the session's socket, the file with a call's code, and the file of its output.
         home: the interpreter's directory.
-        tasks: number of tasks that the user ran when the sandbox started.
+        tasks: number of threads that the user ran when the sandbox started.
         confine: `inside.confine`.
     """
     session, (code, output) = socket.socket(fileno=files[0]), files[1:]
@@ -92,7 +92,7 @@ def _tell(session: socket.socket, answer: dict[str, Any]) -> None:
 
 
 def _call(limits: dict[str, Any], session: socket.socket, link: socket.socket, process: int, pid: int) -> str:
-    """Let the interpreter run one call. Return "" if it is done, else why the interpreter has ended."""
+    """Let the interpreter run one call. Return why the interpreter has ended, or "" if it goes on."""
     clock = ~pid << 3 | 2  # of its CPU time, as clock_getcpuclockid(3) computes it
     began, cpu = time.monotonic(), time.clock_gettime(clock)
     waiting = select.poll()
@@ -132,9 +132,9 @@ def _how(code: int) -> str:
 
 
 def converse(link: socket.socket) -> None:
-    """Run the code in standard input each time that a byte comes, and answer with a byte.
+    """Run the code in standard input each time that a byte comes on `link`, and answer with a byte.
 
-    All of it runs in one namespace, as at Python's prompt: standard output gets what it prints, the repr of a
+    All code runs in one namespace, as at Python's prompt. Standard output gets the printed text, the repr of a
     last expression, and the traceback of an error.
     """
     main = types.ModuleType("__main__")
@@ -182,7 +182,7 @@ def _say_briefly(error: BaseException) -> None:
 
 
 def _flush() -> None:
-    """Write what was printed. What has no room in the output is dropped, also from the next call's."""
+    """Write the printed text. Text for which the output has no room is dropped, not left to the next call."""
     try:
         sys.stdout.flush()
     except BaseException:

@@ -28,7 +28,7 @@ def setup_logging(
     Args:
         format: text for people, json for log collectors.
         level: the lowest level written.
-        stream: the stream; None: standard error.
+        stream: where they go; None: to standard error.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
@@ -37,7 +37,7 @@ def setup_logging(
 
 
 def origin() -> dict[str, str | int]:
-    """Return the known ones of job, role, rank and step in this context."""
+    """Return job, role, step and rank of this context, without those that are not known."""
     known: dict[str, str | int] = {
         "job": context.job.get(),
         "role": context.role.get(),
@@ -92,9 +92,9 @@ def shown(error: BaseException) -> str:
 
 
 def _traceback(error: BaseException | None) -> Iterator[str]:
-    """Yield the traceback's lines for an error and its causes.
+    """Yield the traceback's lines of an error and its causes, the first cause first.
 
-    An error's own text is one line, and each of its notes too: they may be untrusted.
+    An error's own text is one of them, and so is each of its notes, since they may be untrusted.
     """
     chain: list[tuple[BaseException, str]] = []
     then = ""

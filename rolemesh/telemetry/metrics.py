@@ -28,12 +28,10 @@ NONFINITE_GRADIENTS = Counter(
 # ------------------------------------------------------------------ ranks of a role (rolemesh/ranks/load.py)
 RANK_TOKENS = Counter(
     "rolemesh_rank_tokens",
-    "Tokens that a rank of several computed, without fillers",
+    "Tokens that a rank computed, without fillers, in a role of several ranks",
     ["role", "rank"],
 )
-RANK_SECONDS = Counter(
-    "rolemesh_rank_seconds", "Seconds in which a rank of several ran commands", ["role", "rank"]
-)
+RANK_SECONDS = Counter("rolemesh_rank_seconds", "Seconds in which a rank ran commands", ["role", "rank"])
 RANK_COLLECTIVE_SECONDS = Counter(
     "rolemesh_rank_collective_seconds",
     "Seconds in which collectives of a rank ran, the wait for slower ranks included",
@@ -43,8 +41,7 @@ RANK_COLLECTIVE_SECONDS = Counter(
 # --------------------------------------------------------- engine hf (services/rollout/engines/hf/batch.py)
 ROLLOUT_CONTEXT_TOKENS = Counter(
     "rolemesh_rollout_context_tokens",
-    "Tokens of prompts and earlier turns before a row's first new token, by where engine hf had their keys and "
-    "values from: kept or computed",
+    "Tokens of prompts and earlier turns, by the source of their keys and values in hf: kept or computed",
     ["source"],
 )
 for _source in ("kept", "computed"):
@@ -108,7 +105,7 @@ EPISODES_LOST = Counter(
     "rolemesh_episodes_lost", "Episodes whose replica was gone or no longer had them, seen by the caller"
 )
 
-# ------------------------------------------- the controller's client (rolemesh/rpc/calling/dispatch.py)
+# --------------------------------------------------------- the controller's clients (rolemesh/rpc/calling/)
 CLIENT_REQUESTS = Counter(
     "rolemesh_rpc_client_requests", "Calls to a replica that have ended, by status", ["role", "method", "code"]
 )

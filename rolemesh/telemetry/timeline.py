@@ -1,4 +1,4 @@
-"""Records the timeline of a step: each call of each role, when it waited and for what, and when it computed.
+"""Records the timeline of a step: when each call of each role waited, for what, and when it computed.
 
 While the context variable `calls` holds a list, every call is appended to it: by a worker in its own process,
 and by a client for each request to a replica. A server returns its workers' records to the client, in seconds
@@ -44,7 +44,7 @@ class Call:
         where: place in the drawing: a role, or a role and its replica's address.
         name: role and method, e.g. "actor.update".
         began, ended: seconds of time.perf_counter.
-        waits_for: the holder of whatever the call waits for before it can compute.
+        waits_for: the role whose turn the call waits for: the one on the shared device, or its own.
         parts: the call's activities, one after another.
         sizes: number of rows and tokens.
     """
@@ -72,7 +72,7 @@ class Call:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Record the time since the last part as waiting, and the block as computing."""
+        """Record the block as computing, and the time between the last part and the block as waiting."""
         waited_since = self.parts[-1].ended if self.parts else self.began
         self.add(f"waits for {self.waits_for}", waited_since, time.perf_counter())
         with self.during(COMPUTES):
@@ -89,9 +89,12 @@ class Call:
         return timed
 
     def heard(self, report: str) -> None:
-        """Add the parts that a server reported (`report`) for a request sent at `began`, just answered.
+        """Add the parts that a server reported for this call, which has just been answered.
 
-        The rest of the time is recorded as transfer, in both directions, the codec's work included.
+        The rest of the time is recorded as transfer, in both directions. It includes the codec's work.
+
+        Args:
+            report: from `report_of`.
         """
         seconds, parts = json.loads(report)
         at, now = self.began, time.perf_counter()
@@ -111,7 +114,7 @@ _current: ContextVar[Call | None] = ContextVar("_current", default=None)  # the 
 
 @contextmanager
 def recorded(where: str, name: str, batch: object = None, *, waits_for: str = "") -> Iterator[Call]:
-    """Wrap a call; append it to `calls` when it ends, if recording is on and it was not too short."""
+    """Wrap a call. When it ends, append it to `calls`, unless nothing is recorded or it was too short."""
     call = Call(where, name, time.perf_counter(), waits_for=waits_for)
     outer = _current.get()
     _current.set(call)
@@ -129,12 +132,12 @@ def recorded(where: str, name: str, batch: object = None, *, waits_for: str = ""
 def add_ranks(began: float, seconds: Sequence[tuple[float, float]]) -> None:
     """Record in the running call what each rank did in a command that was given at `began`.
 
-    Clocks of two ranks are never compared: each rank begins when the command was given. Its collectives are
-    drawn as one part after its computing, though the two alternate.
+    Clocks of two ranks are never compared, so all are drawn as if they began when the command was given. A
+    rank's collectives are drawn as one part after its computing, although the two alternate.
 
     Args:
         began: seconds of time.perf_counter.
-        seconds: of the command on each rank, and those of them in collectives.
+        seconds: for each rank, the command's seconds and how many of these it spent in collectives.
     """
     if (call := _current.get()) is None or calls.get() is None:
         return
@@ -171,9 +174,13 @@ def sizes_of(batch: object) -> dict[str, int]:
 def to_chrome(written: Sequence[Call], step: Call) -> dict[str, Any]:
     """Convert a step to Chrome's trace format, which Perfetto reads.
 
-    Times are microseconds since 1970 by the controller's clock. Each place is a group of rows: first its
-    computations, with a row for each rank of several, then the calls as their callers saw them, on as many rows
-    as ran at once. Everything is cut off at the step's begin and end.
+    Times are microseconds since 1970 by the controller's clock. Each place is a group of rows. Its first rows
+    are its computations. Then come those of its ranks, if it has several, and then the calls as their callers
+    saw them. Calls that overlap have rows of their own. Everything is cut off at the step's begin and end.
+
+    Args:
+        written: the step's calls.
+        step: the step itself, as a call.
     """
     since_1970 = time.time() - time.perf_counter()
     events: list[dict[str, Any]] = []
