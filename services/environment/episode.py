@@ -1,4 +1,4 @@
-"""One episode of a replica: answers its turns in order, each once, even if a turn is sent again."""
+"""One episode of a replica: answers its turns in order. A turn that is sent again gets the same answer."""
 
 from __future__ import annotations
 
@@ -27,13 +27,18 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-# Fields of a turn that only an agent that `calls` gets.
+# Fields of a turn that only agents with `calls` get (AgentSpec).
 OF_A_PROGRAM = ("text", "cut", "prompt_tokens", "completion_tokens")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits in seconds: for one turn, and for an episode that gets no request."""
+    """Time limits.
+
+    Args:
+        call_s: seconds for one turn.
+        episode_s: seconds after which an episode without requests is abandoned.
+    """
 
     call_s: float
     episode_s: float
@@ -48,7 +53,7 @@ class OpenedEpisode:
         request: opens the episode.
         opens: makes the conversation.
         limits: time limits.
-        answered: called once with each answer to a turn.
+        answered: called once for each answered turn, with the answer.
         ended: called with the reason after the episode has released its resources.
     """
 
@@ -77,7 +82,7 @@ class OpenedEpisode:
     # ------------------------------------------------------------------------------- requests
 
     async def opened(self) -> OpenEpisodeResponse:
-        """Return the environment's first messages.
+        """Return the environment's first messages, or the prompt that it sets.
 
         Raises:
             EnvironmentFailed: the conversation could not begin.
@@ -129,7 +134,7 @@ class OpenedEpisode:
             raise type(self._failure)(str(self._failure))
 
     def end(self, reason: str) -> asyncio.Task[CloseEpisodeResponse]:
-        """Start to close the episode, even during a turn, unless it is closing already."""
+        """Return the task that closes the episode, even during a turn. The first call starts it."""
         if self._closing is None:
             self._timer.cancel()
             self._closing = _started(self._close(reason))
@@ -181,7 +186,7 @@ class OpenedEpisode:
             self._ended(self, reason)
 
     async def _bounded(self, work: Awaitable[R], doing: str) -> R:
-        """Run the environment's code for at most call_s seconds. Its errors name the row."""
+        """Run the environment's code for at most `call_s` seconds, and name the row in its errors."""
         try:
             return await within(self._limits.call_s, work)
         except TookTooLong as error:
@@ -214,7 +219,7 @@ class OpenedEpisode:
 
 
 class _Failing:
-    """Marks the episode as failed if the block raises an error."""
+    """Marks the episode as failed if the block raises a RolemeshError."""
 
     def __init__(self, episode: OpenedEpisode) -> None:
         self._episode = episode
@@ -242,5 +247,5 @@ def _text_of(error: Exception) -> str:
 
 
 def name_of(request: Message) -> str:
-    """Return an episode's name for messages."""
+    """Return the name of a request's episode, for messages."""
     return f"episode {request.episode!r:.200}"  # type: ignore[attr-defined]  # all requests but Describe's

@@ -1,4 +1,4 @@
-"""Runs the code of environments: for a bounded time, and beside the event loop where it blocks."""
+"""Runs the code of environments: for a bounded time, and on threads if it blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MAX_THREADS = 256  # functions that run at the same time and are waited for
+MAX_THREADS = 256  # functions that run at the same time, without those that nobody waits for any more
 
 
 class TookTooLong(Exception):
@@ -25,7 +25,11 @@ class TookTooLong(Exception):
 
 
 async def within(seconds: float, work: Awaitable[R]) -> R:
-    """Await the code of a user.
+    """Await the code of a user, and return its result.
+
+    Args:
+        seconds: time limit.
+        work: the code.
 
     Raises:
         TookTooLong: it did not end in time.
@@ -42,11 +46,11 @@ async def within(seconds: float, work: Awaitable[R]) -> R:
             raise RuntimeError("it cancelled itself")
         return task.result()
     finally:
-        task.cancel()  # nothing waits for its end: it may resist
+        task.cancel()  # without waiting for its end, because it may resist
 
 
 async def without_exit(work: Awaitable[R]) -> R:
-    """Await the code of a user. Raises RuntimeError where it would end the process."""
+    """Await the code of a user. Raises RuntimeError if the code would end the process."""
     try:
         return await work
     except SystemExit as error:
@@ -56,16 +60,17 @@ async def without_exit(work: Awaitable[R]) -> R:
 
 
 def look_at(task: asyncio.Future[Any]) -> None:
-    """Mark a task's error as seen, since it may be read later or never."""
+    """Mark a task's error as retrieved, since its reader may come later or never."""
     if not task.cancelled():
         task.exception()
 
 
 class Threads:
-    """Runs functions, each on a thread of its own. No thread can be stopped: a hung one dies with the process.
+    """Runs functions, each on a thread of its own. A thread that hangs ends only with the process.
 
     Args:
-        most: functions that run at the same time and are waited for; further ones wait for their turn.
+        most: functions that run at the same time; further ones wait. Functions whose callers are gone do not
+            count.
     """
 
     def __init__(self, most: int = MAX_THREADS) -> None:

@@ -1,4 +1,4 @@
-"""EnvironmentService: its messages are what the worker takes and returns."""
+"""EnvironmentService: passes its messages to the worker and back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EnvironmentServicer(EnvironmentServiceBase):
     async def OpenEpisode(self, request: OpenEpisodeRequest, context: Context) -> OpenEpisodeResponse:
         try:
             return await self._worker.open_episode(request)
-        except RoleBusy as error:  # the worker's own, raised before it begins; the guard knows only others'
+        except RoleBusy as error:  # the worker itself is full; the guard would take it for another role's
             await context.abort(*to_status(error))
             raise
 

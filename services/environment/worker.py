@@ -39,18 +39,23 @@ from rolemesh.workers.seat import Seat
 
 log = logging.getLogger(__name__)
 
-REMEMBERED_S = 60.0  # seconds for which the end of an episode may be asked for again
-OTHER = "other"  # the label of an agent or a tool that is none of the job's
+REMEMBERED_S = 60.0  # seconds in which the close of an episode may be repeated
+OTHER = "other"  # label in metrics for agents and tools that the job does not have
 
 
 class EnvironmentWorker(LocalWorker):
     """Implements rolemesh.roles.Environment.
 
-    Conversations run on the event loop. The job's agents are made when the role loads: the default one, and
-    tool_agent if the job names tools or interactions; any other when a row first names it.
+    Conversations run on the event loop. When the role loads, it makes the default agent, if it has
+    conversations, and tool_agent, if the job names tools or interactions. It makes any other agent when a
+    request first names it.
+
+    Args:
+        job: has the agents and their limits.
+        seat: the worker's thread; None: one of its own.
 
     Raises:
-        InvalidConfig: an agent cannot be made of the job, e.g. a tool is unknown.
+        InvalidConfig: an agent cannot be made, e.g. a tool is unknown.
     """
 
     def __init__(self, job: JobConfig, seat: Seat | None = None) -> None:
@@ -89,7 +94,7 @@ class EnvironmentWorker(LocalWorker):
         return response
 
     async def open_episode(self, request: OpenEpisodeRequest) -> OpenEpisodeResponse:
-        """Begin an episode, or say again how it began.
+        """Begin an episode, or repeat the answer to the same attempt.
 
         Raises:
             EpisodeLost: a later attempt has begun.
@@ -117,11 +122,16 @@ class EnvironmentWorker(LocalWorker):
         return await episode.opened()
 
     async def act(self, request: ActRequest) -> ActResponse:
-        """Answer an episode's next turn, or its last one again; OpenedEpisode.act has the errors."""
+        """Answer an episode's next turn, or repeat its last answer.
+
+        Raises:
+            EpisodeLost: this replica does not have it, or not this attempt; or it ended meanwhile.
+            InvalidBatch, EnvironmentFailed: as OpenedEpisode.act.
+        """
         return await self._find(request).act(request)
 
     async def close_episode(self, request: CloseEpisodeRequest) -> CloseEpisodeResponse:
-        """End an episode, or say again how it ended.
+        """End an episode, or repeat how it ended.
 
         Raises:
             EpisodeLost: this replica does not have it, or not this attempt.
@@ -220,7 +230,7 @@ def _check_names(request: OpenEpisodeRequest) -> None:
 
 
 def _as_json(agent: str, tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return an agent's tools as JSON. Raises InvalidConfig if one is no tool."""
+    """Return an agent's tools as JSON. Raises InvalidConfig if one is not a tool, or there are too many."""
     if len(tools) > MAX_TOOLS:
         raise InvalidConfig(f"agent {agent} offers {len(tools)} tools; at most {MAX_TOOLS} are possible")
     texts = []

@@ -1,4 +1,4 @@
-"""Runs one role of a job on this machine, in the processes that it has in a run, and the work that calls it."""
+"""Runs one role of a job on this machine, in the same processes as in a run, and work that calls it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ R = TypeVar("R")
 
 
 async def with_role(role: str, job: JobConfig, work: Callable[[Any], Coroutine[Any, Any, R]]) -> R:
-    """Start the processes of one role, do the work with their client, end them, and return its result.
+    """Start the processes of one role, do the work with its client, end the processes, and return the result.
 
     Placement, ranks and replicas are those of the whole job. Logs are in <run directory>/logs.
 
     Args:
         role: its name.
         job: the job.
-        work: takes the client, whose replicas are ready.
+        work: takes the client, when the replicas are ready.
 
     Raises:
         RolemeshError: the role cannot be started, its last replica was lost, or the work failed.

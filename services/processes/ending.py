@@ -13,11 +13,10 @@ from rolemesh.workers import broken_device
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = (
-    25.0  # for running calls, by default; Kubernetes kills a pod 30 s after SIGTERM, unless it says otherwise
-)
-ORPHAN_DRAIN_S = 1.0  # when the launcher is gone or the device is broken, no answer is worth a wait
-LAST_WORDS_S = 4.0  # then the process exits even if a thread still computes, which cannot be stopped
+# Default time for running calls after a signal. Kubernetes kills a pod 30 s after SIGTERM, by default.
+DRAIN_S = 25.0
+ORPHAN_DRAIN_S = 1.0  # instead, if the launcher is gone or the device is broken, since nobody needs the answers
+LAST_WORDS_S = 4.0  # after draining; then the process exits even if a thread still computes
 
 
 class Ending:
@@ -40,7 +39,7 @@ class Ending:
             threading.Thread(target=self._watch_stdin, daemon=True, name="parent").start()
 
     def with_device(self) -> None:
-        """From now on also end if the device breaks, within LAST_WORDS_S, with a code of its own."""
+        """From now on also end if the device breaks: within LAST_WORDS_S, with broken_device.EXIT_CODE."""
         broken_device.when_broken(self._on_broken_device)
 
     def _on_broken_device(self, why: str) -> None:
@@ -68,7 +67,7 @@ class Ending:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End the process, one of whose threads may hang in a collective or on its device; nothing stops that."""
+    """End the process at once, even if a thread hangs in a collective or on its device."""
     logging.shutdown()
     os._exit(code)
 

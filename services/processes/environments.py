@@ -16,21 +16,21 @@ def inherited() -> dict[str, str]:
 
 
 def role_environment(num_ranks: int = 1) -> dict[str, str]:
-    """Return the environment of a role process of this machine.
+    """Return the environment variables of a role process on this machine.
 
     Args:
-        num_ranks: of its group, which compute at the same time and share the cores.
+        num_ranks: ranks of its group, which compute at the same time and share the cores.
     """
     return inherited() | role_settings(num_ranks)
 
 
 def role_settings(num_ranks: int = 1) -> dict[str, str]:
-    """Return the variables that every role process has; those that this process has stay as they are.
+    """Return the variables that every role process gets. Values that this process has already are kept.
 
-    OpenMP threads wait passively: spinning at barriers would slow several processes on few cores.
+    OpenMP threads wait passively, because spinning at barriers would slow down several processes on few cores.
 
     Args:
-        num_ranks: of its group on one machine, which compute at the same time and share the cores.
+        num_ranks: ranks of its group on one machine, which compute at the same time and share the cores.
     """
     settings = {
         "OMP_NUM_THREADS": str(max(1, usable_cpus() // num_ranks)),

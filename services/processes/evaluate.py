@@ -1,4 +1,4 @@
-"""Implements `rolemesh evaluate`: the reward role alone scores the responses of a file."""
+"""Implements `rolemesh evaluate`: scores the responses of a file. Only the reward role is started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def evaluate_file(job: JobConfig, output: Path | None, response_key: str) -> Eva
     """Score the responses of data.val_files, print the metrics as a table, and write them to `output`.
 
     Args:
-        job: its section `reward` says how they are scored.
+        job: its section `reward` determines the scores.
         output: a JSON file; None: only the table.
         response_key: the column with a list of responses in each row.
 

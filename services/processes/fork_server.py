@@ -1,11 +1,11 @@
-"""Forks the processes of roles from one that has imported what they need.
+"""Forks the processes of roles from one that has imported their code.
 
-A process that begins with `python -m rolemesh serve` imports torch, transformers and its role's code, for
-seconds of a core and hundreds of MiB. A fork of a process that has imported them takes milliseconds, and shares
-their memory. So the command line forks a server before it imports torch or starts a thread. The server
-imports, and then forks a process for each request, as multiprocessing's fork server does. Here a request is a
-command line with its environment. The fork is as that command line would be in a process of its own: with a
-session and an output of its own, and a pipe that closes when the launcher ends.
+A process that begins with `python -m rolemesh serve` imports torch, transformers and its role's code. This
+takes seconds of a core and hundreds of MiB. A fork of a process that has imported them takes milliseconds, and
+shares their memory. So the command line forks a server before it imports torch or starts a thread. The server
+imports the code, and then forks a process for each request, like multiprocessing's fork server. Here a request
+is a command line with its environment. The fork behaves as if that command line had started it: it has its own
+session and output, and a pipe that closes when the launcher ends.
 
 The server opens no channel, touches no device and computes nothing, because none of that survives a fork. It
 ends when the launcher ends.
@@ -39,7 +39,7 @@ STATUS, STDIN, STDOUT, STDERR = range(4)  # the descriptors of a request
 
 
 class Forked:
-    """A process that the server forked, with what its launcher needs of asyncio.subprocess.Process."""
+    """A process that the server forked, with the part of asyncio.subprocess.Process that its launcher needs."""
 
     def __init__(
         self, pid: int, status: asyncio.StreamReader, writer: asyncio.StreamWriter, stdin: int
@@ -105,9 +105,9 @@ class ForkServer:
 
         Args:
             arguments: of the command line.
-            environment: all its variables.
-            output: the descriptor of its output; None: it goes where this process's goes.
-            name: that `ps -e` and `top` show, up to 15 characters; empty: the command.
+            environment: all its environment variables.
+            output: descriptor for its output; None: this process's output.
+            name: shown by `ps -e` and `top`, up to 15 characters; empty: the command.
 
         Raises:
             OSError: the server is gone, or could not fork.
@@ -149,7 +149,7 @@ class ForkServer:
 
 
 server: ForkServer | None = None  # of this process
-is_fork = False  # this process has done nothing but import and what its own command line says
+is_fork = False  # this process was forked by a server, which had done nothing but import
 
 
 def begin_forking(modules: Sequence[str]) -> None:
@@ -173,19 +173,19 @@ def begin_forking(modules: Sequence[str]) -> None:
 
 
 def serve_forks(control: socket.socket, modules: Sequence[str]) -> NoReturn:
-    """Be the server, and then a process for each request.
+    """Run the server, and in each fork the requested command. Returns in neither.
 
     Args:
-        control: has the requests; the launcher has the other end.
+        control: brings the requests; the launcher has the other end.
         modules: imported first.
     """
     os.setsid()  # Ctrl-C must reach only the launcher
-    # It has the command line of the launcher: a signal sent by that name is meant for the launcher.
+    # It has the launcher's command line. A signal that is sent by that name is meant for the launcher.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ASKING}
     _name("rolemesh forks")
     os.environ.update(role_settings())  # before torch is imported: OpenMP reads them then
     for module in modules:
-        with contextlib.suppress(Exception):  # the process that needs it says what is wrong
+        with contextlib.suppress(Exception):  # the process that needs it reports the error
             import_module(module)
     gc.freeze()  # a garbage collection of a fork would write to all of the shared memory
     request = _requested(control)
@@ -196,7 +196,7 @@ def serve_forks(control: socket.socket, modules: Sequence[str]) -> NoReturn:
 
 
 def _requested(control: socket.socket) -> dict[str, Any]:
-    """Fork a process for each request, which returns from here with it. The server itself never returns."""
+    """Fork a process for each request. Return the request in the fork; the server itself never returns."""
     awake, waking = socket.socketpair()
     for end in (awake, waking):
         end.setblocking(False)
@@ -216,10 +216,7 @@ def _requested(control: socket.socket) -> dict[str, Any]:
             try:
                 request: dict[str, Any] = json.loads(_read(status, *NUMBER.unpack(_read(status, NUMBER.size))))
                 pid = os.fork()
-            except (
-                EOFError,
-                OSError,
-            ):  # a request that was given up, or no fork: its status closes without a pid
+            except (EOFError, OSError):  # given up, or not forked: its status closes without a pid
                 pid = -1
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -264,7 +261,7 @@ def _become(
     name: str,
     descriptors: Sequence[int],
 ) -> None:
-    """Make this fork what `rolemesh ARGUMENTS` would be in a process of its own."""
+    """Turn this fork into the process that `rolemesh ARGUMENTS` would start."""
     global server, is_fork
     server, is_fork = None, True
     os.setsid()

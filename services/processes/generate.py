@@ -1,4 +1,4 @@
-"""Implements `rolemesh generate`: the rollout role alone responds to the prompts of a file."""
+"""Implements `rolemesh generate`: responds to the prompts of a file. Only the rollout role is started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def generate_file(job: JobConfig, output: Path, log_probs: bool) -> None:
     """Write the rows of data.val_files with responses to `output`, or continue an interrupted command.
 
     Args:
-        job: rollout.val_kwargs says how they are sampled.
+        job: rollout.val_kwargs has the sampling parameters.
         output: a Parquet file.
         log_probs: also write each token's log-probability.
 

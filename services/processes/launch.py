@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 LOCAL = "127.0.0.1:0"
-DEATH_NOTICE_S = 2.0  # a call to a process that died fails shortly before its death is noticed
+DEATH_NOTICE_S = 2.0  # a call to a process that died may fail before its death is noticed
 
 
 async def launch(job: JobConfig) -> Summary:
-    """Start the job's roles, train, and end the roles, however the training ends.
+    """Start the job's roles, train, and end the roles, also after an error.
 
     If a role is lost after the run has written a checkpoint, all roles are started anew, and the run goes on
     from there. If one is lost again before the next checkpoint, the run ends.
@@ -113,7 +113,7 @@ def check_engine(job: JobConfig) -> None:
 
 
 def check_memory(job: JobConfig, roles: Sequence[str]) -> None:
-    """Refuse roles that certainly do not fit in their GPUs, or in this machine's memory.
+    """Refuse roles that certainly do not fit on their GPUs, or in this machine's memory.
 
     Raises:
         InvalidConfig: they do not fit, and the message has the missing bytes, the largest part and the keys to
@@ -167,10 +167,10 @@ def shown_to_prometheus(job: JobConfig, addresses: Mapping[str, str]) -> Iterato
 
 
 async def beside(processes: RoleProcesses, work: Coroutine[Any, Any, R]) -> R:
-    """Run the work and return its result; cancel it when a role loses its last process.
+    """Run the work and return its result. Cancel it if a role is lost (RoleProcesses.watch).
 
     Raises:
-        RoleUnavailable: a role lost its last process; the message says how the process ended.
+        RoleUnavailable: a role was lost; the message says how its process ended.
     """
     working, watching = asyncio.create_task(work), asyncio.create_task(processes.watch())
     try:

@@ -1,4 +1,4 @@
-"""Launchers of ranks, and the one that starts them on this machine.
+"""The interface of launchers of ranks, and the launcher for this machine.
 
 A process holds the read end of a pipe, and the launcher holds the write end. If the launcher ends, even by
 kill -9, the pipe closes and the process ends itself. So no process is left behind.
@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 class Process(Protocol):
     """A process of this machine, or of a machine that Ray knows."""
 
-    gone: asyncio.Future[None]  # done when the process, and its process group, have ended
+    gone: asyncio.Future[None]  # done when the process and its process group have ended
 
     @property
     def pid(self) -> int: ...
@@ -48,8 +48,8 @@ class Seat:
 
     Args:
         local_rank: its number among the ranks of its group on its machine.
-        local_size: how many these are.
-        actor: Ray's, which starts it; None: the launcher starts it.
+        local_size: number of ranks of its group on its machine.
+        actor: Ray's actor, which starts it; None: the launcher starts it.
     """
 
     local_rank: int
@@ -60,7 +60,7 @@ class Seat:
 class Launcher(Protocol):
     """Starts the ranks of groups."""
 
-    address: str  # of this machine, as every rank reaches it
+    address: str  # of this machine, for every rank
 
     async def reserve(self, group: str, size: int, num_gpus: int, within_s: float) -> list[Seat]:
         """Reserve room for the ranks of a group: rank 0 on this machine, and ranks of a machine in a row.
@@ -68,11 +68,15 @@ class Launcher(Protocol):
         Args:
             group: its name.
             size: number of ranks.
-            num_gpus: that the launcher is to find for each rank; 0: the ranks are told which to use, if any.
-            within_s: time until there is room.
+            num_gpus: GPUs that the launcher must find for each rank; 0: `start`'s environment names them, if
+                any.
+            within_s: time limit in seconds.
+
+        Returns:
+            The seats by rank.
 
         Raises:
-            RoleUnavailable: there was no room in time; the message has what was asked, and what there is.
+            RoleUnavailable: there was no room in time; the message names the request and the machines.
         """
 
     async def start(
@@ -84,7 +88,7 @@ class Launcher(Protocol):
             seat: where.
             arguments: with --exit-with-parent.
             environment: variables in addition to those of its machine.
-            log_file: gets its output; None: it goes where the launcher's goes.
+            log_file: for its output; None: the launcher's own output.
 
         Raises:
             RoleUnavailable: it could not be started.
@@ -92,7 +96,7 @@ class Launcher(Protocol):
 
 
 class Here:
-    """Starts processes of this machine: forks of one that has imported what they need, if there is one."""
+    """Starts processes on this machine, by the fork server if this process has one."""
 
     address = LOOPBACK
 
@@ -138,7 +142,7 @@ class LocalProcess:
         return self._process.returncode
 
     def close_stdin(self) -> None:
-        """Close the write end of its pipe, as the launcher's end does."""
+        """Close the write end of its pipe, as happens when the launcher ends."""
         if isinstance(self._process, Forked):
             self._process.close_stdin()
         elif self._process.stdin:
@@ -153,7 +157,7 @@ class LocalProcess:
     async def _gone(self) -> None:
         """Wait for the process to end, then kill the rest of its process group.
 
-        An engine's processes end with their role's process, but not in their first seconds.
+        An engine's processes end with their role's process, except in their first seconds.
         """
         await self._process.wait()
         with contextlib.suppress(ProcessLookupError):
@@ -164,7 +168,7 @@ HERE = Here()
 
 
 def rank_environment(rank: int, size: int, seat: Seat, host: str, port: int) -> dict[str, str]:
-    """Return what torchrun sets for a rank.
+    """Return the environment variables that torchrun sets for a rank.
 
     Args:
         rank: from 0.

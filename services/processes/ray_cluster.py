@@ -1,4 +1,4 @@
-"""Start ranks by Ray (placement.launcher): it places them, starts them and sees them end.
+"""Starts ranks by Ray (placement.launcher), which places, starts and watches them.
 
 Ray carries neither orders nor tensors: each rank is an actor that runs `rolemesh serve`, as any launcher does.
 """
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 ADDRESS = "RAY_ADDRESS"  # of a running cluster; every program of Ray reads this variable
 LOCAL = "local"  # no cluster runs: start one
-STORE_BYTES = 80 << 20  # Ray's smallest object store: nothing is put there
-REMIND_S = 5
-# Of the Ray that is started here. Without the first, 127.0.0.1 becomes the machine's address in the network,
-# and ports listen on all interfaces. Without the next two, idle workers take 90 MB for each rank.
+STORE_BYTES = 80 << 20  # Ray's smallest object store; it stays empty
+REMIND_S = 5  # seconds between two lines while ranks wait for room
+# Settings of a Ray that is started here. Without the first, 127.0.0.1 becomes the machine's address in the
+# network, and ports listen on all interfaces. Without the next two, idle workers take 90 MB for each rank.
 LOCAL_SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_worker_prestart": "0",
@@ -73,13 +73,13 @@ class RayCluster:
 
     Args:
         ray: the module.
-        is_here: it was started for this launcher, on this machine.
+        is_here: True if it was started on this machine, for this launcher.
     """
 
     def __init__(self, ray: ModuleType, is_here: bool) -> None:
         self._ray, self.is_here = ray, is_here
         self._placed: dict[str, Any] = {}  # by group: its placement group
-        self.address: str = ray.util.get_node_ip_address()  # of this machine, as the other nodes reach it
+        self.address: str = ray.util.get_node_ip_address()  # of this machine, for the other nodes
 
     async def reserve(self, group: str, size: int, num_gpus: int, within_s: float) -> list[Seat]:
         """Launcher.reserve, by a placement group."""
@@ -139,19 +139,19 @@ class RayCluster:
 
 
 def joins_cluster(job: JobConfig) -> bool:
-    """Return whether a job's ranks start in a cluster that is there, and not by a Ray of their own here."""
+    """Return whether a job's ranks start in a running Ray cluster, instead of a Ray that is started here."""
     return job.placement.launcher == "ray" and os.environ.get(ADDRESS, LOCAL) != LOCAL
 
 
 @contextlib.asynccontextmanager
 async def ray_cluster(num_ranks: int) -> AsyncIterator[RayCluster]:
-    """Start Ray on this machine, or join the cluster that RAY_ADDRESS names. On exit it is ended, or left.
+    """Start Ray on this machine, or join the cluster that RAY_ADDRESS names. On exit end it, or leave it.
 
-    What is started here listens on the loopback interface alone, and asks for a token of its own. It ends when
-    this process ends, however it ends.
+    A Ray that is started here listens only on the loopback interface, and requires its own token. It ends with
+    this process, even if the process is killed.
 
     Args:
-        num_ranks: that it starts at the same time; they share the cores, so Ray counts a core for each.
+        num_ranks: ranks that run at the same time. They share the cores, and Ray counts one core for each.
 
     Raises:
         InvalidConfig: Ray is not installed, or was imported before, with other settings.

@@ -1,4 +1,4 @@
-"""What Ray imports: the actor of one rank, and a hook of `ray start`. It imports neither torch nor Ray."""
+"""The module for Ray: the actor of one rank, and a hook of `ray start`. It imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-CONTAINER_LOG = Path("/proc/1/fd/1")  # of a rank in a pod: the standard output of the pod's first process
+# The log of a rank in a pod: standard output of the container's first process.
+CONTAINER_LOG = Path("/proc/1/fd/1")
 
 
 def without_client_server(parameters: Any, is_head: bool) -> None:
@@ -29,8 +30,8 @@ def without_client_server(parameters: Any, is_head: bool) -> None:
 class RayRank:
     """Starts `rolemesh serve` in a process of its own, waits for its end, and passes signals on.
 
-    The process holds the read end of a pipe, and the actor the write end. If the actor ends, however it ends,
-    the process ends itself.
+    The process holds the read end of a pipe, and the actor holds the write end. If the actor ends, even by kill
+    -9, the process ends itself.
     """
 
     def start(
@@ -40,9 +41,9 @@ class RayRank:
 
         Args:
             arguments: of `rolemesh`.
-            environment: variables in addition to this node's; none of Ray's is passed on.
+            environment: variables in addition to this node's, of which Ray's are not passed on.
             directory: its working directory.
-            log_file: gets its output; None: the log of the container.
+            log_file: for its output; None: the log of the container.
         """
         own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with open(log_file or CONTAINER_LOG, "wb" if log_file else "ab") as output:

@@ -1,4 +1,4 @@
-"""Start, watch and end the role processes of this machine.
+"""Starts, watches and ends the role processes of this machine.
 
 There is one process for each replica of each group of roles, or for each of its ranks.
 """
@@ -40,7 +40,7 @@ from rolemesh.workers.devices import resolve_device
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0  # from SIGTERM to SIGKILL
-# How a process ends by itself. Others of its group then end with code 1.
+# Exit codes of a process that did not end because of another one. The others of its group then end with code 1.
 CAUSES = {broken_device.EXIT_CODE, *(-number for number in signal.Signals)}
 
 
@@ -58,7 +58,7 @@ class RoleProcess:
     metrics_address: str = ""
 
     def fate(self) -> str:
-        """Describe the process's name, how it ended, and the last lines of its log."""
+        """Return the process's name, how it ended, and the last lines of its log."""
         return f"{self.how_ended()}; the end of {self.log_file}:\n{self._last_lines()}"
 
     @property
@@ -67,7 +67,7 @@ class RoleProcess:
         return not any(ROLES[role].trained for role in self.roles)
 
     def how_ended(self) -> str:
-        """Describe the process's name, its roles if there are several, and how it ended."""
+        """Return the process's name, its roles if it has several, and how it ended."""
         code = self.process.returncode
         ended = "is still running"
         if code is not None:
@@ -84,7 +84,7 @@ class RoleProcess:
 
 
 class RoleProcesses:
-    """All role processes of one job, in a directory for their addresses and logs."""
+    """All role processes of one job."""
 
     def __init__(self, members: list[RoleProcess]) -> None:
         self.members = members
@@ -217,11 +217,11 @@ async def role_processes(job: JobConfig, roles: Sequence[str] = ()) -> AsyncIter
 
 @contextlib.asynccontextmanager
 async def launcher_of(job: JobConfig, num_ranks: int) -> AsyncIterator[Launcher]:
-    """Start, or find, what starts the ranks of a job's groups: placement.launcher.
+    """Provide the launcher of a job's ranks, by placement.launcher.
 
     Args:
         job: the job.
-        num_ranks: of all its groups that have several; 0: there is nothing for Ray to do.
+        num_ranks: ranks of all groups that have several, together; 0: no group has, and Ray is not needed.
 
     Raises:
         InvalidConfig: Ray is not installed.
@@ -237,13 +237,16 @@ async def launcher_of(job: JobConfig, num_ranks: int) -> AsyncIterator[Launcher]
 async def rank_seats(
     launcher: Launcher, job: JobConfig, group: str, gpus: Sequence[str]
 ) -> tuple[Store, list[tuple[Seat, dict[str, str]]]]:
-    """Reserve a seat for each rank of a group, and return the store where they meet, and their environments.
+    """Reserve a seat for each rank of a group.
 
     Args:
-        launcher: starts them.
+        launcher: starts the ranks.
         job: the job.
         group: its name.
-        gpus: of this machine, one for each rank; none: they are on a CPU, or Ray finds their GPUs.
+        gpus: of this machine, one for each rank; empty: the ranks are on a CPU, or Ray finds their GPUs.
+
+    Returns:
+        The store where the ranks meet, and the seat and environment variables of each rank.
 
     Raises:
         RoleUnavailable: there was no room for them in time.
@@ -282,7 +285,7 @@ def group_of(replica: str) -> str:
 
 
 def visible_gpus(job: JobConfig) -> list[str]:
-    """Return the GPUs of this machine that the job may use, in CUDA_VISIBLE_DEVICES's names; none on a CPU."""
+    """Return the GPUs of this machine that the job may use, as in CUDA_VISIBLE_DEVICES; empty on a CPU."""
     if resolve_device(job.trainer.device).type != "cuda":
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -297,14 +300,16 @@ def gpus_by_ray(job: JobConfig) -> int:
 def gpus_by_process(job: JobConfig, gpus: Sequence[str], roles: Sequence[str] = ()) -> dict[str, list[str]]:
     """Assign GPUs to replicas of groups, in order. No GPU has two processes, which would not take turns on it.
 
-    A replica gets one GPU for each of its ranks, in their order. One with an engine of several ranks gets one
-    per rank of the engine. One without a model on a device gets none, and one whose ranks get theirs from Ray
-    neither.
+    A replica gets one GPU for each of its ranks. If its engine has several ranks, it gets one for each of
+    these. It gets none if it has no model on a device, or if Ray finds the GPUs of its ranks.
 
     Args:
         job: the job.
-        gpus: of this machine, which the job may use; none: it runs on a CPU.
+        gpus: of this machine, which the job may use; empty: it runs on a CPU.
         roles: only these, in the places that they have in the whole job; empty: all.
+
+    Returns:
+        Replica to its GPUs.
 
     Raises:
         InvalidConfig: there are too few GPUs for the ranks of a group or an engine, or for all processes.

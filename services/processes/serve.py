@@ -1,6 +1,6 @@
 """Implements `rolemesh serve ROLES`: bind the ports at once, load the roles, serve, drain.
 
-Of a group of several ranks, rank 0 does this, and the other ranks follow its orders (rolemesh/ranks/).
+In a group of several ranks, rank 0 does this, and the other ranks follow its orders (rolemesh/ranks/).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def group_server(roles: Sequence[str], job: JobConfig | None = None) -> RoleServ
 
     Args:
         roles: keys of ROLES.
-        job: the roles' job, whose calls are answered and whose fingerprints are reported; None: calls of any
-            job are answered.
+        job: the roles' job. Calls of other jobs are refused, and health checks report the roles' fingerprints.
+            None: calls of any job are answered.
 
     Raises:
         InvalidConfig: there is no role, a role is unknown, or it is named twice.
@@ -105,7 +105,7 @@ async def load_group(
     Args:
         roles: keys of ROLES.
         job: the job.
-        leader: gives orders to the other ranks, which load the roles on a device too; None: there are none.
+        leader: gives orders to the other ranks, which also load the roles on a device; None: there is one rank.
 
     Raises:
         RolemeshError: a role could not be loaded.
@@ -176,7 +176,7 @@ async def _load(
 
 
 def _with_ranks(role: str, seat: Seat, job: JobConfig, rendezvous: Rendezvous) -> Seat:
-    """Return the seat with its role's ranks. Each of several ranks calls it, and waits for the others."""
+    """Return the seat with its role's ranks. If there are several, each calls this and waits for the others."""
     if rendezvous.size == 1:
         return seat
     rendezvous.join()
@@ -206,7 +206,8 @@ async def serve(
 ) -> None:
     """Serve a role, or a group's roles, until SIGTERM or SIGINT; a second signal ends the process at once.
 
-    If the environment says that this is a rank above 0 (Rendezvous.of), follow rank 0 until it ends the group.
+    If this process is a rank above 0 by its environment variables (Rendezvous.of), follow rank 0 until it ends
+    the group.
 
     Args:
         roles: keys of ROLES; they take turns on the device.
@@ -274,7 +275,7 @@ async def serve(
 
 
 async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig, leader: Leader | None) -> None:
-    """Load and serve until a worker fails unrecoverably, then raise."""
+    """Load the roles and serve until a worker fails unrecoverably, then raise its error."""
     if leader:
         await leader.start()
         await leader.gather()
@@ -294,7 +295,7 @@ async def _work(server: RoleServer, roles: Sequence[str], job: JobConfig, leader
 
 
 def _hung(workers: Sequence[LocalWorker], job: JobConfig) -> str:
-    """Say which role has made no progress on its device for too long; empty: none."""
+    """Return which roles have made no progress on their device for too long; empty: none."""
     limit = job.trainer.progress_timeout_s
     silent = {worker.role: worker.silent_s() for worker in workers if job.on_device(worker.role)}
     return "; ".join(

@@ -1,4 +1,4 @@
-"""Implements `rolemesh serve ROLES` for a group of several ranks: start all, here or by Ray, and watch them."""
+"""Implements `rolemesh serve ROLES` for several ranks: starts all of them, here or by Ray, and watches them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 
 
 def spread_group(roles: Sequence[str], job: JobConfig, environment: Mapping[str, str]) -> str | None:
-    """Return the group of these roles if this process is to start its ranks; None: it serves them itself.
+    """Return the group of these roles if this process must start its ranks; None if it serves the roles itself.
 
     Args:
         roles: of the command line.
         job: the job.
-        environment: has WORLD_SIZE in a process that is a rank.
+        environment: environment variables; those of a rank have WORLD_SIZE.
     """
     if "WORLD_SIZE" in environment:
         return None
@@ -63,9 +63,10 @@ async def serve_ranks(
         job: the job.
         arguments: of `rolemesh`, for every rank.
         listen: host:port of rank 0.
-        metrics_listen: host:port of the first rank of a machine; the next ones take the ports that follow it.
-        health_listen: host:port of the first rank of a machine.
-        address_file: of rank 0.
+        metrics_listen: host:port of /metrics for the first rank of a machine; the next ranks take the next
+            ports.
+        health_listen: host:port of health for the first rank of a machine.
+        address_file: written by rank 0, as by `serve`.
         exit_with_parent: also end when standard input closes.
         drain_s: seconds for running calls after the first signal.
         log_format: of the lines on standard error.
@@ -101,7 +102,7 @@ async def serve_ranks(
                     )
                 lost = await _first_end(processes, ending)
             finally:
-                # Rank 0 drains as long, and ends the calls that are left then.
+                # Rank 0 drains for the same time, and then cancels the calls that still run.
                 grace_s = drain_s + LAST_WORDS_S if ending.begun.is_set() else GRACE_S
                 await asyncio.shield(processes.end(grace_s))
                 del store
@@ -113,7 +114,7 @@ async def serve_ranks(
 
 
 async def _first_end(processes: RoleProcesses, ending: Ending) -> str:
-    """Wait until a rank has ended, or the launcher is asked to end; say how."""
+    """Wait until a rank has ended or a signal asks this process to end. Return which, and how."""
     asked: asyncio.Future[Any] = asyncio.ensure_future(ending.begun.wait())
     gone: list[asyncio.Future[Any]] = [asyncio.shield(m.process.gone) for m in processes.members]
     await asyncio.wait([asked, *gone], return_when=asyncio.FIRST_COMPLETED)

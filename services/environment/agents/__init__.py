@@ -1,1 +1,1 @@
-"""Agents: who answers a conversation. rolemesh/catalog/agents.py declares them."""
+"""Agents: they answer the policy's turns. rolemesh/catalog/agents.py declares them."""

@@ -18,10 +18,10 @@ from rolemesh.errors import EnvironmentFailed
 from rolemesh.sandbox.parent import group_that_dies_with_me
 from rolemesh.services.environment.running import look_at
 
-GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")  # variables that every program needs
+GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")  # environment variables that every program gets
 MAX_LINE_BYTES = 64 << 10  # limit of the last line of output
 PIPES_S = 5.0  # time for its output to end after the command itself
-MAX_TAIL_BYTES = 4 << 10  # kept of its standard error
+MAX_TAIL_BYTES = 4 << 10  # of the end of its standard error
 BLOCK_BYTES = 64 << 10
 MAX_SEED = 2**53  # whole numbers below this are exact even where all numbers are float64
 
@@ -34,6 +34,11 @@ async def run_command(episode: Episode, endpoint: Endpoint, job: JobConfig) -> A
 
     The command gets the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL. Its standard input is a
     JSON object with uid, seed, messages (the row's prompt), data_source, reward_model and extra_info.
+
+    Args:
+        episode: the row.
+        endpoint: the policy's API for this episode.
+        job: its section rollout.agent.external names the command.
 
     Raises:
         EnvironmentFailed: there is no command, it cannot be started, its status is not 0, or its last line is

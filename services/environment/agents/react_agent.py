@@ -1,4 +1,4 @@
-"""react_agent and math_expression, verl's example loops: thought and calls, until a turn without a call."""
+"""react_agent and math_expression, verl's example loops. A turn without a call ends the conversation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rolemesh.services.environment.tools.own_operator import calculate
 
 
 class ReactAgent(ToolAgent):
-    """The job's tools, and no interaction: a turn without a call is the answer.
+    """Offers the job's tools, without interactions: a turn without a call is the answer.
 
     Raises:
         InvalidConfig: a tool cannot be made.
@@ -21,7 +21,7 @@ class ReactAgent(ToolAgent):
 
 
 class MathExpression(ToolAgent):
-    """The tool calculate alone, with the operator @; the job's tools are not offered."""
+    """Offers only the tool calculate, with the operator @, and none of the job's tools."""
 
     def __init__(self, job: JobConfig) -> None:
         super().__init__(job, {"calculate": FunctionTool("calculate", calculate, Threads())}, {})

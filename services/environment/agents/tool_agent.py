@@ -1,5 +1,8 @@
-"""tool_agent: runs the tools that the policy calls, until it answers without a call. Then the row's
-interaction, if it has one, answers as a user would."""
+"""tool_agent: runs the tools that the policy calls.
+
+A turn without a call ends the conversation, unless the row has an interaction, which then answers as a user
+would.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +31,17 @@ from rolemesh.services.environment.tools.loading import (
 )
 from rolemesh.tasks import gather
 
-# The policy gets the error of a tool that hangs while the turn still has time.
-TOOL_SHARE = 0.9  # of rollout.multi_turn.call_timeout_s
-NO_TOOL = "none"  # the name of a use of a tool that does not exist
+# Share of rollout.multi_turn.call_timeout_s for a tool. The rest is time to report the error of a tool that
+# hangs.
+TOOL_SHARE = 0.9
+NO_TOOL = "none"  # name in ToolUse of a tool that does not exist
 
 
 class ToolAgent:
     """Implements rolemesh.agents.environment.Agent.
 
     Args:
-        job: has the limits.
+        job: its section rollout.multi_turn has the limits.
         tools: by name; None: those that rollout.multi_turn names.
         interactions: by name; None: those of rollout.multi_turn.interaction_config_path.
 
@@ -155,7 +159,11 @@ class ToolConversation:
         return said
 
     async def close(self) -> Outcome:
-        """Free every tool and the interaction, also if one fails; raise the first error."""
+        """Release every tool and the interaction, also if one fails. The reward is the sum of their scores.
+
+        Raises:
+            EnvironmentFailed: with the errors of all that failed.
+        """
         scores: dict[str, float] = {}
         errors: list[str] = []
         for name, tool in self._started.items():
@@ -183,7 +191,7 @@ class ToolConversation:
     # ---------------------------------------------------------------------------------- tools
 
     async def _run(self, calls: Sequence[Mapping[str, Any]]) -> Observation:
-        """Run the calls of a turn at the same time; the answers have the order of the calls."""
+        """Run the calls of a turn concurrently, and return the answers in the order of the calls."""
         for name in dict.fromkeys(
             call["function"]["name"] for call in calls[: self._settings.max_parallel_calls]
         ):
@@ -252,7 +260,7 @@ class ToolConversation:
 
 
 def _dict(kwargs: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the arguments of one method of a tool; what Parquet filled in for other rows is left out."""
+    """Return the arguments of one method of a tool, without None, which Parquet fills in for other rows."""
     given = kwargs.get(key) or {}
     if not isinstance(given, Mapping):
         raise InvalidData(f"extra_info.tools_kwargs: {key} should be a dict; got {given!r:.200}")

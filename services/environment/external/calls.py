@@ -16,13 +16,14 @@ from rolemesh.wire.limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 
 log = logging.getLogger(__name__)
 
+# Keys of a call. These are read.
 READ = {"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream"}
 READ |= {"stream_options", "n", "stop", "logprobs", "response_format"}
 # Ignored. The job sets the sampling, because log-probabilities must belong to the policy's distribution.
 # Validation may also sample differently from training, and the program does not know which one it runs in.
 SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"}
 SAMPLING |= {"repetition_penalty", "reasoning_effort", "verbosity"}
-# Ignored: these do not change the answer of a single policy.
+# Ignored: they do not change the answer of a single policy.
 ABOUT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 ABOUT |= {"parallel_tool_calls"}
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -228,9 +229,10 @@ class Said:
 
     Args:
         number: of the turn, from 1.
-        message: as a template takes it.
+        message: in the form of chat templates.
         finish_reason: stop, length or tool_calls.
-        prompt_tokens, completion_tokens: before the turn, and of it.
+        prompt_tokens: number of tokens before the turn.
+        completion_tokens: number of tokens of the turn.
     """
 
     number: int
@@ -246,7 +248,13 @@ class Said:
 
 
 def said_of(turn: Mapping[str, Any], number: int, finds_calls: bool) -> Said:
-    """Return a turn as a call's answer. Its calls of tools stay text unless all of them can be read."""
+    """Return a turn as a call's answer.
+
+    Args:
+        turn: as Conversation.act gets it from an agent with `calls`.
+        number: of the turn, from 1.
+        finds_calls: return its calls of tools as calls, if all of them can be parsed; else they stay text.
+    """
     calls = turn.get("tool_calls") or []
     if not finds_calls or any("malformed" in call for call in calls):
         calls = []

@@ -20,14 +20,14 @@ MODEL = "policy"
 # A call carries the whole conversation, which is larger than any of its messages.
 MAX_BODY_BYTES = 4 << 20
 BODY_S = 30.0  # time limit for a body to arrive
-SHUTDOWN_S = 1.0
+SHUTDOWN_S = 1.0  # time limit for running calls when the server stops
 RETRIES = "x-stainless-retry-count"  # header of OpenAI's clients: how often they already sent the call
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """Listens while an episode is open, on a port that the system chooses."""
+    """Listens while any episode is open, on a port that the system chooses."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, tuple[str, Session]] = {}  # by the public part of the key
@@ -37,7 +37,7 @@ class Server:
 
     @asynccontextmanager
     async def serving(self, session: Session) -> AsyncIterator[Endpoint]:
-        """Serve an episode's calls within the block. Its key is valid only there."""
+        """Serve an episode's calls within the block, at an address with a key that is valid only there."""
         self._number += 1
         name, secret = f"rolemesh-{self._number}", secrets.token_urlsafe(32)
         async with self._changing:

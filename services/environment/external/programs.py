@@ -1,4 +1,4 @@
-"""Runs an episode's program as a conversation: messages in its calls are what the environment says."""
+"""Runs an episode's program as a conversation: the messages in its calls are the environment's answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Programs:
 
     Args:
         job: the job.
-        program: holds a conversation (AgentSpec.calls). A function that is not async runs on a thread.
+        program: holds one conversation (AgentSpec.calls). A function that is not async runs on a thread.
         server: serves the policy to the program.
     """
 

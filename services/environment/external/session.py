@@ -1,4 +1,4 @@
-"""The calls of one episode: answers them one at a time, and decides which of them continue the conversation."""
+"""The calls of one episode: answers them one by one, and decides which of them continue the conversation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Session:
 
     def __init__(self) -> None:
         self.refused = ""  # reason of the last refusal
-        self.is_at_limit = False  # the last refusal came because the conversation is over
+        self.is_at_limit = False  # the conversation was over at the last refusal
         self._said: Chat = []
         self._num_turns = 0
         self._last: Call | None = None
@@ -42,8 +42,8 @@ class Session:
 
         Args:
             call: the call.
-            is_retry: the client may have missed the answer to the same call. If it was answered, the client
-                gets that answer again.
+            is_retry: the client may have sent the call before and missed its answer. If the call was answered,
+                return the same answer.
 
         Raises:
             Refused: the conversation is over.

@@ -1,1 +1,1 @@
-"""Interactions: what answers a turn without a call. loading.py makes those that a job names."""
+"""Interactions: they answer the policy's turns without a call, as users. loading.py makes a job's."""

@@ -1,4 +1,4 @@
-"""The interaction gsm8k: tells the policy what was wrong with its answer, until it is right. As verl's."""
+"""The interaction gsm8k, like verl's: asks the policy to try again until its answer is right."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class _Conversation:
 
 
 class Gsm8kInteraction(BaseInteraction):
-    """A row gives the right answer in extra_info.interaction_kwargs.ground_truth.
+    """A row's right answer is in extra_info.interaction_kwargs.ground_truth.
 
-    The conversation ends when the answer is right. Its score is 1 if the last one is, else 0; turns have no
+    The conversation ends with a right answer. Its score is 1 if the last answer is right, else 0. Turns have no
     reward of their own.
     """
 

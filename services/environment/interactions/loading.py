@@ -1,4 +1,4 @@
-"""Make the interactions of a job, from verl's YAML file."""
+"""Makes the interactions of a job, from a YAML file in verl's form."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ COUNTERPARTS = {
 
 
 def interactions_of(settings: MultiTurnConfig) -> dict[str, BaseInteraction]:
-    """Return the job's interactions by name: `interaction` in rollout.multi_turn.interaction_config_path, a
-    list of name, class_name and config. Without a file there is gsm8k alone.
+    """Return the job's interactions by name.
+
+    The file rollout.multi_turn.interaction_config_path has them in `interaction`, a list of name, class_name
+    and config. Without a file the only one is gsm8k.
 
     Raises:
         InvalidConfig: one cannot be made, or two have one name; the message names the file.

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-CLOSES_S = 10.0  # seconds in which connections may end
+CLOSES_S = 10.0  # time limit for connections to end
 
 
 class Servers:
@@ -32,7 +32,7 @@ class Servers:
 
     Args:
         configs: by name.
-        timeout_s: seconds in which a server has to start and to list its tools.
+        timeout_s: time limit in seconds for a server to start and to list its tools.
     """
 
     def __init__(self, configs: Mapping[str, McpServerConfig], timeout_s: float) -> None:
@@ -42,7 +42,7 @@ class Servers:
         self._thread.start()
 
     def start(self) -> dict[str, list[Tool]]:
-        """Connect to all servers, and return their tools.
+        """Connect to all servers, and return the tools of each by its name.
 
         Raises:
             InvalidConfig: one cannot be reached, or offers no valid list; the message names it.
@@ -83,11 +83,11 @@ class Servers:
 
 
 class _Connection:
-    """An open connection. The library wants one task to open and to close it.
+    """An open connection, with the task that holds it: the library requires one task to open and close it.
 
     Attributes:
-        calls: that run on it.
-        answered: how many have been answered.
+        calls: number of calls that run on it.
+        answered: number of calls that it has answered.
     """
 
     def __init__(self, transport: AbstractAsyncContextManager[TransportStreams]) -> None:
@@ -138,7 +138,7 @@ class _Server:
         return self._connection
 
     def _lose(self, connection: _Connection) -> None:
-        """Let the next call have another connection; this one ends with the last call on it."""
+        """Let the next call open another connection. This one ends after the last call on it."""
         if self._connection is connection:
             self._connection = None
         if not connection.calls:
@@ -181,11 +181,11 @@ class _Server:
             is_lost = False
             return result
         except MCPError as error:
-            # A refusal of a server that lives. Over HTTP it may also be that nobody answered.
+            # A live server refused the call. Over HTTP it may also mean that no server answered.
             is_lost = not self._config.command or error.code == CONNECTION_CLOSED
             raise
         except asyncio.CancelledError:
-            is_lost = connection.answered == answered  # it answers nobody: it hangs
+            is_lost = connection.answered == answered  # it answered no other call meanwhile, so it hangs
             raise
         finally:
             connection.calls -= 1
@@ -200,7 +200,7 @@ class _Server:
 
 
 def said(error: BaseException) -> str:
-    """Return an error in a line; of several errors at once, the first."""
+    """Return an error as one line; of a group of errors, the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return one_line(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

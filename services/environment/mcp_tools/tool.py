@@ -1,4 +1,4 @@
-"""A server's tools as tools of tool_agent."""
+"""Makes the tools of MCP servers tools of tool_agent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ToolError(Exception):
 
 
 class McpTool(BaseTool):
-    """A tool of a server. It has no state of an episode.
+    """A tool of a server. It keeps no state for an episode.
 
     Raises:
         InvalidConfig: its name or its schema is invalid.
@@ -42,7 +42,7 @@ class McpTool(BaseTool):
             ) from error
         super().__init__({}, ToolSchema(type="function", function=function))
         self._servers, self._server = servers, server
-        self._validator: Validator = cls(tool.input_schema, registry=Registry())  # which fetches nothing
+        self._validator: Validator = cls(tool.input_schema, registry=Registry())  # fetches no $ref
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -80,7 +80,7 @@ def mcp_tools(settings: MultiTurnConfig) -> list[BaseTool]:
 
 
 def _check_that_json_has(name: str, parameters: dict[str, Any]) -> None:
-    """Refuse arguments on which the transport's writer would fail, and end the session of all calls.
+    """Refuse arguments that the transport cannot write. Its failure would end the session of all calls.
 
     Raises:
         ValueError: a lone surrogate, or 255 levels of nesting.
@@ -93,7 +93,7 @@ def _check_that_json_has(name: str, parameters: dict[str, Any]) -> None:
 
 
 def _text_of(result: CallToolResult) -> str:
-    """Return the texts of an answer; of pictures and the like, their kind."""
+    """Return the text of an answer, with the kind of each part that is not text, such as a picture."""
     parts = [each.text if isinstance(each, TextContent) else f"({each.type})" for each in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Connections to MCP servers that read no message of unbounded size."""
+"""Connections to MCP servers, which bound the size of the messages that they read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mcp_types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_a
 from rolemesh.sandbox.parent import group_that_dies_with_me
 from rolemesh.wire.limits import MAX_ANSWER_BYTES
 
-ENDS_S = 2.0  # seconds in which a server may end by itself
-INHERITED = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR")  # of the role's environment variables
+ENDS_S = 2.0  # time limit for a server to end by itself
+INHERITED = ("HOME", "LANG", "LC_ALL", "PATH", "TMPDIR")  # environment variables that servers get from the role
 
-# A response begins with its result or error, or with its id and then these; or its id comes last.
 TOO_LONG = f"the answer has more than {MAX_ANSWER_BYTES} bytes"
-END_BYTES = 256  # of a message that is too long: what is kept of its beginning, and of its end
+END_BYTES = 256  # kept of the beginning, and of the end, of a message that is too long
+# A response begins with its result or error, or with its id and then these; or its id comes last.
 _VERSION, _ID = rb'"jsonrpc"\s*:\s*"2\.0"\s*', rb'"id"\s*:\s*"?(\d+)"?\s*'
 RESPONSE = re.compile(rb'\s*\{\s*(?:%b,\s*|%b,\s*)*"(?:result|error)"' % (_VERSION, _ID))
 LAST = re.compile(rb"(?<!\\)%b(?:,\s*%b)?\}\s*$" % (_ID, _VERSION))
@@ -32,12 +32,17 @@ LAST = re.compile(rb"(?<!\\)%b(?:,\s*%b)?\}\s*$" % (_ID, _VERSION))
 
 @asynccontextmanager
 async def over_stdio(command: Sequence[str], env: Sequence[str]) -> AsyncGenerator[TransportStreams, None]:
-    """Start a server, and talk to it by its standard input and output. It ends with the block, and with this
-    process, however that ends, and so does what it has started in its process group.
+    """Start a server, and connect to its standard input and output.
+
+    The server and its process group end with the block. On Linux they also end with this process, even if it is
+    killed.
 
     Args:
         command: the program and its arguments.
-        env: names of the environment variables that it gets beside INHERITED.
+        env: names of further environment variables that it gets, besides INHERITED.
+
+    Raises:
+        ValueError: a variable is not set.
     """
     if absent := [name for name in env if name not in os.environ]:
         raise ValueError(f"env names {', '.join(absent)}, which is not set")
@@ -91,18 +96,19 @@ async def over_stdio(command: Sequence[str], env: Sequence[str]) -> AsyncGenerat
 
 
 async def _ended(process: asyncio.subprocess.Process, stdout: asyncio.StreamReader) -> None:
-    """Wait for a process. asyncio sees its end only after the end of its output, which nobody else reads."""
+    """Wait for a process to end. asyncio sees that only after the end of its output, so read the output too."""
     while await stdout.read(1 << 16):
         pass
     await process.wait()
 
 
 async def next_message(stdout: asyncio.StreamReader) -> SessionMessage | Exception | None:
-    """Read a line. Of one beyond the reader's limit, no more than that is in memory at a time.
+    """Read a line. If it exceeds the reader's limit, at most that much of it is in memory at a time.
 
     Returns:
-        The message; for a response that is too long, an error to the same call; for any other line that is too
-        long or is no message, an exception. None: at the end, or after a response that names no call.
+        The message. For a response that is too long, an error response to the same call. For any other line
+        that is too long or not a message, an exception. None at the end of the stream, or if a response that is
+        too long names no call.
     """
     head, tail = b"", b""
     while True:
@@ -137,14 +143,14 @@ def _message_of(line: bytes) -> SessionMessage | Exception:
 
 @asynccontextmanager
 async def over_http(url: str, headers: Mapping[str, str]) -> AsyncGenerator[TransportStreams, None]:
-    """Talk to a server at a URL, by streamable HTTP.
+    """Connect to a server at a URL, by streamable HTTP.
 
     Args:
         url: the server's.
-        headers: names of headers to the environment variables that have their values.
+        headers: name of each header to the environment variable that has its value.
 
     Raises:
-        ValueError: there is no such variable.
+        ValueError: a variable is not set.
     """
     for name, variable in headers.items():
         if variable not in os.environ:
@@ -161,7 +167,7 @@ async def over_http(url: str, headers: Mapping[str, str]) -> AsyncGenerator[Tran
 
 
 class _Bounded(httpx2.AsyncBaseTransport):
-    """Bounds the bodies that are read as a whole; events of a stream have a bound of their own."""
+    """Bounds the size of bodies that are read as a whole. Events of a stream are bounded by the library."""
 
     def __init__(self, transport: httpx2.AsyncHTTPTransport) -> None:
         self._transport = transport

@@ -10,8 +10,8 @@ from decimal import ROUND_FLOOR, Context, Decimal, DecimalException, DivisionByZ
 from rolemesh.rules.numbers import spelling
 
 MAX_CHARACTERS = 2000
-MAX_BITS = 10_000  # of a whole number, about 3,000 digits
-DIGITS = 28  # of a decimal
+MAX_BITS = 10_000  # of a whole number; about 3,000 digits
+DIGITS = 28  # significant ones of a decimal
 CONTEXT = Context(prec=DIGITS, Emax=1000, Emin=-1000, traps=[DivisionByZero, InvalidOperation, Overflow])
 THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 
@@ -28,7 +28,11 @@ def calculator(expression: str) -> str:
 
 
 def computed(expression: str, rewritten: Callable[[ast.expr], ast.expr]) -> str:
-    """Compute an expression after its tree has been rewritten.
+    """Compute an expression after its tree has been rewritten, and return the result as text.
+
+    Args:
+        expression: the expression; commas between thousands are ignored.
+        rewritten: returns the tree to compute.
 
     Raises:
         ValueError: it is no arithmetic expression, or its result is too large or undefined.

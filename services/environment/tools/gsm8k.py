@@ -1,4 +1,4 @@
-"""calc_gsm8k_reward: tells the policy whether its answer is right. As verl's Gsm8kTool."""
+"""The tool calc_gsm8k_reward, like verl's Gsm8kTool: returns whether the policy's answer is right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Submitted:
 
 
 class Gsm8kTool(BaseTool):
-    """A row gives the right answer in extra_info.tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth.
+    """A row's right answer is in extra_info.tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth.
 
     The episode's reward is 1 if the last submitted answer is right, else 0. A call whose answer is no better
     than the one before costs 0.05.

@@ -1,4 +1,4 @@
-"""Make the tools that a job names: by name, or in verl's YAML file. Functions and classes are called alike."""
+"""Makes the tools that a job names: by name, in verl's YAML file, or on MCP servers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Answer:
 
 
 def tools_of(job: JobConfig) -> dict[str, BaseTool]:
-    """Return the job's tools by name: those of rollout.multi_turn.tools, then those of its tool_config_path
-    and its mcp_servers.
+    """Return the job's tools by name.
+
+    These are the tools of rollout.multi_turn.tools, then those of its tool_config_path and mcp_servers.
 
     Raises:
         InvalidConfig: a tool cannot be made, has no valid schema, or two have one name.
@@ -76,7 +77,7 @@ def _named(name: str, job: JobConfig, threads: Threads) -> BaseTool:
 
 
 def tools_in(file: Path) -> list[BaseTool]:
-    """Make the tools of verl's YAML file: `tools`, a list of class_name, config and tool_schema.
+    """Make the tools of a YAML file in verl's form: `tools`, a list of class_name, config and tool_schema.
 
     Raises:
         InvalidConfig: the file cannot be read, or a tool cannot be made; the message names both.
@@ -95,7 +96,16 @@ def tools_in(file: Path) -> list[BaseTool]:
 
 
 def entries_of(file: Path, key: str, known: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the list under a key of a YAML file. Raises InvalidConfig if it is no list of sections."""
+    """Return the list under a key of a YAML file.
+
+    Args:
+        file: the file.
+        key: of the list.
+        known: the keys that a section of the list may have.
+
+    Raises:
+        InvalidConfig: it is not a list of sections, or a section has another key.
+    """
     entries = read_yaml(file).get(key)
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InvalidConfig(f"{file}: {key} should be a list of sections with {', '.join(known)}")
@@ -106,7 +116,16 @@ def entries_of(file: Path, key: str, known: tuple[str, ...]) -> list[dict[str, A
 
 
 def class_of(entry: Mapping[str, Any], where: str, counterparts: Mapping[str, str]) -> Callable[..., Any]:
-    """Import the class that `class_name` names, as package.module.Class. Raises InvalidConfig."""
+    """Import the class that `class_name` names, as package.module.Class.
+
+    Args:
+        entry: a section of the file.
+        where: its place, for errors.
+        counterparts: our class for each class of verl that has one. It is used if verl is not installed.
+
+    Raises:
+        InvalidConfig: there is no such class, or it cannot be imported.
+    """
     path = entry.get("class_name")
     if not isinstance(path, str) or "." not in path:
         raise InvalidConfig(f"{where}: class_name is {path!r:.100}; package.module.Class expected")
@@ -132,10 +151,15 @@ def _imported(path: str) -> Callable[..., Any]:
 
 
 class FunctionTool(BaseTool):
-    """A function as a tool. One that is not async runs on a thread.
+    """A function as a tool. A function that is not async runs on a thread.
+
+    Args:
+        name: of the tool.
+        function: its signature and docstring describe the arguments.
+        threads: run the function.
 
     Raises:
-        InvalidConfig: its signature or docstring does not say what its arguments are.
+        InvalidConfig: its type hints or its docstring do not describe the arguments.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], threads: Threads) -> None:
@@ -170,7 +194,10 @@ class FunctionTool(BaseTool):
 
 
 async def started(tool: BaseTool, instance_id: str, create_kwargs: Mapping[str, Any]) -> None:
-    """Create a tool's instance. verl's newer tools take create_kwargs as one argument, its older ones each."""
+    """Create a tool's instance for an episode.
+
+    verl's newer tools take create_kwargs as one argument, its older ones take each of them.
+    """
     takes_more = any(p.kind is Parameter.VAR_KEYWORD for p in signature(tool.create).parameters.values())
     more = {"create_kwargs": dict(create_kwargs)} if takes_more and create_kwargs else {}
     await tool.create(instance_id, **more, **create_kwargs)
@@ -179,10 +206,10 @@ async def started(tool: BaseTool, instance_id: str, create_kwargs: Mapping[str, 
 async def executed(
     tool: BaseTool, instance_id: str, parameters: dict[str, Any], execute_kwargs: Mapping[str, Any]
 ) -> Answer:
-    """Run a call of a tool, which returns its answer, a reward and numbers.
+    """Run a call of a tool, and return its answer with its reward.
 
     Raises:
-        ValueError: it returned something else.
+        ValueError: the tool did not return (answer, reward, numbers).
     """
     returned = await tool.execute(instance_id, parameters, **execute_kwargs)
     if not isinstance(returned, tuple) or len(returned) != 3:

@@ -1,6 +1,6 @@
 """The tool calculate: arithmetic with an operator that the policy cannot know, a @ b = 3a - 2b.
 
-It is the tool of verl's example math_expression (recipe/langgraph_agent).
+verl's example math_expression (recipe/langgraph_agent) uses it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.sandbox.box import Limits, SandboxUnavailable
 from rolemesh.sandbox.session import Said, Session, Sessions
 
-CALL_SHARE = 0.8  # of rollout.multi_turn.call_timeout_s, so that there is time left to report a call's end
+CALL_SHARE = 0.8  # of rollout.multi_turn.call_timeout_s; the rest is time to report a call's end
 SPARE_OUTPUT = 1 << 16  # bytes of output beyond what the policy sees
 FRESH = "(A fresh interpreter: the variables of earlier calls are lost.)\n"
 
@@ -32,7 +32,7 @@ SCHEMA = FunctionSchema(
 
 @dataclass
 class _Interpreter:
-    """An episode's interpreter; None before its first call, and after it was lost."""
+    """An episode's interpreter; `session` is None before the first call, and after the interpreter was lost."""
 
     session: Session | None = None
     was_lost: bool = False
@@ -40,7 +40,7 @@ class _Interpreter:
 
 
 class PythonTool(BaseTool):
-    """Runs code in a process of the episode's own, without rights (docs/rewards.md).
+    """Runs an episode's code in a process of its own, without rights (docs/rewards.md).
 
     Args:
         job: reward.sandbox has the limits of memory and of a call's CPU seconds.
