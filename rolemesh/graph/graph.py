@@ -27,7 +27,13 @@ class Edge:
 
 @dataclass
 class StepGraph:
-    """The calls of one step, in the order in which the page made them, and the flows between them."""
+    """The calls of one step, in the order in which the page made them, and the flows between them.
+
+    Args:
+        title: of the graph.
+        nodes: the calls.
+        edges: the flows.
+    """
 
     title: str
     nodes: list[Node] = field(default_factory=list)

@@ -22,8 +22,8 @@ class ControllerNode:
 
     Args:
         name: the function's name.
-        phase: the `timing_s/` key that its time counts towards; empty for none.
-        reads: returns the columns that it needs in a job.
+        phase: the key of `timing_s/` to which its time is added; empty for none.
+        reads: returns the columns that it reads in a job.
         writes: returns the columns that it adds in a job.
     """
 
@@ -49,7 +49,13 @@ Columns = tuple[str, ...] | Callable[[JobConfig], tuple[str, ...]]
 def node(
     reads: Columns, writes: Columns, phase: str = ""
 ) -> Callable[[Callable[Concatenate[DataProto, P], R]], Callable[Concatenate[DataProto, P], R]]:
-    """Mark a function of the controller as a node of the step graph. Its first argument must be the batch."""
+    """Mark a function of the controller as a node of the step graph. Its first argument must be the batch.
+
+    Args:
+        reads: the columns that it reads, or a function from the job to these.
+        writes: the columns that it adds, or a function from the job to these.
+        phase: as in ControllerNode.
+    """
 
     def decorate(function: Callable[Concatenate[DataProto, P], R]) -> Callable[Concatenate[DataProto, P], R]:
         this = ControllerNode(function.__name__, phase, _of_job(reads), _of_job(writes))

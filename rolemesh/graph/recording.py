@@ -78,11 +78,11 @@ class Recorder:
         self._writer: dict[str, str] = {}
 
     def roles(self) -> Roles:
-        """Return the job's roles as recording roles."""
+        """Return a recording role for each of the job's roles."""
         return Roles.of(self.job, {role: load(ROLES[role].recorded)(self) for role in self.job.roles})
 
     def add(self, this: Node) -> None:
-        """Add a call, with an edge from the last writer of each column that it reads.
+        """Add a call, with edges from the last writers of the columns that it reads.
 
         A call that is repeated for each chunk is one node.
         """
@@ -220,7 +220,7 @@ class RecordedReward:
 
 @dataclass
 class RecordedEnvironment:
-    """Answers nothing and ends every conversation: it has no columns to record."""
+    """Ends every conversation without an answer. It records nothing, since its calls have no columns."""
 
     recorder: Recorder
 
@@ -274,7 +274,7 @@ def _blank(name: str, num_rows: int, job: JobConfig) -> Tensor:
 
 
 def _some_prompts(job: JobConfig) -> DataProto:
-    """Make rows as the job's data set has them."""
+    """Make prompts with the columns of the job's data set."""
     columns = COLUMNS_OF[job.page.learns_from]
     cells = {
         "uid": [f"prompt-{i}" for i in range(NUM_PROMPTS)],

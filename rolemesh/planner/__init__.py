@@ -1,6 +1,10 @@
 """The placement planner: estimates a job's memory and time before anything starts (`docs/planner.md`).
 
-shapes reads a model directory, memory and cost have the formulas, devices describes the hardware, plan places
-groups of roles on devices, and search compares groupings. Nothing here loads a model. torch is imported only if
-a directory has no weights to count.
+shapes.py   reads a model directory; devices.py describes the hardware
+memory.py   bytes on a device, with activations.py; host.py has bytes of host memory
+cost.py     seconds of a step; spread.py has those of collectives among ranks
+plan.py     places groups of roles on devices; search.py compares groupings, compare.py strategies
+refusal.py  refuses a job that cannot fit
+
+Nothing here loads a model. torch is imported only if a directory has no weights to count.
 """

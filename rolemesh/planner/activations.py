@@ -8,7 +8,7 @@ from rolemesh.planner.spread import Spread
 
 FLOAT32 = 4
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes
-# Blocks whose inputs are on the GPU with enable_activation_offload: one is used, and one is copied.
+# Blocks whose inputs are on the GPU at once with enable_activation_offload: one is used, one is copied.
 OFFLOADED_INPUTS = 2
 
 
@@ -37,8 +37,8 @@ def passing_bytes(
         model: its section.
         tokens: of the micro-batch.
         head_bytes: of the logits.
-        casts: cast_parts.
-        shared: whether it is a CPU.
+        casts: bytes of autocast's copies of the blocks' matrices, and of the head's (cast_parts).
+        shared: True on a CPU.
     """
     blocks, head = casts
     block, inputs = block_bytes(shape, tokens, model.dtype), FLOAT32 * shape.hidden * tokens
@@ -57,10 +57,10 @@ def passing_bytes(
 def block_bytes(shape: ModelShape, tokens: int, dtype: str) -> int:
     """Return the bytes that a block keeps for its backward pass.
 
-    Counted from the operations of a Llama block under autograd: both norms keep their input and the normalised
-    input in float32 and what follows them keeps their output; attention keeps q, k, v (of all heads: grouped
-    ones are repeated) and its output, not the scores, since the kernel is fused; the MLP keeps gate, its
-    activation, up and their product.
+    They are counted from the operations of a Llama block under autograd. Both norms keep their input and the
+    normalised input in float32, and the products after them keep the norms' output. Attention keeps q, k, v (of
+    all heads, since grouped ones are repeated) and its output. It does not keep the scores, since the kernel is
+    fused. The MLP keeps gate, its activation, up and their product.
     """
     small = WIDTH[dtype]
     norms = 2 * shape.hidden * (2 * FLOAT32 + small)

@@ -18,6 +18,11 @@ SEARCHED = "found by search"
 def cluster_of(num_gpus: int, gpu: str, memory: str) -> Cluster:
     """Describe a cluster of GPUs of one kind, or this machine's CPU if num_gpus is 0.
 
+    Args:
+        num_gpus: number of GPUs.
+        gpu: key of GPUS.
+        memory: memory of each, e.g. 80GiB; empty: as in GPUS, or the memory that this machine has free.
+
     Raises:
         InvalidConfig: an unknown kind of GPU, or an invalid size.
     """
@@ -32,9 +37,14 @@ def cluster_of(num_gpus: int, gpu: str, memory: str) -> Cluster:
 
 
 def make_plans(job: JobConfig, cluster: Cluster, *, searching: bool) -> list[Plan]:
-    """Plan every strategy; with `searching` also the best of all groupings, if it beats them. Best first.
+    """Plan every strategy, and return the plans, best first.
 
     In the job's own strategy, groups have the replicas and ranks that the job file gives them.
+
+    Args:
+        job: the job.
+        cluster: the devices.
+        searching: also search all groupings, and return the best one if it beats every strategy.
     """
     planner = Planner(job, role_shapes(job), cluster)
     tables = {name: table or job.placement.groups for name, table in strategies().items()}
@@ -46,7 +56,7 @@ def make_plans(job: JobConfig, cluster: Cluster, *, searching: bool) -> list[Pla
 
 
 def given_counts(job: JobConfig) -> dict[str, Counts]:
-    """Return the replicas and ranks of the groups to which the job file gives ranks, or several replicas."""
+    """Return the replicas and ranks of each group for which the job file sets ranks or several replicas."""
     written = {name for name, count in job.placement.replicas.items() if count > 1} | {*job.placement.ranks}
     return {
         group: Counts(job.num_replicas(group), job.num_ranks(group))

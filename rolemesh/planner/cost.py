@@ -26,14 +26,14 @@ OPTIMIZER_TRAFFIC = 10 * FLOAT32
 BACKWARD = 2
 # Launches outside of the blocks, in units of a block: embedding, positions, mask and head; loss or sampling.
 OUTSIDE = 2
-# Rank 0's orders (benchmarks/ranks/): seconds of an order for each further rank, seconds of an order that all
-# have answered, and the bytes of a row's columns per token on the wire.
+# Rank 0's orders (benchmarks/ranks/): seconds of an order to one follower, more seconds for each further one,
+# and the bytes of a row's columns per token on the wire.
 ORDER_S = 1e-3
 FOLLOWER_S = 5e-4
 TOKEN_BYTES = 24
 
-# A rollout's process receives faster from several holders than from one, by this factor: its busiest thread
-# took 0.61 and 0.92 s for a GiB (two cores, four holders).
+# A rollout's process receives faster from several holders than from one, by this factor. Its busiest thread
+# took 0.61 s for a GiB from four holders, and 0.92 s from one (two cores).
 STREAMS_GAIN = 1.5
 
 
@@ -42,7 +42,11 @@ class Pass:
     """One forward pass over `rows` rows of `width` tokens.
 
     Args:
+        shape: the model's.
+        rows: number of rows.
+        width: tokens of a row.
         predicted: positions per row whose logits are computed; 0 for a value or reward model.
+        dtype: of the matrix products.
     """
 
     shape: ModelShape
@@ -53,8 +57,10 @@ class Pass:
 
     @property
     def flops(self) -> float:
-        """Operations: 2 for each weight and token; in attention 4 for each pair of tokens and each column of
-        the heads (the masked half is computed too)."""
+        """Number of operations: 2 for each weight and token.
+
+        Attention has 4 for each pair of tokens and each column of the heads; the masked half is computed too.
+        """
         shape = self.shape
         pairs = 4 * self.width**2 * shape.heads * shape.head_dim * shape.layers
         head = 2 * shape.hidden * shape.vocabulary * self.predicted
@@ -62,8 +68,11 @@ class Pass:
 
     @property
     def traffic(self) -> float:
-        """Bytes: a write and a read of everything that a backward pass would keep, and six passes over the
-        float32 logits (copy, maximum, sum, result, gather, entropy)."""
+        """Bytes read and written.
+
+        These are a write and a read of all that a backward pass would keep, and six passes over the float32
+        logits (copy, maximum, sum, result, gather, entropy).
+        """
         blocks = 2 * self.shape.layers * block_bytes(self.shape, 1, self.dtype) * self.width
         return self.rows * (blocks + 6 * self.predicted * self.shape.vocabulary * FLOAT32)
 
@@ -77,8 +86,12 @@ class Pass:
     ) -> float:
         """Return the seconds for the work of `passes` forward passes, in micro-batches.
 
-        `together` ranks compute each micro-batch, each a part of its tokens. `block_s` has the seconds of a
-        block's launches in all passes; None: in one pass without gradients.
+        Args:
+            device: computes them.
+            micro_batch: rows of a micro-batch.
+            passes: number of passes.
+            together: ranks that compute each micro-batch, each a part of its tokens.
+            block_s: seconds of a block's launches in all passes; None: of one pass without gradients.
         """
         once = self.flops / device.flops[self.dtype] + self.traffic / device.memory_bandwidth
         calls = max(1.0, self.rows / micro_batch)
@@ -115,7 +128,7 @@ def role_seconds(
 
 
 def elapsed(parts: Mapping[str, float], device: Device) -> float:
-    """Return the seconds of a phase. GPUs gather weights and add gradients while they compute."""
+    """Return the seconds of a phase from its parts. GPUs gather weights and add gradients as they compute."""
     if device.shared:
         return sum(parts.values())
     behind = parts["gathers"] + parts["sums"]
@@ -126,7 +139,7 @@ def elapsed(parts: Mapping[str, float], device: Device) -> float:
 def role_parts(
     job: JobConfig, role: str, shape: ModelShape, device: Device, ranks: int, rows: float
 ) -> dict[str, dict[str, float]]:
-    """Return the seconds that a rank of a role but the rollout spends, by phase and part.
+    """Return the seconds that a rank of a role, other than the rollout, spends by phase and part.
 
     Args:
         job: the job.
@@ -206,7 +219,7 @@ def role_parts(
 
 
 def _rows(job: JobConfig, role: str) -> int:
-    """Return the rows of a step for a role, with ReMax's greedy ones."""
+    """Return the number of a step's rows for a role, ReMax's greedy ones included."""
     greedy = job.page.answers_greedily and role in ("rollout", "reward")  # one more answer to each prompt
     return job.data.train_batch_size * (job.rollout.n + greedy)
 
@@ -250,15 +263,18 @@ def generation_seconds(job: JobConfig, shape: ModelShape, device: Device, rows: 
 def handover_seconds(job: JobConfig, shapes: Shapes, device: Device, ranks: int, *, together: bool) -> float:
     """Return the seconds to bring the actor's weights to the rollouts.
 
-    They leave the actor's devices in the dtype of the rollout's engine for shared memory, are checked there,
-    and go to the engine's devices. On a CPU they are copied twice in memory. A machine first gets the rows of
-    its part that its ranks lack, unless they have a copy of the model (HSDP). If actor and rollout share a
-    group, each machine gets all. Else the machines send their parts at the same time to a rollout, which relays
-    to the others.
+    They are copied from the actor's devices to shared memory, in the dtype of the rollout's engine. There they
+    are checked, and then copied to the engine's devices. On a CPU they are copied twice in memory. A machine
+    first gets the rows of its part that its ranks lack, unless they have a copy of the model (HSDP). If actor
+    and rollout share a group, each machine gets all. Otherwise the machines send their parts at the same time
+    to a rollout, which relays them to the others.
 
     Args:
+        job: the job.
+        shapes: by role.
+        device: the kind of device.
         ranks: of the actor.
-        together: whether actor and rollout share a group.
+        together: True if actor and rollout share a group.
     """
     num_bytes = published_width(job.with_dtypes(device.kind)) * shapes["actor"].policy_parameters
     machines = -(-ranks // device.per_node)

@@ -18,21 +18,22 @@ UNITS = {"B": 1} | {
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 GIB = 2**30
-SHARE_REACHED = 0.5  # of a GPU's rate by its data sheet, by large matrix products in training
+SHARE_REACHED = 0.5  # of the data sheet's rate, which large matrix products reach in training
 FILE_BANDWIDTH = 1.5e9  # bytes per second; on a CPU, a sleeping role's tensors are in a file
 # A CUDA context with the buffers of cuBLAS and NCCL takes 0.5 to 1 GiB; this is the upper end.
 CONTEXT_BYTES = GIB
-# Of a GPU, by a vLLM that sleeps: its own context, graphs and code. Measured for one model of 0.5B parameters
+# GPU memory of a sleeping vLLM: its context, graphs and code. Measured for one model of 0.5B parameters
 # (benchmarks/gpu/vllm_sleep.py): 1.17 and 1.20 GiB.
 ASLEEP_BYTES = round(1.2 * GIB)
 # Rates of a hand-over in bytes per second, on the machine of an H200 (benchmarks/gpu/large.py): the version is
 # written into new shared memory, read once for its checksums, and copied to the engine's GPU.
 PUBLISH_BANDWIDTH, DIGEST_BANDWIDTH, RECEIVE_BANDWIDTH = 3e9, 34e9, 13e9
-LAUNCH_S = 5e-6  # of a kernel, in Python
-# Kernels of a block in bfloat16, as counted on a pretended GPU (tests/devices/test_planned_kernels.py): of a
-# pass without gradients, and of one with its backward pass.
+LAUNCH_S = 5e-6  # launch of a kernel from Python
+# Kernels of a block in bfloat16, as counted on a pretended GPU (tests/devices/test_planned_kernels.py): in a
+# pass without gradients, and in a forward pass with its backward pass.
 PASS_KERNELS, TRAINED_KERNELS = 55, 174
-# Of all-gathers by gloo among processes of one machine, over loopback (benchmarks/planner/plan.py).
+# Bytes per second and seconds of all-gathers by gloo among processes of one machine
+# (benchmarks/planner/plan.py).
 GLOO_BANDWIDTH = 1e9
 GLOO_LATENCY = 2e-4
 
@@ -66,7 +67,7 @@ def human_size(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class Device:
-    """A device, with the rates that programs reach, which are below its data sheet.
+    """A device, with the rates that programs reach. They are below those of the data sheet.
 
     Args:
         name: to display.
@@ -79,12 +80,12 @@ class Device:
             host memory, on a CPU in a file.
         wire_bandwidth: bytes per second from service to service.
         block_s: seconds of launches and Python in one pass through a transformer block.
-        trained_block_s: of a pass with gradients, and its backward pass.
+        trained_block_s: the same for a forward pass with gradients and its backward pass.
         per_node: devices of one machine.
         call_latency: seconds of a collective's start.
         link_latency: seconds of one turn of a ring between two devices of a machine.
-        network_latency: of one turn between two machines.
-        shared: all groups run on this one device, so their memory and time add up.
+        network_latency: seconds of one turn between two machines.
+        shared: True if all groups run on this one device (a CPU), so that their memory and time add up.
     """
 
     name: str
@@ -111,7 +112,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory for the roles: all of it, less a GPU's context."""
+        """Bytes for the roles: all memory, without a GPU's context."""
         return self.memory_bytes if self.shared else max(0, self.memory_bytes - CONTEXT_BYTES)
 
 

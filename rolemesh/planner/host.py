@@ -1,8 +1,8 @@
 """Estimates the host memory of a rollout whose engine computes on GPUs.
 
-A pod is killed if it exceeds its memory limit. The largest part is the version that the rollout has received:
-it is kept for other rollouts that pull it from here, and the engine reads it in place. The size of the weights
-is known, so a smaller limit is refused. The processes' memory is a guess, so a limit below the sum only causes
+A pod is killed if it exceeds its memory limit. The largest part is the version that the rollout has received.
+It is kept for other rollouts that pull it from here, and the engine reads it in place. The size of the weights
+is known, so a limit below it is refused. The processes' memory is a guess, so a limit below the sum only causes
 a warning.
 """
 
@@ -19,8 +19,8 @@ from rolemesh.planner.memory import Shapes, published_width, role_shapes
 
 log = logging.getLogger(__name__)
 
-# Python, libraries and buffers of an engine's processes: with vLLM, with each further GPU of the engine, and
-# with hf. These are guesses, not measured in a pod.
+# Python, libraries and buffers of an engine's processes: of vLLM, of each further GPU of vLLM, and of hf. These
+# are guesses, not measured in a pod.
 VLLM_BYTES, RANK_BYTES, HF_BYTES = 7 * GIB, 3 * GIB, 3 * GIB
 
 
@@ -30,7 +30,7 @@ class HostMemory:
 
     Args:
         processes: of the engines, without weights; a guess.
-        version: that was received, in the dtype in which the actor publishes.
+        version: the received version, in the dtype in which the actor publishes.
         asleep: weights of sleeping engines.
     """
 
@@ -55,7 +55,7 @@ def host_memory(job: JobConfig, shapes: Shapes, roles: Sequence[str], engines: i
         job: the job.
         shapes: by role.
         roles: of the pod. If several have models, the engines sleep in turns.
-        engines: of the pod, one for each rank of a group that trains.
+        engines: number of engines in the pod, one for each rank of a group that trains.
     """
     if "rollout" not in roles or "rollout" not in shapes:
         return None
@@ -77,10 +77,10 @@ def refuse_small_limit(job: JobConfig, limit_bytes: int, engines: int = 1) -> No
     Args:
         job: the job.
         limit_bytes: of the container.
-        engines: in it, one for each rank of a group that trains.
+        engines: number of engines in it, one for each rank of a group that trains.
 
     Raises:
-        InvalidConfig: with the bytes that it needs.
+        InvalidConfig: the limit is too small; the message has the needed bytes.
         ModelNotFound: as role_shapes.
     """
     roles = next(roles for roles in job.groups.values() if "rollout" in roles)

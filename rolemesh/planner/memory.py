@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def changed(self) -> int:
-        """Bytes that an update changes, and a sleep copies to the host: learnt weights and moments."""
+        """Bytes that an update changes, so that a sleep copies them to the host: learnt weights and moments."""
         return self.gradients + self.optimizer
 
     def parts(self) -> dict[str, int]:
@@ -74,7 +74,7 @@ Shapes = Mapping[str, ModelShape]
 
 
 def role_shapes(job: JobConfig, roles: Sequence[str] = ()) -> Shapes:
-    """Read the model shape of each role that loads a model; with `roles`, only of these.
+    """Read the shape of the model of each role that loads one; with `roles`, only of these roles.
 
     A reward by rules has no model, nor has a rollout that uses other servers.
 
@@ -163,7 +163,7 @@ def published_width(job: JobConfig) -> int:
 def tokens_of_pass(job: JobConfig, role: str) -> int:
     """Return the tokens of a micro-batch of rows with full length.
 
-    With a limit on tokens, it is the limit, or the tokens of all of a step's rows if they are fewer.
+    If the job limits the tokens of a pass, this is the limit, or all tokens of a step if they are fewer.
     """
     pass_rows, budget = ROLES[role].pass_rows, job.max_tokens(role)
     assert pass_rows is not None, "a role with an engine has no micro-batches"
@@ -318,9 +318,10 @@ def vllm_memory(job: JobConfig, shape: ModelShape, device: Device) -> Memory:
 
 
 def asleep_bytes(job: JobConfig, device: Device) -> int:
-    """Return the bytes of each GPU that a rollout keeps while other roles of its group compute.
+    """Return the bytes that a rollout keeps on each GPU while other roles of its group compute.
 
-    Without free_cache_engine vLLM keeps all of its share. Engine hf has its memory in the other roles' process.
+    Without free_cache_engine vLLM keeps all of its share. Engine hf runs in the other roles'
+    process, and keeps nothing.
     """
     if device.shared or not job.engine.reserves_memory:
         return 0

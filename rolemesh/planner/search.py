@@ -25,7 +25,7 @@ def partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
 
 
 def as_grouping(groups: Sequence[Sequence[str]]) -> Grouping:
-    """Name groups, with names that are valid in a job file and short enough for a table."""
+    """Name each group: by its role, or `group-N` if it has several. The names are valid in a job file."""
     return {
         roles[0] if len(roles) == 1 else f"group-{place}": tuple(roles) for place, roles in enumerate(groups, 1)
     }

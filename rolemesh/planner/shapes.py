@@ -32,18 +32,18 @@ class ModelShape:
     """The numbers of a model that determine its memory and time.
 
     Args:
-        body_parameters: of the model without a head, embeddings included.
-        head_parameters: of the causal LM's own head; 0 if it is tied to the embedding.
-        multiplied_parameters: parameters of the blocks' matrices that multiply one token; of experts only those
-            that a token is routed to.
+        body_parameters: parameters of the model without a head, embeddings included.
+        head_parameters: parameters of the causal LM's own head; 0 if it is tied to the embedding.
+        multiplied_parameters: parameters of the blocks' matrices by which one token is multiplied; of experts
+            only those to which a token is routed.
         hidden: width of the residual stream.
         layers: transformer blocks.
         heads, kv_heads, head_dim: of the attention.
-        intermediate: width of the MLP (of all experts that a token is routed to).
+        intermediate: width of the MLP (of all experts together to which a token is routed).
         vocabulary: rows of the embedding.
-        matrices: of the blocks: the module's name, rows plus columns.
-        routed_parameters: those of `multiplied_parameters` that are of experts.
-        stored: the type of the embedding in the weight files, e.g. bfloat16; empty: not known.
+        matrices: for each matrix of the blocks the module's name, and rows plus columns.
+        routed_parameters: the part of `multiplied_parameters` in experts.
+        stored: dtype of the embedding in the weight files, e.g. bfloat16; empty: not known.
     """
 
     body_parameters: int
@@ -71,7 +71,7 @@ class ModelShape:
         return self.body_parameters + self.hidden + 1
 
     def parameters(self, *, scores: bool) -> int:
-        """Return the parameters of a model with a head for scores, or of a policy."""
+        """Return the number of parameters: of a model with a head for scores, or of a policy."""
         return self.score_parameters if scores else self.policy_parameters
 
     def trained_parameters(self, model: PolicyModelConfig) -> int:
@@ -102,6 +102,10 @@ def read_shape(config: ModelConfig, role: str) -> ModelShape:
 
     Parameters are counted in the headers of the weight files. If there are none, transformers builds the model
     from config.json without storage, which takes seconds because torch is imported.
+
+    Args:
+        config: has the model's path.
+        role: for errors.
 
     Raises:
         ModelNotFound: there is no directory or config.json, or it does not describe a transformer.
@@ -147,7 +151,7 @@ def read_shape(config: ModelConfig, role: str) -> ModelShape:
 
 
 def _settings(directory: Path, role: str) -> dict[str, Any]:
-    """Read config.json; of a multimodal model, the part about text."""
+    """Read config.json. Keys of a multimodal model's `text_config` replace its own."""
     try:
         settings = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         return {**settings, **settings.get("text_config", {})}

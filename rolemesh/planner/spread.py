@@ -23,9 +23,9 @@ class Spread:
         ranks: processes of the role's group, each with a device.
         shards: ranks that hold one copy of the model (FSDP); with fewer than `ranks` there are copies (HSDP).
         together: ranks that compute the same rows, each a part of the tokens (Ulysses).
-        is_gathered_twice: whether a block's weights are gathered again for the backward pass.
-        is_offloaded: whether weights, gradients and moments are in host memory.
-        fetches_moments: whether moments are in host memory but for the optimizer's steps.
+        is_gathered_twice: True if a block's weights are gathered again for the backward pass.
+        is_offloaded: True if weights, gradients and moments are in host memory.
+        fetches_moments: True if moments are in host memory except during the optimizer's steps.
     """
 
     ranks: int = 1
@@ -63,12 +63,18 @@ class Spread:
 
 
 def smallest(job: JobConfig, role: str) -> int:
-    """Return the fewest ranks of a role, of which every other number of ranks is a multiple."""
+    """Return the smallest number of ranks that a role can have. Every other one is a multiple of it."""
     return math.lcm(job.ulysses_size(role), max(1, job.fsdp_config(role).fsdp_size))
 
 
 def gather_seconds(device: Device, num_bytes: float, ranks: int) -> float:
-    """Return the seconds of an all-gather, or a reduce-scatter, of `num_bytes` in all, by a ring."""
+    """Return the seconds of an all-gather, or of a reduce-scatter, by a ring.
+
+    Args:
+        device: of each rank.
+        num_bytes: of all ranks together.
+        ranks: number of ranks.
+    """
     if ranks <= 1:
         return 0.0
     nodes = -(-ranks // device.per_node)
@@ -86,10 +92,10 @@ def gather_seconds(device: Device, num_bytes: float, ranks: int) -> float:
 
 
 def sum_seconds(device: Device, num_bytes: float, ranks: int) -> float:
-    """Return the seconds of an all-reduce: a reduce-scatter, and an all-gather."""
+    """Return the seconds of an all-reduce of `num_bytes`: a reduce-scatter, then an all-gather."""
     return 2 * gather_seconds(device, num_bytes, ranks)
 
 
 def exchange_seconds(device: Device, num_bytes: float, ranks: int) -> float:
-    """Return the seconds of an all-to-all in which each rank has `num_bytes` and keeps one part of them."""
+    """Return the seconds of an all-to-all: each rank has `num_bytes`, and keeps one of `ranks` parts."""
     return gather_seconds(device, num_bytes, ranks)

@@ -6,6 +6,6 @@ calling/      the client side: finds replicas, distributes a call over them, rea
 batches.py    checks the batches of a call against their method's declaration, on both sides
 answers.py    reads an answer that is one message
 channels.py   opens every channel; tls.py manages the keys of both sides
-metadata.py   the keys of a call's metadata
+metadata.py   the keys of a call's metadata; term.py reads and writes one of them, the controller's term
 errors.py     the one table from error to gRPC status and back
 """

@@ -1,7 +1,7 @@
 """Reads an answer that is one message, at the client.
 
-The client does not trust the server, just as the server does not trust the client (requests.py). gRPC hands
-over bytes; their size and fields are checked before they are parsed.
+The client does not trust the server, just as the server does not trust the client (serving/requests.py). gRPC
+passes on the bytes, whose size and number of fields are checked before they are parsed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ LARGE_BYTES = 64 << 10  # answers of this size or more are parsed in a thread
 
 async def read_answer(rpc: Rpc, answer: bytes) -> Message:
     """Parse an answer, or one message of a streamed answer.
+
+    Args:
+        rpc: the method's description.
+        answer: the message as bytes.
 
     Raises:
         InvalidBatch: more bytes or fields than allowed for the rpc, or not a message of its type.

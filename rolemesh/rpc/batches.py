@@ -1,7 +1,7 @@
 """Checks a call's batches against their method's declaration: requests for the guard, answers for a client.
 
-Separate from requests.py because it imports torch. A server without batches (the controller's) starts without
-torch.
+This is not in serving/requests.py because it imports torch. The controller's server has no batches, and starts
+without torch.
 """
 
 from __future__ import annotations

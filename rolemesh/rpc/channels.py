@@ -66,7 +66,7 @@ def open_channel(
 
     Args:
         address: host:port.
-        role: that the server has.
+        role: the role that is called.
         options: of the channel.
 
     Raises:
@@ -84,9 +84,13 @@ def open_channel(
 class RoleChannel:
     """A channel to a role at one address that survives key rotation.
 
-    A gRPC channel always uses the keys it was created with. When there are new keys, a second channel is opened
-    beside the first, because the other side may get its new keys later. New calls use the second channel once
-    it is connected, or once the first one no longer is. Running calls finish on their channel.
+    A gRPC channel always uses the keys it was created with. When there are new keys, a second channel is
+    opened, and the first one stays, because the other side may get its new keys later. New calls use the second
+    channel once it is connected, or once the first one is no longer. Running calls finish on their channel.
+
+    Args:
+        address: host:port.
+        role: the role that is called.
     """
 
     def __init__(self, address: str, role: str) -> None:

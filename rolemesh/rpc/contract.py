@@ -1,4 +1,4 @@
-"""Reads the properties of each method from the .proto's descriptors, so server and client need no table."""
+"""Reads the properties of each method from the .proto's descriptors. Server and client need no table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEIGHTS = weights_pb2.DESCRIPTOR.services_by_name["WeightsService"]
 FRAME: Any = frame_pb2.Frame.DESCRIPTOR
 
 
-# The roles that a certificate may name: the values of enum Caller, without prefix, in lower case.
+# The roles that a certificate may name, by number in enum Caller: its names without prefix, in lower case.
 CALLERS = {
     number: name.removeprefix("CALLER_").lower()
     for name, number in data_pb2.Caller.items()
@@ -54,7 +54,7 @@ class Rpc:
             DISPATCH_UNSPECIFIED: the caller chooses one server, and the Dispatcher refuses the method.
         callers: the roles that may call it under TLS, e.g. controller.
         pure: True if a failed call may be retried, also at another replica (idempotency_level).
-        streams: whether (request, response) are streams.
+        streams: whether the request is a stream, and whether the response is.
         request, response: the message types.
     """
 

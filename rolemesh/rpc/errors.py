@@ -57,7 +57,7 @@ ENDED_WHILE_WRITING = "Internal error from Core"
 
 
 def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """Return code, details and trailing metadata for a server to end a call with."""
+    """Return the code, details and trailing metadata with which a server ends a call."""
     for cls in type(error).__mro__:
         if cls in STATUS:
             return STATUS[cls], _shortened(_text(error)), ((ERROR_KEY, cls.__name__),)
@@ -66,7 +66,7 @@ def to_status(error: BaseException) -> tuple[grpc.StatusCode, str, tuple[tuple[s
 
 
 def from_status(error: grpc.aio.AioRpcError, where: str) -> RolemeshError:
-    """Return the domain error for a client to raise.
+    """Return the domain error that a client raises.
 
     Args:
         error: gRPC's error for the call.

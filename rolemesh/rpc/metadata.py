@@ -22,5 +22,5 @@ FINGERPRINT_KEY = "rolemesh-fingerprint"
 
 
 def call_digest(fingerprint: str) -> str:
-    """Return the digest by which a call names a server's fingerprint, given the fingerprint's metadata."""
+    """Return the digest of a fingerprint's metadata, by which a call names the fingerprint."""
     return hashlib.sha256(fingerprint.encode()).hexdigest()[:16]

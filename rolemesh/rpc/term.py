@@ -1,4 +1,4 @@
-"""A term: the time for which one controller has the trained roles of a run, for client and server."""
+"""A term: the time in which one controller has the trained roles of a run. For client and server."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Term:
 
     Args:
         run_dir: the absolute path of the run directory.
-        number: the later of two terms of a run directory has the larger number.
-        controller: the process, for messages, e.g. "pid 812 on node-3".
+        number: grows from each term of a run directory to the next.
+        controller: its process, for messages, e.g. "pid 812 on node-3".
     """
 
     run_dir: str

@@ -30,8 +30,8 @@ class Caller:
 
     Args:
         role: the role's name.
-        trained: the role has state that a restart of its server loses, so an answer after a restart is an
-            error.
+        trained: True if the role has state that a restart of its server loses. Then an answer after a restart
+            is an error.
     """
 
     def __init__(self, role: str, *, trained: bool) -> None:
@@ -40,13 +40,13 @@ class Caller:
         self.metadata: dict[str, str] = {}  # sent with every call, in addition to job, step and id
 
     async def message(self, rpc: Rpc, replica: Replica, call: Any) -> Message:
-        """Wait for an answer that is one message."""
+        """Wait for an answer that is one message. Raises RoleFailed of the replica if it is invalid."""
         with self.blamed(rpc, replica):
             return await read_answer(rpc, await call)
 
     @contextmanager
     def blamed(self, rpc: Rpc, replica: Replica) -> Iterator[None]:
-        """Turn an invalid answer into RoleFailed of the replica: the request is not at fault."""
+        """Turn the error of an invalid answer into RoleFailed of the replica: the request is not at fault."""
         try:
             yield
         except (InvalidBatch, RoleFailed) as error:
@@ -62,12 +62,20 @@ class Caller:
         *,
         sends_deadline: bool = False,
     ) -> AsyncIterator[Any]:
-        """Make a call, and cancel it at the deadline; every error names role, method, address and step.
+        """Make a call, and cancel it at the deadline. Every error names role, method, address and step.
 
         Args:
-            rpc, replica, request: what is called, where, with what.
+            rpc: the called method.
+            replica: where it is called.
+            request: the batch or message.
             deadline: of the call; it may move.
-            sends_deadline: the server gets the deadline as it is now (gRPC's own, which cannot move).
+            sends_deadline: True if the server gets the deadline as it is now, which then cannot move (gRPC's
+                own).
+
+        Raises:
+            RoleTimeout: there was no answer within the deadline.
+            RoleFailed: a trained role was restarted.
+            RolemeshError: the server answered with an error (from_status).
         """
         make: Any = getattr(replica.channel, _arity(rpc))
         start = make(
@@ -115,7 +123,7 @@ class Caller:
             )
 
     def method(self, rpc: Rpc) -> str:
-        """Return the method's name in timelines, the same that its worker uses."""
+        """Return the method's name in timelines, as its worker names it."""
         return f"{self._role}.{rpc.method}"
 
     def where(self, rpc: Rpc, replica: Replica) -> str:

@@ -1,4 +1,4 @@
-"""Deadlines of one client's calls. Time that a call waits behind earlier ones does not count.
+"""Deadlines of one client's calls. The time that a call waits for earlier calls does not count.
 
 A replica may answer one call after another. If the wait counted, a call that is sent early would fail although
 its replica works.
@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager, contextmanager
 
 
 class Deadline:
-    """When a call fails for lack of an answer: `timeout_s` after its time began. Only `Deadlines` moves it.
+    """The time by which a call must be answered: `timeout_s` after its time began. Only `Deadlines` moves it.
 
     Args:
         timeout_s: seconds.
-        waits: the call waits behind earlier ones, so its time has not begun.
+        waits: True if the call waits for earlier ones, so that its time has not begun.
 
     Attributes:
         has_passed: True once `limit` has ended a block at the deadline.
@@ -88,7 +88,7 @@ class Deadlines:
         try:
             yield deadline
         finally:
-            self.answered(deadline)  # for those behind it, its end is as good as an answer
+            self.answered(deadline)  # its end puts off later deadlines, as an answer does
             self._running.remove(deadline)
             if self._running:
                 self._running[0].begin()

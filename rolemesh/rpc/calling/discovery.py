@@ -29,10 +29,10 @@ class Members(Protocol):
 
 
 async def follow(members: Members, role: str, use: Callable[[frozenset[str]], Awaitable[None]]) -> None:
-    """Call `use` with a role's addresses, now and after every change. Log any error but InvalidConfig.
+    """Call `use` with a role's addresses, now and after every change. Log errors other than InvalidConfig.
 
     Raises:
-        InvalidConfig: raised by the members, which are not followed any more.
+        InvalidConfig: raised by `members`, which are then no longer followed.
     """
     backoff_s = FOLLOW_S
     while True:
@@ -169,7 +169,7 @@ class Endpoints:
         return version
 
     def _addresses(self) -> frozenset[str]:
-        """Return one address per pod. A pod may be in two slices for a while, and always in two IP families."""
+        """Return one address per pod. A pod may be in two slices for a while, or have one in each IP family."""
         by_pod: dict[str, str] = {}
         for part in sorted(self._slices.values(), key=lambda part: str(part["addressType"])):
             for endpoint in part.get("endpoints") or ():

@@ -1,8 +1,8 @@
-"""The client of the environment role: an episode stays with the replica that opened it.
+"""The client of the environment role. All calls of an episode go to the replica that opened it.
 
-Calls of other roles are independent of each other, so any replica may answer them. All calls of an episode go
-to its replica, and are repeated there if a connection breaks. If the replica is gone or no longer has the
-episode, EpisodeLost is raised, and the caller begins the episode again.
+Calls of other roles are independent of each other, so any replica may answer them. A call of an episode is
+repeated at the same replica if a connection breaks. If the replica is gone or no longer has the episode,
+EpisodeLost is raised, and the caller begins the episode again.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from rolemesh.v1.environment_pb2 import (
     OpenEpisodeResponse,
 )
 
-ANSWERS_LATE_S = 15.0  # a replica that answers later than this after its own limit hangs
-GONE_AFTER_S = 5.0  # a replica whose connection broke is gone if it is not healthy by then
+ANSWERS_LATE_S = 15.0  # a replica that has not answered this long after its own limit hangs
+GONE_AFTER_S = 5.0  # a replica whose connection broke is gone if it is not healthy within this time
 
 # The error for each status, for environments in other languages, which send no error class.
 PLAIN = {
@@ -87,9 +87,9 @@ class EnvironmentClient(RoleClient):
         """Make the client.
 
         Args:
-            addresses, methods, like_every_client: as RoleClient. timeout_s bounds the wait for a replica that
-                has room for another episode, as long as no other episode gets an answer.
-            call_timeout_s: seconds in which a replica answers a turn.
+            addresses, methods, like_every_client: as RoleClient. timeout_s bounds the wait for a replica with
+                room for another episode. It begins again with each answer to an episode.
+            call_timeout_s: time limit in seconds of a replica for a turn.
         """
         super().__init__(addresses, methods, **like_every_client)
         self._call_timeout_s = call_timeout_s + ANSWERS_LATE_S
@@ -110,11 +110,11 @@ class EnvironmentClient(RoleClient):
         return answer
 
     async def open_episode(self, request: OpenEpisodeRequest) -> OpenEpisodeResponse:
-        """Begin an episode at the live replica with the fewest open ones that has room.
+        """Begin an episode, at the live replica with room that has the fewest outstanding rows.
 
         Raises:
             RoleBusy: no replica had room, and no episode got an answer, for timeout_s.
-            RoleUnavailable: none was left.
+            RoleUnavailable: no replica could be reached.
             UnknownAgent, InvalidBatch, InvalidData, EnvironmentFailed: raised by the environment.
         """
         asked = OpenEpisodeRequest()
@@ -209,7 +209,11 @@ class EnvironmentClient(RoleClient):
             home.held.close()
 
     async def _ask(self, rpc: str, name: str, home: _Home, asked: Message) -> Any:
-        """Call an episode's replica, and retry while it lives. A repeated call has no second effect."""
+        """Call an episode's replica, and retry while it lives. A repeated call has no second effect.
+
+        Raises:
+            EpisodeLost: the replica is gone, hangs, or no longer has the episode.
+        """
         deadline, wait_s = time.monotonic() + self._call_timeout_s, 0.0
         while True:
             try:
@@ -262,7 +266,7 @@ def _blamed(where: str, replica: Replica) -> AbstractContextManager[None]:
 
 
 def _meant(error: RoleFailed, plain: Mapping[grpc.StatusCode, type[RolemeshError]]) -> RolemeshError:
-    """Return the error that the status means, if the answer has no class of error."""
+    """Return the error that the status means, if the answer does not name the class of its error."""
     if isinstance(error.status, grpc.StatusCode) and TOO_LARGE not in str(error) and error.status in plain:
         return plain[error.status](str(error))
     return error

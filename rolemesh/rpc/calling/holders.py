@@ -1,4 +1,4 @@
-"""Which replica answered a row last, for rows of several turns: it may have kept their keys and values."""
+"""Remembers which replica answered a row of several turns last: it may have kept the row's keys and values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MAX_ROWS = 1 << 16  # rows whose replica is remembered; about 10 MB
 class Holders:
     """Remembers the replicas of the rows that were answered last.
 
-    It is a hint: no answer depends on it, so a wrong or forgotten one costs only time.
+    The memory is a hint. No answer depends on it, so a wrong or forgotten replica costs only time.
     """
 
     def __init__(self) -> None:
         self._addresses: OrderedDict[int, str] = OrderedDict()
 
     def note(self, batch: DataProto, rows: Iterable[int], replica: Replica) -> None:
-        """Remember that a replica answered these rows of a request. No effect if they have one turn."""
+        """Remember that a replica answered these rows of a request. It has no effect if they have one turn."""
         if "turns" in batch:
             for row in rows:
                 key = _key(batch, row)
@@ -32,7 +32,7 @@ class Holders:
                 self._addresses.popitem(last=False)
 
     def of(self, batch: DataProto) -> str:
-        """Return the address at which most rows of a request were answered last; empty if it is not known."""
+        """Return the address that answered most rows of a request last; empty if none is known."""
         if "turns" not in batch or not self._addresses:
             return ""
         found = Counter(self._addresses.get(_key(batch, row), "") for row in range(len(batch)))

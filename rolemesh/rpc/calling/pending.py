@@ -1,4 +1,4 @@
-"""Rows that wait for an answer, for scalers and the controller's load."""
+"""Counts rows that wait for an answer, for scalers and for the load that the controller reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class PendingRows:
     """Counts pending rows, and integrates the count over time.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -19,7 +19,7 @@ class PendingRows:
         self._counted_at, self._row_seconds = clock(), 0.0
 
     def row_seconds(self, until: float) -> float:
-        """Return the integral of `rows` over time: ten rows that are pending for six seconds make 60."""
+        """Return the integral of `rows` over time, until `until` by `clock`: 10 rows for 6 s make 60."""
         return self._row_seconds + self.rows * (until - self._counted_at)
 
     def add(self, rows: int) -> None:

@@ -18,11 +18,12 @@ REMIND_S = 30.0  # between two lines
 class Reminder:
     """Logs every REMIND_S seconds which replicas of a role are waited for, while anything waits.
 
-    The line is a warning if a replica has another fingerprint, because only a restart helps; else it is info.
+    The line is a warning if a replica has another fingerprint, because only a restart helps. Otherwise its
+    level is info.
 
     Args:
         role: the role.
-        replicas: returns those that are waited for.
+        replicas: returns the replicas that are waited for.
     """
 
     def __init__(self, role: str, replicas: Callable[[], Sequence[Replica]]) -> None:

@@ -29,7 +29,7 @@ class Replica:
     Args:
         address: host:port.
         role: the role that it serves.
-        live: whether it may get work.
+        live: True if it may get work.
         expected: the fingerprint that it must have; None: any.
     """
 
@@ -41,9 +41,9 @@ class Replica:
         self.live = live
         self.problem = ""
         self.mismatch = ""  # how its fingerprint differs from the expected one
-        self.call_digest = ""  # by which calls name its fingerprint, if one is expected
+        self.call_digest = ""  # of its fingerprint, for calls; only if one is expected
         self._has_no_fingerprint = False
-        self.life = ""  # of its server, by its last answer to a health check; "": it has not answered yet
+        self.life = ""  # of its server, at its last health check; "": it has not answered yet
         self._channel = RoleChannel(address, role)
 
     @property
@@ -52,7 +52,7 @@ class Replica:
         return self._channel.channel
 
     async def health(self) -> str:
-        """Check health: return "" if it serves its role, with the expected fingerprint, else the problem."""
+        """Check health. Return "" if it serves its role with the expected fingerprint, else the problem."""
         problem, life, fingerprint = await self._check()
         self.life = life or self.life
         if self._expected and (life or fingerprint or not problem):  # it has answered
@@ -61,7 +61,7 @@ class Replica:
         return problem
 
     def _compare(self, life: str, fingerprint: str, expected: Fingerprint) -> None:
-        """Compare its fingerprint with the expected one. A difference is logged when it is new."""
+        """Compare its fingerprint with the expected one. Log a difference when it is new."""
         before, self.mismatch = self.mismatch, ""
         try:
             if fingerprint:
@@ -93,7 +93,7 @@ class Replica:
         return before == after != there and bool(before and there)
 
     async def _check(self) -> tuple[str, str, str]:
-        """Check health: return the problem, and the server's life and the role's fingerprint if it answered."""
+        """Check health. Return the problem, the server's life and the role's fingerprint, or "" for each."""
         check: Any = self.channel.unary_unary(HEALTH.path, serializer(HEALTH.request), None)
         try:
             call = check(health_pb2.HealthCheckRequest(service=self._role), timeout=CHECK_TIMEOUT_S)

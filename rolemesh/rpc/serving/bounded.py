@@ -1,4 +1,4 @@
-"""Limits what any call can cost a server, whether it calls our services, health or reflection."""
+"""Limits the memory that any call can take at a server, also a call of health or reflection."""
 
 from __future__ import annotations
 

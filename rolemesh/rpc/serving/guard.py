@@ -1,4 +1,4 @@
-"""Wraps every call that a server answers; the same guard for all methods.
+"""Wraps every call of our services. All methods have the same guard.
 
 It sets job and step in the context, reads the request and checks it against its declaration, records metrics
 and a log line, and turns an error into a status.
@@ -135,7 +135,7 @@ class Guard:
             raise
         except Exception as error:
             code, details, trailing = to_status(error)
-            # The caller learns of errors it can cause; only unexpected ones get a traceback in the log.
+            # The caller gets the message of every error. Only an unexpected one has a traceback in the log.
             log.error("%s failed: %s", rpc.name, details, exc_info=not isinstance(error, RolemeshError))
             await context.abort(code, details, trailing)
         finally:

@@ -1,4 +1,4 @@
-"""The base of a server's interceptors: it wraps every method, of each of gRPC's four kinds."""
+"""The base of a server's interceptors. It wraps every method, whichever of gRPC's four kinds it has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Around(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic i
     """An interceptor that wraps every method of a server. A subclass implements `around`.
 
     Attributes:
-        reads: gRPC parses requests from bytes; False: `around` does.
+        reads: True if gRPC parses requests from bytes; False if the method of `around` does.
     """
 
     reads = True
@@ -37,7 +37,13 @@ class Around(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic i
         return _wrapped(handler, around, reads=self.reads)
 
     def around(self, path: str, handler: grpc.RpcMethodHandler[Any, Any], method: Method) -> Method:
-        """Return a method that wraps this one. Await this one, whether or not its answer is a stream."""
+        """Return a method that wraps this one, and awaits it, whether or not its answer is a stream.
+
+        Args:
+            path: of the rpc, e.g. /rolemesh.v1.RewardService/ComputeScores.
+            handler: gRPC's handler of the method.
+            method: takes a request and its context.
+        """
         raise NotImplementedError
 
 

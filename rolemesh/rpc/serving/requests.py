@@ -1,6 +1,6 @@
 """Reads a call's metadata and its one message before the method runs (batches.py reads a batch).
 
-gRPC hands over every request as bytes. So an unreadable request ends like any other wrong one: with a status
+gRPC passes on every request as bytes. So an unreadable request ends like any other invalid one: with a status
 from our table, and with the names of role and method.
 """
 
@@ -28,8 +28,11 @@ def enter_context(role: str, rpc: Rpc, metadata: Any, own_job: str = "", own_dig
     Each call runs in its own task, hence in its own context, so nothing has to be reset.
 
     Args:
+        role: the called role.
+        rpc: the method's description.
+        metadata: of the call.
         own_job: name of the server's job; empty: calls of any job are served.
-        own_digest: of the role's fingerprint; None: it has none.
+        own_digest: digest of the role's fingerprint (call_digest); None: it has none.
 
     Raises:
         InvalidBatch: the step is not a number of at most MAX_STEP_DIGITS digits.
@@ -60,6 +63,11 @@ def enter_context(role: str, rpc: Rpc, metadata: Any, own_job: str = "", own_dig
 
 def message_of(role: str, rpc: Rpc, request: bytes) -> Message:
     """Parse the one message of a request.
+
+    Args:
+        role: the called role, for errors.
+        rpc: the method's description.
+        request: the message as bytes.
 
     Raises:
         InvalidBatch: more than MAX_REQUEST_BYTES, or not a message of the rpc's type.

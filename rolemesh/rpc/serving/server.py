@@ -42,7 +42,6 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_concurrent_streams", MAX_STREAMS),  # of each connection
-    ("grpc.max_concurrent_streams", MAX_STREAMS),  # of each connection
 ]
 
 # Options that are raised for a server that allows more than MAX_STREAMS calls on a connection.
@@ -139,8 +138,8 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._options = [*(dict(SERVER_OPTIONS) | own).items()]
         self._behaviours: dict[str, Behaviour] = {}  # path to the guarded method
         self._refusal = "is still loading"
-        self.why: Callable[[], str] = lambda: ""  # says what it waits for until it is ready
-        self.hung: Callable[[], str] = lambda: ""  # says which role hangs on its device
+        self.why: Callable[[], str] = lambda: ""  # returns why it is not ready; empty: not known
+        self.hung: Callable[[], str] = lambda: ""  # returns which role hangs on its device; empty: none
         self._guard = Guard(room or Room(), job, fingerprints)
         waits_for = lambda: self.why() if self._refusal else ""  # noqa: E731
         self._health: Any = _Health(self._guard.life, waits_for, lambda: self.hung(), fingerprints)
@@ -167,7 +166,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         return await self._serve_on(server, listen, partial(tls.add_port, server))
 
     async def start_health(self, listen: str) -> str:
-        """Serve only health, on a port that is never TLS, because probes have no keys.
+        """Serve only health, on a port without TLS, because probes have no keys.
 
         Arguments, result and errors are as in `start`.
         """
@@ -289,8 +288,8 @@ def serve_metrics(listen: str, *more: CollectorRegistry) -> str:
     """Serve /metrics over HTTP, on threads of its own.
 
     Args:
-        listen: host:port; port 0 picks a free one. As for gRPC, 0.0.0.0 and [::] both are every interface,
-            by IPv4 and IPv6.
+        listen: host:port; port 0 picks a free one. As for gRPC, 0.0.0.0 and [::] both mean all interfaces, for
+            IPv4 and IPv6.
         more: registries to serve in addition to the process's own.
 
     Returns:
@@ -314,7 +313,7 @@ def serve_metrics(listen: str, *more: CollectorRegistry) -> str:
 
 
 def _problem(host: str, port: int) -> str:
-    """Find out why binding failed, by trying it with a plain socket: gRPC does not tell."""
+    """Find out why binding failed, by trying it with a plain socket. gRPC does not report the cause."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[
             0

@@ -1,7 +1,7 @@
-"""Lets one controller at a time call a trained role, and refuses every other by name.
+"""Lets one controller at a time call a trained role. A refusal names the controller that has the role.
 
 Only the controller that loaded a trained role's state knows what has happened to it since. So LoadCheckpoint
-begins a term: its result does not depend on the state before it. docs/wire.md says who is served when.
+begins a term: its result does not depend on the state before it. docs/wire.md says which calls are served when.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Behaviour = Callable[[Any, Context], Any]
 
 
 class Terms:
-    """Which controller has a trained role.
+    """Records which controller has a trained role, and refuses calls of others.
 
     Args:
         role: for messages.
@@ -34,9 +34,14 @@ class Terms:
         self._running: dict[asyncio.Future[None], Term | None] = {}  # done when the call has ended
 
     def wrap(self, rpc: Rpc, behaviour: Behaviour) -> Behaviour:
-        """Return a servicer's method that is checked when its request has been read, just before it runs.
+        """Return a servicer's method with a check of the call's term, after its request has been read.
 
-        While an answer is written nothing runs, so a caller that does not read delays no successor.
+        A call does not count as running while a part of its answer is written. So a caller that does not read
+        does not delay its successor.
+
+        Args:
+            rpc: the method's description.
+            behaviour: the servicer's method.
         """
 
         async def unary(request: Any, context: Context) -> Any:
@@ -60,7 +65,7 @@ class Terms:
     async def _call(self, rpc: Rpc, term: Term | None) -> AsyncIterator[None]:
         """Check a call's term, and count the call as running within the context.
 
-        From LoadCheckpoint of a new term on, the old one is refused. The load waits for the old one's calls.
+        LoadCheckpoint of a new term ends the old one, and waits for the old one's running calls.
 
         Raises:
             RoleTaken: another controller has the role, or the term is of another run directory.

@@ -1,4 +1,4 @@
-"""The calls that every trained role serves alike: train, write a checkpoint, load one."""
+"""The calls that all trained roles have: train, write a checkpoint, load a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class TrainedServicer:
     """The base of the servicers of trained roles.
 
     Args:
-        trained: does the work.
+        trained: the worker.
 
     Attributes:
-        terms: says whose calls are served; rolemesh/rpc/serving/server.py asks it.
+        terms: checks each call's term; rolemesh/rpc/serving/server.py wraps the methods in it.
     """
 
     def __init__(self, trained: Trained) -> None:
