@@ -222,7 +222,7 @@ class JobConfig(Plugins):
         """
         [group] = (group for group, roles in self.groups.items() if "rollout" in roles)
         is_alone = self.trainer.device != "cpu" and self.has_own_device
-        rows = self.rollout.with_room(MOST_OWN_ROWS if is_alone else None).rows_at_once
+        rows = self.rollout.with_rows_and_share(MOST_OWN_ROWS if is_alone else None).rows_at_once
         return rows * (self.num_ranks(group) if self.on_device("rollout") else 1)
 
     @property
@@ -231,9 +231,9 @@ class JobConfig(Plugins):
         roles = next(roles for roles in self.groups.values() if "rollout" in roles)
         return [role for role in roles if self.on_device(role)] == ["rollout"]
 
-    def with_room(self, rows: int | None = None) -> JobConfig:
-        """Return this job with what its engine takes of the device decided; see RolloutConfig.with_room."""
-        return self.model_copy(update={"rollout": self.rollout.with_room(rows)})
+    def with_rows_and_share(self, own_rows: int | None = None) -> JobConfig:
+        """Return this job with its engine's rows and share of the device decided, as RolloutConfig does."""
+        return self.model_copy(update={"rollout": self.rollout.with_rows_and_share(own_rows)})
 
     def on_device(self, role: str) -> bool:
         """Return whether a role uses the device, and so takes turns; e.g. a reward by rules does not."""

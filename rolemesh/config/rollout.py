@@ -357,14 +357,14 @@ class RolloutConfig(SamplingConfig):
         """True if the engine sends its rows to the servers of rollout.openai."""
         return "openai" in self.engine.keys
 
-    def with_room(self, rows: int | None = None) -> "RolloutConfig":
+    def with_rows_and_share(self, own_rows: int | None = None) -> "RolloutConfig":
         """Return this section with max_num_seqs and gpu_memory_utilization decided where they are null.
 
         Args:
-            rows: of vLLM with a GPU of its own; None: it shares the device, or computes on a CPU.
+            own_rows: max_num_seqs of vLLM with a GPU of its own; None: it shares the device, or is on a CPU.
         """
-        is_alone = rows is not None and self.engine.reserves_memory
-        most, share = (rows or ROWS, OWN_SHARE) if is_alone else (ROWS, SHARE)
+        is_alone = own_rows is not None and self.engine.reserves_memory
+        most, share = (own_rows or ROWS, OWN_SHARE) if is_alone else (ROWS, SHARE)
         decided = {
             "max_num_seqs": self.max_num_seqs or min(most, self.max_num_batched_tokens),
             "gpu_memory_utilization": self.gpu_memory_utilization or share,

@@ -316,7 +316,8 @@ class Planner:
         if (roles, devices, ranks) not in self._groups:
             device, count = self.cluster.device, max(1, devices)
             is_alone = not device.shared and sum(role in self.shapes for role in roles) == 1
-            job = self.job.with_room(own_rows(device.memory_bytes, device.name) if is_alone else None)
+            rows = own_rows(device.memory_bytes, device.name) if is_alone else None
+            job = self.job.with_rows_and_share(rows)
             memory = {role: role_memory(job, role, self.shapes, device, ranks) for role in roles}
             seconds = {role: role_seconds(job, role, self.shapes, device, count, ranks) for role in roles}
             engines = min(ranks, device.per_node) if any(ROLES[role].trained for role in roles) else 1

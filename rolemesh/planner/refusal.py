@@ -1,8 +1,8 @@
 """Refuses a job that cannot fit, before anything starts.
 
-Only memory that is certainly needed counts. In a CPU's memory, which all roles share, that is
-weights, and gradients and moments of trained roles. A GPU has one process. There the activations of one row
-count too, because no smaller micro-batch avoids them, and vLLM must find room in its own share of the GPU.
+Only memory that is certainly needed counts. In a CPU's memory, which all roles share, these are weights, and
+gradients and moments of trained roles. A GPU has one process. There the activations of one row count too,
+because no smaller micro-batch avoids them, and vLLM must fit into its share of the GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rolemesh.planner.memory import (
 from rolemesh.planner.plan import Grouping
 from rolemesh.planner.shapes import ModelShape
 
-NO_ROOM = replace(GPUS["h100"], memory_bytes=0)  # here the estimate of vLLM has a cache for one sequence
+NO_ROOM = replace(GPUS["h100"], memory_bytes=0)  # vLLM's estimate for it has a cache for one sequence
 
 
 def least_memory(job: JobConfig, role: str, shapes: Shapes) -> Memory:
@@ -59,7 +59,7 @@ def least_memory(job: JobConfig, role: str, shapes: Shapes) -> Memory:
 def refuse_what_cannot_fit(
     job: JobConfig, shapes: Shapes, grouping: Grouping, memory_bytes: int, where: str
 ) -> None:
-    """Refuse groups that need more memory than there is. Groups run side by side; roles of a group take turns.
+    """Refuse groups that need more memory than there is. Groups run in parallel; roles of a group take turns.
 
     Args:
         job: the job.
@@ -110,10 +110,10 @@ def refuse_what_gpus_cannot_hold(
     given: Mapping[str, Sequence[str]],
     memory_bytes: Mapping[str, int],
 ) -> None:
-    """Refuse processes with a role that needs more than its GPU has, or vLLM more than its share of it.
+    """Refuse a process if a role needs more memory than its GPU has, or vLLM more than its share of the GPU.
 
-    Roles of a process take turns. A model over several ranks has a part on each GPU, which is not counted; an
-    engine counts as the planner estimates it.
+    Roles of a process take turns. A model that is spread over several ranks is not counted. An engine counts as
+    the planner estimates it.
 
     Args:
         job: the job; no dtype is auto.
@@ -130,7 +130,8 @@ def refuse_what_gpus_cannot_hold(
         is_alone = sum(role in shapes for role in roles) == 1
         for role in whole:
             for gpu in given[replica]:
-                decided = job.with_room(ROWS if is_alone else None)  # the fewest that vLLM takes by itself
+                rows = ROWS if is_alone else None  # the fewest that vLLM takes by itself
+                decided = job.with_rows_and_share(rows)
                 _refuse_on_gpu(decided, role, least_on_gpu(decided, role, shapes), gpu, memory_bytes[gpu])
 
 
@@ -184,10 +185,11 @@ def least_on_gpu(job: JobConfig, role: str, shapes: Shapes) -> Memory:
 def _least_of_update(
     job: JobConfig, role: str, shape: ModelShape, model: TrainedModelConfig, least: Memory
 ) -> Memory:
-    """Return what a trained role needs in its passes, or in the optimizer's step if that is more.
+    """Return the bytes of a trained role in its passes, or in the optimizer's step if these are more.
 
     The first pass of a mini-batch has no gradients yet; a second one has all of them. Autocast's copies are
-    gone when blocks are recomputed. Those of weights that an adapter freezes are not kept for the next block.
+    freed before blocks are recomputed. With checkpointing, copies of weights below an adapter are not kept
+    for the next block.
     """
     checkpoints, adapts = model.enable_gradient_checkpointing, role == "actor" and job.actor.model.lora_rank > 0
     block = block_bytes(shape, _width(job), model.dtype)

@@ -247,7 +247,7 @@ class RemoteWeights:
                 raise _SourceFailed("damaged", f"{error}, from {where}", final=True) from error
 
     async def _open(self, source: _Source, wait_s: float) -> tuple[HeldVersion, StripedHolders | None]:
-        """Return the holding to fill: the one begun earlier, or a new one in shared or own memory.
+        """Return the version to fill: the one begun earlier, or a new one in shared or own memory.
 
         Also return who holds it, if the source holds only stripes.
         """
@@ -289,7 +289,7 @@ def _failure(error: Exception, where: str = "") -> _SourceFailed:
 
 
 class _Pace:
-    """Context that raises TimeoutError unless the holding gains LEAST_BYTES in every STALL_S."""
+    """Context that raises TimeoutError unless LEAST_BYTES of the version are verified in every STALL_S."""
 
     def __init__(self, holding: HeldVersion) -> None:
         self._holding, self._reached = holding, holding.num_verified

@@ -31,14 +31,14 @@ class DamagedTwice(Exception):
 
 
 class StripedPull:
-    """A pull into one holding, which can be run again after an error: what has arrived is not fetched again.
+    """A pull of one version. It can be run again after an error, and then fetches only bytes that are missing.
 
     Every holder's stripes arrive in order, each in its place of the region. So all bytes before the first
     missing byte of any holder have arrived. They are verified in order, as with a single source.
 
     Args:
-        holding: with a region of its own.
-        stripes: how it is dealt.
+        holding: the version, with a region of its own.
+        stripes: its division among holders.
     """
 
     def __init__(self, holding: HeldVersion, stripes: Stripes) -> None:

@@ -83,7 +83,7 @@ def test_an_engine_with_a_gpu_of_its_own_takes_most_of_it(
         monkeypatch.setattr(arguments, "resolve_device", lambda _: torch.device("cuda"))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     sections = {"trainer": {"device": "cpu"}, "placement": {"strategy": strategy}}
-    rollout = arguments.with_room(make_job({"rollout": {"name": "vllm", **keys}} | sections)).rollout
+    rollout = arguments.with_rows_and_share(make_job({"rollout": {"name": "vllm", **keys}} | sections)).rollout
     assert (rollout.max_num_seqs, rollout.gpu_memory_utilization) == expected
 
 

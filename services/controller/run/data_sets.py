@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rolemesh.catalog.catalog import BUILT_IN
@@ -44,14 +45,28 @@ def validation_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> Da
     return None
 
 
-def content_of(train: Dataset, val: Dataset | None) -> tuple[int, str, str | None, str | None]:
-    """Return the number of training rows, the digests of their tokens and of their other columns, and that of
-    the validation rows.
+@dataclass(frozen=True)
+class Content:
+    """The content of a run's data sets, as arguments of `settings_to_keep`.
 
-    None: there are no other columns that count, or no validation rows.
+    Args:
+        num_prompts: number of training rows.
+        prompts: digest of their tokens.
+        columns: digest of their other columns; None if training reads none.
+        validation: digest of the validation rows; None without validation.
     """
+
+    num_prompts: int
+    prompts: str
+    columns: str | None
+    validation: str | None
+
+
+def content_of(train: Dataset, val: Dataset | None) -> Content:
+    """Return the content of the training and validation rows."""
     digests: tuple[str | None, ...] = (val.digest, val.columns_digest) if val else ()
-    return len(train), train.digest, train.columns_digest, "+".join(filter(None, digests)) or None
+    validation = "+".join(filter(None, digests)) or None
+    return Content(len(train), train.digest, train.columns_digest, validation)
 
 
 def _dataset(

@@ -69,12 +69,12 @@ def settings_to_keep(
     validation: str | None = None,
     files: Mapping[str, str | None] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings that determine a step's prompts, what their responses are judged by, its sampled
-    tokens, the waiting groups, the learning rates, and what a validation measures.
+    """Return the settings that determine the rest of a run, bit for bit.
 
-    A resumed run must have the same ones, or it would be neither the old run nor a new one. Settings that
-    match MAY_CHANGE are changed on purpose, so the resume only warns. A role's dtype depends on its device, so
-    actor and critic keep theirs in their own files.
+    They determine a step's prompts, the scores of their responses, its sampled tokens, the waiting groups, the
+    learning rates, and what a validation measures. A resumed run must have the same ones, or it would be
+    neither the old run nor a new one. Settings that match MAY_CHANGE are changed on purpose, so the resume only
+    warns. A role's dtype depends on its device, so actor and critic keep theirs in their own files.
 
     Args:
         job: with its number of steps.

@@ -361,7 +361,7 @@ class Run:
         return fan_out(self._prompts(number), rollout.sampling[sampling].n, rollout.seed, number, sampling)
 
     def _settings_to_keep(self) -> dict[str, Any]:
-        return settings_to_keep(self.job, *content_of(self._train, self._val), self._files)
+        return settings_to_keep(self.job, **asdict(content_of(self._train, self._val)), files=self._files)
 
     def _state(self, step: int) -> ControllerState:
         sampling = self._sampling

@@ -158,7 +158,7 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     rollout, device = job.rollout, resolve_device(job.trainer.device).type
-    decided = with_room(job)
+    decided = with_rows_and_share(job)
     if device == "cpu":
         _check_head_size(model)
         _check_experts(model)
@@ -194,13 +194,13 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
     return arguments
 
 
-def with_room(job: JobConfig) -> JobConfig:
-    """Return the job with the rows and the share of this device that its engine takes."""
+def with_rows_and_share(job: JobConfig) -> JobConfig:
+    """Return the job with its engine's rows and share of the device decided for this process's device."""
     device = resolve_device(job.trainer.device)
     if device.type == "cpu" or not job.has_own_device:
-        return job.with_room()
+        return job.with_rows_and_share()
     gpu = torch.cuda.get_device_properties(device)
-    return job.with_room(own_rows(gpu.total_memory, gpu.name))
+    return job.with_rows_and_share(own_rows(gpu.total_memory, gpu.name))
 
 
 def sampling_arguments(job: JobConfig, sampling: SamplingConfig, ends: list[int]) -> dict[str, Any]:
