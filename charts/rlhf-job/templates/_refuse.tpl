@@ -141,7 +141,7 @@ The pod checks this, too, and knows its model (rolemesh/planner/host.py). */}}
 {{- $limitGiB := divf (include "rlhf-job.number" $limit | float64) 1073741824000 }}
 {{- if gt $needed $limitGiB }}
 {{- $small := gt $weights $limitGiB | ternary "weights" "processes" }}
-{{- $found = dict "small" $small "told" (printf "a pod of group %s has a memory limit of %v, but its rollout takes about %.1f GiB of host memory: %.1f GiB for its processes, and %.1f GiB for weights of roles.rollout.billionParameters %v: raise the memory of roles.rollout.resources, or of groups.%s.resources" $group.name $limit $needed (mulf $engines $processes) $weights $billions $group.name) }}
+{{- $found = dict "small" $small "message" (printf "a pod of group %s has a memory limit of %v, but its rollout takes about %.1f GiB of host memory: %.1f GiB for its processes, and %.1f GiB for weights of roles.rollout.billionParameters %v: raise the memory of roles.rollout.resources, or of groups.%s.resources" $group.name $limit $needed (mulf $engines $processes) $weights $billions $group.name) }}
 {{- end }}
 {{- end }}
 {{- toJson $found }}
@@ -150,7 +150,7 @@ The pod checks this, too, and knows its model (rolemesh/planner/host.py). */}}
 {{/* Refuse a memory limit below the weights of a rollout on GPUs, of (list $ GROUP). */}}
 {{- define "rlhf-job.refuse.host" -}}
 {{- $host := include "rlhf-job.host" . | fromJson }}
-{{- if eq ($host.small | default "") "weights" }}{{ fail $host.told }}{{ end }}
+{{- if eq ($host.small | default "") "weights" }}{{ fail $host.message }}{{ end }}
 {{- end }}
 
 {{/* Refuse ranks that no pods can hold, of (list $ GROUP). */}}
