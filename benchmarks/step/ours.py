@@ -57,7 +57,7 @@ from rolemesh.workers.seat import ComputingThread, Seat
 WORKERS: dict[str, Callable[[JobConfig, Seat], Any]] = {
     "actor": actor.ActorWorker,
     "rollout": RolloutWorker,
-    "reward": lambda job, seat: RewardWorker(job),  # rules are judged beside the models
+    "reward": lambda job, seat: RewardWorker(job),  # rules score beside the models
     "critic": critic.CriticWorker,
     "reference": actor.ReferenceWorker,
 }
@@ -126,7 +126,7 @@ class Staying:
 async def on_one_thread(
     builders: Mapping[str, Callable[[Seat], Any]], lease: Lease | None = None
 ) -> dict[str, Any]:
-    """Workers, loaded on one thread, on which their models compute; rules are judged beside it."""
+    """Workers, loaded on one thread, on which their models compute; rules score beside it."""
     seat, loop = Seat(ComputingThread("models"), lease), asyncio.get_running_loop()
     return {name: await loop.run_in_executor(seat.thread, build, seat) for name, build in builders.items()}
 

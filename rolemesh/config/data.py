@@ -83,7 +83,7 @@ class DataConfig(Config):
     tools_key: str = Field("tools", description="sft: the column with the tools that a prompt describes")
     reward_fn_key: str = Field("data_source", description="the column that selects the reward function")
     reward_model_key: str = Field(
-        "reward_model", description="the column with style and ground_truth, which responses are judged by"
+        "reward_model", description="the column with style and ground_truth, by which responses are scored"
     )
     truncation: Literal["error", "left", "right", "middle"] = Field(
         "error",

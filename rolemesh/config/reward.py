@@ -90,7 +90,7 @@ class RewardConfig(Config):
     rules: Literal["rolemesh", "verl"] = Field(
         "rolemesh",
         description="whose rules score gsm8k, math and dapo: rolemesh forgives every form of an answer and "
-        "nothing else; verl gives the verdicts of verl 0.9.1, to compare with its curves",
+        "nothing else; verl gives the scores of verl 0.9.1, to compare with its curves",
     )
     format_score: float = Field(0.0, description="gsm8k: score of a wrong answer in the right format")
     answer_chars: int | None = Field(

@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"global_step_(\d+)")
 PARTIAL = ".partial"
 BEFORE_RULES = (
-    ". Its built-in rules judged some answers differently, and a dtype that the job leaves out was float32; "
+    ". Its built-in rules scored some answers differently, and a dtype that the job leaves out was float32; "
     "now it is auto, bfloat16 on a GPU. Set each dtype to float32 to go on as before. reward.rules has no "
-    "value for the earlier verdicts"
+    "value for the earlier rules"
 )
 
 

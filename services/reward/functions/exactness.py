@@ -24,7 +24,7 @@ def still_equal(gold: Any, given: Any) -> bool:
 
     Returns:
         False if two numbers differ, or two expressions at a point, or two members at the same place. True if
-        they agree, or cannot be evaluated: then the library's verdict stands.
+        they agree, or cannot be evaluated: then the library's result stands.
     """
     from sympy import Expr, FiniteSet, MatrixBase  # type: ignore[import-untyped]
 

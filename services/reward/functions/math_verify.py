@@ -28,7 +28,7 @@ def compute_score(solution_str: str, ground_truth: Any, *, exact: bool = True) -
         solution_str: the response.
         ground_truth: the right answer, or a list of these.
         exact: accept the same normal form, too, and compare numbers relative to their size (exactness.py).
-            False: the library's verdict alone, whose tolerance is absolute.
+            False: the library's result alone, whose tolerance is absolute.
 
     Raises:
         ValueError: the ground truth has an unknown form, or this is not the main thread.
