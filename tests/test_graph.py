@@ -103,13 +103,13 @@ def test_text_and_mermaid_show_every_call() -> None:
 # ------------------------------------------------------------------------- pages that are wrong
 
 
-async def judge_nothing(rows: DataProto) -> DataProto:
+async def score_nothing(rows: DataProto) -> DataProto:
     return rows
 
 
 async def generated(prompts: DataProto, roles: Roles) -> DataProto:
     rows = fan_out(prompts, 2, 0, 1)
-    return await collect(roles.rollout.generate(rows), rows, judge_nothing)
+    return await collect(roles.rollout.generate(rows), rows, score_nothing)
 
 
 async def test_a_missing_column_is_an_error_that_names_reader_column_and_writer() -> None:

@@ -98,7 +98,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Acto
         worker.close()
 
 
-def judged_batch() -> DataProto:
+def scored_batch() -> DataProto:
     """In float64, with one row of which nothing was sampled."""
     batch = sequence_batch(ROWS)
     batch["response_mask"][5] = False
@@ -113,7 +113,7 @@ def judged_batch() -> DataProto:
 async def updated(worker: ActorWorker, loss: str, mode: str, cut: str, order: Tensor) -> dict[str, Tensor]:
     """The metrics of an update, and its gradient."""
     worker.job = job_of(Path(worker.job.actor.model.path), loss, mode, CUTS[cut])
-    metrics = await worker.update(judged_batch().select_idxs(order))
+    metrics = await worker.update(scored_batch().select_idxs(order))
     assert isinstance(worker.optimizer, Gradients)
     numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
     return numbers | worker.optimizer.found

@@ -13,7 +13,7 @@ FIXTURE = ROOT / "tests" / "fixtures" / "gsm8k"
 TOTALS = ("false negatives", "false positives")
 
 
-def test_the_rules_judge_every_generated_response_as_it_was_made() -> None:
+def test_the_rules_score_every_generated_response_as_it_was_made() -> None:
     made = itertools.chain(itertools.islice(gsm8k_cases(FIXTURE), 500), math_like_cases())
     for rule, kinds in measured(made).items():
         assert {kind: row["rolemesh"] for kind, row in kinds.items() if row["rolemesh"]} == {}, rule

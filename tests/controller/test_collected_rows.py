@@ -50,34 +50,34 @@ async def test_prompts_and_responses_are_joined_in_the_order_of_the_request() ->
     assert "row" not in batch
 
 
-async def test_finished_rows_are_judged_while_others_still_generate() -> None:
-    judged = asyncio.Event()
+async def test_finished_rows_are_scored_while_others_still_generate() -> None:
+    scored = asyncio.Event()
 
     async def generates() -> AsyncIterator[DataProto]:
         yield finished(2)
-        await judged.wait()
+        await scored.wait()
         yield finished(0, 1)
 
-    async def judges(rows: DataProto) -> DataProto:
-        judged.set()
+    async def scores(rows: DataProto) -> DataProto:
+        scored.set()
         return rows
 
-    batch = await asyncio.wait_for(collect(generates(), THREE, judges), 120)
+    batch = await asyncio.wait_for(collect(generates(), THREE, scores), 120)
     assert batch["responses"][:, 0].tolist() == [0, 1, 2]
 
 
-async def test_rows_are_judged_in_four_chunks_however_they_finish_and_the_last_is_what_is_left() -> None:
+async def test_rows_are_scored_in_four_chunks_however_they_finish_and_the_last_is_what_is_left() -> None:
     """Of 9 rows that finish one by one: 3, 3 and 3; of 10 in twos: 4, 4 and 2."""
     for rows, at_once, chunks in ((9, 1, [3, 3, 3]), (10, 2, [4, 4, 2]), (4, 4, [4])):
-        judged = []
+        scored = []
 
-        async def judges(rows: DataProto, judged: list[int] = judged) -> DataProto:
-            judged.append(len(rows))
+        async def scores(rows: DataProto, scored: list[int] = scored) -> DataProto:
+            scored.append(len(rows))
             return rows
 
         parts = [finished(*range(at, at + at_once)) for at in range(0, rows, at_once)]
-        await collect(stream(*parts), THREE.repeat(4)[:rows], judges)
-        assert judged == chunks
+        await collect(stream(*parts), THREE.repeat(4)[:rows], scores)
+        assert scored == chunks
 
 
 async def test_the_far_end_stops_generating_when_what_it_sent_is_refused() -> None:

@@ -73,7 +73,7 @@ def job_of(model: Path, dtype: str, packed: bool, **keys: Any) -> JobConfig:
     )
 
 
-def judged(worker: Any, column: str) -> tuple[Tensor, int]:
+def scored(worker: Any, column: str) -> tuple[Tensor, int]:
     """Log-probabilities, and the number of weights that were cast for them."""
     with Casts(worker.model) as casts:
         answer: DataProto = type(worker).compute_log_probs.__wrapped__(worker, sequence_batch(8))
@@ -89,7 +89,7 @@ def test_the_reference_computes_what_the_actor_computes_before_its_first_step(
     for packed in (True, False):
         job = job_of(model, "bfloat16", packed)
         workers: tuple[PolicyWorker, ...] = ActorWorker(job), ReferenceWorker(job)
-        (mine, casts), (theirs, none) = map(judged, workers, ("old_log_probs", "ref_log_probs"))
+        (mine, casts), (theirs, none) = map(scored, workers, ("old_log_probs", "ref_log_probs"))
         assert torch.equal(mine, theirs)
         assert mine.count_nonzero() > 20
         assert (none, casts >= 14) == (0, True)  # seven matrices a layer
@@ -175,7 +175,7 @@ async def test_an_adapters_base_is_held_where_no_number_changes(
     assert kinds == {stored}
     assert all(p.dtype == torch.float32 for p in held.model.parameters() if p.requires_grad)
     for _ in range(2):
-        (mine, casts), (theirs, more) = (judged(each, "old_log_probs") for each in (held, plain))
+        (mine, casts), (theirs, more) = (scored(each, "old_log_probs") for each in (held, plain))
         assert torch.equal(mine, theirs)
         # Seven matrices and three biases a layer; biases of 0 have no more digits in any type.
         assert (more - casts >= 2 * 10) == (stored == HALF)

@@ -1,4 +1,4 @@
-"""reward.rules: verl gives the verdicts of verl 0.9.1. Each row holds what verl 0.9.1 itself said, with a
+"""reward.rules: verl gives the scores of verl 0.9.1. Each row holds what verl 0.9.1 itself said, with a
 format_score of 0.1 for gsm8k."""
 
 from __future__ import annotations

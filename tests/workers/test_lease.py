@@ -206,7 +206,7 @@ def test_an_error_says_who_failed_and_who_is_on_the_device() -> None:
 
 
 def test_calls_that_come_during_a_stream_run_after_it_with_one_switch_per_role() -> None:
-    """As in a step: chunks are judged as they finish, in any order, some later than the stream ends."""
+    """As in a step: chunks are scored as they finish, in any order, some later than the stream ends."""
 
     async def run() -> None:
         lease, device = await group(2, FOREVER)

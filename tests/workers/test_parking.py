@@ -214,7 +214,7 @@ def test_a_frozen_weight_is_copied_once_however_often_the_others_learn(tmp_path:
 
 
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker, ReferenceWorker])
-async def test_a_role_that_judges_comes_back_without_its_optimizer_and_leaves_without_a_copy(
+async def test_a_role_that_scores_comes_back_without_its_optimizer_and_leaves_without_a_copy(
     role: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With memory that keeps its copies, as on a GPU."""
@@ -234,7 +234,7 @@ async def test_a_role_that_judges_comes_back_without_its_optimizer_and_leaves_wi
     buffers = num_bytes_in_memory(list(worker.model.buffers()))
     moments, slept = 0, False
 
-    async def judged() -> None:
+    async def scored() -> None:
         name = "compute_values" if role is CriticWorker else "compute_log_probs"
         mine, theirs = [(await getattr(each, name)(batch)).tensors for each in (worker, awake)]
         assert all(torch.equal(mine[column], theirs[column]) for column in theirs)
@@ -248,7 +248,7 @@ async def test_a_role_that_judges_comes_back_without_its_optimizer_and_leaves_wi
         slept = True
         for _ in range(2):
             assert await worker.wake() == weights
-            await judged()
+            await scored()
             assert role is ReferenceWorker or num_bytes_in_memory(worker.optimizer.tensors()) == 0
             assert await worker.sleep() == 0
         await worker.wake()
@@ -257,7 +257,7 @@ async def test_a_role_that_judges_comes_back_without_its_optimizer_and_leaves_wi
             await each.load_checkpoint(None)
         assert await worker.sleep() == weights - buffers
         await worker.wake()
-        await judged()
+        await scored()
         assert await worker.update(batch) == await awake.update(batch)
     worker.close()
     awake.close()

@@ -43,7 +43,7 @@ def test_every_process_imports_the_code_that_is_given_and_has_its_file() -> None
 
 
 def test_other_code_begins_every_process_anew() -> None:
-    def told(code: str) -> list[str]:
+    def checksums(code: str) -> list[str]:
         things = objects({"plugins": {"code": code}, "job": OWN})
         return [
             pod["metadata"]["annotations"]["checksum/plugins"]
@@ -51,7 +51,7 @@ def test_other_code_begins_every_process_anew() -> None:
             if "annotations" in pod["metadata"]
         ]
 
-    one, other = told(CODE), told(CODE + "# more\n")
+    one, other = checksums(CODE), checksums(CODE + "# more\n")
     assert len(set(one)) == len(set(other)) == 1
     assert one[0] != other[0]
 

@@ -37,7 +37,7 @@ from rolemesh.services.controller.run.kept_settings import (
     ("key", "first", "then"),
     [("gdpo_reward_keys", ["a", "b"], ["b", "a"]), ("gdpo_reward_weights", None, [1.0, 2.0])],
 )
-def test_groups_that_wait_have_the_components_that_they_were_judged_by(
+def test_groups_that_wait_have_the_components_that_they_were_scored_by(
     key: str, first: Any, then: Any, tmp_path: Path
 ) -> None:
     before, now = ({"algorithm": {"gdpo_reward_keys": ["a", "b"]} | {key: value}} for value in (first, then))

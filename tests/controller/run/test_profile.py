@@ -143,7 +143,7 @@ async def test_the_timeline_shows_which_role_waits_for_which_on_a_shared_device(
     found = events(job.profile_dir(2) / "timeline.json")
     check_timeline(found, await methods_of(job))
     waits = {(e["name"]) for e in slices(found) if e["name"].startswith("waits for ")}
-    assert "waits for rollout" in waits  # what judges its rows, while it generates
+    assert "waits for rollout" in waits  # the roles that score its rows, while it generates
     computed = sorted(on_device(found), key=lambda each: each[0]["ts"])
     assert len({name for _, name, _ in computed}) == 4
     for (one, role, slack), (next_one, other, its_slack) in itertools.pairwise(computed):

@@ -129,7 +129,7 @@ async def test_a_run_killed_while_a_checkpoint_is_made_whole_resumes_from_the_on
     assert not list(job.run_dir.glob("*.partial"))
 
 
-async def test_resume_path_leaves_the_later_course_and_makes_it_again(
+async def test_resume_path_drops_the_later_steps_and_makes_them_again(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run", *NOISY)
@@ -176,7 +176,7 @@ async def test_a_finished_run_needs_no_role(unbroken: JobConfig, tiny_model: Pat
     assert Run(longer, tokenizer).finished() is None
 
 
-async def test_resume_refuses_a_job_of_another_course_and_names_what_differs(
+async def test_resume_refuses_a_job_with_other_settings_and_names_them(
     unbroken: JobConfig, tiny_model: Path, tmp_path: Path
 ) -> None:
     overrides = (*NOISY, "data.seed=7", "rollout.seed=8")
