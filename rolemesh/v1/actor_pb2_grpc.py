@@ -112,9 +112,9 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def BeginCheckpoint(self, request, context):
-        """Copies model and optimizer to host memory, and begins to write them into a directory that every role sees.
-        The model is a Hugging Face directory, or only the adapter if the actor trains one. An earlier checkpoint is
-        written first.
+        """Copies model and optimizer to host memory, and begins writing them into a directory that every role sees.
+        The model is a Hugging Face directory, or only the adapter if the actor trains one. If an earlier
+        checkpoint is still being written, this call waits for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,7 +128,7 @@ class ActorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Restores the state that a checkpoint has, bit for bit.
+        """Restores the state in a checkpoint, bit for bit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

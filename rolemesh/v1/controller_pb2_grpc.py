@@ -79,8 +79,8 @@ class ControllerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatus(self, request, context):
-        """Streams the state, at once and after each change (of replicas within seconds), until the run ends. The last
-        state is RUN_STATE_FINISHED or RUN_STATE_FAILED.
+        """Streams the state, at once and after each change, until the run ends. Changes of replicas may come seconds
+        late. The last state is RUN_STATE_FINISHED or RUN_STATE_FAILED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

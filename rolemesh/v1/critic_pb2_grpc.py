@@ -82,8 +82,8 @@ class CriticServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def BeginCheckpoint(self, request, context):
-        """Copies model and optimizer to host memory, and begins to write them into a directory that every role sees.
-        An earlier checkpoint is written first.
+        """Copies model and optimizer to host memory, and begins writing them into a directory that every role sees.
+        If an earlier checkpoint is still being written, this call waits for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,7 +97,7 @@ class CriticServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Restores the state that a checkpoint has, bit for bit.
+        """Restores the state in a checkpoint, bit for bit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -28,12 +28,12 @@ if _version_not_supported:
 class EnvironmentServiceStub:
     """An episode is one conversation: OpenEpisode, Act once for each turn of the policy, CloseEpisode. A replica
     keeps the episodes that it opened in memory, so all calls of an episode go to that replica. If it dies, the
-    caller opens the episode anew, elsewhere, under the same name with the next attempt. What an environment
-    answers may depend on the row, the seed and the turns only, never on the attempt or the time: then a run ends
-    with the same bits however many replicas die.
+    caller opens the episode at another replica, under the same name with the next attempt. An environment's
+    answers may depend only on the row, the seed and the turns, never on the attempt or the time. Then a run ends
+    with the same bits, however many replicas die.
 
-    Texts are UTF-8 and JSON is text, so that an environment in any language needs gRPC and nothing else. It sees
-    no tokens. INVALID_ARGUMENT: what the caller sent is malformed, and another attempt would be, too.
+    Texts are UTF-8 and JSON is text, so an environment in any language needs only gRPC. It sees no tokens.
+    INVALID_ARGUMENT: the request is malformed, and another attempt would be too.
     FAILED_PRECONDITION: the environment itself failed; the message names the row's uid.
     """
 
@@ -68,43 +68,44 @@ class EnvironmentServiceStub:
 class EnvironmentServiceServicer:
     """An episode is one conversation: OpenEpisode, Act once for each turn of the policy, CloseEpisode. A replica
     keeps the episodes that it opened in memory, so all calls of an episode go to that replica. If it dies, the
-    caller opens the episode anew, elsewhere, under the same name with the next attempt. What an environment
-    answers may depend on the row, the seed and the turns only, never on the attempt or the time: then a run ends
-    with the same bits however many replicas die.
+    caller opens the episode at another replica, under the same name with the next attempt. An environment's
+    answers may depend only on the row, the seed and the turns, never on the attempt or the time. Then a run ends
+    with the same bits, however many replicas die.
 
-    Texts are UTF-8 and JSON is text, so that an environment in any language needs gRPC and nothing else. It sees
-    no tokens. INVALID_ARGUMENT: what the caller sent is malformed, and another attempt would be, too.
+    Texts are UTF-8 and JSON is text, so an environment in any language needs only gRPC. It sees no tokens.
+    INVALID_ARGUMENT: the request is malformed, and another attempt would be too.
     FAILED_PRECONDITION: the environment itself failed; the message names the row's uid.
     """
 
     def Describe(self, request, context):
-        """Returns what the named agents offer: asked once, before a run starts. NOT_FOUND: an agent is unknown; the
-        message names the known ones.
+        """Returns the tools of the named agents. The controller calls it once, before the run's first step.
+        NOT_FOUND: an agent is unknown; the message names the known ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenEpisode(self, request, context):
-        """Begins an episode. A repeated call of the same attempt gets the same answer; a later attempt ends the one
-        before. RESOURCE_EXHAUSTED: the replica has as many episodes as it may; try another one, or later.
+        """Begins an episode. A repeated call of the same attempt gets the same answer; a later attempt ends the
+        earlier one. NOT_FOUND: a later attempt has begun, or the agent is unknown. RESOURCE_EXHAUSTED: the replica
+        has as many episodes as it may have; try another replica, or try again later.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Act(self, request, context):
-        """Gives the environment a turn of the policy, and returns what it says to it. Turns are numbered from 1. The
-        last turn may be sent again, and gets the same answer without a second effect. NOT_FOUND: the replica does
-        not have the episode, or not this attempt. INVALID_ARGUMENT: any other turn than the last and the next.
+        """Sends the environment a turn of the policy, and returns the answer. Turns are numbered from 1. The last
+        turn may be sent again. It gets the same answer and has no second effect. NOT_FOUND: the replica does not
+        have the episode, or not this attempt. INVALID_ARGUMENT: any other turn than the last and the next.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseEpisode(self, request, context):
-        """Ends an episode, frees what it holds, and returns its reward as a whole. It may be sent again for a minute.
-        NOT_FOUND as above.
+        """Ends an episode, frees its resources, and returns the reward of the whole episode. Within a minute the call
+        may be repeated, and gets the same answer. NOT_FOUND: as for Act.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,12 +145,12 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
 class EnvironmentService:
     """An episode is one conversation: OpenEpisode, Act once for each turn of the policy, CloseEpisode. A replica
     keeps the episodes that it opened in memory, so all calls of an episode go to that replica. If it dies, the
-    caller opens the episode anew, elsewhere, under the same name with the next attempt. What an environment
-    answers may depend on the row, the seed and the turns only, never on the attempt or the time: then a run ends
-    with the same bits however many replicas die.
+    caller opens the episode at another replica, under the same name with the next attempt. An environment's
+    answers may depend only on the row, the seed and the turns, never on the attempt or the time. Then a run ends
+    with the same bits, however many replicas die.
 
-    Texts are UTF-8 and JSON is text, so that an environment in any language needs gRPC and nothing else. It sees
-    no tokens. INVALID_ARGUMENT: what the caller sent is malformed, and another attempt would be, too.
+    Texts are UTF-8 and JSON is text, so an environment in any language needs only gRPC. It sees no tokens.
+    INVALID_ARGUMENT: the request is malformed, and another attempt would be too.
     FAILED_PRECONDITION: the environment itself failed; the message names the row's uid.
     """
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GroupServiceStub:
-    """Served by rank 0 of a group, on a port of its own that it tells its followers alone.
+    """Served by rank 0 of a group, on a separate port that only the group's store names.
     """
 
     def __init__(self, channel):
@@ -43,31 +43,32 @@ class GroupServiceStub:
 
 
 class GroupServiceServicer:
-    """Served by rank 0 of a group, on a port of its own that it tells its followers alone.
+    """Served by rank 0 of a group, on a separate port that only the group's store names.
     """
 
     def Follow(self, request_iterator, context):
-        """Follows rank 0: orders come, one batch each, and the follower sends an answer for each, one batch each.
+        """Follows rank 0. Each order is one batch of the response, and the follower answers each with one batch of
+        the request.
 
-        The request's metadata has `rolemesh-rank`, the follower's number from 1, and `rolemesh-secret`, which rank 0
-        wrote into the group's store. PERMISSION_DENIED: the secret is another one, the rank does not exist or
-        already follows, or (with TLS) the certificate lacks a role of the group.
+        The request's metadata has `rolemesh-rank`, the follower's number from 1, and `rolemesh-secret`, which rank
+        0 wrote into the group's store. PERMISSION_DENIED: the secret is wrong, the rank does not exist or already
+        follows, the group is ending, or (with TLS) the certificate lacks a role of the group.
 
         An order is a rank's part of a command. Its meta has these keys:
         number     of the order, from 1, for each role; a gap or a repeat is refused
         role       whose command it is
         method     the command's name
-        step, job  of the call on whose behalf it is given, for logs
+        step, job  of the call that the order serves, for logs
         meta_info  the part's own meta: the command's parameters
 
         An answer's meta has the keys number and role of its order, and meta_info, the answer's own meta. If the
         command raised an error, the answer has no rows, and the keys error, the class's name as in docs/errors.md
         (empty for an unexpected error), and text.
 
-        A follower computes a role's orders one after another. Orders of different roles may overlap. When
-        rank 0 drains, it sends a last batch, whose meta is last: true; the follower ends its requests, and then the
-        stream ends with OK. It ends with UNAVAILABLE when the group cannot continue; the message says why.
-        An end that loses the stream ends its process.
+        A follower computes a role's orders one after another. Orders of different roles may overlap. When rank 0
+        drains, it sends a last batch, whose meta is last: true. The follower ends its requests, and then the
+        stream ends with OK. It ends with UNAVAILABLE if the group cannot continue; the message says why. If the
+        stream breaks, both rank 0 and the follower end their processes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,7 +91,7 @@ def add_GroupServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GroupService:
-    """Served by rank 0 of a group, on a port of its own that it tells its followers alone.
+    """Served by rank 0 of a group, on a separate port that only the group's store names.
     """
 
     @staticmethod

@@ -54,10 +54,10 @@ class RolloutServiceServicer:
 
     def Generate(self, request_iterator, context):
         """Generates one response per row, and streams rows as they finish. The answer is a sequence of batches (each
-        a header frame and its payload frames). The column `row` of each names the request's rows that it holds. A
-        row's tokens depend only on its prompt, its response so far (columns `responses` and `turns`, if it has
-        one), its `seeds` value, the weights and the sampling parameters. So a broken stream is resumed by asking
-        another replica for the missing rows, and a row may be continued at any replica.
+        a header frame and its payload frames). The column `row` of a batch names the rows of the request that it
+        answers. A row's tokens depend only on its prompt, its response so far (columns `responses` and `turns`, if
+        it has one), its `seeds` value, the weights and the sampling parameters. So a client resumes a broken
+        stream by asking another replica for the missing rows, and any replica may continue a row.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -66,9 +66,10 @@ class RolloutServiceServicer:
     def UpdateWeights(self, request, context):
         """Pulls a version from the WeightsServices of its sources, verifies it and swaps it in once it is whole.
         Loading a version twice has the same effect as once. Until the swap, and after a failure, Generate uses the
-        previous version. Verified bytes are kept for the next attempt. INVALID_ARGUMENT: no source, or an invalid
-        source, version or digest; nothing has changed. Health of this service's full name is SERVING from the
-        first version on, as long as the weights are whole.
+        previous version. Verified bytes are kept for the next attempt. A replica that was unavailable gets this
+        call before any other work. INVALID_ARGUMENT: no source, or an invalid source, version or digest; nothing
+        has changed. Health of this service's full name is SERVING from the first version on, as long as the
+        weights are whole.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

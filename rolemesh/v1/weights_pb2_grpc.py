@@ -62,7 +62,7 @@ class WeightsServiceServicer:
     """
 
     def GetManifest(self, request, context):
-        """Returns the manifest of a version. A holder that lacks the version waits for it up to `wait_s`.
+        """Returns the manifest of a version. A holder that lacks the version waits for it, up to `wait_s`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,16 +71,17 @@ class WeightsServiceServicer:
     def FetchRange(self, request, context):
         """Streams the bytes [offset, offset + length) of a version's region, in order, as payloads of frames without
         a header, about 1 MiB each. A relay sends bytes as it verifies them. To resume a cut stream, ask for the
-        rest. NOT_FOUND as above. INVALID_ARGUMENT: the range exceeds the region, or has bytes of a stripe that this
-        process does not hold.
+        rest. NOT_FOUND as above. INVALID_ARGUMENT: the range exceeds the region, or has bytes of a stripe that
+        this process does not hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRegion(self, request, context):
-        """Reports how far a region is verified, to a receiver that has opened the shared region: at once, about every
-        4 MiB, and when it is whole, which ends the stream. INVALID_ARGUMENT: this process holds only stripes of it.
+        """Reports how far a region is verified to a receiver that has opened the shared region: at once, then about
+        every 4 MiB, and when all of it is verified, which ends the stream. INVALID_ARGUMENT: this process holds
+        only stripes of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
