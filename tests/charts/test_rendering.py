@@ -87,6 +87,7 @@ def check(things: list[Object]) -> None:
         restricted(pod["spec"])
         mounts_exist(pod["spec"])
     draining(things)
+    loading(things)
     selected(things)
     references(things)
 
@@ -97,6 +98,15 @@ def draining(things: list[Object]) -> None:
         spec = thing["spec"]["template"]["spec"]
         (drain,) = [arg for arg in spec["containers"][0]["args"] if arg.startswith("--drain=")]
         assert int(drain.removeprefix("--drain=")) + 5 == spec["terminationGracePeriodSeconds"]
+
+
+def loading(things: list[Object]) -> None:
+    """A pod is ready once it has loaded. A tool that waits for that does not give up before the pod's probe."""
+    for thing in of_kind(things, "Deployment"):
+        [container] = thing["spec"]["template"]["spec"]["containers"]
+        startup = container["startupProbe"]
+        assert "readinessProbe" in container
+        assert startup["periodSeconds"] * startup["failureThreshold"] < thing["spec"]["progressDeadlineSeconds"]
 
 
 def restricted(pod: Object) -> None:

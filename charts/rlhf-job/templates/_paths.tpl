@@ -32,6 +32,9 @@
 {{- end }}
 {{- $dir := include "rlhf-job.runDir" . }}
 {{- with include "rlhf-job.claimOf" (list . $dir) }}
+{{- if eq . "caches" }}
+{{- fail (printf "the run directory (job.trainer.default_local_dir) is %s, but only pods that compile for GPUs mount storage.caches: write to another claim" $dir) }}
+{{- end }}
 {{- if and $.Values.huggingFace.fetch (eq . "models") }}
 {{- fail (printf "the run directory (job.trainer.default_local_dir) is %s, but with huggingFace.fetch a run mounts storage.models read-only: write to another claim" $dir) }}
 {{- end }}
@@ -41,41 +44,69 @@
 {{- end }}
 {{- end }}
 
-{{/* Not empty: a claim, or a volume of yours in some pods, has an absolute path, of (list $ PATH). */}}
-{{- define "rlhf-job.isMounted" -}}
-{{- $path := printf "%s/" (last .) }}{{ $values := (first .).Values }}
-{{- include "rlhf-job.claimOf" . }}
-{{- range $settings := concat (list $values.pods $values.controller) (values $values.groups) }}
-{{- range ($settings | default dict).volumeMounts }}
-{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) $path }}true{{ end }}
+{{/* The folder that has an absolute path in a pod, as JSON, of (list $ PATH SETTINGS): the longest that contains it of claims,
+volumes of yours and the pod's own /tmp and /dev/shm. `at` is empty if there is none. `own`: others do not see it, and it
+is lost with the pod. */}}
+{{- define "rlhf-job.folderOf" -}}
+{{- $ := index . 0 }}{{ $path := printf "%s/" (index . 1) }}{{ $settings := index . 2 }}
+{{- $private := list "tmp" "shm" }}
+{{- range $settings.volumes }}
+{{- if or (hasKey . "emptyDir") (hasKey . "ephemeral") }}{{ $private = append $private .name }}{{ end }}
+{{- end }}
+{{- $mounts := concat (list (dict "name" "tmp" "mountPath" "/tmp") (dict "name" "shm" "mountPath" "/dev/shm")) ($settings.volumeMounts | default list) }}
+{{- with include "rlhf-job.claimOf" (list $ (index . 1)) }}
+{{- $mounts = append $mounts (dict "name" . "mountPath" (get $.Values.storage .).mountPath) }}
+{{- end }}
+{{- $found := dict "at" "" "own" false }}{{ $longest := 0 }}
+{{- range $mounts }}
+{{- $at := clean .mountPath }}{{ $within := printf "%s/" (trimSuffix "/" $at) }}
+{{- if and (hasPrefix $within $path) (ge (len $within) $longest) }}
+{{- $found = dict "at" $at "own" (has .name $private) }}{{ $longest = len $within }}
 {{- end }}
 {{- end }}
+{{- toJson $found }}
 {{- end }}
 
-{{/* The folder of each pod's own that has an absolute path, of (list $ PATH); empty: none. */}}
+{{/* The folder of a pod's own that has an absolute path, of (list $ PATH SETTINGS); empty: none. */}}
 {{- define "rlhf-job.ownFolder" -}}
-{{- if not (include "rlhf-job.isMounted" .) }}
-{{- regexFind "^/(tmp|dev/shm)/" (printf "%s/" (last .)) | trimSuffix "/" }}
-{{- end }}
+{{- $folder := include "rlhf-job.folderOf" . | fromJson }}
+{{- if $folder.own }}{{ $folder.at }}{{ end }}
 {{- end }}
 
-{{/* Refuse steps that create something in a folder of each pod's own if a pod that prepares nothing would wait for it, of
-(list $ GROUPS). Without such pods each makes its own, as a copy of a model on the node's disk. */}}
-{{- define "rlhf-job.refuse.awaited" -}}
-{{- $ := first . }}
+{{/* Refuse a run directory that is lost with a pod that writes it, and steps that create something where a pod that prepares
+nothing would wait for it, as others do not see it, of (list $ GROUPS). Without such pods each makes its own, as a copy of
+a model on the node's disk. */}}
+{{- define "rlhf-job.refuse.ownFolders" -}}
+{{- $ := first . }}{{ $claim := "write a path in a claim, relative to storage.workspace.mountPath or absolute" }}
+{{- $trainer := (include "rlhf-job.job" $ | fromJson).trainer }}{{ $dir := include "rlhf-job.runDir" $ }}
+{{- $controller := include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson }}
+{{- $writers := list (dict "of" "the controller" "pod" $controller) }}
+{{- range last . }}
+{{- if .trained }}{{ $writers = append $writers (dict "of" (printf "group %s" .name) "pod" .pod) }}{{ end }}
+{{- end }}
+{{- range $writer := $writers }}
+{{- with include "rlhf-job.ownFolder" (list $ $dir $writer.pod) }}
+{{- fail (printf "job.trainer.default_local_dir is %s, but pods of %s have their own %s, which is lost with the pod: %s" $trainer.default_local_dir $writer.of . $claim) }}
+{{- end }}
+{{- end }}
+{{- range $step := $.Values.prepare }}
+{{- if eq (include "rlhf-job.claimOf" (list $ (include "rlhf-job.inPod" (list $ $step.creates)))) "caches" }}
+{{- fail (printf "prepare has a step that creates %s, but only pods that compile for GPUs mount storage.caches: write to another claim" $step.creates) }}
+{{- end }}
+{{- end }}
 {{- range $group := last . }}
 {{- $userCode := include "rlhf-job.of" (list $ $group.roles "runsUserCode") | fromJsonArray }}
-{{- range $step := $.Values.prepare }}
-{{- with include "rlhf-job.ownFolder" (list $ (include "rlhf-job.inPod" (list $ $step.creates))) }}
 {{- if eq (len $userCode) (len $group.roles) }}
-{{- fail (printf "prepare has a step that creates %s, but each pod has its own %s, and pods of group %s, which prepare nothing, would wait for it for ever: write a path in a claim, relative to storage.workspace.mountPath or absolute" $step.creates . $group.name) }}
+{{- range $step := $.Values.prepare }}
+{{- with include "rlhf-job.ownFolder" (list $ (include "rlhf-job.inPod" (list $ $step.creates)) $group.pod) }}
+{{- fail (printf "prepare has a step that creates %s, but each pod has its own %s, and pods of group %s, which prepare nothing, would wait for it for ever: %s" $step.creates . $group.name $claim) }}
 {{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* Refuse paths in the home directory, which is /tmp in a pod, and a run directory in /tmp: both end with the pod. */}}
+{{/* Refuse paths in the home directory, which is /tmp in a pod. */}}
 {{- define "rlhf-job.refuse.homes" -}}
 {{- $claim := "write a path in a claim, relative to storage.workspace.mountPath or absolute" }}
 {{- $why := printf "but ~ in a pod is /tmp, which is lost with the pod: %s" $claim }}
@@ -83,9 +114,6 @@
 {{- if hasPrefix "~" $step.creates }}{{ fail (printf "prepare has a step that creates %s, %s" $step.creates $why) }}{{ end }}
 {{- end }}
 {{- $job := include "rlhf-job.job" . | fromJson }}
-{{- with include "rlhf-job.ownFolder" (list $ (include "rlhf-job.runDir" .)) }}
-{{- fail (printf "job.trainer.default_local_dir is %s, but each pod has its own %s, which is lost with the pod: %s" $job.trainer.default_local_dir . $claim) }}
-{{- end }}
 {{- range $key := (.Files.Get "files/defaults.json" | fromJson).paths }}
 {{- $path := $job }}
 {{- range splitList "." $key }}{{ $path = get $path . }}{{ end }}

@@ -34,21 +34,51 @@ def test_a_path_in_a_home_directory_is_refused(values: dict[str, Any], named: st
     assert refusal(values).startswith(f"{named}, but ~ in a pod is /tmp, which is lost with the pod: write")
 
 
-DIR = "job.trainer.default_local_dir is"
-OWN = "but each pod has its own /tmp"
+STORE: dict[str, Any] = {
+    "volumeMounts": [{"name": "store", "mountPath": "/tmp/store"}],
+    "volumes": [{"name": "store", "hostPath": {"path": "/store"}}],
+}
+SCRATCH = {
+    "volumeMounts": [{"name": "fast", "mountPath": "/fast"}],
+    "volumes": [{"name": "fast", "emptyDir": {}}],
+}
+IN_STORE = {"trainer": {"default_local_dir": "/tmp/store/run"}}
+PREPARED = [{"creates": "/tmp/store/x", "command": ["a"]}]
+DIR, LOST = "job.trainer.default_local_dir is", "which is lost with the pod"
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"job": {"trainer": {"default_local_dir": "/tmp/run"}}}, f"{DIR} /tmp/run, {OWN}, which is lost with"),
         (
-            {"prepare": [{"creates": "../tmp/x", "command": ["a"]}]},
-            f"prepare has a step that creates ../tmp/x, {OWN}, and pods of group reward, which prepare nothing",
+            {"job": {"trainer": {"default_local_dir": "/tmp/run"}}},
+            f"{DIR} /tmp/run, but pods of the controller have their own /tmp, {LOST}",
+        ),
+        (
+            {"job": {"trainer": {"default_local_dir": "/fast/run"}}, "pods": SCRATCH},
+            f"{DIR} /fast/run, but pods of the controller have their own /fast, {LOST}",
+        ),
+        (
+            {"job": IN_STORE, "groups": {"actor": STORE, "critic": STORE}},
+            f"{DIR} /tmp/store/run, but pods of the controller have their own /tmp, {LOST}",
+        ),
+        (
+            {"job": IN_STORE, "controller": STORE, "groups": {"critic": STORE}},
+            f"{DIR} /tmp/store/run, but pods of group actor have their own /tmp, {LOST}",
+        ),
+        (
+            {"prepare": PREPARED, "controller": STORE, "groups": {"actor": STORE}},
+            "prepare has a step that creates /tmp/store/x, but each pod has its own /tmp, and pods of group "
+            "reward, which prepare nothing",
+        ),
+        (
+            {"prepare": [{"creates": "/caches/x", "command": ["a"]}], "storage": {"caches": {"size": "1Gi"}}},
+            "prepare has a step that creates /caches/x, but only pods that compile for GPUs mount storage.",
         ),
     ],
 )
 def test_what_is_written_where_no_other_pod_finds_it_is_refused(values: dict[str, Any], said: str) -> None:
+    """A volume in the pods of some groups is none in those of the others."""
     assert refusal(values).startswith(said)
 
 
@@ -61,18 +91,19 @@ def test_each_pod_makes_its_own_copy_in_tmp_where_all_pods_prepare() -> None:
 
 
 def test_a_volume_in_tmp_is_none_of_the_pods_own() -> None:
-    prepare = [{"creates": "/tmp/store/x", "command": ["a"]}]
-    mount = {"name": "store", "mountPath": "/tmp/store"}
-    volume = {"name": "store", "hostPath": {"path": "/store"}}
-    job = {"trainer": {"default_local_dir": "/tmp/store/run"}}
-    objects({"prepare": prepare, "pods": {"volumeMounts": [mount], "volumes": [volume]}, "job": job})
+    """The pods that write the run directory mount it, and so do those that wait for what is prepared."""
+    groups = dict.fromkeys(("actor", "critic", "reward"), STORE)
+    objects({"prepare": PREPARED, "controller": STORE, "groups": groups, "job": IN_STORE})
 
 
 @pytest.mark.parametrize(("path", "is_said"), [("/data/a", True), ("/workspace/a", False), ("a", False)])
 def test_the_notes_say_that_no_claim_has_the_run_directory(path: str, is_said: bool, tmp_path: Path) -> None:
-    """It is not refused, as something that the chart does not know may mount a volume there."""
-    said = notes({"job": {"trainer": {"default_local_dir": path}}}, tmp_path)
+    """It is not refused, as something that the chart does not know may mount a volume there. They also say what
+    an uninstalled run loses."""
+    said = notes({"job": {"trainer": {"default_local_dir": path, "save_freq": 20}}}, tmp_path)
     assert f"It writes to {path}" in said
+    assert "stop it before you uninstall it, or it loses" in said
+    assert "(each 20 steps)" in said
     assert ("NO CLAIM HAS THIS FOLDER" in said) == is_said
 
 
