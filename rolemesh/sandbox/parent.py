@@ -7,6 +7,7 @@ command started are killed.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -126,8 +127,34 @@ def _become(command: Sequence[str]) -> None:
     try:
         os.execvp(command[0], tuple(command))
     except OSError as error:
-        os.write(2, f"{command[0]}: {error.strerror}\n".encode(errors="surrogateescape"))
+        os.write(2, f"{command[0]}: {not_started(command, error)}\n".encode(errors="surrogateescape"))
     os._exit(NOT_STARTED)
+
+
+def not_started(command: Sequence[str], error: OSError) -> str:
+    """Say why the system does not start a command, and what to write instead.
+
+    Args:
+        command: the program and its arguments.
+        error: of exec.
+    """
+    program = command[0]
+    named = ", ".join(("python" if program.endswith(".py") else "sh", *command))
+    if error.errno == errno.ENOEXEC:
+        return f"it has no `#!` line, and is no program of this machine; if it is a script, write [{named}]"
+    if os.path.isdir(program) and error.errno in (errno.EACCES, errno.EISDIR):
+        return "it is a directory; write the program in it"
+    if error.errno == errno.EACCES:
+        return f"it is not executable; if it is a script, write [{named}]"
+    if error.errno == errno.ENOENT:
+        if os.sep in program and os.path.exists(program):
+            return f"the program in its `#!` line does not exist; write another one, as in [{named}]"
+        if " " in program:
+            return f"there is no such program; if these are several words, write [{', '.join(program.split())}]"
+        if os.path.exists(program):
+            return f"no folder of PATH has it; write ./{program}"
+        return "there is no such program"
+    return error.strerror or str(error)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ starts are, and a run that cannot be prepared ends as one that cannot go on.
 from __future__ import annotations
 
 import asyncio
+import errno
 import shlex
 import signal
 from collections.abc import Sequence
@@ -15,8 +16,15 @@ from pathlib import Path
 
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, RolemeshError
 from rolemesh.kubernetes import Cluster
+from rolemesh.sandbox.parent import not_started
 from rolemesh.services.controller.run.attempts import Attempts, NoProgress
 from rolemesh.services.controller.scale_down import Workload, scale_down
+
+# Errors of exec that are about the command. Others may pass, such as EIO of NFS, or EAGAIN.
+OF_COMMAND = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM),
+    *(errno.ENOEXEC, errno.E2BIG, errno.EINVAL),
+}
 
 
 class NotPrepared(RolemeshError, RuntimeError):
@@ -49,7 +57,7 @@ async def prepare(
         return
     try:
         with attempts.counted():
-            await _run(command, attempts, final)
+            await _run(command, creates, attempts, final)
             if not await asyncio.to_thread(creates.exists):
                 raise NotPrepared(
                     f"`{shlex.join(command)}` of prepare succeeded, but did not create {creates}: correct the "
@@ -61,13 +69,16 @@ async def prepare(
         raise
 
 
-async def _run(command: Sequence[str], attempts: Attempts, final: int | None) -> None:
+async def _run(command: Sequence[str], creates: Path, attempts: Attempts, final: int | None) -> None:
     """Run the command to its end. It gets the signals of this process, which then ends as by the signal."""
     shown = shlex.join(command)
     try:
         process = await asyncio.create_subprocess_exec(*command)
-    except (FileNotFoundError, PermissionError) as error:
-        raise InvalidConfig(f"`{shown}` of prepare cannot be started: {error}") from error
+    except OSError as error:
+        failed = InvalidConfig if error.errno in OF_COMMAND else NotPrepared
+        raise failed(
+            f"the step of prepare that creates {creates} cannot start `{shown}`: {not_started(command, error)}"
+        ) from error
     got: list[int] = []
 
     def pass_on(number: int) -> None:

@@ -50,7 +50,7 @@ async def test_a_command_that_does_not_make_what_it_should_has_failed(tmp_path: 
     [
         (FAILS, LIMIT, NoProgress, "started 2 times and could not be prepared; .* ended with status 7"),
         (["sh", "-c", "exit 2"], 0, InvalidConfig, "would do so again"),  # a name that the Hub does not have
-        (["./absent"], 0, InvalidConfig, "`./absent` of prepare cannot be started"),
+        (["./absent"], 0, InvalidConfig, "cannot start `./absent`: there is no such program"),
     ],
 )
 async def test_a_run_that_cannot_be_prepared_scales_its_roles_down(
@@ -77,6 +77,33 @@ async def test_a_run_that_cannot_be_prepared_scales_its_roles_down(
         await request.answer({})
         with pytest.raises(error, match=words):
             await run
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "why", "instead"),
+    [
+        ("exit 0", 0o755, "it has no `#!` line", "write [sh, STEP, a b]"),
+        ("#!/bin/sh", 0o644, "it is not executable", "write [sh, STEP, a b]"),
+        ("#!/no/such/sh", 0o755, "the program in its `#!` line does not exist", "as in [sh, STEP, a b]"),
+        (None, 0o755, "it is a directory", "write the program in it"),
+    ],
+)
+async def test_a_command_that_no_retry_can_start_is_wrong_configuration(
+    content: str | None, mode: int, why: str, instead: str, tmp_path: Path
+) -> None:
+    """The message names the step and says what to write, and the failure is not counted."""
+    step, made = tmp_path / "step", tmp_path / "made"
+    if content is None:
+        step.mkdir()
+    else:
+        step.write_text(content)
+    step.chmod(mode)
+    with pytest.raises(InvalidConfig) as failed:
+        await prepare([str(step), "a b"], made, counting(tmp_path))
+    said = str(failed.value)
+    assert said.startswith(f"the step of prepare that creates {made} cannot start `{step} 'a b'`: {why}")
+    assert said.endswith(instead.replace("STEP", str(step)))
+    assert '"starts": 0' in (tmp_path / "counts.json").read_text()
 
 
 async def test_a_pod_that_is_evicted_ends_its_command_and_counts_nothing(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ async def test_a_program_gets_the_variables_that_the_job_names_and_no_other(
     [
         (
             {"command": ["no-such-program-of-mine"]},
-            "no-such-program-of-mine has no tools: .*Connection closed",
+            "no-such-program-of-mine has no tools: .*it is not there, or not executable",
             60.0,
         ),
         ({"command": ["cat", "/dev/null"]}, "cat has no tools: .*Connection closed", 60.0),

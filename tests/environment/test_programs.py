@@ -264,7 +264,12 @@ async def test_programs_and_what_they_started_end_with_a_replica_that_is_killed(
     [
         (["sh", "-c", "exit 3"], 3, ""),
         (["sh", "-c", "kill -9 $$"], 128 + 9, ""),
-        (["no-such-program"], 127, "no-such-program: No such file or directory\n"),
+        (["no-such-program"], 127, "no-such-program: there is no such program\n"),
+        (
+            ["node agent.mjs"],
+            127,
+            "node agent.mjs: there is no such program; if these are several words, write [node, agent.mjs]\n",
+        ),
     ],
 )
 def test_a_command_in_a_group_has_its_own_status(command: list[str], status: int, says: str) -> None:

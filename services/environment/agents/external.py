@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from rolemesh.agents.environment import Endpoint, Episode
 from rolemesh.config import JobConfig
 from rolemesh.errors import EnvironmentFailed
-from rolemesh.sandbox.parent import group_that_dies_with_me
+from rolemesh.sandbox.parent import group_that_dies_with_me, not_started
 from rolemesh.services.environment.running import look_at
 
 GIVEN = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")  # environment variables that every program gets
@@ -55,14 +55,21 @@ async def run_command(episode: Episode, endpoint: Endpoint, job: JobConfig) -> A
             f"rollout.agent.external.command: {program!r} cannot be started: it is not there, or not executable"
         )
     given = {"uid": episode.uid, "seed": episode.seed % MAX_SEED, "messages": episode.messages, **episode.row}
-    process = await asyncio.create_subprocess_exec(
-        *group_that_dies_with_me(settings.command),
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-        env=_variables(endpoint, settings.pass_env),
-        start_new_session=True,
-    )
+    variables = _variables(endpoint, settings.pass_env)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *group_that_dies_with_me(settings.command),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            env=variables,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EnvironmentFailed(
+            f"rollout.agent.external.command: {program!r} cannot be started: "
+            f"{not_started(settings.command, error)}"
+        ) from error
     pipes = asyncio.gather(
         _tail(process.stdout, MAX_LINE_BYTES),
         _tail(process.stderr, MAX_TAIL_BYTES),

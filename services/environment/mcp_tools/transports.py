@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -42,8 +43,10 @@ async def over_stdio(command: Sequence[str], env: Sequence[str]) -> AsyncGenerat
         env: names of further environment variables that it gets, besides INHERITED.
 
     Raises:
-        ValueError: a variable is not set.
+        ValueError: the program is missing or not executable, or a variable is not set.
     """
+    if shutil.which(command[0]) is None:
+        raise ValueError("it cannot be started: it is not there, or not executable")
     if absent := [name for name in env if name not in os.environ]:
         raise ValueError(f"env names {', '.join(absent)}, which is not set")
     process = await asyncio.create_subprocess_exec(
