@@ -15,7 +15,7 @@ from homes import WAYS, foreign_directory, read, state, write, write_in_place
 from rolemesh.config.job import make_job
 from rolemesh.errors import RolemeshError
 from rolemesh.home import MAX_ENTRIES, Home, OutsideHome
-from rolemesh.services.controller.run.checkpoints import write_durably
+from rolemesh.services.controller.run.durably import write_durably
 from rolemesh.services.controller.run.profile import profiled
 from rolemesh.services.controller.run.run_dir import dump, held
 from rolemesh.services.rollout.engines.openai.folder import WeightsFolder

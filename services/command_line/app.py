@@ -19,12 +19,15 @@ import typer
 
 import rolemesh
 from rolemesh.services.command_line.arguments import (
+    Address,
     AttemptsOfOption,
     ConfigArgument,
     ConfigOption,
     DrainOption,
     MaxAttemptsOption,
     NeedOption,
+    OptionalAddress,
+    OptionalAddresses,
     Overrides,
     ScaleDownOption,
     ScaleUpOption,
@@ -77,17 +80,6 @@ class Architecture(StrEnum):
     QWEN3 = "qwen3"
     LLAMA = "llama"
 
-
-ADDRESSES = (
-    "host:port, several separated by commas; or dns:NAME:PORT, all addresses of the name; or "
-    "kubernetes:SERVICE:PORT, the pods behind a Service in this pod's namespace. The last two follow replicas "
-    "that come and go"
-)
-ADDRESS = "host:port of its only replica; or dns:NAME:PORT or kubernetes:SERVICE:PORT, which follow it"
-Address = Annotated[str, typer.Option(help=f"{ADDRESS}.", metavar="ADDRESS")]
-OptionalAddress = Annotated[str, typer.Option(help=f"{ADDRESS}; empty: none.", metavar="ADDRESS")]
-Addresses = Annotated[str, typer.Option(help=f"{ADDRESSES}.", metavar="ADDRESSES")]
-OptionalAddresses = Annotated[str, typer.Option(help=f"{ADDRESSES}; empty: none.", metavar="ADDRESSES")]
 
 LogFormatOption = Annotated[
     LogFormat,
@@ -194,6 +186,13 @@ def control(
     need: NeedOption = None,
     max_attempts: MaxAttemptsOption = 0,
     attempts_of: AttemptsOfOption = "",
+    counts_in: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that counts starts that end before the run directory is locked, for --max-attempts.",
+            metavar="FILE",
+        ),
+    ] = None,
     roles_of: Annotated[
         Path | None,
         typer.Option(
@@ -211,39 +210,43 @@ def control(
     given = {"actor": actor, "rollout": rollout, "reward": reward, "critic": critic, "reference": reference}
     given["environment"] = environment
     setup_logging(log_format.value)
-    job = job_of(config, overrides)
-    from rolemesh.rpc import tls
-    from rolemesh.rpc.calling.discovery import parse
-    from rolemesh.rpc.serving.server import serve_metrics
     from rolemesh.services.controller.scale_down import workloads
-    from rolemesh.services.controller.service.server import serving
-    from rolemesh.services.controller.service.status import RunStatus
-    from rolemesh.telemetry.metrics import CONTROLLER
+    from rolemesh.services.controller.starting import starting
 
-    addresses = {role: parse(address) for role, address in given.items() if address}
     scaled_down, needed = workloads(scale_down or ()), workloads(need or ())
+    with starting(counts_in, max_attempts, attempts_of, scaled_down) as begun:
+        job = job_of(config, overrides)
+        from rolemesh.rpc import tls
+        from rolemesh.rpc.calling.discovery import parse
+        from rolemesh.rpc.serving.server import serve_metrics
+        from rolemesh.services.controller.service.server import serving
+        from rolemesh.services.controller.service.status import RunStatus
+        from rolemesh.telemetry.metrics import CONTROLLER
 
-    async def control_run() -> None:
-        tls.use_keys(tls_dir, "controller")
-        status = RunStatus(job.trainer.experiment_name)
-        async with serving(status, job.roles, listen, health_listen or None) as server:
-            scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
-            # In a thread: it imports the models' libraries, which takes seconds, and the server must answer.
-            services_control = await asyncio.to_thread(import_module, "rolemesh.services.controller.main")
-            await services_control.control(
-                job,
-                addresses,
-                server,
-                scraped=scraped,
-                scaled_down=scaled_down,
-                scales_up=scale_up,
-                needed=needed,
-                max_attempts=max_attempts,
-                attempts_of=attempts_of,
-                roles_of=roles_of.absolute() if roles_of else None,
-            )
+        addresses = {role: parse(address) for role, address in given.items() if address}
 
-    asyncio.run(control_run())
+        async def control_run() -> None:
+            tls.use_keys(tls_dir, "controller")
+            status = RunStatus(job.trainer.experiment_name)
+            async with serving(status, job.roles, listen, health_listen or None) as server:
+                scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
+                # In a thread: to import the models' libraries takes seconds, and the server must answer.
+                services_control = await asyncio.to_thread(import_module, "rolemesh.services.controller.main")
+                await services_control.control(
+                    job,
+                    addresses,
+                    server,
+                    scraped=scraped,
+                    scaled_down=scaled_down,
+                    scales_up=scale_up,
+                    needed=needed,
+                    max_attempts=max_attempts,
+                    attempts_of=attempts_of,
+                    begun=begun,
+                    roles_of=roles_of.absolute() if roles_of else None,
+                )
+
+        asyncio.run(control_run())
 
 
 @app.command(epilog="Example: rolemesh graph configs/gsm8k-ppo.yaml --format mermaid")

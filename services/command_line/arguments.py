@@ -66,6 +66,17 @@ AttemptsOfOption = Annotated[
     typer.Option(help="Name of the run as it was started; only starts with this name count.", metavar="TEXT"),
 ]
 
+ADDRESSES = (
+    "host:port, several separated by commas; or dns:NAME:PORT, all addresses of the name; or "
+    "kubernetes:SERVICE:PORT, the pods behind a Service in this pod's namespace. The last two follow replicas "
+    "that come and go"
+)
+ADDRESS = "host:port of its only replica; or dns:NAME:PORT or kubernetes:SERVICE:PORT, which follow it"
+Address = Annotated[str, typer.Option(help=f"{ADDRESS}.", metavar="ADDRESS")]
+OptionalAddress = Annotated[str, typer.Option(help=f"{ADDRESS}; empty: none.", metavar="ADDRESS")]
+Addresses = Annotated[str, typer.Option(help=f"{ADDRESSES}.", metavar="ADDRESSES")]
+OptionalAddresses = Annotated[str, typer.Option(help=f"{ADDRESSES}; empty: none.", metavar="ADDRESSES")]
+
 
 def job_of(config: Path, overrides: list[str] | None, *own: str) -> JobConfig:
     """Return the job of a file with overrides, of which a command's own come last.

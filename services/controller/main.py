@@ -30,7 +30,7 @@ from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.pages.choice import check_step
 from rolemesh.services.controller.run.attempts import Attempts, NoProgress
 from rolemesh.services.controller.run.loop import Run
-from rolemesh.services.controller.run.run_dir import address_shown, held, new_term
+from rolemesh.services.controller.run.run_dir import AnotherRun, address_shown, held, new_term
 from rolemesh.services.controller.scale_down import Workload, refuse_scaled_down, scale_down, scale_up
 from rolemesh.services.controller.service.server import ControllerServer, serving
 from rolemesh.services.controller.service.status import RunStatus, State
@@ -54,6 +54,7 @@ async def control(
     roles_of: Path | None = None,
     max_attempts: int = 0,
     attempts_of: str = "",
+    begun: Callable[[], None] = lambda: None,
 ) -> None:
     """Train with roles that are already served.
 
@@ -70,6 +71,7 @@ async def control(
             run takes the lock and its term there, so that it is refused while the roles have a controller.
         max_attempts: starts of the run without a new checkpoint, after which it has failed; 0: no limit.
         attempts_of: names what is counted; starts of another name are forgotten.
+        begun: called once this start is counted in the run directory, or another run has locked it.
 
     Raises:
         InvalidConfig: the job or an address cannot be used; or scaled_down or needed is given outside of a pod.
@@ -85,9 +87,14 @@ async def control(
     attempts = Attempts(job.run_dir, max_attempts, attempts_of)
     try:
         with ExitStack() as locks:
-            for directory in sorted({job.run_dir, roles_of or job.run_dir}):
-                locks.enter_context(held(directory))
+            try:
+                for directory in sorted({job.run_dir, roles_of or job.run_dir}):
+                    locks.enter_context(held(directory))
+            except AnotherRun:
+                begun()  # no failure of this one, which waits for the other's end by being restarted
+                raise
             locks.enter_context(attempts.counted())
+            begun()
             locks.enter_context(attempts.forgiven_at_sigterm())  # until there are brakes
             # Before names at the Hub become commits, which roles do not see.
             expected = {role: fingerprint(job, role) for role in job.roles}

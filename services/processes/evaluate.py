@@ -18,7 +18,7 @@ from rolemesh.services.controller.display.table import log_console
 from rolemesh.services.controller.offline.evaluation import Evaluation, evaluate
 from rolemesh.services.controller.offline.given import check_output, check_role
 from rolemesh.services.controller.offline.responses import ResponseRows
-from rolemesh.services.controller.run.checkpoints import write_durably
+from rolemesh.services.controller.run.durably import write_durably
 from rolemesh.services.processes.alone import with_role
 
 

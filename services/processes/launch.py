@@ -24,8 +24,9 @@ from rolemesh.planner.refusal import refuse_what_cannot_fit, refuse_what_gpus_ca
 from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.main import Brakes, drive, prepare, warn_of_idle_keys, warn_of_stale_rows
-from rolemesh.services.controller.run.checkpoints import Checkpoints, write_durably
+from rolemesh.services.controller.run.checkpoints import Checkpoints
 from rolemesh.services.controller.run.decision import start_of
+from rolemesh.services.controller.run.durably import write_durably
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import held
 from rolemesh.services.processes.role_processes import (

@@ -64,6 +64,8 @@ def test_what_fails_before_the_controller_begins_ends_the_run_as_the_controller_
     spec = job["spec"]["template"]["spec"]
     [main] = spec["containers"]
     assert "--max-attempts=5" in main["args"]
+    begins = COMMANDS["control"].make_context("control", main["args"][1:]).params
+    assert str(begins["counts_in"]) == ".demo-controller.start.json"
     ends = {arg for arg in main["args"] if re.match("--(scale-down|max-attempts|attempts-of)=", arg)}
     assert len(ends) > 5
     for container, command, final in zip(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rolemesh.errors import InvalidConfig, InvalidData, RolemeshError, RoleUnava
 from rolemesh.rpc.calling.dispatch import cancel_all
 from rolemesh.services.controller import scale_down
 from rolemesh.services.controller.main import Addresses, control
-from rolemesh.services.controller.run.attempts import NoProgress
+from rolemesh.services.controller.run.attempts import FILE, NoProgress
 from rolemesh.services.controller.run.run_dir import held
 from rolemesh.services.controller.scale_down import PAUSED, REPLICAS, Workload, workloads
 from rolemesh.services.controller.service.server import serving
@@ -41,11 +41,13 @@ async def controlled(
     *,
     scales_up: bool = False,
     max_attempts: int = 0,
+    begun: Callable[[], None] = lambda: None,
     **workloads_: Sequence[Workload],
 ) -> None:
     """As `rolemesh control` does it."""
     async with serving(RunStatus("run"), job.roles, LOCAL) as server:
-        await control(job, addresses, server, scales_up=scales_up, max_attempts=max_attempts, **workloads_)
+        how: dict[str, Any] = {"scales_up": scales_up, "max_attempts": max_attempts, "begun": begun}
+        await control(job, addresses, server, **how, **workloads_)
 
 
 def test_scalers_come_before_the_workloads_that_they_scale() -> None:
@@ -190,11 +192,19 @@ async def test_a_run_that_failed_is_left_as_it_is_until_it_has_failed_too_often(
     nobody: Addresses = {role: ["127.0.0.1:1"] for role in job.roles}
     no_node: Addresses = {role: NoPods() for role in job.roles}
     left = workloads(["deployment/job-reward"])
+    begun: list[bool] = []
     async with api_server(tmp_path) as api, AsyncExitStack() as stack:
         in_pod(api, monkeypatch)
         for addresses in (no_node, no_node, nobody):
             with pytest.raises(RoleUnavailable):
-                await controlled(job, addresses, scaled_down=left, max_attempts=1)
+                await controlled(
+                    job,
+                    addresses,
+                    scaled_down=left,
+                    max_attempts=1,
+                    begun=lambda: begun.append((job.run_dir / FILE).exists()),
+                )
+        assert begun == [True] * 3  # from here on the run counts its starts itself
         assert api.requests.empty()
         run = asyncio.create_task(controlled(job, nobody, scaled_down=left, max_attempts=1))
         stack.push_async_callback(cancel_all, [run])
@@ -224,8 +234,16 @@ async def test_wrong_configuration_leaves_no_pod_either(
 async def test_a_run_directory_is_one_runs(tiny_model: Path, tmp_path: Path) -> None:
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
     nobody = {role: ["127.0.0.1:1"] for role in job.roles}
+    begun: list[str] = []
     with held(job.run_dir), pytest.raises(RolemeshError, match=r"run is the directory of a running run"):
-        await controlled(job, nobody)
+        await controlled(job, nobody, begun=lambda: begun.append("locked"))
+    assert begun == ["locked"]  # to wait for another run is no start that failed before it had begun
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        await controlled(
+            small_job(tmp_path, tiny_model, "file", *OVERRIDES), nobody, begun=lambda: begun.append("file")
+        )
+    assert begun == ["locked"]
 
 
 async def test_roles_that_have_been_scaled_down_are_not_waited_for(

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rolemesh.errors import InvalidConfig, RolemeshError
-from rolemesh.services.controller.run.checkpoints import write_durably
+from rolemesh.services.controller.run.durably import write_durably
 
 PROMPTS_PER_PART = 64
 PROMPTS_PER_GROUP = 4096  # of the output's row groups, at least; they are held in memory while it is written

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from rolemesh.errors import WRONG_INPUT, RoleFailed, RolemeshError, RoleUnavailable, WeightsUnavailable
-from rolemesh.services.controller.run.checkpoints import write_durably
+from rolemesh.services.controller.run.durably import write_durably
 
 log = logging.getLogger(__name__)
 

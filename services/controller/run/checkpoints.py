@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -31,6 +30,7 @@ from typing import Any
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidBatch, InvalidConfig, RoleUnavailable
 from rolemesh.roles import Actor, Critic, Roles
+from rolemesh.services.controller.run.durably import sync, write_durably
 from rolemesh.services.controller.run.kept_settings import RULES, compare
 from rolemesh.tasks import gather
 from rolemesh.wire.codec import dump, load_batch
@@ -217,7 +217,7 @@ class Checkpoints:
             if path.exists():  # abandoned by resuming from an earlier checkpoint
                 _put_aside(path)
             partial.rename(path)
-            _sync(self.run_dir)
+            sync(self.run_dir)
             if best:  # first: a run that ends between the two makes the step again
                 write_durably(self.run_dir / "best", path.name + "\n")
             write_durably(self.run_dir / "latest", path.name + "\n")
@@ -284,23 +284,3 @@ def _logged(what: Path | str) -> Iterator[None]:
         yield
     except OSError as error:
         log.warning("%s cannot be deleted: %s. The next checkpoint tries again", what, error)
-
-
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace a file atomically: a reader sees the old or the new content, even after a power failure."""
-    new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # left by a killed writer, or a link, which must not be followed
-    with new.open("xb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import CheckpointFailed, InvalidConfig
-from rolemesh.services.controller.run.checkpoints import Checkpoints, write_durably
+from rolemesh.services.controller.run.checkpoints import Checkpoints
+from rolemesh.services.controller.run.durably import write_durably
 
 FILE = "resume_decision.json"
 

@@ -20,12 +20,16 @@ from rolemesh.errors import RolemeshError
 from rolemesh.home import Home, lock
 from rolemesh.rpc.term import Term
 from rolemesh.services.controller.record import ADDRESS_FILE, ENDED_AT, STEP, Record
-from rolemesh.services.controller.run.checkpoints import write_durably
+from rolemesh.services.controller.run.durably import write_durably
 
 OTHER_RUN = (
     "is the directory of a running run; wait for its end, or choose another trainer.experiment_name or "
     "default_local_dir"
 )
+
+
+class AnotherRun(RolemeshError):
+    """Another process holds the lock of a run directory."""
 
 
 class MetricsFile:
@@ -78,14 +82,15 @@ def held(run_dir: Path, otherwise: str = OTHER_RUN) -> Iterator[None]:
         otherwise: completes the error, after the directory, if another process holds the lock.
 
     Raises:
-        RolemeshError: another run holds the lock, or the file system has none.
+        AnotherRun: another process holds the lock.
+        RolemeshError: the file system has no locks.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / ".lock").open("a") as file:
         try:
             lock(file, run_dir)
         except BlockingIOError:
-            raise RolemeshError(f"{run_dir} {otherwise}") from None
+            raise AnotherRun(f"{run_dir} {otherwise}") from None
         yield
 
 

@@ -1,0 +1,56 @@
+"""What comes before a run in its controller's process: the job file, imports, the lock of the run directory.
+
+The run counts its starts in its directory (run/attempts.py), once it has locked it. A start that ends before
+that, e.g. for lack of memory, is counted here. So a run that cannot begin ends as one that cannot go on. This
+module imports neither torch nor numpy, which may take more memory than there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rolemesh.errors import WRONG_INPUT
+from rolemesh.kubernetes import Cluster
+from rolemesh.services.controller.run.attempts import Attempts, NoProgress
+from rolemesh.services.controller.scale_down import Workload, scale_down
+
+
+@contextmanager
+def starting(
+    counts_in: Path | None, limit: int = 0, of: str = "", scaled_down: Sequence[Workload] = ()
+) -> Iterator[Callable[[], None]]:
+    """Count this start until the run counts it.
+
+    Args:
+        counts_in: file of the count; None: nothing is counted.
+        limit: starts in a row that may end before that; 0: no limit, and nothing is counted.
+        of: as in Attempts.
+        scaled_down: workloads to scale to zero if a retry would not help.
+
+    Yields:
+        A function to call when the run counts this start. It forgets those before. What fails afterwards is the
+        run's to handle.
+
+    Raises:
+        NoProgress: as many starts as the limit have ended before that.
+    """
+    attempts = Attempts(Path.cwd(), limit if counts_in else 0, of, counts_in, "did not begin")
+    has_begun = False
+    with ExitStack() as count:
+
+        def begin() -> None:
+            nonlocal has_begun
+            has_begun = True
+            count.close()
+
+        try:
+            count.enter_context(attempts.counted())
+            count.enter_context(attempts.forgiven_at_sigterm())
+            yield begin
+        except (*WRONG_INPUT, NoProgress):
+            if scaled_down and not has_begun:
+                asyncio.run(scale_down(scaled_down, Cluster.in_pod()))
+            raise

@@ -1,0 +1,83 @@
+"""Starts of a controller that end before its run has begun end the run as those of the run do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from api_server import api_server
+from test_scale_down import in_pod, patched
+
+from rolemesh.errors import InvalidConfig
+from rolemesh.services.command_line.app import app
+from rolemesh.services.controller.run.attempts import NoProgress
+from rolemesh.services.controller.scale_down import workloads
+from rolemesh.services.controller.starting import starting
+
+LIMIT = 2
+LEFT = workloads(["deployment/a"])
+
+
+def begin_and_be_killed(file: Path) -> None:
+    """A start of which nothing is left but its file."""
+    start = starting(file, LIMIT)
+    start.__enter__()
+    saved = file.read_bytes()
+    start.__exit__(None, None, None)
+    file.write_bytes(saved)
+
+
+async def test_a_run_that_cannot_begin_scales_its_roles_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would: its controller has not read the job, or has died of its imports."""
+    monkeypatch.setattr(logging.root, "handlers", [])  # the command sets up its own
+    job, file = tmp_path / "job.yaml", tmp_path / "starts.json"
+    job.write_text("trainer: {total_trainig_steps: 2}")
+    for _ in range(LIMIT):
+        begin_and_be_killed(file)
+
+    def read_a_wrong_job() -> None:
+        command = typer.main.get_command(app)
+        arguments = ["control", f"--config={job}", "--actor=127.0.0.1:1", "--scale-down=deployment/a"]
+        command.main(arguments, standalone_mode=False)
+
+    def start_again() -> None:
+        with starting(file, LIMIT, scaled_down=LEFT):
+            pytest.fail("it has begun")
+
+    starts: list[tuple[Callable[[], None], type[Exception], str]] = [
+        (read_a_wrong_job, InvalidConfig, "did you mean 'trainer.total_training_steps'"),
+        (start_again, NoProgress, "started 2 times and did not begin; .* ended so: killed, or out of memory"),
+    ]
+    async with api_server(tmp_path) as api:
+        in_pod(api, monkeypatch)
+        for start, error, words in starts:
+            run = asyncio.create_task(asyncio.to_thread(start))
+            request, change = await patched(api, "/apis/apps/v1/namespaces/here/deployments/a/scale")
+            assert change == {"spec": {"replicas": 0}}
+            await request.answer({})
+            with pytest.raises(error, match=words):
+                await run
+
+
+def test_a_start_that_begins_forgets_those_that_did_not_and_leaves_its_end_to_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "starts.json"
+    with pytest.raises(MemoryError), starting(file, LIMIT):
+        raise MemoryError
+    assert json.loads(file.read_text())["starts"] == 1
+
+    def begin_and_fail() -> None:
+        with starting(file, LIMIT, scaled_down=LEFT) as begun:
+            begun()
+            assert not file.exists()
+            raise InvalidConfig("the run has scaled down")  # a second time would fail: this is no pod
+
+    with pytest.raises(InvalidConfig, match="the run has scaled down"):
+        begin_and_fail()
+    assert not file.exists()
