@@ -19,6 +19,15 @@ both, and making them anew for each was two thirds of the time of a render. */}}
 {{- .job }}
 {{- end }}
 
+{{/* No text. Keeps beside .Values, read once, what every pod asks for: .known, of files/defaults.json, and .whole, the job
+with every key. Nothing may change them. */}}
+{{- define "rlhf-job.read" -}}
+{{- if not (hasKey . "known") }}
+{{- $_ := set . "known" (.Files.Get "files/defaults.json" | fromJson) }}
+{{- $_ := set . "whole" (include "rlhf-job.job" . | fromJson) }}
+{{- end }}
+{{- end }}
+
 {{/* The dict GIVEN merged over DEFAULTS, of (list DEFAULTS GIVEN), as JSON. Not by mergeOverwrite, which replaces a given
 false or 0 by the default. */}}
 {{- define "rlhf-job.over" -}}
@@ -44,8 +53,7 @@ false or 0 by the default. */}}
 
 {{/* Not empty: the job has a critic. critic.enable decides if it is set, otherwise the estimator and the page. */}}
 {{- define "rlhf-job.hasCritic" -}}
-{{- $job := include "rlhf-job.job" . | fromJson }}
-{{- $known := .Files.Get "files/defaults.json" | fromJson }}
+{{- include "rlhf-job.read" . }}{{ $job := .whole }}{{ $known := .known }}
 {{- $page := get $known.pages ($job.algorithm.page | default "") | default $known.pages.grpo }}
 {{- $needed := or (and $page.estimates (has $job.algorithm.adv_estimator $known.withCritic)) (has "critic" $page.roles) }}
 {{- if kindIs "bool" $job.critic.enable }}{{ $needed = $job.critic.enable }}{{ end }}
@@ -54,19 +62,18 @@ false or 0 by the default. */}}
 
 {{/* Not empty: the job's engine generates on external servers and uses no device here. */}}
 {{- define "rlhf-job.generatesElsewhere" -}}
-{{- $job := include "rlhf-job.job" . | fromJson }}
-{{- if has $job.rollout.name (.Files.Get "files/defaults.json" | fromJson).elsewhere }}true{{ end }}
+{{- include "rlhf-job.read" . }}
+{{- if has .whole.rollout.name .known.elsewhere }}true{{ end }}
 {{- end }}
 
 {{/* The job's roles, in the order used everywhere. */}}
 {{- define "rlhf-job.roles" -}}
-{{- $job := include "rlhf-job.job" . | fromJson }}
+{{- include "rlhf-job.read" . }}{{ $job := .whole }}{{ $known := .known }}
 {{- $absent := list }}
 {{- if not (include "rlhf-job.hasCritic" .) }}{{ $absent = append $absent "critic" }}{{ end }}
 {{- $weighsKL := or $job.algorithm.use_kl_in_reward $job.actor.use_kl_loss }}
 {{- if or (not $weighsKL) (gt (int $job.actor.model.lora_rank) 0) }}{{ $absent = append $absent "reference" }}{{ end }}
 {{- if not $job.rollout.multi_turn.enable }}{{ $absent = append $absent "environment" }}{{ end }}
-{{- $known := .Files.Get "files/defaults.json" | fromJson }}
 {{- $page := get $known.pages ($job.algorithm.page | default "") | default $known.pages.grpo }} {{- /* a plug-in's: as grpo */}}
 {{- range $known.called }}{{ if not (has . $page.roles) }}{{ $absent = append $absent . }}{{ end }}{{ end }}
 {{- $roles := list }}
@@ -78,7 +85,8 @@ false or 0 by the default. */}}
 
 {{/* The roles of a list that are of a kind of files/defaults.json, of (list $ ROLES KIND), as JSON. */}}
 {{- define "rlhf-job.of" -}}
-{{- $kind := get ((first .).Files.Get "files/defaults.json" | fromJson) (index . 2) }}
+{{- include "rlhf-job.read" (first .) }}
+{{- $kind := get (first .).known (index . 2) }}
 {{- $roles := list }}
 {{- range index . 1 }}{{ if has . $kind }}{{ $roles = append $roles . }}{{ end }}{{ end }}
 {{- toJson $roles }}

@@ -337,7 +337,7 @@ of `helm test` do it, one at a time, and the others wait for the file that it cr
 their weights there while they sleep, and profiles are written there. */}}
 {{- define "rlhf-job.readsOnly" -}}
 {{- $ := first . }}
-{{- $profiled := (include "rlhf-job.job" $ | fromJson).trainer.profile_steps }}
+{{- include "rlhf-job.read" $ }}{{ $profiled := $.whole.trainer.profile_steps }}
 {{- $writes := and (has "reward" (last .)) $.Values.rewardFunction.writes }}
 {{- $userCode := include "rlhf-job.of" (list $ (last .) "runsUserCode") | fromJsonArray }}
 {{- if not (or (ne (len $userCode) (len (last .))) (not (last .)) $writes $profiled) }}true{{ end }}
@@ -347,11 +347,11 @@ their weights there while they sleep, and profiles are written there. */}}
 that the pod uses, and the caches if it compiles for GPUs. A pod without roles (controller, check) mounts all but these. */}}
 {{- define "rlhf-job.claims" -}}
 {{- $ := index . 0 }}{{ $roles := index . 1 }}{{ $compiles := index . 3 }}
-{{- $job := include "rlhf-job.job" $ | fromJson }}
+{{- include "rlhf-job.read" $ }}{{ $job := $.whole }}
 {{- $read := list $job.actor.model $.Values.prepare (index . 2) (include "rlhf-job.fetch" $) }}
 {{- range $roles }}{{ $read = append $read (get $job .) }}{{ end }}
 {{- if has "environment" $roles }}{{ $read = append $read $job.rollout.multi_turn }}{{ end }} {{- /* files of tools */}}
-{{- $stateless := ($.Files.Get "files/defaults.json" | fromJson).stateless }}
+{{- $stateless := $.known.stateless }}
 {{- $trained := list }}
 {{- range $roles }}{{ if not (has . $stateless) }}{{ $trained = append $trained . }}{{ end }}{{ end }}
 {{- if or $job.trainer.profile_steps (gt (len $roles) 1) $trained }}
