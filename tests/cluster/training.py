@@ -21,7 +21,7 @@ from rolemesh.v1 import controller_pb2 as pb
 RESULTS = Path(__file__).with_name("results.py").read_text()
 TINY = "outputs/tiny"
 SAVE_FREQ = 5
-HERE = 60  # steps of the local run
+HERE = 25  # steps of the local run, about as many as the longest job makes; it has learnt by then
 # A run of the cluster goes on until it is stopped: no test has to be faster than it. It keeps every checkpoint.
 ENDLESS = "job.trainer.total_training_steps=100000,job.trainer.max_actor_ckpt_to_keep=1000"
 # For a test that looks at rewards alone: two pods import torch where there would be five.
@@ -43,7 +43,8 @@ def train_here(directory: Path, *more: str) -> Outcome:
         more: job files and overrides.
     """
     rolemesh = [sys.executable, "-P", "-m", "rolemesh"]
-    overrides = [*more, f"trainer.save_freq={SAVE_FREQ}", "trainer.max_actor_ckpt_to_keep=null"]
+    overrides = [f"trainer.total_training_steps={HERE}", *more, f"trainer.save_freq={SAVE_FREQ}"]
+    overrides += ["trainer.max_actor_ckpt_to_keep=null"]
     for arguments in (["demo", TINY], ["run", str(ROOT / "configs" / "tiny.yaml"), *overrides]):
         with (directory / "printed").open("a") as printed:
             to_file = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": subprocess.STDOUT}
