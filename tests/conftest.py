@@ -43,18 +43,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), "qwen2")
 
 
-@pytest.fixture
-def ending_model(any_model: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def ending_model(any_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with 33 tokens that end a response. The tiny models almost never generate EOS."""
     from transformers import AutoModelForCausalLM
 
+    directory = tmp_path_factory.mktemp("ending")
     model = AutoModelForCausalLM.from_pretrained(any_model)
     own = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = [*range(0, 256, 8), own]
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(directory)
     for file in any_model.glob("token*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
+        (directory / file.name).write_bytes(file.read_bytes())
+    return directory
 
 
 @pytest.fixture
