@@ -40,8 +40,9 @@ WORKERS: dict[str, Callable[[JobConfig, Seat], Any]] = {
 }  # fmt: skip
 # a role, its ranks that compute the same rows, its steps, sections of its job
 Case = tuple[str, int, int, dict[str, Any]]
-# of each way to spread a model; of a setting, whose arithmetic is that of every step; of a loss
-STEPS, FEW, ONCE = 5, 2, 1
+# of each way to spread a model, with and without common prefixes and with moments of other steps; of a setting,
+# whose arithmetic is that of every step; of a loss
+STEPS, FEW, ONCE = 3, 2, 1
 ROWS = 12
 
 # Settings that need more of a mini-batch than its rows one by one.
