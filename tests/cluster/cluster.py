@@ -129,6 +129,20 @@ class Namespace:
                 late.cancel()
                 watching.kill()
 
+    @contextmanager
+    def following(self, pod: str, container: str, within_s: float = 120) -> Iterator[Iterator[str]]:
+        """The lines of a container's log, from the first to the last, or until it is too late."""
+        command = ["kubectl", "-n", self.name, "logs", "--follow", pod, "-c", container]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
+            assert following.stdout
+            late = threading.Timer(within_s, following.kill)
+            late.start()
+            try:
+                yield following.stdout
+            finally:
+                late.cancel()
+                following.kill()
+
     def pods(self, release: str, component: str | None = None) -> list[Object]:
         """Those that were not asked to go."""
         selector = f"app.kubernetes.io/instance={release}"

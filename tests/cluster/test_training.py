@@ -11,11 +11,14 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from cluster import Failed, Namespace, run
-from rendering import CHART
-from training import BUSY, HERE, REWARD_ALONE, SAVE_FREQ, Job, Outcome
+from cluster import WITH_IMAGE, Failed, Namespace, run
+from rendering import CHART, KUBERNETES
+from training import BUSY, HERE, REWARD_ALONE, SAVE_FREQ, Job, Outcome, ended, runs
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
+
+GRACE = ("--set", "groups.rollout.graceSeconds=40")
+SCALES_UP = ("--set", "controller.scaleUp=true")
 
 
 def equal(outcome: Outcome, expected: Outcome, step: int) -> None:
@@ -35,11 +38,12 @@ def test_replicas_come_and_go_and_pods_die_and_the_run_ends_with_the_bits_of_a_l
 ) -> None:
     namespace, claim = workspace
     job = Job(namespace, "standalone", claim, "rlhf-job")
-    job.install()
+    job.install(*GRACE)
     job.reach(1)
     reward_scales_to_three_and_back(job)
     a_new_dashboard_restarts_nothing(job, tmp_path)
     a_budget_keeps_the_actor(job)
+    a_rollout_that_is_drained_finishes_its_rows(job)
     for component in ("reward", "rollout"):
         kill(job, component)
         job.reach(job.step() + 2)
@@ -100,7 +104,7 @@ def a_new_dashboard_restarts_nothing(job: Job, tmp_path: Path) -> None:
     (chart / "dashboards").mkdir(exist_ok=True)
     (chart / "dashboards" / "mine.json").write_text('{"title": "mine", "panels": []}')
     before = running(job)
-    job.upgrade(chart=chart)
+    job.upgrade(*GRACE, chart=chart)
     assert job.namespace.one("configmap", f"{job.name}-dashboard-mine")
     assert running(job) == before
 
@@ -114,20 +118,39 @@ def running(job: Job) -> dict[str, object]:
     return {thing["uid"]: thing.get("generation") for thing in metadata}
 
 
-def a_budget_keeps_the_actor(job: Job) -> None:
-    """A node that is drained waits for what would end the run."""
-    pod = f"{job.name}-actor-0"
+def evict(job: Job, pod: str) -> None:
+    """As a node that is drained asks for it."""
     eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
     path = f"/api/v1/namespaces/{job.namespace.name}/pods/{pod}/eviction"
+    job.namespace.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(eviction))
+
+
+def a_budget_keeps_the_actor(job: Job) -> None:
+    """A node that is drained waits for what would end the run."""
     with pytest.raises(Failed, match="disruption budget"):
-        job.namespace.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(eviction))
+        evict(job, f"{job.name}-actor-0")
+
+
+def a_rollout_that_is_drained_finishes_its_rows(job: Job) -> None:
+    """Within its grace period. Another pod generates the next ones, and the bits of the run stay the same."""
+    allowed = ("poddisruptionbudget", f"{job.name}-rollout")
+    job.namespace.until(lambda budget: budget["status"].get("disruptionsAllowed") == 1, *allowed)
+    (pod,) = job.namespace.pods(job.name, "rollout")
+    assert pod["spec"]["terminationGracePeriodSeconds"] == 40
+    with job.namespace.following(pod["metadata"]["name"], "roles") as lines:
+        next(lines)
+        evict(job, pod["metadata"]["name"])
+        said = "".join(lines)
+    assert "draining: got SIGTERM" in said
+    assert "cancelling calls" not in said
 
 
 def test_a_collocated_run_is_tested_then_begins_and_has_the_bits_of_a_local_one(
     workspace: tuple[Namespace, str], expected: Future[Outcome]
 ) -> None:
-    job = begun_after_its_check(workspace, "collocate")
+    job = begun_after_its_check(workspace, "collocate", *SCALES_UP)
     has_the_bits(job, expected)
+    manifests_that_are_applied_again_start_nothing_until_the_job_is_deleted(job)
 
 
 def test_a_hybrid_run_has_the_bits_of_a_local_one_though_a_person_pauses_it(
@@ -143,30 +166,93 @@ def test_a_hybrid_run_has_the_bits_of_a_local_one_though_a_person_pauses_it(
     with pytest.raises(Failed):  # it would spoil the run
         namespace.helm("test", job.name, "--timeout=1m")
     rolemesh("resume", job)
-    has_the_bits(job, expected)
+    began_at = a_new_controller_waits_for_pods_of_its_own_job(job)
+    has_the_bits(job, expected, (began_at // SAVE_FREQ + 1) * SAVE_FREQ)
     with pytest.raises(Failed):  # the roles are gone, and the pod that stays says so
         namespace.helm("test", job.name, "--timeout=5m")
     [check] = namespace.one("pod", f"{job.name}-check")["status"]["containerStatuses"]
     assert "the roles are scaled to zero" in check["state"]["terminated"]["message"]
 
 
-def begun_after_its_check(workspace: tuple[Namespace, str], strategy: str) -> Job:
+def begun_after_its_check(workspace: tuple[Namespace, str], strategy: str, *values: str) -> Job:
     """A job that has made its first step, after `helm test` had found its roles ready."""
     namespace, claim = workspace
     job = Job(namespace, strategy, claim, strategy)
-    job.install("--set", "controller.suspend=true")
+    job.install(*values, "--set", "controller.suspend=true")
     namespace.helm("test", job.name, "--timeout=10m")
-    job.upgrade()
+    job.upgrade(*values)
     job.reach(1)
     return job
 
 
-def has_the_bits(job: Job, expected: Future[Outcome]) -> None:
-    """Stops the job when it has written its first checkpoint, and compares that with the local run's."""
-    job.reach(SAVE_FREQ + 1)
+def has_the_bits(job: Job, expected: Future[Outcome], step: int = SAVE_FREQ) -> None:
+    """Stops the job when it has written the checkpoint of this step, and compares that with the local run's."""
+    job.reach(step + 1)
     job.stop()
     job.end()
-    equal(job.outcome(), expected.result(), SAVE_FREQ)
+    equal(job.outcome(), expected.result(), step)
+
+
+def a_new_controller_waits_for_pods_of_its_own_job(job: Job) -> int:
+    """An upgrade of all pods in mid-run, of which one keeps its old job for a while.
+
+    Returns:
+        The step from which the run goes on.
+    """
+    namespace, old = job.namespace, f"{job.name}-scoring"
+
+    def restart_from(ordinal: int) -> None:
+        strategy = {"spec": {"updateStrategy": {"rollingUpdate": {"partition": ordinal}}}}
+        namespace.kubectl("patch", "statefulset", old, "--patch", json.dumps(strategy))
+
+    restart_from(1)  # which it has not
+    job.upgrade("--set", "job.reward.num_workers=1")
+    (made,) = namespace.get("jobs", *job.selector)
+    of_job = f"batch.kubernetes.io/job-name={made['metadata']['name']}"
+    pod = namespace.until(runs, "pods", "-l", of_job, within_s=300)["metadata"]["name"]
+    with namespace.following(pod, "controller") as lines:
+        other = "was started with another job, which differs in reward.num_workers"
+        assert any(other in line for line in lines)
+    restart_from(0)
+    return job.goes_on_from()
+
+
+def manifests_that_are_applied_again_start_nothing_until_the_job_is_deleted(job: Job) -> None:
+    """As Argo CD and Flux apply them. The number of pods is the controller's, at both ends of a run."""
+    namespace, name = job.namespace, job.name
+    values = (*WITH_IMAGE, *job.values, *SCALES_UP)
+    rendered = namespace.helm(
+        "template", name, str(CHART), *values, "--skip-tests", "--kube-version", KUBERNETES
+    )
+    jobs = [made["metadata"]["uid"] for made in namespace.get("jobs", *job.selector)]
+    for _ in range(2):
+        namespace.kubectl("apply", "-f", "-", stdin=rendered)
+        job.is_scaled_down()
+        assert [made["metadata"]["uid"] for made in namespace.get("jobs", *job.selector)] == jobs
+    namespace.kubectl("delete", "jobs", *job.selector)
+    namespace.kubectl("apply", "-f", "-", stdin=rendered)
+    namespace.until(lambda thing: thing["spec"]["replicas"] == 1, "statefulset", f"{name}-all", within_s=300)
+    namespace.helm("uninstall", name)
+
+
+def test_a_run_that_cannot_be_prepared_ends_and_gives_its_pods_back(namespace: Namespace) -> None:
+    """A failure is counted (75) and tried again. After as many as allowed (3) no controller has begun."""
+    failing = {
+        "prepare": [{"creates": "outputs/never", "command": ["false"]}],
+        "controller": {"maxAttempts": 1},
+    }
+    collocated = str(CHART / "examples" / "tiny-collocate.yaml")
+    namespace.install("failing", "--values", collocated, "--values", "-", stdin=json.dumps(failing))
+    made = namespace.until(ended, "jobs", within_s=300)
+    (why,) = [c["reason"] for c in made["status"]["conditions"] if c["type"] == "Failed"]
+    assert why == "PodFailurePolicy"
+    Job(namespace, "collocate", "", "failing").is_scaled_down()
+    pods = sorted(
+        namespace.pods("failing", "controller"), key=lambda pod: str(pod["metadata"]["creationTimestamp"])
+    )
+    ends = [pod["status"]["initContainerStatuses"][0]["state"]["terminated"] for pod in pods]
+    assert [end["exitCode"] for end in ends] == [75, 3]
+    assert "`false` ended with status 1" in ends[1]["message"]
 
 
 def rolemesh(command: str, job: Job, *args: str) -> str:

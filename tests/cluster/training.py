@@ -77,6 +77,10 @@ class Job:
     def run_dir(self) -> str:
         return f"outputs/{self.name}"
 
+    @property
+    def selector(self) -> tuple[str, str]:
+        return ("-l", f"app.kubernetes.io/instance={self.name}")
+
     def install(self, *more: str, stdin: str | None = None) -> None:
         self.namespace.install(self.name, *self.values, *more, stdin=stdin)
 
@@ -86,7 +90,7 @@ class Job:
     def controller(self) -> str:
         """The controller's pod, once its process runs. There may be one before it that has not yet ended."""
         selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=controller"
-        pod = self.namespace.until(_runs, "pods", "-l", selector, within_s=600)
+        pod = self.namespace.until(runs, "pods", "-l", selector, within_s=600)
         name: str = pod["metadata"]["name"]
         return name
 
@@ -122,17 +126,23 @@ class Job:
     def reach(self, step: int) -> None:
         """Returns when the step has been made."""
         while all(made < step for made in self.steps()):  # a controller that lost a role has ended well, too
-            (job,) = self.namespace.get("jobs", "-l", f"app.kubernetes.io/instance={self.name}")
-            assert not _ended(job), f"the run ended before step {step}"
+            (job,) = self.namespace.get("jobs", *self.selector)
+            assert not ended(job), f"the run ended before step {step}"
 
     def end(self, within_s: float = 600) -> None:
-        """Returns when the run has ended well, and its roles' pods have been asked to go."""
-        selector = ("-l", f"app.kubernetes.io/instance={self.name}")
-        job = self.namespace.until(_ended, "jobs", *selector, within_s=within_s)
+        """Returns when the run has ended well, its roles' pods were asked to go, and no budget misses them."""
+        job = self.namespace.until(ended, "jobs", *self.selector, within_s=within_s)
         assert job["status"].get("succeeded") == 1, job["status"]
-        for kind in ("deployments", "statefulsets"):
-            for workload in self.namespace.get(kind, *selector):
-                assert workload["spec"]["replicas"] == 0, workload["metadata"]["name"]
+        self.is_scaled_down()
+
+    def is_scaled_down(self) -> None:
+        """Nothing holds a GPU, and Prometheus' alert on budgets (fewer healthy pods than desired) is quiet."""
+        workloads = self.namespace.get("deployments,statefulsets", *self.selector)
+        assert {workload["spec"]["replicas"] for workload in workloads} <= {0}
+        budgets = {thing["metadata"]["name"] for thing in self.namespace.get("pdb", *self.selector)}
+        assert budgets == {workload["metadata"]["name"] for workload in workloads}
+        for name in budgets:
+            self.namespace.until(_misses_nothing, "pdb", name)
 
     def outcome(self) -> Outcome:
         """What is in the workspace, read by a pod of the same image."""
@@ -148,12 +158,19 @@ class Job:
         return outcome
 
 
-def _runs(pod: Object) -> bool:
+def runs(pod: Object) -> bool:
+    """Its process answers, and it was not asked to go."""
     statuses = pod.get("status", {}).get("containerStatuses", [])
     return "deletionTimestamp" not in pod["metadata"] and any(status.get("started") for status in statuses)
 
 
-def _ended(job: Object) -> bool:
+def _misses_nothing(budget: Object) -> bool:
+    status = budget.get("status", {})
+    return (status.get("expectedPods"), status.get("desiredHealthy")) == (0, 0)
+
+
+def ended(job: Object) -> bool:
+    """Well or not."""
     conditions = job.get("status", {}).get("conditions", [])
     return any(c["type"] in ("Complete", "Failed") and c["status"] == "True" for c in conditions)
 
