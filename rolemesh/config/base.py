@@ -136,7 +136,7 @@ def options_of(catalog: Catalog[Any], name_key: str) -> AfterValidator:
         schema = None if name is None else catalog[name].options
         if schema is not None:
             try:
-                options = schema.model_validate(given).model_dump()
+                options: dict[str, Any] = schema.model_validate(given).model_dump()
             except ValidationError as error:
                 raise ValueError(str(explain(error, schema, name))) from error
             check_written(options, lambda written: schema.model_validate(written).model_dump())
