@@ -71,7 +71,8 @@ async def control(
             run takes the lock and its term there, so that it is refused while the roles have a controller.
         max_attempts: starts of the run without a new checkpoint, after which it has failed; 0: no limit.
         attempts_of: names what is counted; starts of another name are forgotten.
-        begun: called once this start is counted in the run directory, or another run has locked it.
+        begun: called once this start is counted in the run directory, or need not be: another run has locked
+            it, or max_attempts have been made.
 
     Raises:
         InvalidConfig: the job or an address cannot be used; or scaled_down or needed is given outside of a pod.
@@ -90,10 +91,13 @@ async def control(
             try:
                 for directory in sorted({job.run_dir, roles_of or job.run_dir}):
                     locks.enter_context(held(directory))
+                locks.enter_context(attempts.counted())
             except AnotherRun:
                 begun()  # no failure of this one, which waits for the other's end by being restarted
                 raise
-            locks.enter_context(attempts.counted())
+            except NoProgress:
+                begun()  # the run's own end: nothing else may count it, and so have it retried
+                raise
             begun()
             locks.enter_context(attempts.forgiven_at_sigterm())  # until there are brakes
             # Before names at the Hub become commits, which roles do not see.

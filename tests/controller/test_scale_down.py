@@ -26,6 +26,7 @@ from rolemesh.services.controller.run.run_dir import held
 from rolemesh.services.controller.scale_down import PAUSED, REPLICAS, Workload, workloads
 from rolemesh.services.controller.service.server import serving
 from rolemesh.services.controller.service.status import RunStatus
+from rolemesh.services.controller.starting import starting
 
 LOCAL = "127.0.0.1:0"
 OVERRIDES = (
@@ -206,13 +207,21 @@ async def test_a_run_that_failed_is_left_as_it_is_until_it_has_failed_too_often(
                 )
         assert begun == [True] * 3  # from here on the run counts its starts itself
         assert api.requests.empty()
-        run = asyncio.create_task(controlled(job, nobody, scaled_down=left, max_attempts=1))
+
+        async def the_last_one() -> None:
+            with starting(tmp_path / "starts.json", 1, scaled_down=left) as begins:
+                await controlled(job, nobody, scaled_down=left, max_attempts=1, begun=begins)
+
+        run = asyncio.create_task(the_last_one())
         stack.push_async_callback(cancel_all, [run])
         request, change = await patched(api, "/apis/apps/v1/namespaces/here/deployments/job-reward/scale")
         assert change == {"spec": {"replicas": 0}}
         await request.answer({})
-        with pytest.raises(NoProgress, match=r"started 1 times .* at 127\.0\.0\.1:1"):
+        with pytest.raises(NoProgress, match=r"started 1 times .* at 127\.0\.0\.1:1") as ended:
             await run
+        assert ended.value.exit_code == 3  # no start that may be made again
+        assert api.requests.empty()
+        assert not (tmp_path / "starts.json").exists()
 
 
 async def test_wrong_configuration_leaves_no_pod_either(
