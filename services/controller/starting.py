@@ -8,14 +8,17 @@ module imports neither torch nor numpy, which may take more memory than there is
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from rolemesh.errors import WRONG_INPUT
+from rolemesh.errors import WRONG_INPUT, InvalidConfig
 from rolemesh.kubernetes import Cluster
 from rolemesh.services.controller.run.attempts import Attempts, NoProgress
 from rolemesh.services.controller.scale_down import Workload, scale_down
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -47,10 +50,14 @@ def starting(
             count.close()
 
         try:
-            count.enter_context(attempts.counted())
+            try:
+                count.enter_context(attempts.counted())
+            except OSError as error:  # e.g. a full workspace, while the run directory is elsewhere
+                log.warning("starts that end before the run begins are not counted: %s", error)
             count.enter_context(attempts.forgiven_at_sigterm())
             yield begin
         except (*WRONG_INPUT, NoProgress):
             if scaled_down and not has_begun:
-                asyncio.run(scale_down(scaled_down, Cluster.in_pod()))
+                with suppress(InvalidConfig):  # this is no pod; the error at hand says more
+                    asyncio.run(scale_down(scaled_down, Cluster.in_pod()))
             raise

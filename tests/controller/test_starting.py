@@ -81,3 +81,28 @@ def test_a_start_that_begins_forgets_those_that_did_not_and_leaves_its_end_to_th
     with pytest.raises(InvalidConfig, match="the run has scaled down"):
         begin_and_fail()
     assert not file.exists()
+
+
+def test_a_start_that_cannot_be_counted_begins_all_the_same(tmp_path: Path) -> None:
+    """The workspace may be full, and the run directory elsewhere."""
+    with starting(tmp_path / "absent" / "starts.json", LIMIT) as begun:
+        begun()
+
+
+def test_the_count_is_not_about_a_file_of_the_workspace_that_has_the_name_of_a_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run may write its checkpoints there, or another program something that is no text."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "starts.json"
+    for number in range(LIMIT):
+        (tmp_path / "latest").write_bytes(b"\xff" * (number + 1))
+        with pytest.raises(MemoryError), starting(file, LIMIT):
+            raise MemoryError
+    with pytest.raises(NoProgress), starting(file, LIMIT):
+        pytest.fail("it has begun")
+
+
+def test_the_error_of_a_start_comes_before_that_of_scaling_down(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="a wrong key"), starting(None, scaled_down=LEFT):
+        raise InvalidConfig("a wrong key")  # and this is no pod

@@ -48,7 +48,8 @@ class Attempts:
         run_dir: the run directory, which this process has locked.
         limit: starts without a new checkpoint; 0: no limit, and nothing is counted.
         of: identifies the run as it was started, e.g. by Job and revision; the count of another one is dropped.
-        file: holds the count; None: FILE in the run directory.
+        file: holds the count of something else than the run's steps, which no checkpoint resets; None: FILE in
+            the run directory.
         failing: what the starts have in common, for the error.
     """
 
@@ -57,6 +58,7 @@ class Attempts:
     ) -> None:
         self._run_dir, self._limit, self._of, self._failing = run_dir, limit, of, failing
         self._file = file or run_dir / FILE
+        self._latest = None if file else run_dir / "latest"  # a workspace may have any file of this name
         self._before = 0  # earlier starts since the last checkpoint
         self._counted = 0  # with this one, unless it is forgiven
         self._checkpoint = ""  # the newest at this start; if the next one finds another, the count is 0
@@ -177,7 +179,7 @@ class Attempts:
 
     def _read(self) -> None:
         """Take over what earlier starts of this run have written, unless it has a new checkpoint since."""
-        self._checkpoint, self._written_at = _newest(self._run_dir)
+        self._checkpoint, self._written_at = _newest(self._latest)
         if not self._file.exists():
             return
         try:
@@ -190,7 +192,7 @@ class Attempts:
     def _has_new_checkpoint(self) -> bool:
         """Find out whether this start has written one, and remember its name. One can be made a second time."""
         before = self._checkpoint, self._written_at
-        self._checkpoint, self._written_at = _newest(self._run_dir)
+        self._checkpoint, self._written_at = _newest(self._latest)
         return (self._checkpoint, self._written_at) != before
 
     def _write(self, starts: int) -> None:
@@ -201,10 +203,9 @@ class Attempts:
             write_durably(self._file, json.dumps(known, indent=1) + "\n")
 
 
-def _newest(run_dir: Path) -> tuple[str, int]:
+def _newest(latest: Path | None) -> tuple[str, int]:
     """Return the name of the newest checkpoint and when it was committed, in ns; "" and 0 without one.
 
     The time is that of the file system, which for the same file may differ in the next process (FUSE).
     """
-    pointer = run_dir / "latest"
-    return (pointer.read_text().strip(), pointer.stat().st_mtime_ns) if pointer.is_file() else ("", 0)
+    return (latest.read_text().strip(), latest.stat().st_mtime_ns) if latest and latest.is_file() else ("", 0)
