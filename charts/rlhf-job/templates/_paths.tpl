@@ -86,7 +86,7 @@ a model on the node's disk. */}}
 {{- end }}
 {{- range $writer := $writers }}
 {{- with include "rlhf-job.ownFolder" (list $ $dir $writer.pod) }}
-{{- fail (printf "job.trainer.default_local_dir is %s, but pods of %s have their own %s, which is lost with the pod: %s" $trainer.default_local_dir $writer.of . $claim) }}
+{{- fail (printf "job.trainer.default_local_dir is %s, but pods of %s have their own %s, which is lost with the pod: %s" ($trainer.default_local_dir | default $dir) $writer.of . $claim) }}
 {{- end }}
 {{- end }}
 {{- range $step := $.Values.prepare }}
@@ -94,12 +94,26 @@ a model on the node's disk. */}}
 {{- fail (printf "prepare has a step that creates %s, but only pods that compile for GPUs mount storage.caches: write to another claim" $step.creates) }}
 {{- end }}
 {{- end }}
+{{- $preparing := list $controller }}
+{{- range $group := last . }}
+{{- if ne (len (include "rlhf-job.of" (list $ $group.roles "runsUserCode") | fromJsonArray)) (len $group.roles) }}{{ $preparing = append $preparing $group.pod }}{{ end }}
+{{- end }}
 {{- range $group := last . }}
 {{- $userCode := include "rlhf-job.of" (list $ $group.roles "runsUserCode") | fromJsonArray }}
 {{- if eq (len $userCode) (len $group.roles) }}
 {{- range $step := $.Values.prepare }}
-{{- with include "rlhf-job.ownFolder" (list $ (include "rlhf-job.inPod" (list $ $step.creates)) $group.pod) }}
+{{- $path := include "rlhf-job.inPod" (list $ $step.creates) }}
+{{- with include "rlhf-job.ownFolder" (list $ $path $group.pod) }}
 {{- fail (printf "prepare has a step that creates %s, but each pod has its own %s, and pods of group %s, which prepare nothing, would wait for it for ever: %s" $step.creates . $group.name $claim) }}
+{{- end }}
+{{- /* A volume of yours may have another mountPath there, as with subPath: it need only be one. */}}
+{{- $mounts := ne (include "rlhf-job.folderOf" (list $ $path $group.pod) | fromJson).at "" }}{{ $found := false }}
+{{- range $pod := $preparing }}
+{{- $folder := include "rlhf-job.folderOf" (list $ $path $pod) | fromJson }}
+{{- if and (not $folder.own) (eq $mounts (ne $folder.at "")) }}{{ $found = true }}{{ end }}
+{{- end }}
+{{- if not $found }}
+{{- fail (printf "prepare has a step that creates %s, but pods of group %s, which prepare nothing, would wait for it for ever: %s a volume there, and the pods that prepare do not share it: %s" $step.creates $group.name (ternary "they have" "they do not have" $mounts) $claim) }}
 {{- end }}
 {{- end }}
 {{- end }}

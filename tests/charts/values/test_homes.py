@@ -72,6 +72,21 @@ DIR, LOST = "job.trainer.default_local_dir is", "which is lost with the pod"
             "reward, which prepare nothing",
         ),
         (
+            {"prepare": PREPARED, "groups": {"reward": STORE}},
+            "prepare has a step that creates /tmp/store/x, but pods of group reward, which prepare nothing, "
+            "would wait for it for ever: they have a volume there",
+        ),
+        (
+            {
+                "pods": {
+                    "volumeMounts": [{"name": "fast", "mountPath": "/workspace/outputs"}],
+                    "volumes": SCRATCH["volumes"],
+                }
+            },
+            f"{DIR} /workspace/outputs/run, but pods of the controller have their own /workspace/outputs, "
+            f"{LOST}",
+        ),
+        (
             {"prepare": [{"creates": "/caches/x", "command": ["a"]}], "storage": {"caches": {"size": "1Gi"}}},
             "prepare has a step that creates /caches/x, but only pods that compile for GPUs mount storage.",
         ),
