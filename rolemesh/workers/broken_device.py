@@ -33,7 +33,11 @@ BREAKING = (
     "unspecified launch failure",
 )
 # How errors of CUDA's libraries, of its driver and of Triton's kernels begin. They have no class of their own.
-OF_LIBRARIES = ("CUDA error: CU", "CUDA driver error", "cuDNN error", "Triton Error [CUDA]")
+# The first is of cuBLAS and cuSPARSE, and of extensions; cuDNN's frontend computes attention.
+OF_LIBRARIES = (
+    *("CUDA error: ", "CUDA driver error", "cuDNN error", "cuDNN Frontend error", "cusolver error"),
+    "Triton Error [CUDA]",
+)
 
 _tell: Callable[[str], None] | None = None  # one for the process, since the process has one context
 

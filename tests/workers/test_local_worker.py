@@ -139,7 +139,10 @@ def test_an_error_that_may_break_a_device_does_if_the_device_no_longer_answers()
     [
         "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle, opa, opb)`",
         "CUDA driver error: unknown error",
+        "CUDA error: the function failed to launch on the GPU when calling `cusparseSpMM(handle)`",
         "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+        "cuDNN Frontend error: [cudnn_frontend] Error: CUDNN_STATUS_EXECUTION_FAILED",
+        "cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling `cusolverDnCreate(handle)`",
         "Triton Error [CUDA]: invalid argument",
     ],
 )
