@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from rolemesh.data import PromptDataset
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
+from rolemesh.workers.numerics import device_prepared
 from tests.support.jobs.observed import served
 
 SMALL = ("trainer.total_training_steps=1", "algorithm.use_kl_in_reward=false", "algorithm.adv_estimator=grpo")
@@ -45,6 +47,28 @@ def test_importing_it_loads_no_library() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["set()", "set()"]
+
+
+def test_roles_may_be_opened_where_torch_was_asked_for_tf32_and_it_is_again_afterwards(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """torch refuses to read its older settings once a process has used the newer ones."""
+    job, own = small_job(tmp_path, tiny_model, "run"), cast(Any, torch.backends)
+    parts = [own.cuda.matmul, own.mkldnn.matmul, own.cudnn.conv, own.cudnn.rnn]
+    given, before = own.fp32_precision, [part.fp32_precision for part in parts]
+    try:
+        own.fp32_precision = "tf32"
+        for part in parts:  # an earlier test may have set them
+            part.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        with device_prepared(job.roles, job):
+            assert [part.fp32_precision for part in parts] == ["ieee"] * 4
+        assert [part.fp32_precision for part in parts] == ["tf32"] * 4
+    finally:
+        own.fp32_precision = given
+        for part, precision in zip(parts, before, strict=True):
+            part.fp32_precision = precision
 
 
 async def test_roles_in_this_process_and_roles_by_address_make_the_same_step(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,10 @@ def prepare_device(roles: Sequence[str], job: JobConfig) -> None:
     """
     os.environ.update(allocator_settings(roles, job, os.environ))
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
+    cudnn: Any = torch.backends.cudnn
+    cudnn.allow_tf32 = False
+    for part in (cudnn.conv, cudnn.rnn):
+        part.fp32_precision = "ieee"  # else that of torch.backends.fp32_precision, if the process has set it
     if job.trainer.deterministic:
         os.environ.setdefault(WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -43,18 +47,39 @@ def device_prepared(roles: Sequence[str], job: JobConfig) -> Iterator[None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    prepare_device(roles, job)
+    restore_precision = _precision()
     try:
+        prepare_device(roles, job)
         yield
     finally:
         torch.use_deterministic_algorithms(ordered, warn_only=only_warns)
         torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = tf32
+        restore_precision()
         for name, value in variables.items():
             if value is None:
                 os.environ.pop(name, None)
+
+
+def _precision() -> Callable[[], None]:
+    """Return a function that restores the precision of float32 products as it is now.
+
+    torch refuses to read its older settings (allow_tf32) once a process has used the newer (fp32_precision).
+    """
+    backends: Any = torch.backends
+    newer = [backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    given = [each.fp32_precision for each in newer]
+    older: tuple[str, bool] | None = None
+    with suppress(RuntimeError):
+        older = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+
+    def restore() -> None:
+        if older:
+            torch.set_float32_matmul_precision(older[0])
+            backends.cudnn.allow_tf32 = older[1]
+        for each, precision in zip(newer, given, strict=True):
+            each.fp32_precision = precision
+
+    return restore
 
 
 def allocator_settings(roles: Sequence[str], job: JobConfig, environment: Mapping[str, str]) -> dict[str, str]:
