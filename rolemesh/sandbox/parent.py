@@ -138,8 +138,11 @@ def not_started(command: Sequence[str], error: OSError) -> str:
         command: the program and its arguments.
         error: of exec.
     """
+    import shutil  # not for every command that is started
+
     program = command[0]
-    named = ", ".join(("python" if program.endswith(".py") else "sh", *command))
+    found = shutil.which(program) or program  # a shell looks for a script's name in no folder of PATH
+    named = ", ".join(("python" if program.endswith(".py") else "sh", found, *command[1:]))
     if error.errno == errno.ENOEXEC:
         return f"it has no `#!` line, and is no program of this machine; if it is a script, write [{named}]"
     if os.path.isdir(program) and error.errno in (errno.EACCES, errno.EISDIR):
@@ -147,7 +150,7 @@ def not_started(command: Sequence[str], error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"it is not executable; if it is a script, write [{named}]"
     if error.errno == errno.ENOENT:
-        if os.sep in program and os.path.exists(program):
+        if os.sep in found and os.path.exists(found):
             return f"the program in its `#!` line does not exist; write another one, as in [{named}]"
         if " " in program:
             return f"there is no such program; if these are several words, write [{', '.join(program.split())}]"
