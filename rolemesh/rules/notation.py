@@ -153,9 +153,10 @@ def _command(found: re.Match[str]) -> str:
         return " " if found[0] == "~" else found[0]  # a row of a matrix ends
     if not name[0].isalpha():
         return SPACING[name]
+    written = COMMANDS.get(name, found[0])
     text, start, end = found.string, *found.span()
     joins = text[max(start - 1, 0) : start].isdigit() and text[end : end + 1].isdigit()
-    return found[0] if joins else COMMANDS.get(name, found[0])
+    return found[0] if joins and not written.strip() else written
 
 
 def without_outer_wrapper(text: str) -> str:
