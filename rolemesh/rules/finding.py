@@ -33,7 +33,7 @@ SIGNS = "".join(FRACTIONS) + RAISED
 WORDS = re.compile(r"[bf]?box(?:ed)?|text(?:bf)?|mathbf")
 MARKED = re.compile(
     rf"####((?:{WORDS.pattern}|(?!{FRACTION})[^\w#.,⁻]|_)*+)"
-    rf"((?:[0-9.,{SIGNS}]+|{FRACTION})(?:(?:{BETWEEN}|{GLUED})[.,]?[0-9{SIGNS}][0-9.,{SIGNS}]*)*)({AFTER})?"
+    rf"((?:{FRACTION}[0-9.,{SIGNS}]*|[0-9.,{SIGNS}]+)(?:(?:{BETWEEN}|{GLUED})[.,]?[0-9{SIGNS}][0-9.,{SIGNS}]*)*)({AFTER})?"
 )
 # In TeX "~" is a blank. In a text "5~6" is a range.
 ONE_WIDTH = FULL_WIDTH | str.maketrans("～〜~＾＊＿％、⁄∕٫٬", "∼∼∼^*_%,//.,")
