@@ -265,9 +265,11 @@ def check_written(
     try:
         again = read(written)
     except ValidationError as error:
-        name = next((str(part) for part in error.errors()[0]["loc"][:1] if part in values), "")
-        again = written if name else {}
-        values = {name: values[name]} if name else values
+        name = next((str(part) for part in error.errors()[0]["loc"][:1] if part in values), next(iter(values)))
+        raise ValueError(
+            f"{name} is {values[name]!r:.200}, which a job file gives back as {written[name]!r:.200}, and that "
+            f"is refused ({error.errors()[0]['msg']}); {advice}"
+        ) from None
     for name, value in values.items():
         if name not in again or again[name] != value:
             raise ValueError(

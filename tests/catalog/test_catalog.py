@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rolemesh.algos.aggregation import BatchCounts
 from rolemesh.algos.policy_loss import TokenLosses
@@ -238,6 +238,7 @@ def test_a_data_set_is_added_in_one_place() -> None:
 
 class Weights(Config):
     weights: Any = 1.0
+    share: Annotated[float, Field(ge=1), AfterValidator(lambda percent: percent / 100)] | None = None
     pairs: dict[tuple[int, int], float] = Field({})
     given: dict[int, float] = Field({1: 0.5})
 
@@ -276,6 +277,10 @@ def test_an_option_that_does_not_come_back_from_a_job_file_is_refused_with_its_n
                 job_of(weights=value)
         with pytest.raises(InvalidConfig, match=rf"{key}: pairs is \{{\(1, 2\): 0\.5\}}, .* back as .*'1,2'"):
             job_of(pairs={(1, 2): 0.5})
+        with pytest.raises(
+            InvalidConfig, match=rf"{key}: share is 0\.05, .* back as 0\.05, and that is refused"
+        ):
+            job_of(share=5)
 
 
 class JudgeWorker(RewardWorker):
