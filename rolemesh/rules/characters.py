@@ -12,7 +12,7 @@ INVISIBLE = re.compile(
     "[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060\u2061\u2066-\u206f\ufe00-\ufe0f\ufeff]"
 )
 MULTIPLES = "半십백천만억조"  # a half; ten to a trillion in Korean. Unicode gives these no value
-KILO = re.compile("千[克米瓦卡赫字]")  # begins a unit: 千克 is a kilogram
+UNIT = re.compile("千[克米瓦卡赫字]|조각")  # begins with a multiple and is a label: a kilogram, a piece
 SHARES = "‰‱؉؊′″‴‵‶‷⁗"  # punctuation that changes the number before it
 KEYCAP = "\u20e3"
 
@@ -46,14 +46,15 @@ def changes_after(text: str) -> bool:
     not looked at here.
     """
     character, kind = text[0], category(text[0])
-    if character.isascii() or KILO.match(text):
+    if character.isascii() or UNIT.match(text):
         return False
     if has_value(character) or character in SHARES:
         return True
     if kind.startswith("L"):
         is_symbol = "\u0370" <= character <= "\u03ff" and character != "μ"
         is_symbol = is_symbol or "\U0001d400" <= character <= "\U0001d7ff" or kind == "Lm"
-        is_word = character in "ºª" or east_asian_width(character) in "WH" or text[1:2].isalpha()
+        goes_on = text[1:2].isalpha() or category(text[1:2] or " ").startswith("M")  # as the vowel in टि
+        is_word = character in "ºª" or east_asian_width(character) in "WH" or goes_on
         return is_symbol or not is_word
     return not (character.isspace() or character == KEYCAP or kind in ("Sc", "So") or kind.startswith("P"))
 
@@ -64,6 +65,6 @@ def multiplies(text: str) -> bool:
     一 to 九 do not: they may begin a word.
     """
     kind = category(text[0])
-    if kind == "Lo" and not KILO.match(text):
+    if kind == "Lo" and not UNIT.match(text):
         return text[0] in MULTIPLES or (numeric(text[0], None) or 0) >= 10
     return kind in ("No", "Nl")
