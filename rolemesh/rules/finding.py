@@ -50,7 +50,8 @@ def marked_number(text: str) -> str | None:
     Emphasis, currency, bullets and delimiters before the number are left out. What changes the number is part
     of it: "12/5", "5 or 6", "5 million", "5x". None if no mark has a number.
     """
-    text = TAG.sub("*", last_of_neighbours(with_plain_digits(text).translate(ONE_WIDTH)))
+    parts = with_plain_digits(text).translate(ONE_WIDTH).split("####")
+    text = TAG.sub("*", "####".join(map(last_of_neighbours, parts)))
     marked = list(MARKED.finditer(text))
     if not marked:
         return None

@@ -68,6 +68,7 @@ def test_other_neighbours_are_a_list_which_agrees_with_no_number(answers: str) -
         ("openai/gsm8k", "#### 1 #### 234"),
         ("openai/gsm8k", "####1####234"),
         ("openai/gsm8k", "#### 1\n#### 234"),
+        ("openai/gsm8k", "<answer>#### 1</answer><answer>#### 234</answer>"),
         ("math_dapo", "Answer: 1 Answer: 234"),
         ("math_dapo", "Answer: 1Answer: 234"),
         ("math_dapo", "**Answer: 1** **Answer: 234**"),
