@@ -22,7 +22,7 @@ from rolemesh.rules.units import QUANTITY
 # No two neighbours in these expressions share a character, or the first is possessive. So nothing backtracks
 # over a text without a match.
 BETWEEN = (  # two numbers of one line, which are then one answer: "3 1/2", "5 or 6", "5 \times 10^3"
-    r"(?<!\.)(?:\{,\}|[ \t$*_+/^×·⋅÷√&:={}!`\"<>|±\u2190-\u22ff\u2013-]"
+    r"(?<!\.)(?:\{,\}|[ \t$,*_+/^×·⋅÷√&:={}!`\"<>|±\u2190-\u22ff\u2013-]"
     r"|\\[A-Za-z]+|\\[,!;: ()\[\]]|[eE](?=[-+]?[0-9])|(?i:x|or|and|to|vs\.?|point)|;)++"
 )
 GLUED = r"(?:[^\s0-9A-Za-z#。]|#(?!###))++(?=[0-9])|[A-Za-z](?=[0-9])"  # no blank: "5;6", "5万6", "5a6"

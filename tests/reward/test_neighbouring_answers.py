@@ -92,6 +92,10 @@ def test_an_empty_pair_of_tags_is_no_answer_and_one_pair_leaves_what_stands_besi
     ("marked", "truth", "right"),
     [
         ("5 and a half", "5", False),
+        ("$5$, $6$", "5", False),
+        ("**5**, 6", "5", False),
+        ("<b>5</b>, <b>6</b>", "5", False),
+        ("**5**, and so on", "5", True),
         (r"\frac{1}{2}234", "0.5", False),
         (r"\frac1234", "0.5", False),
         (r"\frac{1}{2}, \frac{3}{4}", "0.5", False),
