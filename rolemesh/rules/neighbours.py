@@ -21,8 +21,8 @@ EARLIER_TAG = re.compile(
 )
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 NEXT_BOX = re.compile(rf"{BETWEEN}(?={BOX.pattern})")
-# Between the digits of two numbers these leave no blank, which could be a thousands sign.
-APART = re.compile(rf"(?<=[0-9])\s*(?:(?:\\[()\[\]]|\$|{TAG.pattern})\s*)++(?=[0-9])", re.IGNORECASE)
+# Between the digits of two numbers these leave no blank, which could be a thousands sign. "3 $1/2$" is mixed.
+APART = re.compile(rf"(?<=[0-9])\s*(?:(?:\\[()\[\]]|\$|{TAG.pattern})\s*)++(?=[0-9])(?![0-9]+/[0-9])", re.IGNORECASE)
 
 
 def last_of_neighbours(text: str) -> str:
