@@ -22,7 +22,10 @@ EARLIER_TAG = re.compile(
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 NEXT_BOX = re.compile(rf"{BETWEEN}(?={BOX.pattern})")
 # Between the digits of two numbers these leave no blank, which could be a thousands sign. "3 $1/2$" is mixed.
-APART = re.compile(rf"(?<=[0-9])\s*(?:(?:\\[()\[\]]|\$|{TAG.pattern})\s*)++(?=[0-9])(?![0-9]+/[0-9])", re.IGNORECASE)
+APART = re.compile(
+    rf"(?<=[0-9])\s*(?:(?:\\[()\[\]]|[$\u201c\u201d]|{TAG.pattern})\s*)++(?=[0-9])(?![0-9]+/[0-9])",
+    re.IGNORECASE,
+)
 
 
 def last_of_neighbours(text: str) -> str:

@@ -129,7 +129,7 @@ def _may_equal(side: str, truth: Answer) -> bool:
 
 def _without_delimiters(text: str) -> str:
     r"""Remove $…$, \(…\), \[…\] and tags such as <answer>: that it is mathematics, or the answer, is known."""
-    if "$" in text or "\\" in text or "<" in text:
+    if any(sign in text for sign in "$\\<\u201c\u201d"):
         text = APART.sub(", ", text)
     text = TAG.sub(" ", text).strip() if "<" in text else text
     text = DOLLARS.sub(r"\\$", text)  # a single "$" before a number is dollars
