@@ -12,7 +12,7 @@ INVISIBLE = re.compile(
     "[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060\u2061\u2066-\u206f\ufe00-\ufe0f\ufeff]"
 )
 MULTIPLES = "半십백천만억조"  # a half; ten to a trillion in Korean. Unicode gives these no value
-UNIT = re.compile("千[克米瓦卡赫字]|조각")  # begins with a multiple and is a label: a kilogram, a piece
+UNIT = re.compile("千[克米瓦卡赫字焦帕伏]|百分点|조각")  # labels: a kilogram, …, a piece
 SHARES = "‰‱؉؊′″‴‵‶‷⁗"  # punctuation that changes the number before it
 KEYCAP = "\u20e3"
 

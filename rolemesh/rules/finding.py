@@ -25,7 +25,8 @@ BETWEEN = (  # two numbers of one line, which are then one answer: "3 1/2", "5 o
     r"(?<!\.)(?:\{,\}|[ \t$,*_+/^×·⋅÷√&:={}!`\"<>|±\u2190-\u22ff\u2013-]"
     r"|\\[A-Za-z]+|\\[,!;: ()\[\]]|[eE](?=[-+]?[0-9])|(?i:x|or|and|to|vs\.?|point)|;)++"
 )
-GLUED = r"(?:[^\s0-9A-Za-z#。]|#(?!###))++(?=[0-9])|[A-Za-z](?=[0-9])"  # no blank: "5;6", "5万6", "5a6"
+# Signs, or one letter, and no blank: "5;6", "5万6", "5a6". In "5元，每天6" words follow.
+GLUED = r"(?:[^\w\s#。]|_|#(?!###))++(?=[0-9])|[^\W0-9](?=[0-9])"
 MULTIPLE = rf"\\?pi|π|(?:{QUANTITY}|[kKMB]|bn)(?![A-Za-z])"
 AFTER = rf"[ *_]*+(?:\\text\{{ ?)?(?:and an? )?(?:{MULTIPLE})|[A-Za-z](?![A-Za-z])|\+"
 FRACTION = r"\\[cdt]?frac\s*(?:\{[0-9]+\}|[0-9])\s*(?:\{[0-9]+\}|[0-9])"
