@@ -14,7 +14,7 @@ INVISIBLE = re.compile(
 MULTIPLES = "半십백천만억조"  # a half; ten to a trillion in Korean. Unicode gives these no value
 UNIT = re.compile("千[克米瓦卡赫字焦帕伏]|百分点|조각")  # labels: a kilogram, …, a piece
 SHARES = "‰‱؉؊′″‴‵‶‷⁗"  # punctuation that changes the number before it
-KEYCAP = "\u20e3"
+HARMLESS = "\u20e3∼"  # "5~" ends a friendly sentence; before a number it makes a range
 
 
 def with_plain_digits(text: str) -> str:
@@ -56,7 +56,7 @@ def changes_after(text: str) -> bool:
         goes_on = text[1:2].isalpha() or category(text[1:2] or " ").startswith("M")  # as the vowel in टि
         is_word = character in "ºª" or east_asian_width(character) in "WH" or goes_on
         return is_symbol or not is_word
-    return not (character.isspace() or character == KEYCAP or kind in ("Sc", "So") or kind.startswith("P"))
+    return not (character.isspace() or character in HARMLESS or kind in ("Sc", "So") or kind.startswith("P"))
 
 
 def multiplies(text: str) -> bool:

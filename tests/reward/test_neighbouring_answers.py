@@ -122,6 +122,8 @@ def test_an_empty_pair_of_tags_is_no_answer_and_one_pair_leaves_what_stands_besi
         ("5。6", "5", True),
         ("≈5", "5", False),
         ("~5", "-5", False),
+        ("5~", "5", True),
+        ("5~ 6", "5", False),
         ("✅ 5", "5", True),
         ("¥5", "5", True),
         ("\u20145", "-5", True),
