@@ -31,6 +31,12 @@ REPEATED = (
         "Answer: ",
         "$a",
         "<answer>",
+        "<final answer>",
+        "\\boxed{1}",
+        "####\\frac",
+        "$$",
+        "1$",
+        "元",
     ),
 )
 BEGINS = ("", "#### ", r"\boxed{", r"\boxed ", "Answer: ", r"\boxed{\sqrt", "$")

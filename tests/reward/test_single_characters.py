@@ -1,4 +1,4 @@
-"""What each character of Unicode before, after or in a number does to it: none turns a wrong answer right."""
+"""What a character of Unicode before, after or in a number does to it: none turns a wrong answer right."""
 
 from __future__ import annotations
 
