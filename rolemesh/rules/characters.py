@@ -12,9 +12,20 @@ INVISIBLE = re.compile(
     "[\u00ad\u034f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060\u2061\u2066-\u206f\ufe00-\ufe0f\ufeff]"
 )
 MULTIPLES = "半십백천만억조"  # a half; ten to a trillion in Korean. Unicode gives these no value
-UNIT = re.compile("千[克米瓦卡赫字焦帕伏]|百分点|조각")  # labels: a kilogram, …, a piece
+NUMERALS = "一二两兩三四五六七八九十百千万"
+# "5又二分之一" is five and a half, "5或六" a list, and "5个半小时" five hours and a half.
+CHANGING_WORD = re.compile(
+    rf"(?:又|或者?|[还還]是|[乘除]以?|分[之の])[{NUMERALS}]"
+    "|(?:[个個年天岁歳倍]|[个個]月|小[时時]|時間)半(?![价價])"
+)
+# Labels that begin like a number, such as a kilogram and a percentage point, and units of one letter.
+UNIT = re.compile(
+    "千(?:[克米瓦卡赫焦帕伏升牛安欧歐乏]|字[节節])|兆(?:[瓦赫帕焦]|字[节節])|百分[点點]|조각|[ргчлđ]"
+)
 SHARES = "‰‱؉؊′″‴‵‶‷⁗"  # punctuation that changes the number before it
 HARMLESS = "\u20e3∼"  # "5~" ends a friendly sentence; before a number it makes a range
+LEADING = "→⇒⟹∴"  # signs before an answer
+APOSTROPHES = "\"'\u05f3\u05f4"  # in an abbreviated word, such as ש"ח
 
 
 def with_plain_digits(text: str) -> str:
@@ -33,7 +44,7 @@ def has_value(character: str) -> bool:
 
 def changes_before(character: str) -> bool:
     """Whether a character, not a letter, makes another answer of the number after it, as in -5, ≈5 and √5."""
-    if character.isspace() or character in "*_`\"'\\:=•":
+    if character.isspace() or character in "*_`\"'\\:=•" + LEADING:
         return False
     kind = category(character)
     return has_value(character) if kind == "So" else kind not in ("Sc", "Ps", "Pi", "Pf")
@@ -53,7 +64,8 @@ def changes_after(text: str) -> bool:
     if kind.startswith("L"):
         is_symbol = "\u0370" <= character <= "\u03ff" and character != "μ"
         is_symbol = is_symbol or "\U0001d400" <= character <= "\U0001d7ff" or kind == "Lm"
-        goes_on = text[1:2].isalpha() or category(text[1:2] or " ").startswith("M")  # as the vowel in टि
+        after = text[1:].lstrip(APOSTROPHES)[:1] or " "
+        goes_on = after.isalpha() or category(after).startswith("M")  # as the vowel in टि
         is_word = character in "ºª" or east_asian_width(character) in "WH" or goes_on
         return is_symbol or not is_word
     return not (character.isspace() or character in HARMLESS or kind in ("Sc", "So") or kind.startswith("P"))
