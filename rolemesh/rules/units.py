@@ -48,6 +48,12 @@ UNITS = {
     for word in {spelling, f"{spelling}s" if len(spelling) > 1 else spelling}
 }
 GLUED = re.compile(r"(?<=[0-9])(mm|cm|km|kg|mph|min|ft)$")  # "12cm"; shorter ones may be variables
+# Counting words and units of Chinese, Japanese and Korean, which touch their number. Each is a label by itself.
+COUNTERS = (
+    "元 美元 欧元 日元 円 圓 个 個 つ 人 名 位 天 日 年 月 个月 個月 周 週 岁 歳 小时 小時 時間 分钟 分鐘 分 秒"
+    " 米 厘米 公里 克 公斤 千克 次 回 本 只 匹 枚 条 件 杯 瓶 页 頁 원 달러 개 명 일 년 살 시간 분 초 마리"
+)
+COUNTED = re.compile(rf"(?<=[0-9])\s?({'|'.join(COUNTERS.split())})$")
 # Words after a number that make another answer of it, or are no label.
 NO_LABEL = {
     *("and", "or", "not", "no", "if", "when", "where", "for", "is", "are", "odd", "even", "mod"),
@@ -130,8 +136,8 @@ def _wrapped(text: str) -> tuple[str, list[str]] | None:
 
 def _bare(text: str) -> tuple[str, list[str]]:
     """Split "12 square cm" into "12" and its words. Bare words have three letters, or are units of two."""
-    if found := GLUED.search(text[-20:]):
-        return text[: len(text) - len(found[0])], [found[0]]
+    if found := GLUED.search(text[-20:]) or COUNTED.search(text[-20:]):
+        return text[: len(text) - len(found[0])], [found[1]]
     power = POWER.search(text[-20:])
     value = text[: len(text) - len(power[0])] if power else text
     parts = value.rsplit(maxsplit=MOST_WORDS + 1)
