@@ -39,7 +39,7 @@ REPEATED = (
         "元",
     ),
 )
-BEGINS = ("", "#### ", r"\boxed{", r"\boxed ", "Answer: ", r"\boxed{\sqrt", "$")
+BEGINS = ("", "#### ", "#### 5", r"\boxed{", r"\boxed ", "Answer: ", "Answer: 5", r"\boxed{\sqrt", "$")
 ENDS = ("", "x", "}", "\n}", "$")
 CHARACTERS = 5_000
 SECONDS = (

@@ -14,7 +14,7 @@ from rolemesh.rules.normal_form import agrees, read_answer
 from rolemesh.rules.numbers import number
 
 THREE = read_answer("3")
-# Of letters that have neither case nor value, one in 64 stands for the others.
+# Of letters that have neither case nor value, one in 64. The rules know two kinds of these, wide and narrow.
 CHARACTERS = [
     character
     for character in map(chr, range(0x80, sys.maxunicode + 1))
