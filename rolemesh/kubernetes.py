@@ -40,7 +40,7 @@ class Expired(RolemeshError):
 
 
 class Unreachable(RolemeshError):
-    """The API server does not answer, or is temporarily unable to."""
+    """The API server does not answer, or is temporarily unable to; or the pod's account cannot be read."""
 
 
 class Cluster:
@@ -151,7 +151,8 @@ class Cluster:
                 event_hooks={"response": [_check]},
             ) as client:
                 yield client
-        except (httpx.RequestError, ValueError) as error:  # ValueError: a cut line of JSON
+        # OSError: token or ca.crt cannot be read. ValueError: a cut line of JSON.
+        except (httpx.RequestError, OSError, ValueError) as error:
             raise Unreachable(f"{self._url}: {error or type(error).__name__}") from error
 
 

@@ -15,10 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, RolemeshError
-from rolemesh.kubernetes import Cluster
 from rolemesh.sandbox.parent import not_started
 from rolemesh.services.controller.run.attempts import Attempts, NoProgress
-from rolemesh.services.controller.scale_down import Workload, scale_down
+from rolemesh.services.controller.scale_down import Workload, scale_down_in_pod
 
 # Errors of exec that are about the command. Others may pass, such as EIO of NFS, or EAGAIN.
 OF_COMMAND = {
@@ -64,8 +63,7 @@ async def prepare(
                     "command, or name the path that it creates last"
                 )
     except (*WRONG_INPUT, NoProgress):
-        if scaled_down:
-            await scale_down(scaled_down, Cluster.in_pod())
+        await scale_down_in_pod(scaled_down)
         raise
 
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rolemesh.errors import InvalidConfig
-from rolemesh.kubernetes import Absent, Cluster, Forbidden, Refused, Unreachable
+from rolemesh.errors import InvalidConfig, RolemeshError
+from rolemesh.kubernetes import Absent, Cluster, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ async def scale_down(to_zero: Sequence[Workload], cluster: Cluster) -> None:
                 continue
             await _patch(cluster, path.format(**where), change)
             log.info("scaled down %s %s", workload.kind, workload.name)
-        except (Forbidden, Refused, Unreachable) as error:
+        except RolemeshError as error:
             log.warning(
                 "could not scale down %s %s: %s; scale it by hand: %s",
                 workload.kind,
@@ -109,6 +109,19 @@ async def scale_down(to_zero: Sequence[Workload], cluster: Cluster) -> None:
                 error,
                 by_hand.format(**where),
             )
+
+
+async def scale_down_in_pod(to_zero: Sequence[Workload]) -> None:
+    """Do as `scale_down` in the namespace of this process's pod. If this is no pod, that is logged, too."""
+    if not to_zero:
+        return
+    try:
+        cluster = Cluster.in_pod()
+    except (RolemeshError, OSError) as error:
+        names = ", ".join(f"{workload.kind}/{workload.name}" for workload in to_zero)
+        log.warning("could not scale down %s: %s", names, error)
+        return
+    await scale_down(to_zero, cluster)
 
 
 async def scale_up(workloads: Sequence[Workload], cluster: Cluster, *, sets_replicas: bool) -> None:
@@ -132,7 +145,7 @@ async def scale_up(workloads: Sequence[Workload], cluster: Cluster, *, sets_repl
                 if found["spec"].get("replicas", 1) < wanted:
                     await _patch(cluster, path, {"spec": {"replicas": wanted}})
                     log.info("scaled %s %s up to %d", workload.kind, workload.name, wanted)
-        except (Forbidden, Refused, Unreachable) as error:
+        except (RolemeshError, ValueError) as error:  # ValueError: REPLICAS is no number
             log.warning("could not scale up %s %s: %s", workload.kind, workload.name, error)
 
 

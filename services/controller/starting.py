@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from rolemesh.errors import WRONG_INPUT, InvalidConfig
-from rolemesh.kubernetes import Cluster
+from rolemesh.errors import WRONG_INPUT
 from rolemesh.services.controller.run.attempts import Attempts, NoProgress
-from rolemesh.services.controller.scale_down import Workload, scale_down
+from rolemesh.services.controller.scale_down import Workload, scale_down_in_pod
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,6 @@ def starting(
             count.enter_context(attempts.forgiven_at_sigterm())
             yield begin
         except (*WRONG_INPUT, NoProgress):
-            if scaled_down and not has_begun:
-                with suppress(InvalidConfig):  # this is no pod; the error at hand says more
-                    asyncio.run(scale_down(scaled_down, Cluster.in_pod()))
+            if not has_begun:
+                asyncio.run(scale_down_in_pod(scaled_down))
             raise

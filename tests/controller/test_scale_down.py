@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
@@ -101,7 +102,7 @@ async def test_replicas_that_somebody_has_added_are_kept_and_a_workload_that_is_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with api_server(tmp_path) as api:
-        some = workloads(["deployment/a,deployment/b,deployment/c"])
+        some = workloads(["deployment/a,deployment/b,deployment/c,deployment/d"])
         scaling = asyncio.create_task(scale_down.scale_up(some, api.cluster, sets_replicas=True))
         await (await asked(api, "deployments/a")).answer(of_values(3, now=5))
         await (await asked(api, "deployments/b")).answer({"message": "b is not found"}, 404)
@@ -109,8 +110,31 @@ async def test_replicas_that_somebody_has_added_are_kept_and_a_workload_that_is_
         request, change = await patched(api, "/apis/apps/v1/namespaces/here/deployments/c/scale")
         assert change == {"spec": {"replicas": 3}}
         await request.answer({})
+        await (await asked(api, "deployments/d")).answer({"metadata": {"annotations": {REPLICAS: "two"}}})
         await scaling
     assert "could not scale up deployment b: b is not found" in caplog.text
+    assert "could not scale up deployment d: invalid literal" in caplog.text
+
+
+async def test_whatever_keeps_pods_from_being_scaled_down_is_only_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scale_down, "RETRY_S", 0.01)
+    some = workloads(["deployment/a"])
+    async with api_server(tmp_path) as api:
+        scaling = asyncio.create_task(scale_down.scale_down(some, api.cluster))
+        request, _ = await patched(api, "/apis/apps/v1/namespaces/here/deployments/a/scale")
+        await request.answer({"message": "it is too old"}, 410)
+        await scaling
+        for name in ("token", "ca.crt"):
+            (tmp_path / name).unlink()
+            await scale_down.scale_down(some, api.cluster)
+        (tmp_path / "ca.crt").touch()
+        await scale_down.scale_down(some, api.cluster)
+    said = [record.message for record in caplog.records if record.name == scale_down.log.name]
+    reasons = ["it is too old", r".*No such file.*token", r".*No such file", r".*\[X509"]
+    for message, reason in zip(said, reasons, strict=True):
+        assert re.match(f"could not scale down deployment a: {reason}", message)
 
 
 async def test_a_ray_cluster_is_suspended_and_goes_on_and_one_that_is_suspended_is_not_waited_for(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,22 @@ LIMIT = 2
 LEFT = workloads(["deployment/a"])
 
 
+@pytest.fixture(autouse=True)
+def _no_pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests themselves may run in one."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+
+
+@pytest.fixture
+def _logs_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A command sets up its own logs."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    levels = {logger: logger.level for logger in (logging.root, logging.getLogger("httpx"))}
+    yield
+    for logger, level in levels.items():
+        logger.setLevel(level)
+
+
 def begin_and_be_killed(file: Path) -> None:
     """A start of which nothing is left but its file."""
     start = starting(file, LIMIT)
@@ -32,11 +48,11 @@ def begin_and_be_killed(file: Path) -> None:
     file.write_bytes(saved)
 
 
+@pytest.mark.usefixtures("_logs_as_before")
 async def test_a_run_that_cannot_begin_scales_its_roles_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else would: its controller has not read the job, or has died of its imports."""
-    monkeypatch.setattr(logging.root, "handlers", [])  # the command sets up its own
     job, file = tmp_path / "job.yaml", tmp_path / "starts.json"
     job.write_text("trainer: {total_trainig_steps: 2}")
     for _ in range(LIMIT):
@@ -66,7 +82,9 @@ async def test_a_run_that_cannot_begin_scales_its_roles_down(
                 await run
 
 
-def test_a_start_that_begins_forgets_those_that_did_not_and_leaves_its_end_to_the_run(tmp_path: Path) -> None:
+def test_a_start_that_begins_forgets_those_that_did_not_and_leaves_its_end_to_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "starts.json"
     with pytest.raises(MemoryError), starting(file, LIMIT):
         raise MemoryError
@@ -76,11 +94,12 @@ def test_a_start_that_begins_forgets_those_that_did_not_and_leaves_its_end_to_th
         with starting(file, LIMIT, scaled_down=LEFT) as begun:
             begun()
             assert not file.exists()
-            raise InvalidConfig("the run has scaled down")  # a second time would fail: this is no pod
+            raise InvalidConfig("the run has scaled down")
 
     with pytest.raises(InvalidConfig, match="the run has scaled down"):
         begin_and_fail()
     assert not file.exists()
+    assert "could not scale down" not in caplog.text  # a second time, which would fail: this is no pod
 
 
 def test_a_start_that_cannot_be_counted_begins_all_the_same(tmp_path: Path) -> None:
@@ -103,6 +122,7 @@ def test_the_count_is_not_about_a_file_of_the_workspace_that_has_the_name_of_a_r
         pytest.fail("it has begun")
 
 
-def test_the_error_of_a_start_comes_before_that_of_scaling_down(tmp_path: Path) -> None:
+def test_the_error_of_a_start_comes_before_that_of_scaling_down(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(InvalidConfig, match="a wrong key"), starting(None, scaled_down=LEFT):
-        raise InvalidConfig("a wrong key")  # and this is no pod
+        raise InvalidConfig("a wrong key")
+    assert "could not scale down deployment/a: the job needs the Kubernetes API, but" in caplog.text
