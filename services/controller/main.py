@@ -91,15 +91,18 @@ async def control(
             try:
                 for directory in sorted({job.run_dir, roles_of or job.run_dir}):
                     locks.enter_context(held(directory))
+                locks.enter_context(attempts.forgiven_at_sigterm())  # until there are brakes
                 locks.enter_context(attempts.counted())
             except AnotherRun:
                 begun()  # no failure of this one, which waits for the other's end by being restarted
                 raise
             except NoProgress:
                 begun()  # the run's own end: nothing else may count it, and so have it retried
+                if cluster:
+                    await scale_down(scaled_down, cluster)
+                attempts.forget()  # only now: else a start after a kill would wait for roles that are gone
                 raise
             begun()
-            locks.enter_context(attempts.forgiven_at_sigterm())  # until there are brakes
             # Before names at the Hub become commits, which roles do not see.
             expected = {role: fingerprint(job, role) for role in job.roles}
             if roles_of:  # a trial may have data and a length of its own
@@ -115,7 +118,7 @@ async def control(
                     await scale_up(scaled_down, cluster, sets_replicas=scales_up)
                 summary = finished or await train(run, addresses, server, scraped, roles_of, expected, attempts)
                 brakes.end(summary)
-    except (*WRONG_INPUT, NoProgress):  # a retry would not help, so the controller is not restarted
+    except WRONG_INPUT:  # a retry would not help, so the controller is not restarted
         if cluster:
             await scale_down(scaled_down, cluster)
         raise

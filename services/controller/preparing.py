@@ -55,15 +55,17 @@ async def prepare(
     if await asyncio.to_thread(creates.exists):
         return
     try:
-        with attempts.counted():
+        with attempts.forgiven_at_sigterm(), attempts.counted():  # until the command gets the signals
             await _run(command, creates, attempts, final)
             if not await asyncio.to_thread(creates.exists):
                 raise NotPrepared(
                     f"`{shlex.join(command)}` of prepare succeeded, but did not create {creates}: correct the "
                     "command, or name the path that it creates last"
                 )
-    except (*WRONG_INPUT, NoProgress):
+    except (*WRONG_INPUT, NoProgress) as error:
         await scale_down_in_pod(scaled_down)
+        if isinstance(error, NoProgress):
+            attempts.forget()
         raise
 
 

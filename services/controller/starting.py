@@ -41,21 +41,23 @@ def starting(
     """
     attempts = Attempts(Path.cwd(), limit if counts_in else 0, of, counts_in, "did not begin")
     has_begun = False
-    with ExitStack() as count:
+    with attempts.forgiven_at_sigterm(), ExitStack() as count:
 
         def begin() -> None:
             nonlocal has_begun
             has_begun = True
             count.close()
+            attempts.forget()  # also those before a start that could not be counted
 
         try:
             try:
                 count.enter_context(attempts.counted())
             except OSError as error:  # e.g. a full workspace, while the run directory is elsewhere
                 log.warning("starts that end before the run begins are not counted: %s", error)
-            count.enter_context(attempts.forgiven_at_sigterm())
             yield begin
-        except (*WRONG_INPUT, NoProgress):
+        except (*WRONG_INPUT, NoProgress) as error:
             if not has_begun:
                 asyncio.run(scale_down_in_pod(scaled_down))
+                if isinstance(error, NoProgress):
+                    attempts.forget()
             raise

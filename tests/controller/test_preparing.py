@@ -74,9 +74,11 @@ async def test_a_run_that_cannot_be_prepared_scales_its_roles_down(
         stack.push_async_callback(cancel_all, [run])
         request, change = await patched(api, "/apis/apps/v1/namespaces/here/deployments/job-reward/scale")
         assert change == {"spec": {"replicas": 0}}
+        assert (tmp_path / "counts.json").exists()  # if it is killed now, the next start does the same
         await request.answer({})
         with pytest.raises(error, match=words):
             await run
+        assert (tmp_path / "counts.json").exists() == (error is not NoProgress)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -240,12 +242,14 @@ async def test_a_run_that_failed_is_left_as_it_is_until_it_has_failed_too_often(
         stack.push_async_callback(cancel_all, [run])
         request, change = await patched(api, "/apis/apps/v1/namespaces/here/deployments/job-reward/scale")
         assert change == {"spec": {"replicas": 0}}
+        assert (job.run_dir / FILE).exists()  # if it is killed now, the next start does the same
         await request.answer({})
         with pytest.raises(NoProgress, match=r"started 1 times .* at 127\.0\.0\.1:1") as ended:
             await run
         assert ended.value.exit_code == 3  # no start that may be made again
         assert api.requests.empty()
         assert not (tmp_path / "starts.json").exists()
+        assert not (job.run_dir / FILE).exists()
 
 
 async def test_wrong_configuration_leaves_no_pod_either(
@@ -262,6 +266,38 @@ async def test_wrong_configuration_leaves_no_pod_either(
         await request.answer({})
         with pytest.raises(InvalidData, match=r"absent\.parquet"):
             await run
+
+
+async def test_a_signal_while_the_run_takes_over_the_count_is_no_attempt(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *OVERRIDES, "data.val_files=absent.parquet")
+    files = [tmp_path / "starts.json", job.run_dir / FILE]
+    found: list[list[int]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        found.append([json.loads(file.read_text())["starts"] for file in files if file.exists()])
+
+    async def start(*, is_taken: bool) -> None:
+        with starting(files[0], 1) as begins:
+
+            def begun() -> None:
+                if is_taken:
+                    begins()
+                signal.raise_signal(signal.SIGTERM)
+                begins()
+
+            await controlled(job, {}, max_attempts=1, begun=begun)
+
+    default = signal.signal(signal.SIGTERM, note)
+    try:
+        for is_taken in (False, True):
+            with pytest.raises(InvalidData):
+                await start(is_taken=is_taken)
+            assert signal.getsignal(signal.SIGTERM) is note
+    finally:
+        signal.signal(signal.SIGTERM, default)
+    assert found == [[0, 0], [0]]
 
 
 async def test_a_run_directory_is_one_runs(tiny_model: Path, tmp_path: Path) -> None:

@@ -77,9 +77,11 @@ async def test_a_run_that_cannot_begin_scales_its_roles_down(
             run = asyncio.create_task(asyncio.to_thread(start))
             request, change = await patched(api, "/apis/apps/v1/namespaces/here/deployments/a/scale")
             assert change == {"spec": {"replicas": 0}}
+            assert file.exists()  # a start that is killed now is followed by another that scales down
             await request.answer({})
             with pytest.raises(error, match=words):
                 await run
+    assert not file.exists()
 
 
 def test_a_start_that_begins_forgets_those_that_did_not_and_leaves_its_end_to_the_run(
@@ -102,9 +104,31 @@ def test_a_start_that_begins_forgets_those_that_did_not_and_leaves_its_end_to_th
     assert "could not scale down" not in caplog.text  # a second time, which would fail: this is no pod
 
 
-def test_a_start_that_cannot_be_counted_begins_all_the_same(tmp_path: Path) -> None:
+def test_a_start_that_cannot_be_counted_begins_all_the_same_and_keeps_its_own_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The workspace may be full, and the run directory elsewhere."""
-    with starting(tmp_path / "absent" / "starts.json", LIMIT) as begun:
+    absent, counted = tmp_path / "absent" / "starts.json", tmp_path / "counted"
+    with pytest.raises(MemoryError), starting(absent, LIMIT):
+        raise MemoryError
+    assert "starts that end before the run begins are not counted" in caplog.text
+
+    with pytest.raises(MemoryError), starting(counted, LIMIT):
+        raise MemoryError
+    file = tmp_path / "starts.json"
+    file.symlink_to(counted)  # is not written through
+    (tmp_path / "starts.json.new").mkdir()
+    with starting(file, LIMIT) as begun:
+        begun()
+    assert not file.is_symlink()
+
+
+def test_a_start_begins_though_its_count_cannot_be_deleted(tmp_path: Path) -> None:
+    """What it is to say, e.g. that another run has the directory, must not be replaced, either."""
+    file = tmp_path / "starts.json"
+    with starting(file, LIMIT) as begun:
+        file.unlink()
+        file.mkdir()
         begun()
 
 

@@ -6,12 +6,17 @@ A start that ends while it prepares or trains counts, whatever ended it: an erro
 role. It does not count if it ends while a role has no pod, because no node has room or a node was drained. It
 does not count after a signal has asked it to end, nor if its input is wrong, which ends the run anyway. A run
 that somebody starts anew, e.g. by `helm upgrade`, has a new count.
+
+The file has a fixed size, so a full disk does not stop the count: if there is no room for a new file, the old
+one is overwritten. Once a start is counted, a file that cannot be written is logged, and never hides how the
+start ended.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +31,7 @@ from rolemesh.services.controller.run.durably import write_durably
 log = logging.getLogger(__name__)
 
 FILE = "attempts.json"
+SIZE = 4096  # bytes of a file, blanks included: one block of most file systems
 KILLED = "killed, or out of memory"
 STUCK = "reached no new checkpoint"
 LONGER = (
@@ -61,6 +67,7 @@ class Attempts:
         self._latest = None if file else run_dir / "latest"  # a workspace may have any file of this name
         self._before = 0  # earlier starts since the last checkpoint
         self._counted = 0  # with this one, unless it is forgiven
+        self._in_file = 0  # as last written; the file may not have been writable since
         self._checkpoint = ""  # the newest at this start; if the next one finds another, the count is 0
         self._written_at = 0  # when it was; only to be compared within this process
         self._last_error = ""
@@ -70,15 +77,15 @@ class Attempts:
         """Count this start until it ends.
 
         Raises:
-            NoProgress: as many starts as the limit have reached no new checkpoint. They are forgotten, so that
-                somebody who has mended the cause can start the run again.
+            NoProgress: as many starts as the limit have reached no new checkpoint. Scale the roles down, and
+                then `forget` the starts, so that somebody who has mended the cause can start the run again.
+            OSError: the count cannot be read, or neither written anew nor overwritten.
         """
         if not self._limit:
             yield
             return
         self._read()
         if self._before >= self._limit:
-            self._file.unlink()
             raise NoProgress(
                 f"the run in {self._run_dir} was started {self._before} times and {self._failing}; "
                 f"the last start ended so: {self._last_error or KILLED}. Mend that, and start the run again"
@@ -97,33 +104,43 @@ class Attempts:
         try:
             yield
         except WRONG_INPUT:
-            self._write(self._before)
+            self._try_to_write(self._before)
             raise
         except Exception as error:
             self._last_error = f"{type(error).__name__}: {error}"
             if self._has_new_checkpoint():
                 self._before = self._counted = 0
-            self._write(self._counted)
-            if isinstance(error, RolemeshError):
+            self._try_to_write(self._counted)
+            if isinstance(error, RolemeshError) and self._in_file >= self._counted:
                 error.exit_code = COUNTED
             raise
         except BaseException:  # asked to end
-            self._write(self._before)
+            self._try_to_write(self._before)
             raise
-        self._file.unlink(missing_ok=True)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget this start and those before. A file that cannot be deleted is logged."""
+        if not self._limit:
+            return
+        self._before = 0
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("earlier starts may count again: %s", error)
+        self._counted = 0
 
     def forgive(self) -> None:
         """Do not count this start: somebody has asked it to end, and may kill it if that takes too long."""
-        if not self._counted:
-            return
-        try:
-            self._write(self._before)
-        except OSError as error:
-            log.warning("this start may count as one that failed: %s", error)
+        if self._counted:
+            self._try_to_write(self._before)
 
     @contextmanager
     def forgiven_at_sigterm(self) -> Iterator[None]:
-        """Forgive this start if SIGTERM ends the process at once, as while it reads its data. It still does."""
+        """Forgive this start if SIGTERM ends the process at once, as while it reads its data. It still does.
+
+        Enter this before `counted`, so that no signal falls between the two.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread gets signals
             return
@@ -155,7 +172,7 @@ class Attempts:
             yield
         except (RoleUnavailable, RoleFailed, WeightsUnavailable):
             if not kept_pods():
-                self._write(self._before)
+                self._try_to_write(self._before)
             raise
 
     @contextmanager
@@ -165,17 +182,17 @@ class Attempts:
         Args:
             have_pods: whether each role has a pod with an address, ready or not.
         """
-        self._write(self._before)
+        self._try_to_write(self._before)
         try:
             yield
         except RoleUnavailable:
             if have_pods():
-                self._write(self._before + 1)
+                self._try_to_write(self._before + 1)
             raise
         except Exception:
-            self._write(self._before + 1)
+            self._try_to_write(self._before + 1)
             raise
-        self._write(self._before + 1)
+        self._try_to_write(self._before + 1)
 
     def _read(self) -> None:
         """Take over what earlier starts of this run have written, unless it has a new checkpoint since."""
@@ -192,15 +209,49 @@ class Attempts:
     def _has_new_checkpoint(self) -> bool:
         """Find out whether this start has written one, and remember its name. One can be made a second time."""
         before = self._checkpoint, self._written_at
-        self._checkpoint, self._written_at = _newest(self._latest)
+        try:
+            self._checkpoint, self._written_at = _newest(self._latest)
+        except (OSError, ValueError) as error:  # ValueError: it is no text
+            log.warning("%s cannot be read, so it is taken for an old checkpoint: %s", self._latest, error)
         return (self._checkpoint, self._written_at) != before
+
+    def _try_to_write(self, starts: int) -> None:
+        """Write the count. A failure is only logged: how this start goes on or ends matters more."""
+        try:
+            self._write(starts)
+        except OSError as error:
+            log.warning("this start may be counted wrongly: %s", error)
 
     def _write(self, starts: int) -> None:
         self._counted = starts
-        if self._limit:
-            known: dict[str, Any] = {"of": self._of, "checkpoint": self._checkpoint}
-            known |= {"starts": starts, "last_error": self._last_error}
-            write_durably(self._file, json.dumps(known, indent=1) + "\n")
+        if not self._limit:
+            return
+        content = self._content(starts)
+        try:
+            write_durably(self._file, content)
+        except OSError as error:  # no room for a new file, but the old one needs no more
+            try:
+                _overwrite(self._file, content)
+            except OSError:
+                raise error from None
+        self._in_file = starts
+
+    def _content(self, starts: int) -> bytes:
+        """Return what the file says, SIZE bytes of JSON. The end of a long error is left out."""
+        known: dict[str, Any] = {"of": self._of, "checkpoint": self._checkpoint, "starts": starts}
+        said = self._last_error
+        while len(text := json.dumps(known | {"last_error": said}, indent=1)) >= SIZE and said:
+            said = said[: len(said) * 9 // 10]
+        return f"{text:{SIZE - 1}}\n".encode()
+
+
+def _overwrite(file: Path, content: bytes) -> None:
+    """Replace the content of a file in its own blocks. A power failure may leave a part of each content."""
+    with open(os.open(file, os.O_RDWR | os.O_NOFOLLOW), "r+b") as existing:
+        existing.write(content)
+        existing.truncate()  # an earlier version has written files of any size
+        existing.flush()
+        os.fsync(existing.fileno())
 
 
 def _newest(latest: Path | None) -> tuple[str, int]:

@@ -10,8 +10,15 @@ from types import FrameType
 
 import pytest
 
-from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError, RoleUnavailable, WeightsUnavailable
-from rolemesh.services.controller.run.attempts import COUNTED, FILE, Attempts, NoProgress
+from rolemesh.errors import (
+    CheckpointFailed,
+    InvalidConfig,
+    RoleFailed,
+    RolemeshError,
+    RoleUnavailable,
+    WeightsUnavailable,
+)
+from rolemesh.services.controller.run.attempts import COUNTED, FILE, SIZE, Attempts, NoProgress
 
 LIMIT = 3
 
@@ -35,9 +42,12 @@ def start(
 
 
 def refused(run_dir: Path) -> str:
-    """The error of a start that does not begin."""
-    with pytest.raises(NoProgress) as error, Attempts(run_dir, LIMIT).counted():
-        pytest.fail("it has begun")
+    """The error of a start that does not begin. It is refused again until the roles are scaled down."""
+    attempts = Attempts(run_dir, LIMIT)
+    for _ in range(2):
+        with pytest.raises(NoProgress) as error, attempts.counted():
+            pytest.fail("it has begun")
+    attempts.forget()
     return str(error.value)
 
 
@@ -182,6 +192,75 @@ def test_a_start_that_was_asked_to_end_does_not_count_though_it_is_killed_or_fai
     with pytest.raises(RuntimeError, match="gone, too"):
         end()
     assert starts(tmp_path) == 1
+
+
+def test_a_start_counts_on_a_disk_that_has_no_room_for_a_new_file(tmp_path: Path) -> None:
+    """Its last error may be long, and an earlier version may have written the file without a fixed size."""
+    (tmp_path / f"{FILE}.new").mkdir()
+    with pytest.raises(IsADirectoryError), Attempts(tmp_path, LIMIT).counted():
+        pytest.fail("it has begun, and nothing counts it")
+    known = {"of": "", "checkpoint": "", "starts": 1, "last_error": "x" * SIZE}
+    (tmp_path / FILE).write_text(json.dumps(known))
+    for counted in (2, 3):
+        start(tmp_path, OSError('no "room"' * SIZE))
+        assert starts(tmp_path) == counted
+        assert (tmp_path / FILE).stat().st_size == SIZE
+    assert 'ended so: OSError: no "room"no "room"' in refused(tmp_path)
+
+
+def lose_file(run_dir: Path) -> None:
+    """From now on the count can be neither written nor deleted."""
+    (run_dir / FILE).unlink()
+    (run_dir / FILE).mkdir()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidConfig("no such key"),
+        CheckpointFailed("no space left"),
+        RoleUnavailable("drained in a step"),
+        OSError("no space left"),
+        SystemExit(143),
+    ],
+)
+def test_a_start_that_cannot_be_written_any_more_goes_on_and_ends_with_its_own_error(
+    tmp_path: Path, error: BaseException
+) -> None:
+    def fail() -> None:
+        attempts = Attempts(tmp_path, LIMIT)
+        with attempts.counted():
+            lose_file(tmp_path)
+            with attempts.waiting(lambda: True):
+                pass
+            with attempts.training(lambda: False):
+                raise error
+
+    with pytest.raises(type(error)) as raised:
+        fail()
+    assert raised.value is error
+    if isinstance(error, RolemeshError) and not isinstance(error, InvalidConfig):
+        assert error.exit_code == COUNTED  # as its file said when it began
+
+
+def test_a_wait_that_failed_and_could_not_be_counted_is_left_to_the_job(tmp_path: Path) -> None:
+    def wait() -> None:
+        attempts = Attempts(tmp_path, LIMIT)
+        with attempts.counted(), attempts.waiting(lambda: True):
+            lose_file(tmp_path)
+            raise RoleUnavailable("its model is missing")
+
+    with pytest.raises(RoleUnavailable, match="its model is missing") as raised:
+        wait()
+    assert raised.value.exit_code == 1
+
+
+def test_a_run_that_has_ended_does_not_fail_because_its_count_cannot_be_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Attempts(tmp_path, LIMIT).counted():
+        lose_file(tmp_path)
+    assert "earlier starts may count again" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "null", "[]", '{"checkpoint": ""}'])
