@@ -141,11 +141,12 @@ def not_started(command: Sequence[str], error: OSError) -> str:
     import shutil  # not for every command that is started
 
     program = command[0]
-    found = shutil.which(program) or program  # a shell looks for a script's name in no folder of PATH
+    # A shell looks for a script's name in no folder of PATH. One that is not executable is found there, too.
+    found = shutil.which(program) or shutil.which(program, os.F_OK) or program
     named = ", ".join(("python" if program.endswith(".py") else "sh", found, *command[1:]))
     if error.errno == errno.ENOEXEC:
         return f"it has no `#!` line, and is no program of this machine; if it is a script, write [{named}]"
-    if os.path.isdir(program) and error.errno in (errno.EACCES, errno.EISDIR):
+    if os.path.isdir(found) and error.errno in (errno.EACCES, errno.EISDIR):
         return "it is a directory; write the program in it"
     if error.errno == errno.EACCES:
         return f"it is not executable; if it is a script, write [{named}]"

@@ -108,6 +108,18 @@ async def test_a_command_that_no_retry_can_start_is_wrong_configuration(
     assert '"starts": 0' in (tmp_path / "counts.json").read_text()
 
 
+async def test_a_script_in_path_that_is_not_executable_is_named_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell would not look for its name in PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "step").write_text("#!/bin/sh")
+    (tmp_path / "step").chmod(0o644)
+    with pytest.raises(InvalidConfig) as failed:
+        await prepare(["step"], tmp_path / "made", counting(tmp_path))
+    assert str(failed.value).endswith(f"it is not executable; if it is a script, write [sh, {tmp_path}/step]")
+
+
 async def test_a_pod_that_is_evicted_ends_its_command_and_counts_nothing(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     os.mkfifo(begun)
