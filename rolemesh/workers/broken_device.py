@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TypeGuard
 
 import torch
+import torch.distributed as dist
 
 from rolemesh.errors import chain
 
@@ -36,7 +37,7 @@ BREAKING = (
 # The first is of cuBLAS and cuSPARSE, and of extensions; cuDNN's frontend computes attention.
 OF_LIBRARIES = (
     *("CUDA error: ", "CUDA driver error", "cuDNN error", "cuDNN Frontend error", "cusolver error"),
-    "Triton Error [CUDA]",
+    *("cuFFT error", "Triton Error [CUDA]"),
 )
 
 _tell: Callable[[str], None] | None = None  # one for the process, since the process has one context
@@ -78,6 +79,8 @@ def error_of_device(error: BaseException, answers: Callable[[], bool] = device_a
 
 
 def _is_of_device(error: BaseException) -> TypeGuard[RuntimeError]:
+    if isinstance(error, dist.DistBackendError):  # NCCL has failed, or another rank, or the network
+        return "cuda" in str(error).lower()
     return isinstance(error, torch.AcceleratorError) or (
         isinstance(error, RuntimeError) and str(error).startswith(OF_LIBRARIES)
     )

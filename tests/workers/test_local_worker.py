@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidBatch, RoleUnavailable
@@ -143,6 +144,7 @@ def test_an_error_that_may_break_a_device_does_if_the_device_no_longer_answers()
         "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
         "cuDNN Frontend error: [cudnn_frontend] Error: CUDNN_STATUS_EXECUTION_FAILED",
         "cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling `cusolverDnCreate(handle)`",
+        "cuFFT error: CUFFT_EXEC_FAILED",
         "Triton Error [CUDA]: invalid argument",
     ],
 )
@@ -152,6 +154,17 @@ def test_an_error_of_cudas_libraries_has_no_class_and_counts_if_the_device_no_lo
     assert error_of_device(of_library, lambda: False) is of_library
     assert error_of_device(of_library, lambda: True) is None
     assert error_of_device(RuntimeError(f"in a plug-in: {text}"), lambda: False) is None
+
+
+def test_an_error_of_nccl_may_be_of_the_device_if_it_names_cuda() -> None:
+    """Others are of another rank, or of the network."""
+    failed = dist.DistBackendError("NCCL error in: NCCLUtils.cpp:95, unhandled cuda error (run with NCCL_DEBUG")
+    assert error_of_device(failed, lambda: False) is failed
+    assert error_of_device(failed, lambda: True) is None
+    illegal = dist.DistBackendError("Cuda failure 700 'an illegal memory access was encountered'")
+    assert error_of_device(illegal, lambda: True) is illegal
+    lost = dist.DistBackendError("NCCL error in: NCCLUtils.cpp:95, remote process exited or there")
+    assert error_of_device(lost, lambda: False) is None
 
 
 def numbers(*values: float, **columns: Any) -> DataProto:
