@@ -52,11 +52,14 @@ def test_importing_it_loads_no_library() -> None:
 def test_roles_may_be_opened_where_torch_was_asked_for_tf32_and_it_is_again_afterwards(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """torch refuses to read its older settings once a process has used the newer ones."""
+    """torch refuses to read an older setting that the newer ones contradict, here that of matrix products."""
     job, own = small_job(tmp_path, tiny_model, "run"), cast(Any, torch.backends)
     parts = [own.cuda.matmul, own.mkldnn.matmul, own.cudnn.conv, own.cudnn.rnn]
     given, before = own.fp32_precision, [part.fp32_precision for part in parts]
+    exact, allows = torch.get_float32_matmul_precision(), own.cudnn.allow_tf32
     try:
+        torch.set_float32_matmul_precision("highest")
+        own.cudnn.allow_tf32 = True
         own.fp32_precision = "tf32"
         for part in parts:  # an earlier test may have set them
             part.fp32_precision = "tf32"
@@ -64,11 +67,16 @@ def test_roles_may_be_opened_where_torch_was_asked_for_tf32_and_it_is_again_afte
             torch.get_float32_matmul_precision()
         with device_prepared(job.roles, job):
             assert [part.fp32_precision for part in parts] == ["ieee"] * 4
+            assert not own.cudnn.allow_tf32
         assert [part.fp32_precision for part in parts] == ["tf32"] * 4
+        assert own.cudnn.allow_tf32
     finally:
         own.fp32_precision = given
+        torch.set_float32_matmul_precision(exact)
+        own.cudnn.allow_tf32 = allows
         for part, precision in zip(parts, before, strict=True):
             part.fp32_precision = precision
+    assert (torch.get_float32_matmul_precision(), own.cudnn.allow_tf32) == (exact, allows)
 
 
 async def test_roles_in_this_process_and_roles_by_address_make_the_same_step(

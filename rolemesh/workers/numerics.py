@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,19 +64,22 @@ def device_prepared(roles: Sequence[str], job: JobConfig) -> Iterator[None]:
 def _precision() -> Callable[[], None]:
     """Return a function that restores the precision of float32 products as it is now.
 
-    torch refuses to read its older settings (allow_tf32) once a process has used the newer (fp32_precision).
+    torch refuses to read an older setting (allow_tf32) if the newer (fp32_precision) contradict it. Such a
+    setting is left as it is. Restoring pins what was inherited: a part that followed
+    torch.backends.fp32_precision then has that value as its own.
     """
     backends: Any = torch.backends
     newer = [backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     given = [each.fp32_precision for each in newer]
-    older: tuple[str, bool] | None = None
+    older: list[Callable[[], None]] = []
     with suppress(RuntimeError):
-        older = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+        older.append(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
+    with suppress(RuntimeError):
+        older.append(partial(setattr, backends.cudnn, "allow_tf32", backends.cudnn.allow_tf32))
 
     def restore() -> None:
-        if older:
-            torch.set_float32_matmul_precision(older[0])
-            backends.cudnn.allow_tf32 = older[1]
+        for restore_older in older:
+            restore_older()
         for each, precision in zip(newer, given, strict=True):
             each.fp32_precision = precision
 

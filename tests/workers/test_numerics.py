@@ -26,10 +26,12 @@ GROWS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     fills, exact = torch.utils.deterministic.fill_uninitialized_memory, torch.get_float32_matmul_precision()
+    allows = torch.backends.cudnn.allow_tf32
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = fills
     torch.set_float32_matmul_precision(exact)
+    torch.backends.cudnn.allow_tf32 = allows
 
 
 def job_of(**sections: Any) -> JobConfig:
