@@ -253,7 +253,7 @@ def check_written(
         read: returns the values that their forms in a job file stand for, or raises ValidationError.
 
     Raises:
-        ValueError: one does not; the message begins with its name.
+        ValueError: one does not; the message begins with its name. Or `read` refuses them together.
     """
     advice = "declare a type that is read from text, or use text as keys, and text, numbers and lists as values"
     written: dict[str, Any] = {}
@@ -265,10 +265,12 @@ def check_written(
     try:
         again = read(written)
     except ValidationError as error:
-        name = next((str(part) for part in error.errors()[0]["loc"][:1] if part in values), next(iter(values)))
+        refused = error.errors()[0]
+        name = next((str(part) for part in refused["loc"][:1] if part in values), "")  # none: all together
+        of, given, back = (name, values[name], written[name]) if name else ("the whole", values, written)
         raise ValueError(
-            f"{name} is {values[name]!r:.200}, which a job file gives back as {written[name]!r:.200}, and that "
-            f"is refused ({error.errors()[0]['msg']}); {advice}"
+            f"{of} is {given!r:.200}, which a job file gives back as {back!r:.200}, and that is refused "
+            f"({refused['msg']}); {advice}"
         ) from None
     for name, value in values.items():
         if name not in again or again[name] != value:

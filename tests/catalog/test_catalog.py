@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import pytest
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from rolemesh.algos.aggregation import BatchCounts
 from rolemesh.algos.policy_loss import TokenLosses
@@ -241,6 +241,14 @@ class Weights(Config):
     share: Annotated[float, Field(ge=1), AfterValidator(lambda percent: percent / 100)] | None = None
     pairs: dict[tuple[int, int], float] = Field({})
     given: dict[int, float] = Field({1: 0.5})
+    percent: Annotated[float, AfterValidator(lambda percent: percent / 100)] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_in_percent(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if 0 < values.get("percent", 0) < 1:
+            raise ValueError("this is a fraction")
+        return values
 
 
 OPTIONS: dict[str, tuple[Catalog[Any], str, str]] = {
@@ -281,6 +289,9 @@ def test_an_option_that_does_not_come_back_from_a_job_file_is_refused_with_its_n
             InvalidConfig, match=rf"{key}: share is 0\.05, .* back as 0\.05, and that is refused"
         ):
             job_of(share=5)
+        whole = r"the whole is \{'weights': 1\.0, .*, which .* back as \{'weights': 1\.0, .* this is a fraction"
+        with pytest.raises(InvalidConfig, match=f"{key}: {whole}"):
+            job_of(percent=5)
 
 
 class JudgeWorker(RewardWorker):
