@@ -197,6 +197,23 @@ def test_a_run_directory_is_made_with_what_lies_below_it(tmp_path: Path) -> None
     assert read(home, tmp_path / "outputs" / "run") == {"step/actor/key": "new"}
 
 
+def test_a_run_directory_with_dots_is_the_one_that_the_system_opens(tmp_path: Path) -> None:
+    """`link/..` is above the link's target, which the text alone does not say."""
+    (tmp_path / "disk" / "below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "below")
+    trainer = {"default_local_dir": f"{tmp_path}/link/../run", "profile_steps": [2], "total_training_steps": 2}
+    job, run = make_job({"trainer": trainer}), tmp_path / "disk" / "run"
+    assert job.run_dir == run
+    write(Home.of(job), job.run_dir / "global_step_2" / "actor")
+    with profiled(2, job):
+        pass
+    dump([{"uid": "a"}], f"{tmp_path}/link/../run/dumps", 2)
+    for name in ("global_step_2/actor/key", "profile/step_2/timeline.json", "dumps/2.jsonl"):
+        assert (run / name).is_file()
+    linked = make_job({"trainer": {"default_local_dir": f"{tmp_path}/link/./run"}})
+    assert linked.run_dir == tmp_path / "link" / "run"
+
+
 def test_dumps_timelines_and_records_are_written_through_no_link(root: Path, foreign: Path) -> None:
     job = make_job(
         {"trainer": {"default_local_dir": str(root), "profile_steps": [2], "total_training_steps": 2}}

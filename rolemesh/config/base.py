@@ -92,6 +92,16 @@ LOCAL = AfterValidator(_expanded)
 LocalPath = Annotated[str, LOCAL]
 
 
+def absolute_path(path: str | Path) -> Path:
+    """Return a path as an absolute one without `..`, which no role takes from a caller (rolemesh/home.py).
+
+    `link/..` is the folder above the link's target, so links of a path with `..` are followed. A path without
+    `..` keeps its links.
+    """
+    path = Path(path)
+    return path.resolve() if ".." in path.parts else path.absolute()
+
+
 def path_keys(schema: type[BaseModel]) -> list[str]:
     """Return the dotted keys of a schema whose values are paths in the file system, or lists of them."""
     keys = []

@@ -24,6 +24,7 @@ from rolemesh.config.algorithm import AlgorithmConfig
 from rolemesh.config.base import (
     Config,
     IdleKey,
+    absolute_path,
     explain,
     idle_keys,
     merge,
@@ -243,7 +244,7 @@ class JobConfig(Plugins):
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.trainer.default_local_dir or f"outputs/{self.trainer.experiment_name}").absolute()
+        return absolute_path(self.trainer.default_local_dir or f"outputs/{self.trainer.experiment_name}")
 
     def profile_dir(self, step: int) -> Path:
         """Return the directory for the profile of a step in trainer.profile_steps (docs/profiling.md)."""

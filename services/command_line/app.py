@@ -243,7 +243,7 @@ def control(
                     max_attempts=max_attempts,
                     attempts_of=attempts_of,
                     begun=begun,
-                    roles_of=roles_of.absolute() if roles_of else None,
+                    roles_of=roles_of,
                 )
 
         asyncio.run(control_run())

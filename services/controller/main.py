@@ -15,6 +15,7 @@ from typing import Any
 from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
+from rolemesh.config.base import absolute_path
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, RoleUnavailable
 from rolemesh.fingerprint import Fingerprint, fingerprint
 from rolemesh.kubernetes import Cluster
@@ -67,8 +68,8 @@ async def control(
         scales_up: before the run, scale up those with fewer pods than their annotation says. What the end of an
             earlier run has paused goes on in any case.
         needed: the roles' workloads; the run is refused if one of them is scaled to zero.
-        roles_of: absolute run directory of the job with which the roles were started; None: the job's own. The
-            run takes the lock and its term there, so that it is refused while the roles have a controller.
+        roles_of: run directory of the job with which the roles were started; None: the job's own. The run
+            takes the lock and its term there, so that it is refused while the roles have a controller.
         max_attempts: starts of the run without a new checkpoint, after which it has failed; 0: no limit.
         attempts_of: names what is counted; starts of another name are forgotten.
         begun: called once this start is counted in the run directory, or need not be: another run has locked
@@ -79,6 +80,7 @@ async def control(
         NoProgress: max_attempts starts have reached no new checkpoint.
         RolemeshError: a step failed.
     """
+    roles_of = absolute_path(roles_of) if roles_of else None
     tune()
     warn_of_idle_keys(job)
     warn_of_stale_rows(job)

@@ -71,7 +71,7 @@ async def test_a_trial_leaves_its_files_elsewhere_and_changes_no_bit_of_the_run_
         server = await stack.enter_async_context(serving(RunStatus("run"), job.roles, LOCAL))
         with held(job.run_dir), pytest.raises(RolemeshError, match="run is the directory of a running run"):
             await control(trial, addresses, server, roles_of=job.run_dir)
-        await control(trial, addresses, server, roles_of=job.run_dir)
+        await control(trial, addresses, server, roles_of=tmp_path / "trial" / ".." / "run")
         assert not (job.run_dir / "metrics.jsonl").exists()
         await control(job, addresses, server)
     assert recorded(job) == recorded(alone)

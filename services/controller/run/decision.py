@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rolemesh.config import JobConfig
+from rolemesh.config.base import absolute_path
 from rolemesh.errors import CheckpointFailed, InvalidConfig
 from rolemesh.services.controller.run.checkpoints import Checkpoints
 from rolemesh.services.controller.run.durably import write_durably
@@ -45,7 +46,7 @@ class Decision:
             real, home = named.resolve(), job.run_dir.resolve()
             if real.is_relative_to(home):
                 return cls("resume_path", str(real.relative_to(home)))
-            return cls("resume_path", str(real if ".." in named.parts else named.absolute()))
+            return cls("resume_path", str(absolute_path(named)))
         return None if job.trainer.resume_mode == "auto" else cls(job.trainer.resume_mode)
 
     @classmethod

@@ -14,6 +14,7 @@ from typing import Any
 
 from rolemesh.agents.turns import written
 from rolemesh.config import JobConfig
+from rolemesh.config.base import absolute_path
 from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RolemeshError
@@ -188,7 +189,8 @@ def dump(rows: list[dict[str, Any]], directory: str | None, step: int) -> None:
     """Write rows to <directory>/<step>.jsonl atomically; do nothing without a directory."""
     if directory:
         lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        with Home(Path(directory)).writing(Path(directory)) as into:
+        folder = absolute_path(directory)
+        with Home(folder).writing(folder) as into:
             (into / f"{step}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 

@@ -65,13 +65,19 @@ async def test_a_stopped_run_resumed_ends_bit_for_bit_where_an_unbroken_run_ends
 async def test_grpo_resumed_ends_bit_for_bit_where_an_unbroken_run_ends(
     tiny_model: Path, tmp_path: Path
 ) -> None:
+    """Its directory has `..` behind a link, and so has that of its answers."""
     overrides = ("algorithm.adv_estimator=grpo", "actor.use_kl_loss=true", *NOISY)
     whole = small_job(tmp_path, tiny_model, "whole", *overrides)
     await train(whole)
-    job = small_job(tmp_path, tiny_model, "run", *overrides)
+    (tmp_path / "disk" / "below").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "below")
+    places = (f"default_local_dir={tmp_path}/link/../run", f"rollout_data_dir={tmp_path}/link/../answers")
+    job = small_job(tmp_path, tiny_model, "run", *overrides, *(f"trainer.{place}" for place in places))
     await train_and_stop_in(3, job)
     await train(job)
     assert_same_end(job, whole)
+    assert job.run_dir == tmp_path / "disk" / "run"
+    assert len(os.listdir(tmp_path / "disk" / "answers")) == 4
 
 
 def die_in_step_3(job: JobConfig) -> None:
