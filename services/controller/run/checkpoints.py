@@ -29,7 +29,7 @@ from typing import Any
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidBatch, InvalidConfig, RoleUnavailable
-from rolemesh.roles import Actor, Critic, Roles
+from rolemesh.roles import Actor, Critic, NoCritic, Roles
 from rolemesh.services.controller.run.durably import sync, write_durably
 from rolemesh.services.controller.run.kept_settings import RULES, compare
 from rolemesh.tasks import gather
@@ -191,7 +191,8 @@ class Checkpoints:
         fails is logged.
 
         Raises:
-            CheckpointFailed: a role or this process could not write, e.g. because the disk is full.
+            CheckpointFailed: a role or this process could not write, e.g. because the disk is full; or what a
+                role has written is not here.
             RoleUnavailable: a role was unavailable.
         """
         path = self.run_dir / f"global_step_{state.step}"
@@ -199,10 +200,9 @@ class Checkpoints:
         try:
             _make_way(partial)
             partial.mkdir(parents=True)
-            trained: list[tuple[Actor | Critic, Path]] = [
-                (roles.actor, partial / "actor"),
-                (roles.critic, partial / "critic"),
-            ]
+            trained: list[tuple[Actor | Critic, Path]] = [(roles.actor, partial / "actor")]
+            if not isinstance(roles.critic, NoCritic):
+                trained.append((roles.critic, partial / "critic"))
             try:
                 await _all([role.begin_checkpoint(directory) for role, directory in trained])
                 write_durably(partial / "controller.json", state.to_json())
@@ -214,6 +214,7 @@ class Checkpoints:
                     await _all([role.finish_checkpoint(directory) for role, directory in trained])
                 raise
             await _all([role.finish_checkpoint(directory) for role, directory in trained])
+            _check_arrived([directory for _, directory in trained])
             if path.exists():  # abandoned by resuming from an earlier checkpoint
                 _put_aside(path)
             partial.rename(path)
@@ -259,6 +260,16 @@ async def _all(calls: Sequence[Awaitable[None]]) -> None:
     """Wait for all calls even if one fails: a role that still writes would interfere with the cleanup."""
     for error in filter(None, await asyncio.gather(*calls, return_exceptions=True)):
         raise error
+
+
+def _check_arrived(directories: Sequence[Path]) -> None:
+    """Check that this process has what the roles have written: a role may have another volume there."""
+    for directory in directories:
+        if not directory.is_dir():
+            raise CheckpointFailed(
+                f"the {directory.name} has written its part of a checkpoint, but the controller finds no "
+                f"{directory}: they have different file systems at that path. Mount the same one for both"
+            )
 
 
 def _put_aside(path: Path) -> None:

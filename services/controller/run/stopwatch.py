@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rolemesh.dataproto import DataProto
 from rolemesh.forwarding import Forwarding
 from rolemesh.graph import ControllerNode
-from rolemesh.roles import Actor, Metrics, Roles, Rollout
+from rolemesh.roles import Actor, Metrics, NoCritic, Roles, Rollout
 from rolemesh.tasks import closed_at_end
 from rolemesh.telemetry import metrics, timeline
 
@@ -96,13 +96,14 @@ PHASES = {
 
 
 def timed(roles: Roles, stopwatch: Stopwatch) -> Roles:
-    """Return the same roles, with every call measured."""
+    """Return the same roles, with every call measured. A critic that a job lacks stays NoCritic."""
+    critic = roles.critic
     return replace(
         roles,
         actor=Timed(roles.actor, PHASES["actor"], stopwatch),
         rollout=TimedRollout(roles.rollout, PHASES["rollout"], stopwatch),
         reward=Timed(roles.reward, PHASES["reward"], stopwatch),
-        critic=Timed(roles.critic, PHASES["critic"], stopwatch),
+        critic=critic if isinstance(critic, NoCritic) else Timed(critic, PHASES["critic"], stopwatch),
         reference=Timed(roles.reference, PHASES["reference"], stopwatch),
     )
 

@@ -253,6 +253,31 @@ async def test_a_checkpoint_that_does_not_fit_leaves_the_last_good_one(
     assert (await train(job)).step == 4
 
 
+class OtherDisk(Forwarding[Any]):
+    """A role that has another file system at the path of the controller's run directory."""
+
+    async def begin_checkpoint(self, directory: Path) -> None:
+        await self._role.begin_checkpoint(directory.parents[1] / "other" / directory.name)
+
+    async def finish_checkpoint(self, directory: Path) -> None:
+        await self._role.finish_checkpoint(directory.parents[1] / "other" / directory.name)
+
+
+async def test_a_checkpoint_without_what_a_role_has_written_is_not_committed(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run")
+    checkpoints = Checkpoints(job.run_dir)
+    with workers(job) as roles:
+        for role in ("actor", "critic"):
+            apart = replace(roles, **{role: OtherDisk(getattr(roles, role))})
+            with pytest.raises(CheckpointFailed, match=rf"the {role} has written .* no .*/{role}: they have"):
+                async with checkpoints.writing(apart, ControllerState(1, {}, {})):
+                    pass
+            assert checkpoints.latest() is None
+            assert checkpoints.steps() == []
+
+
 class SlowDisk(Forwarding[Actor]):
     """The actor's checkpoints reach the disk when the next update has begun, or the run is at its end."""
 
