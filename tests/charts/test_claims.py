@@ -71,6 +71,33 @@ def test_a_path_anywhere_in_what_a_pod_reads_brings_its_claim(values: Object, cl
     assert mounts(values)["reward"] == {"workspace": False, claim: False}
 
 
+NESTED = {
+    "models": {"existingClaim": "models", "mountPath": "/workspace/models"},
+    "data": {"existingClaim": "data", "mountPath": "/workspace/code/"},
+    "checkpoints": {"size": "1Ti", "mountPath": "/workspace/outputs"},
+}
+
+
+def test_a_relative_path_brings_its_claim_too() -> None:
+    job = {"critic": {"model": {"path": "./models/x"}}, "plugins": ["code/losses.py"]}
+    found = mounts({"storage": NESTED, "job": job})  # the run directory is outputs/run
+    every = {"workspace": True, "models": False, "data": False, "checkpoints": True}
+    assert found == {
+        "actor": {"workspace": True, "data": False, "checkpoints": True},
+        "critic": every,
+        "rollout": {"workspace": True, "data": False},
+        "reward": {"workspace": False, "data": False},
+        "controller": every,
+    }
+    values = {"prepare": [{"creates": "models/x", "command": ["make"]}]}
+    storage = NESTED | {"checkpoints": CLAIMS["checkpoints"]}
+    above = mounts(
+        values | {"storage": storage, "job": {"trainer": {"default_local_dir": "../checkpoints/run"}}}
+    )
+    assert {pod for pod in above if "checkpoints" in above[pod]} == {"actor", "critic", "controller"}
+    assert {pod for pod in above if "models" in above[pod]} == above.keys()
+
+
 def test_a_path_that_only_begins_like_a_claims_brings_nothing() -> None:
     job = {"actor": {"model": {"path": "/models-2/qwen"}}, "critic": {"model": {"path": "x/models/qwen"}}}
     assert mounts({"job": job})["critic"] == {"workspace": True}
@@ -136,6 +163,10 @@ READ_ONLY = {"checkpoints": {"existingClaim": "mine", "readOnly": True}}
             "read-only: set storage.checkpoints.readOnly to false, or write to another claim",
         ),
         (
+            {"storage": READ_ONLY, "job": {"trainer": {"rollout_data_dir": "../checkpoints/a"}}},
+            "job.trainer.rollout_data_dir is /checkpoints/a, but storage.checkpoints is read-only: set",
+        ),
+        (
             {
                 "storage": {"data": {"size": "1Gi", "mountPath": "/workspace/outputs/"}},
                 "job": {"trainer": {"experiment_name": "a"}},
@@ -159,7 +190,8 @@ def test_a_claim_that_is_read_only_where_the_run_writes_is_refused(values: Objec
 def test_a_run_writes_to_a_claim_that_is_mounted_in_one_that_is_read_only() -> None:
     within = {"models": {"existingClaim": "a", "mountPath": "/mnt"}, "data": {"existingClaim": "b"}}
     storage = within | {"checkpoints": {"existingClaim": "c", "mountPath": "/mnt/runs"}}
-    objects({"storage": storage, "job": {"trainer": {"default_local_dir": "/mnt/./runs"}}})
+    found = mounts({"storage": storage, "job": {"trainer": {"default_local_dir": "/mnt/./runs"}}})
+    assert all(found[pod]["checkpoints"] for pod in ("actor", "critic", "controller"))
 
 
 def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:

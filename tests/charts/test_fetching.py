@@ -171,7 +171,14 @@ def test_the_cache_stays_one_text(text: str) -> None:
             {"storage": {"models": {"existingClaim": "w"}}},
             "storage.models is read-only: set storage.models.readOnly",
         ),
-        ({"storage": {}}, "huggingFace.cache is /models/hub, which is in no claim"),
+        ({"storage": {}}, "huggingFace.cache is /models/hub, which is in no claim that all pods mount"),
+        (
+            {
+                "storage": {"caches": {"size": "1Gi"}},
+                "huggingFace": {"fetch": True, "cache": "/workspace/../caches/hub"},
+            },
+            "huggingFace.cache is /caches/hub, which is in no claim that all pods mount",
+        ),
     ],
 )
 def test_a_cache_that_nobody_can_write_is_refused(values: dict[str, Any], words: str) -> None:

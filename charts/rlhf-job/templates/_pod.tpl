@@ -304,7 +304,7 @@ volumeMounts:
 
 {{/* The folder of the Hugging Face Hub's cache. */}}
 {{- define "rlhf-job.cache" -}}
-{{- .Values.huggingFace.cache | default (printf "%s/huggingface" (trimSuffix "/" .Values.storage.workspace.mountPath)) }}
+{{- .Values.huggingFace.cache | default (printf "%s/huggingface" .Values.storage.workspace.mountPath) | clean }}
 {{- end }}
 
 {{/* The step that fetches the job's models and data, as a list in JSON, empty without one. The pods of the controller and
@@ -344,25 +344,35 @@ their weights there while they sleep, and profiles are written there. */}}
 {{- end }}
 
 {{/* The claims that a pod mounts, of (list $ ROLES SETTINGS COMPILES), as JSON: the workspace, each claim that contains a path
-that the pod uses, and the caches if it compiles for GPUs. A pod without roles (controller, check) mounts all but these. */}}
+that the pod uses, and the caches if it compiles for GPUs. A pod without roles (controller, check) mounts all but these.
+Paths may be anywhere in what a pod reads, as in a variable. Those of keys that are paths may also be relative. */}}
 {{- define "rlhf-job.claims" -}}
 {{- $ := index . 0 }}{{ $roles := index . 1 }}{{ $compiles := index . 3 }}
-{{- include "rlhf-job.read" $ }}{{ $job := $.whole }}
+{{- include "rlhf-job.readPaths" $ }}{{ $job := $.whole }}
 {{- $read := list $job.actor.model $.Values.prepare (index . 2) (include "rlhf-job.fetch" $) }}
 {{- range $roles }}{{ $read = append $read (get $job .) }}{{ end }}
-{{- if has "environment" $roles }}{{ $read = append $read $job.rollout.multi_turn }}{{ end }} {{- /* files of tools */}}
+{{- $keys := concat (list "actor.model" "plugins") $roles }}
+{{- if has "environment" $roles }} {{- /* files of tools */}}
+{{- $read = append $read $job.rollout.multi_turn }}{{ $keys = append $keys "rollout.multi_turn" }}
+{{- end }}
 {{- $stateless := $.known.stateless }}
 {{- $trained := list }}
 {{- range $roles }}{{ if not (has . $stateless) }}{{ $trained = append $trained . }}{{ end }}{{ end }}
 {{- if or $job.trainer.profile_steps (gt (len $roles) 1) $trained }}
-{{- $read = append $read $job.trainer.default_local_dir }} {{- /* checkpoints, traces, parked weights */}}
+{{- $keys = append $keys "trainer.default_local_dir" }} {{- /* checkpoints, traces, parked weights */}}
 {{- end }}
-{{- if and $trained (eq $job.trainer.resume_mode "resume_path") }}{{ $read = append $read (include "rlhf-job.inPod" (list $ $job.trainer.resume_from_path)) }}{{ end }}
+{{- if and $trained (eq $job.trainer.resume_mode "resume_path") }}{{ $keys = append $keys "trainer.resume_from_path" }}{{ end }}
+{{- $paths := list }}
+{{- range $key, $each := $.absolute }}
+{{- range $keys }}{{ if hasPrefix (printf "%s." .) (printf "%s." $key) }}{{ $paths = concat $paths $each }}{{ end }}{{ end }}
+{{- end }}
+{{- range $.Values.prepare }}{{ $paths = append $paths (include "rlhf-job.inPod" (list $ .creates)) }}{{ end }}
 {{- $text := toRawJson $read }}
 {{- $claims := list }}
 {{- range $name, $claim := omit $.Values.storage "singleNode" }}
-{{- $path := printf `(^|[^\w./-])%s([^\w.-]|$)` (regexQuoteMeta (trimSuffix "/" $claim.mountPath)) }}
-{{- $used := or (not $roles) (eq $name "workspace") (regexMatch $path $text) }}
+{{- $at := clean $claim.mountPath | trimSuffix "/" }}
+{{- $used := or (not $roles) (eq $name "workspace") (regexMatch (printf `(^|[^\w./-])%s([^\w.-]|$)` (regexQuoteMeta $at)) $text) }}
+{{- range $paths }}{{ if hasPrefix (printf "%s/" $at) (printf "%s/" .) }}{{ $used = true }}{{ end }}{{ end }}
 {{- if eq $name "caches" }}{{ $used = $compiles }}{{ end }}
 {{- if and (or $claim.existingClaim $claim.size) $used }}
 {{- $readOnly := or $claim.readOnly (ne (include "rlhf-job.readsOnly" (list $ $roles)) "") }}

@@ -289,22 +289,19 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- end }}
 {{- if .Values.huggingFace.fetch }}
 {{- $cache := include "rlhf-job.cache" . }}
-{{- $within := "" }}
-{{- range $key, $claim := omit .Values.storage "singleNode" }}
-{{- if and (or $claim.existingClaim $claim.size) (hasPrefix (printf "%s/" (trimSuffix "/" $claim.mountPath)) $cache) }}
-{{- $within = $key }}
-{{- if $claim.readOnly }}
+{{- $key := include "rlhf-job.claimOf" (list . $cache) }}
+{{- if or (not $key) (eq $key "caches") }}
+{{- fail (printf "huggingFace.cache is %s, which is in no claim that all pods mount: set it to a folder of storage.workspace or storage.models" $cache) }}
+{{- end }}
+{{- if (get .Values.storage $key).readOnly }}
 {{- fail (printf "huggingFace.cache is %s, but storage.%s is read-only: set storage.%s.readOnly to false; the roles mount models read-only all the same" $cache $key $key) }}
-{{- end }}
-{{- end }}
-{{- end }}
-{{- if not $within }}
-{{- fail (printf "huggingFace.cache is %s, which is in no claim: set it to a folder of storage.workspace or storage.models" $cache) }}
 {{- end }}
 {{- end }}
 {{- include "rlhf-job.refuse.names" . }}
 {{- include "rlhf-job.refuse.homes" . }}
-{{- include "rlhf-job.refuse.readOnly" . }}
+{{- if .Values.storage.workspace.readOnly }}
+{{- fail "storage.workspace.readOnly is true, but the controller takes its lock there: set it to false" }}
+{{- end }}
 {{- range $key, $claim := omit .Values.storage "singleNode" }}
 {{- include "rlhf-job.refuse.absent" (list $ "PersistentVolumeClaim" $claim.existingClaim (printf "storage.%s.existingClaim" $key)) }}
 {{- end }}

@@ -35,7 +35,7 @@ def test_a_path_in_a_home_directory_is_refused(values: dict[str, Any], named: st
 
 
 STORE: dict[str, Any] = {
-    "volumeMounts": [{"name": "store", "mountPath": "/tmp/store"}],
+    "volumeMounts": [{"name": "store", "mountPath": path} for path in ("/tmp/store", "/caches/store")],
     "volumes": [{"name": "store", "hostPath": {"path": "/store"}}],
 }
 SCRATCH = {
@@ -43,8 +43,10 @@ SCRATCH = {
     "volumes": [{"name": "fast", "emptyDir": {}}],
 }
 IN_STORE = {"trainer": {"default_local_dir": "/tmp/store/run"}}
+IN_CACHES = {"trainer": {"default_local_dir": "/caches/store/run"}}
 PREPARED = [{"creates": "/tmp/store/x", "command": ["a"]}]
 DIR, LOST = "job.trainer.default_local_dir is", "which is lost with the pod"
+RUN = "the run directory (job.trainer.default_local_dir) is"
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,24 @@ DIR, LOST = "job.trainer.default_local_dir is", "which is lost with the pod"
         (
             {"job": IN_STORE, "controller": STORE, "groups": {"critic": STORE}},
             f"{DIR} /tmp/store/run, but pods of group actor have their own /tmp, {LOST}",
+        ),
+        (
+            {"job": IN_CACHES, "controller": STORE, "groups": {"critic": STORE}},
+            f"{RUN} /caches/store/run, and pods of the controller, group critic have a volume there, but those "
+            "of group actor, which write it too, have none",
+        ),
+        (
+            {
+                "job": {"trainer": IN_CACHES["trainer"] | {"profile_steps": [2]}},
+                "controller": STORE,
+                "groups": {"actor": STORE, "critic": STORE},
+            },
+            f"{RUN} /caches/store/run, and pods of the controller, group actor, group critic have a volume "
+            "there, but those of group reward, group rollout, which",
+        ),
+        (
+            {"job": IN_CACHES, "controller": STORE, "storage": {"caches": {"size": "1Gi"}}},
+            f"{RUN} /caches/store/run, but only pods that compile for GPUs mount storage.caches",
         ),
         (
             {"prepare": PREPARED, "controller": STORE, "groups": {"actor": STORE}},
@@ -106,9 +126,13 @@ def test_each_pod_makes_its_own_copy_in_tmp_where_all_pods_prepare() -> None:
 
 
 def test_a_volume_in_tmp_is_none_of_the_pods_own() -> None:
-    """The pods that write the run directory mount it, and so do those that wait for what is prepared."""
+    """The pods that write the run directory mount it, and so do those that wait for what is prepared. Nor is a
+    volume in storage.caches one of the caches."""
     groups = dict.fromkeys(("actor", "critic", "reward"), STORE)
     objects({"prepare": PREPARED, "controller": STORE, "groups": groups, "job": IN_STORE})
+    caches = {"caches": {"size": "1Gi"}}
+    every = {"pods": STORE, "prepare": [{"creates": "/caches/store/x", "command": ["a"]}]}
+    objects(every | {"job": IN_CACHES, "storage": caches})
 
 
 @pytest.mark.parametrize(("path", "is_said"), [("/data/a", True), ("/workspace/a", False), ("a", False)])
