@@ -135,15 +135,36 @@ def test_a_volume_in_tmp_is_none_of_the_pods_own() -> None:
     objects(every | {"job": IN_CACHES, "storage": caches})
 
 
-@pytest.mark.parametrize(("path", "is_said"), [("/data/a", True), ("/workspace/a", False), ("a", False)])
-def test_the_notes_say_that_no_claim_has_the_run_directory(path: str, is_said: bool, tmp_path: Path) -> None:
-    """It is not refused, as something that the chart does not know may mount a volume there. They also say what
-    an uninstalled run loses."""
-    said = notes({"job": {"trainer": {"default_local_dir": path, "save_freq": 20}}}, tmp_path)
-    assert f"It writes to {path}" in said
-    assert "stop it before you uninstall it, or it loses" in said
-    assert "(each 20 steps)" in said
-    assert ("NO CLAIM HAS THIS FOLDER" in said) == is_said
+NO_CLAIM = "NO CLAIM HAS THIS FOLDER"
+KEPT, DELETED = "helm uninstall keeps this claim", "helm uninstall deletes this claim with the trained model"
+
+
+@pytest.mark.parametrize(
+    ("path", "storage", "said"),
+    [
+        ("/data/a", {}, NO_CLAIM),
+        ("a", {"checkpoints": {"size": "1Ti", "keep": False}}, f"in claim demo-workspace. {KEPT}"),
+        (
+            "../checkpoints/a",
+            {"checkpoints": {"size": "1Ti", "keep": False}},
+            f"in claim demo-checkpoints. {DELETED} (storage.checkpoints.keep)",
+        ),
+        ("a", {"checkpoints": {"existingClaim": "mine", "mountPath": "/workspace/a"}}, "in claim mine.\n"),
+    ],
+)
+def test_the_notes_say_which_claim_has_the_run_directory_and_whether_it_is_kept(
+    path: str, storage: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """One in no claim is not refused, as something that the chart does not know may mount a volume there. The
+    notes also say what an uninstalled run loses."""
+    trainer = {"default_local_dir": path, "save_freq": 20}
+    text = notes({"job": {"trainer": trainer}, "storage": storage}, tmp_path)
+    assert f"It writes to {path}" in text
+    assert "stop it before you uninstall it, or it loses" in text
+    assert "(each 20 steps)" in text
+    assert said in text
+    for words in (NO_CLAIM, KEPT, DELETED):
+        assert (words in text) == (words in said)
 
 
 def test_a_tilde_elsewhere_stays() -> None:
