@@ -57,8 +57,8 @@ MaxAttemptsOption = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Starts of the run without a new checkpoint, after which it ends with status 3 and scales down. "
-        "Waiting for roles that have no pod is no start; 0: no limit.",
+        help="Starts of the run without a new checkpoint or, with --counts-in, that did not begin, after which "
+        "it ends with status 3 and scales down. Waiting for roles that have no pod is no start; 0: no limit.",
     ),
 ]
 AttemptsOfOption = Annotated[

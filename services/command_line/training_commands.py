@@ -12,7 +12,6 @@ import rolemesh
 from rolemesh.services.command_line.arguments import (
     AttemptsOfOption,
     ConfigArgument,
-    MaxAttemptsOption,
     Overrides,
     ScaleDownOption,
     job_of,
@@ -51,9 +50,19 @@ def prepare(
         Path, typer.Option(help="Made by the command; if it exists, nothing is done.", metavar="PATH")
     ],
     counts_in: Annotated[
-        Path, typer.Option(help="File that counts the failures since the last success.", metavar="FILE")
-    ],
-    max_attempts: MaxAttemptsOption = 0,
+        Path | None,
+        typer.Option(
+            help="File that counts the failures since the last success, for --max-attempts.", metavar="FILE"
+        ),
+    ] = None,
+    max_attempts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Failures of the command, counted by --counts-in, after which the next start ends with status "
+            "3 and scales down; 0: no limit.",
+        ),
+    ] = 0,
     attempts_of: AttemptsOfOption = "",
     final: Annotated[
         int | None,
@@ -61,9 +70,10 @@ def prepare(
     ] = None,
     scale_down: ScaleDownOption = None,
 ) -> None:
-    """Run a command before `control`, in its pod. If it cannot succeed, scale the roles down as `control` does.
+    """Run a command before a pod's process, unless what it creates exists.
 
-    A failure ends with status 75 if it is counted. After --max-attempts of them, the next start ends with 3.
+    In the pod of `control` it counts failures and, if the command cannot succeed, scales the roles down as
+    `control` does. A failure ends with status 75 if it is counted.
     """
     if creates.exists():  # as at most starts, which need not wait for the imports
         return
@@ -73,7 +83,8 @@ def prepare(
     from rolemesh.telemetry.logs import setup_logging
 
     setup_logging("text")
-    attempts = Attempts(Path.cwd(), max_attempts, attempts_of, counts_in, "could not be prepared")
+    limit = max_attempts if counts_in else 0
+    attempts = Attempts(Path.cwd(), limit, attempts_of, counts_in, "could not be prepared")
     to_zero = workloads(scale_down or ())
     asyncio.run(preparing.prepare(command, creates, attempts, final=final, scaled_down=to_zero))
 

@@ -1,7 +1,7 @@
-"""Implements `rolemesh prepare`: a command that comes before a controller's process, in the same pod.
+"""Implements `rolemesh prepare`: a command that comes before a pod's process.
 
-If it fails, no controller begins, and nobody would scale the roles down. So its failures are counted as a run's
-starts are, and a run that cannot be prepared ends as one that cannot go on.
+If it fails in the controller's pod, no controller begins, and nobody would scale the roles down. So there its
+failures are counted as a run's starts are, and a run that cannot be prepared ends as one that cannot go on.
 """
 
 from __future__ import annotations

@@ -47,6 +47,11 @@ def test_the_pods_of_the_controller_and_of_helm_test_fetch_and_the_others_wait()
         assert runs == (component in ("controller", "check"))
         if runs:
             assert fetch["args"][-5:] == ["rolemesh", "fetch", "/etc/rolemesh/job.yaml", "--done", done]
+        if component != "reward":  # by one program in all pods: else the first pod decides what may be started
+            assert prepare["command"] == ["flock", "--no-fork", ".prepare.lock", "rolemesh", "prepare"]
+            parsed = COMMANDS["prepare"].make_context("prepare", list(prepare["args"])).params
+            assert (str(parsed["creates"]), parsed["command"]) == ("data/train.parquet", ["make", "data"])
+            assert (parsed["counts_in"] is None) == (component != "controller")
         assert ("HF_TOKEN_PATH" in env(fetch)) == runs
         [main] = spec["containers"]
         assert env(main)["HF_HUB_OFFLINE"] == "1"

@@ -131,17 +131,17 @@ spec:
       # Another pod creates it.
       command: [sh, -c, 'until test -e "$0"; do sleep 1; done']
       args: {{ prepend $step.command $step.creates | toJson }}
-      {{- else if $counts }}
-      # As in other pods. It counts the step's failures, and scales the roles down after the last one: no controller will.
-      command: [flock, --no-fork, .prepare.lock, rolemesh, prepare]
-      {{- $file := printf ".%s.%s.json" (include "rlhf-job.name" (list $ "controller")) $name }}
-      {{- $options := list (printf "--creates=%s" $step.creates) (printf "--counts-in=%s" $file) }}
-      {{- if $ofHub }}{{ $options = append $options "--final=2" }}{{ end }} {{- /* a name that the Hub does not have */}}
-      args: {{ concat $options $ends (list "--") $step.command | toJson }}
       {{- else }}
       # The first pod creates it; the others wait for the lock, and then skip the command.
-      command: [flock, .prepare.lock, sh, -c, 'test -e "$0" || exec "$@"']
-      args: {{ prepend $step.command $step.creates | toJson }}
+      command: [flock, --no-fork, .prepare.lock, rolemesh, prepare]
+      {{- $options := list (printf "--creates=%s" $step.creates) }}
+      {{- if $counts }} {{- /* the step's failures; after the last one it scales the roles down, as no controller will */}}
+      {{- $file := printf ".%s.%s.json" (include "rlhf-job.name" (list $ "controller")) $name }}
+      {{- $options = append $options (printf "--counts-in=%s" $file) }}
+      {{- if $ofHub }}{{ $options = append $options "--final=2" }}{{ end }} {{- /* a name that the Hub does not have */}}
+      {{- $options = concat $options $ends }}
+      {{- end }}
+      args: {{ concat $options (list "--") $step.command | toJson }}
       {{- end }}
       {{- include "rlhf-job.container" (merge (dict "prepares" (not $waits)) $shared) | nindent 6 }}
     {{- end }}
