@@ -274,6 +274,10 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- if and .Values.controller.scaleUp (not (and .Values.controller.scaleDown .Values.controller.rbac)) }}
 {{- fail "controller.scaleUp is true, but the controller scales up what it scales down: set controller.scaleDown and controller.rbac to true" }}
 {{- end }}
+{{- $attempts := int .Values.controller.maxAttempts }}{{ $restarts := int .Values.controller.backoffLimit }}
+{{- if lt $restarts $attempts }}
+{{- fail (printf "controller.backoffLimit is %d, below controller.maxAttempts (%d), so a controller that is killed as often would leave the roles their GPUs: set backoffLimit to %d or more, or maxAttempts to %d or less" $restarts $attempts $attempts $restarts) }}
+{{- end }}
 {{- if not (or .Values.storage.workspace.existingClaim .Values.storage.workspace.size) }}
 {{- fail "storage.workspace has neither a size nor an existingClaim: set one, because the run directory is there" }}
 {{- end }}
