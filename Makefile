@@ -7,8 +7,8 @@ RESOLVE := $(BIN)/uv pip compile -q --universal --python-version 3.11 \
 	--generate-hashes --no-emit-index-url --no-header --no-annotate
 COMPILE := $(RESOLVE) pyproject.toml --extra dev
 
-IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' rolemesh/__init__.py)
 TARGET ?= cpu
+IMAGE ?= localhost/rolemesh:$(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' rolemesh/__init__.py)$(if $(filter gpu,$(TARGET)),-gpu)
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-engines test-tools examples stress mutation setup vllm lint format chart proto released test-gpu gpu-bundle bench bench-ranks bench-rollout bench-step bench-agents bench-plan dashboards seeds \

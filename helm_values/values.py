@@ -47,7 +47,7 @@ class ImageValues(Config):
         description="the repository, without tag and digest, which have their own keys",
     )
     tag: Tag | Annotated[int, Field(ge=0)] = Field(
-        "", description="empty: the chart's appVersion; a number is used as text"
+        "", description="empty: the chart's appVersion, with -gpu if kind is gpu; a number is used as text"
     )
     digest: str = Field(
         "", pattern=f"^({_DIGEST})?$", description="digest of the image, as sha256:…; overrides the tag"

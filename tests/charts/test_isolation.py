@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from rendering import Object, notes, objects, of_kind, pods, refusal, selects, template, workloads
 
+from rolemesh import __version__
+
 ANYWHERE: Object = {}
 DNS_PORTS = [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]
 OPENSHIFT = [{"port": 5353, "protocol": "UDP"}, {"port": 5353, "protocol": "TCP"}]
@@ -183,6 +185,7 @@ DIGEST = "sha256:" + "0a" * 32
 @pytest.mark.parametrize(
     ("image", "expected"),
     [
+        ({}, f"localhost/rolemesh:{__version__}-gpu"),
         ({"tag": 1}, "localhost/rolemesh:1"),
         ({"tag": 20251122123456}, "localhost/rolemesh:20251122123456"),
         ({"tag": "1.10"}, "localhost/rolemesh:1.10"),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
+import subprocess
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from rolemesh import __version__
 
 ROOT = Path(__file__).parents[2]
 IMAGE = runpy.run_path(str(ROOT / "scripts" / "image-requirements"))
@@ -133,6 +137,15 @@ def test_the_gpu_image_asks_for_a_driver_that_its_lock_can_use() -> None:
     lock = (ROOT / "requirements-gpu.lock").read_text()
     (version,) = re.findall(r"^nvidia-cuda-runtime==(\d+\.\d+)", lock, re.MULTILINE)
     assert environment.endswith(f" NVIDIA_REQUIRE_CUDA=cuda>={version}")
+
+
+@pytest.mark.parametrize(("target", "kind"), [("cpu", ""), ("gpu", "-gpu")])
+def test_images_of_both_targets_have_names_of_their_own(target: str, kind: str) -> None:
+    """Else nodes that have pulled one of them keep it where the other is asked for."""
+    command = ["make", "--dry-run", "--no-print-directory", "image", f"TARGET={target}"]
+    own = {name: value for name, value in os.environ.items() if name not in ("IMAGE", "MAKEFLAGS")}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=own, check=True)
+    assert ran.stdout.split()[2:] == [f"localhost/rolemesh:{__version__}{kind}", "--target", target]
 
 
 def test_the_dockerfile_copies_nothing_that_is_ignored() -> None:

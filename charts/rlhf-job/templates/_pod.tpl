@@ -320,11 +320,11 @@ of `helm test` do it, one at a time, and the others wait for the file that it cr
 {{- toJson $steps }}
 {{- end }}
 
-{{/* The image by its digest if one is set, otherwise by its tag, which may be a number. */}}
+{{/* The image by its digest if one is set, otherwise by its tag, which may be a number. Its default is what `make image` gives. */}}
 {{- define "rlhf-job.image" -}}
 {{- $image := .Values.image }}
 {{- $tag := kindIs "string" $image.tag | ternary $image.tag (printf "%d" (int64 $image.tag)) }}
-{{- with $image.digest }}{{ $image.repository }}@{{ . }}{{ else }}{{ $image.repository }}:{{ $tag | default $.Chart.AppVersion }}{{ end }}
+{{- with $image.digest }}{{ $image.repository }}@{{ . }}{{ else }}{{ $image.repository }}:{{ $tag | default (printf "%s%s" $.Chart.AppVersion (eq $image.kind "gpu" | ternary "-gpu" "")) }}{{ end }}
 {{- end }}
 
 {{/* The chart's labels or annotations together with the user's, of (list OWN GIVEN KEY): no key may be in both. */}}
