@@ -84,6 +84,8 @@ async def control(
     tune()
     warn_of_idle_keys(job)
     warn_of_stale_rows(job)
+    if not roles_of:  # a trial has nothing to keep
+        warn_of_no_checkpoint(job)
     if needed:
         await refuse_scaled_down(needed, Cluster.in_pod())
     cluster = Cluster.in_pod() if scaled_down else None
@@ -135,8 +137,29 @@ def warn_of_idle_keys(job: JobConfig) -> None:
             log.warning("%s has no effect: %s", idle.key, idle.reason)
 
 
+def warn_of_no_checkpoint(job: JobConfig) -> None:
+    """Log a warning if the run trains and saves nothing, so that the trained model ends with the run."""
+    trainer = job.trainer
+    if trainer.save_freq < 1 and not trainer.save_best and not trainer.val_only:
+        log.warning(
+            "no checkpoint will be written, and the trained model is lost at the end, as trainer.save_freq is "
+            "%d; set it to N to save every N steps and after the last",
+            trainer.save_freq,
+        )
+
+
 def warn_of_stale_rows(job: JobConfig) -> None:
-    """Log a warning if generation runs ahead, and the loss neither clips nor weighs tokens of older weights."""
+    """Log a warning if generation runs ahead, and the loss neither clips nor weighs tokens of older weights.
+
+    Log another one if the job does not say how far ahead: a job of verl has mode async, and means a server.
+    """
+    if job.steps_ahead and "max_staleness" not in job.trainer.model_fields_set:
+        log.warning(
+            "rollout.mode is async, so rows are generated ahead of training, with older weights (in verl the "
+            "word names a server, and the weights are the newest); set rollout.mode to sync, or "
+            "trainer.max_staleness (%d) to say how many steps ahead",
+            job.steps_ahead,
+        )
     correction, loss = job.algorithm.rollout_correction, job.policy_loss
     weighs = loss.has_ratio and not (loss.corrects and correction.loss_type == "reinforce")
     if job.steps_ahead and not weighs and correction.rollout_is is None:

@@ -23,7 +23,14 @@ from rolemesh.planner.memory import role_shapes
 from rolemesh.planner.refusal import refuse_what_cannot_fit, refuse_what_gpus_cannot_hold
 from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.display.summary import Summary
-from rolemesh.services.controller.main import Brakes, drive, prepare, warn_of_idle_keys, warn_of_stale_rows
+from rolemesh.services.controller.main import (
+    Brakes,
+    drive,
+    prepare,
+    warn_of_idle_keys,
+    warn_of_no_checkpoint,
+    warn_of_stale_rows,
+)
 from rolemesh.services.controller.run.checkpoints import Checkpoints
 from rolemesh.services.controller.run.decision import start_of
 from rolemesh.services.controller.run.durably import write_durably
@@ -84,6 +91,7 @@ async def _launch(job: JobConfig, scraped: str) -> Summary:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown], force=True)
     warn_of_idle_keys(job)
     warn_of_stale_rows(job)
+    warn_of_no_checkpoint(job)
     with Brakes(run) as brakes, held(job.run_dir):
         async with role_processes(run.job) as processes:
             summary = await beside(processes, _train(run, processes, scraped))

@@ -6,13 +6,15 @@ import json
 import shutil
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from in_process import recorded, small_job, train
 from serving import served
 
+from rolemesh.config.job import make_job
 from rolemesh.errors import ModelNotFound, NotPermitted, RolemeshError, RoleTaken
-from rolemesh.services.controller.main import control, prepare
+from rolemesh.services.controller.main import control, prepare, warn_of_no_checkpoint
 from rolemesh.services.controller.run.run_dir import held, read_metrics
 from rolemesh.services.controller.service.server import serving
 from rolemesh.services.controller.service.status import RunStatus
@@ -58,9 +60,12 @@ async def test_a_second_controller_ends_with_its_first_call(tiny_model: Path, tm
 
 
 async def test_a_trial_leaves_its_files_elsewhere_and_changes_no_bit_of_the_run_after_it(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As `helm test` does. Its run directory is another, and it begins a term in the roles' own."""
+    """As `helm test` does. Its run directory is another, and it begins a term in the roles' own.
+
+    It does not warn that it saves nothing; the run does.
+    """
     job = small_job(tmp_path, tiny_model, "run", *OVERRIDES)
     alone = small_job(tmp_path, tiny_model, "alone", *OVERRIDES)
     elsewhere = (f"trainer.default_local_dir={tmp_path / 'trial'}", "trainer.resume_mode=disable")
@@ -73,9 +78,28 @@ async def test_a_trial_leaves_its_files_elsewhere_and_changes_no_bit_of_the_run_
             await control(trial, addresses, server, roles_of=job.run_dir)
         await control(trial, addresses, server, roles_of=tmp_path / "trial" / ".." / "run")
         assert not (job.run_dir / "metrics.jsonl").exists()
+        assert "no checkpoint will be written" not in caplog.text
         await control(job, addresses, server)
+    assert caplog.text.count("no checkpoint will be written") == 1
     assert recorded(job) == recorded(alone)
     assert recorded(trial) == recorded(alone)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "warned"),
+    [
+        ({}, True),
+        ({"save_freq": 0}, True),
+        ({"save_freq": 5}, False),
+        ({"save_best": "val-core/x/reward/mean@1", "test_freq": 5}, False),
+        ({"val_only": True}, False),
+    ],
+)
+def test_a_run_that_trains_and_saves_nothing_is_warned_of(
+    trainer: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_no_checkpoint(make_job({"trainer": trainer}))
+    assert ("no checkpoint will be written" in caplog.text) is warned
 
 
 async def test_an_unknown_vocabulary_of_the_policy_is_an_error_before_any_role_is_called(

@@ -181,9 +181,28 @@ def test_generation_ahead_without_clip_and_weight_is_warned_of(
             "algorithm": {"rollout_correction": correction},
             "actor": {"policy_loss": {"loss_mode": loss_mode}},
             "rollout": {"mode": mode},
+            "trainer": {"max_staleness": 1},
         }
     )
     warn_of_stale_rows(job)
     words = f"up to 2 steps older than those that learn from them, but the policy loss ({loss_mode}) has"
     assert (words in caplog.text) is warned
     assert bool(caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainer", "warned"),
+    [
+        ("async", {}, True),
+        ("async", {"max_staleness": 1}, False),
+        ("async", {"max_staleness": 0}, False),
+        ("sync", {}, False),
+    ],
+)
+def test_generation_ahead_is_warned_of_where_the_job_does_not_say_how_far(
+    mode: str, trainer: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job of verl has mode async, and means a server."""
+    warn_of_stale_rows(make_job({"rollout": {"mode": mode}, "trainer": trainer}))
+    said = [message.partition(",")[0] for message in caplog.messages]
+    assert said == ["rollout.mode is async"] * warned
