@@ -318,7 +318,8 @@ OTHERS = {
     *("use_liger", "use_prefix_grouper", "use_fused_kernels", "use_torch_compile", "override_config"),
     *("custom_cls", "image_key", "return_raw_chat", "sft_trainer", "main_generation", "main_eval"),
     *("engine_kwargs", "actor_rollout_ref", "warmup_style"),
-    *("PodSecurity", "ContainerCreating"),
+    "verl_examples",
+    *("PodSecurity", "ContainerCreating", "ErrImagePull", "ErrImageNeverPull", "ImagePullBackOff"),
 }
 
 

@@ -167,3 +167,12 @@ def test_a_base_with_another_python_is_refused_before_anything_else(version: tup
 @pytest.mark.parametrize("version", [(3, 11, 2), (3, 12, 0)])
 def test_a_base_with_a_python_of_the_locks_is_taken(version: tuple[int, ...]) -> None:
     IMAGE["check_python"](version)
+
+
+def test_the_docs_add_the_locked_versions_of_libraries_that_images_lack() -> None:
+    text = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    assert f"RUN uv pip install {' '.join(EXTRAS['mcp'] + EXTRAS['gymnasium'])}\n" in text
+    cpu, gpu = asked("cpu"), lock_of("requirements-gpu.lock")
+    assert not {"mcp", "gymnasium"} & {normal(line.name) for line in cpu}
+    assert "mcp" in gpu
+    assert "gymnasium" not in gpu

@@ -61,7 +61,8 @@ def _of_servers(settings: MultiTurnConfig) -> list[BaseTool]:
         from rolemesh.services.environment.mcp_tools.tool import mcp_tools
     except ModuleNotFoundError as error:
         raise InvalidConfig(
-            f"rollout.multi_turn.mcp_servers needs {error.name}; pip install 'rolemesh[mcp]'"
+            f"rollout.multi_turn.mcp_servers needs {error.name}: pip install 'rolemesh[mcp]', or add it to the "
+            "image (docs/environments.md)"
         ) from error
     return mcp_tools(settings)
 
