@@ -13,18 +13,19 @@ INVISIBLE = re.compile(
 )
 MULTIPLES = "半십백천만억조"  # a half; ten to a trillion in Korean. Unicode gives these no value
 NUMERALS = "一二两兩三四五六七八九十百千万"
-# "5又二分之一" is five and a half, "5或六" a list, and "5个半小时" five hours and a half.
+# "5又二分之一" is five and a half, "5或六" a list, and "5个半小时" five hours and a half. "18还是一样" only
+# says that it is the same, and "5个半圆" are semicircles.
 CHANGING_WORD = re.compile(
-    rf"(?:又|或者?|[还還]是|[乘除]以?|分[之の])[{NUMERALS}]"
-    "|(?:[个個年天岁歳倍]|[个個]月|小[时時]|時間)半(?![价價])"
+    rf"(?:又|或者?|[还還]是|[乘除]以?|分[之の])(?!一[样樣直些般起定共次])[{NUMERALS}]"
+    "|(?:[个個年天岁歲歳倍点點斤里]|[个個]月|公[斤里]|小[时時]|時間)半(?![价價圆圓径徑球音导導场場票])"
 )
 # Labels that begin like a number, such as a kilogram and a percentage point, and units of one letter.
 UNIT = re.compile(
     "千(?:[克米瓦卡赫焦帕伏升牛安欧歐乏]|字[节節])|兆(?:[瓦赫帕焦]|字[节節])|百分[点點]|조각|[ргчлđ]"
 )
 SHARES = "‰‱؉؊′″‴‵‶‷⁗"  # punctuation that changes the number before it
-HARMLESS = "\u20e3∼"  # "5~" ends a friendly sentence; before a number it makes a range
-LEADING = "→⇒⟹∴"  # signs before an answer
+HARMLESS = "\u20e3∼∵"  # "5~" ends a friendly sentence; before a number it makes a range. "∵" gives a reason
+LEADING = "→⇒⟶⟹∴"  # signs before an answer
 APOSTROPHES = "\"'\u05f3\u05f4"  # in an abbreviated word, such as ש"ח
 
 

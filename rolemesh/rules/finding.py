@@ -13,7 +13,11 @@ from rolemesh.rules.following import CHANGED, JOINED, SIGNS, changing
 from rolemesh.rules.neighbours import TAG, last_of_neighbours
 from rolemesh.rules.notation import FULL_WIDTH
 
-WORDS = re.compile(r"[bf]?box(?:ed)?|text(?:bf|rm|it|sf)?|math(?:bf|rm|sf)")
+WORDS = re.compile(
+    r"[bf]?box(?:ed)?|text(?:bf|rm|it|sf)?|math(?:bf|rm|sf)"
+    r"|\\(?:therefore|implies|(?:[Ll]ong)?[Rr]ightarrow)(?![A-Za-z])"
+)
+ARROW = re.compile("(?<![-=])[-=]++>")
 FRACTION = r"\\[cdt]?frac\s*(?:\{[0-9]+\}|[0-9])\s*(?:\{[0-9]+\}|[0-9])"
 MARKED = re.compile(
     rf"####((?:{WORDS.pattern}|(?!{FRACTION})[^\w#.,⁻]|_)*+)"
@@ -23,7 +27,9 @@ SCRIPT = re.compile("<su[pb]>")
 # In TeX "~" is a blank. In a text "5~6" is a range.
 ONE_WIDTH = FULL_WIDTH | str.maketrans("～〜~＾＊＿％、⁄∕٫٬", "∼∼∼^*_%,//.,")
 ONE_WIDTH |= dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u2796\ufe58\ufe63"), "-")
+ONE_WIDTH |= {ord(bracket): bracket for bracket in "（）"}  # they hold remarks, as in "18（6+12）"
 ONE_WIDTH |= dict.fromkeys((0xA0, 0x1680, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000), " ")
+DASH = re.compile("(?<=[A-Za-z])[\u2013\u2014\u2015](?=[A-Za-z])")  # in a sentence; a hyphen is part of a word
 BULLET = re.compile(r"\n[ \t]*[-+*][ \t]")
 LABEL = re.compile(r"answer[\s*_}]*[:：]", re.IGNORECASE)
 DISPLAYED = re.compile(r"(?:(?:\\\[.*?\\\]|\$\$.*?\$\$)[ \t]*+)+", re.DOTALL)
@@ -35,13 +41,13 @@ def marked_number(text: str) -> str | None:
     Emphasis, currency, bullets and delimiters before the number are left out. What changes the number is part
     of it: "12/5", "5 or 6", "5 million", "5x". None if no mark has a number.
     """
-    parts = with_plain_digits(text).translate(ONE_WIDTH).split("####")
+    parts = DASH.sub(" - ", with_plain_digits(text)).translate(ONE_WIDTH).split("####")
     text = TAG.sub("*", SCRIPT.sub("^", "####".join(map(last_of_neighbours, parts))))
     marked = list(MARKED.finditer(text))
     if not marked:
         return None
     found = marked[-1]
-    before = WORDS.sub("", BULLET.sub("", found[1]))
+    before = ARROW.sub("", WORDS.sub("", BULLET.sub("", found[1])))
     changed = "".join(character for character in before if changes_before(character))
     return changed + found[2].rstrip(",.") + (found[3] or changing(text, found.end()))
 

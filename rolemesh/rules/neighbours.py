@@ -14,7 +14,10 @@ NAMES = r"answer|ans|final|final[-_ ]answer|solution|result"
 ATTRIBUTES = r"(?:\s[^<>]{0,100})?"
 EMPHASIS = r"</?(?:b|strong|i|em|u|span|p|code)>"
 TAG = re.compile(rf"</?(?:{NAMES}){ATTRIBUTES}>|{EMPHASIS}", re.IGNORECASE)
-INEQUALITIES = re.compile(r"(?<=[0-9A-Za-z)}])<([biup])>(?=[0-9A-Za-z(\\])(?![^<>]*</)", re.IGNORECASE)  # 1<b>2
+# A letter between "<" and ">" that no closing tag follows: 1<b>2, but not in is<b>5</b>.
+INEQUALITIES = re.compile(
+    r"(?<=[0-9A-Za-z)}])<([biup])>(?=[0-9A-Za-z(\\])(?![^<]*+(?:<(?!/?\1>)[^<]*+)*+</\1>)", re.IGNORECASE
+)
 BETWEEN = r"(?:[\s$*_`]|\\[()\[\]]|<br ?/?>)*+"
 EARLIER_TAG = re.compile(
     rf"<({NAMES}){ATTRIBUTES}>(?:[^<]|<(?!/?\1\b))*+</\1>{BETWEEN}(?=<\1{ATTRIBUTES}>\s*+[^\s<])",
@@ -22,8 +25,12 @@ EARLIER_TAG = re.compile(
 )
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 NEXT_BOX = re.compile(rf"{BETWEEN}(?={BOX.pattern})")
-# "3 $1/2$" and "$3$ $1/2$" are mixed numbers. "$3$$1/2$" and "$1/2$ $3/4$" are lists.
-MIXED = re.compile(r"(?<![0-9./])([0-9]+)(?:\$|\\\))?\s+(?:\$|\\\()(?=[0-9]+/[0-9]+(?:\$|\\\)))")
+# "3 $1/2$", "$3$ 1/2" and "\( 3 \) \( 1/2 \)" are mixed numbers. "$3$$1/2$" and "$1/2$ $3/4$" are lists.
+MIXED = re.compile(
+    rf"(?<![0-9./])(?:(?:\$|\\\()\s*([0-9]+)\s*(?:\$|\\\))|([0-9]+)(?:\s*(?:\$|\\\)|{EMPHASIS}))?)"
+    rf"\s+(?:(?:\$|\\\(|{EMPHASIS})\s*)?(?=[0-9]+/[0-9]+(?![0-9/]))",
+    re.IGNORECASE,
+)
 # Between the digits of two numbers these leave no blank, which could be a thousands sign.
 APART = re.compile(
     rf"(?<=[0-9])\s*(?:(?:\\[()\[\]]|[$\u201c\u201d]|{TAG.pattern})\s*)++(?=[0-9])", re.IGNORECASE

@@ -130,7 +130,7 @@ def _may_equal(side: str, truth: Answer) -> bool:
 def _without_delimiters(text: str) -> str:
     r"""Remove $…$, \(…\), \[…\] and tags such as <answer>: that it is mathematics, or the answer, is known."""
     if any(sign in text for sign in "$\\<\u201c\u201d"):
-        text = APART.sub(", ", MIXED.sub(r"\1 ", INEQUALITIES.sub(r"< \1 >", text)))
+        text = APART.sub(", ", MIXED.sub(r"\1\2 ", INEQUALITIES.sub(r"< \1 >", text)))
     text = TAG.sub(" ", text).strip() if "<" in text else text
     text = DOLLARS.sub(r"\\$", text)  # a single "$" before a number is dollars
     return DELIMITER.sub(" ", text).strip() if "$" in text or "\\" in text else text

@@ -9,51 +9,63 @@ from __future__ import annotations
 import re
 
 SPELLINGS = {
-    "mm": "mm millimeter millimetre",
-    "cm": "cm centimeter centimetre",
-    "m": "m meter metre",
-    "km": "km kilometer kilometre",
+    "mm": "mm millimeter millimetre 毫米",
+    "cm": "cm centimeter centimetre 厘米 公分 平方厘米 立方厘米 센티미터",
+    "m": "m meter metre 米 平方米 立方米 미터",
+    "km": "km kilometer kilometre 公里 千米 킬로미터",
     "in": "in inch inches",
     "ft": "ft foot feet",
     "yd": "yd yard",
     "mi": "mi mile",
-    "mg": "mg milligram",
-    "g": "g gm gram",
-    "kg": "kg kilogram",
+    "mg": "mg milligram 毫克",
+    "g": "g gm gram 克 그램",
+    "kg": "kg kilogram 公斤 千克 킬로그램",
     "oz": "oz ounce",
     "lb": "lb pound",
-    "ml": "ml mL milliliter millilitre",
-    "l": "L liter litre",
-    "s": "s sec second",
-    "min": "min minute",
-    "h": "h hr hour",
-    "day": "day",
-    "week": "week",
-    "month": "month",
-    "year": "yr year",
+    "ml": "ml mL milliliter millilitre 毫升",
+    "l": "L liter litre 升 리터",
+    "s": "s sec second 秒 초",
+    "min": "min minute 分钟 分鐘",
+    "h": "h hr hour 小时 小時 時間 시간",
+    "day": "day 天 日 일",
+    "week": "week 周 週",
+    "month": "month 个月 個月 개월",
+    "year": "yr year 年 년",
     "mi per h": "mph",
     "degree": "degree circ",
     "C": "C celsius",
     "F": "F fahrenheit",
     "radian": "rad radian",
     "%": "percent",
-    "$": "dollar usd",
+    "$": "dollar usd 美元 달러",
     "cent": "cent",
-    "euro": "euro eur",
+    "euro": "euro eur 欧元 歐元",
+    "元": "元 圓",
+    "円": "円 日元 日圓",
+    "岁": "岁 歲 歳 살",
+    "个": "个 個",
+    "种": "种 種",
+    "页": "页 頁",
+    "张": "张 張",
+    "辆": "辆 輛",
+    "头": "头 頭",
+    "组": "组 組",
+    "条": "条 條",
+    "块": "块 塊",
+    "吨": "吨 噸",
 }
 UNITS = {
     word: unit
     for unit, spellings in SPELLINGS.items()
     for spelling in spellings.split()
-    for word in {spelling, f"{spelling}s" if len(spelling) > 1 else spelling}
+    for word in {spelling, f"{spelling}s" if len(spelling) > 1 and spelling.isascii() else spelling}
 }
 GLUED = re.compile(r"(?<=[0-9])(mm|cm|km|kg|mph|min|ft)$")  # "12cm"; shorter ones may be variables
-# Counting words and units of Chinese, Japanese and Korean, which touch their number. Each is a label by itself.
-COUNTERS = (
-    "元 美元 欧元 日元 円 圓 个 個 つ 人 名 位 天 日 年 月 个月 個月 周 週 岁 歳 小时 小時 時間 分钟 分鐘 分 秒"
-    " 米 厘米 公里 克 公斤 千克 次 回 本 只 匹 枚 条 件 杯 瓶 页 頁 원 달러 개 명 일 년 살 시간 분 초 마리"
-)
-COUNTED = re.compile(rf"(?<=[0-9])\s?({'|'.join(COUNTERS.split())})$")
+# Counting words and units of Chinese, Japanese and Korean, which touch their number. 分 and 분 are a label by
+# themselves: a minute, a cent, a point or a person.
+COUNTING_WORDS = "つ 人 名 位 月 分 次 回 本 只 匹 枚 件 杯 瓶 斤 角 棵 支 通り 원 개 명 분 마리 가지"
+COUNTERS = (*COUNTING_WORDS.split(), *(word for word in UNITS if not word.isascii()))
+COUNTED = re.compile(rf"(?:(?<=[0-9}}])|(?<=\\pi)|(?<=\\circ))\s?({'|'.join(COUNTERS)})$")
 # Words after a number that make another answer of it, or are no label.
 NO_LABEL = {
     *("and", "or", "not", "no", "if", "when", "where", "for", "is", "are", "odd", "even", "mod"),
