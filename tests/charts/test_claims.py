@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+from pathlib import Path
+
 import pytest
+from namespaces import as_container, needs_namespaces, terminate
 from rendering import Object, objects, of_kind, pods, refusal, workloads
+
+WAITS = ["sh", "-c", 'trap "exit 143" TERM; until test -e "$0"; do sleep 1 & wait $!; done']
 
 CLAIMS = {
     "models": {"existingClaim": "models"},
@@ -200,8 +208,24 @@ def test_a_pod_that_may_not_write_waits_for_what_others_prepare() -> None:
         thing["metadata"]["name"]: thing["spec"]["template"]["spec"]["initContainers"][0]["command"]
         for thing in workloads(objects(values))
     }
-    assert first["demo-actor"][0] == "flock"
-    assert first["demo-reward"] == ["sh", "-c", 'until test -e "$0"; do sleep 1; done']
+    assert first["demo-actor"] == ["rolemesh", "prepare"]
+    assert first["demo-reward"] == WAITS
+
+
+@needs_namespaces
+def test_a_pod_that_waits_for_what_others_prepare_ends_at_sigterm(tmp_path: Path) -> None:
+    """Else it keeps its GPUs until it is killed: the shell is process 1, which needs a trap."""
+    begun, sleep = tmp_path / "begun", tmp_path / "sleep"
+    os.mkfifo(begun)
+    sleep.write_text(f"#!/bin/sh\necho >{begun}\nexec /bin/sleep 60\n")
+    sleep.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    with as_container(*WAITS, "made", cwd=tmp_path, env=path) as waiting:
+        begun.read_text()
+        terminate(waiting)
+        assert waiting.wait(timeout=30) == 128 + signal.SIGTERM
+    sleep.write_text("#!/bin/sh\ntouch made\n")
+    assert subprocess.run([*WAITS, "made"], cwd=tmp_path, env=path, timeout=30).returncode == 0
 
 
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_CACHE_ROOT")

@@ -11,6 +11,7 @@ from test_two_releases import COMMANDS
 
 from rolemesh.services.controller.run.attempts import COUNTED, NoProgress
 
+PREPARES = ["rolemesh", "prepare"]
 FETCH = {
     "huggingFace": {"fetch": True, "cache": "/models/hub", "secret": "hub"},
     "storage": {"models": {"existingClaim": "weights", "readOnly": False}},
@@ -43,14 +44,15 @@ def test_the_pods_of_the_controller_and_of_helm_test_fetch_and_the_others_wait()
     for component, spec in found.items():
         fetch, prepare = spec["initContainers"]
         assert (fetch["name"], prepare["name"]) == ("fetch", "prepare-0")
-        runs = fetch["command"][0] == "flock"
+        runs = fetch["command"] == PREPARES
         assert runs == (component in ("controller", "check"))
         if runs:
             assert fetch["args"][-5:] == ["rolemesh", "fetch", "/etc/rolemesh/job.yaml", "--done", done]
         if component != "reward":  # by one program in all pods: else the first pod decides what may be started
-            assert prepare["command"] == ["flock", "--no-fork", ".prepare.lock", "rolemesh", "prepare"]
+            assert prepare["command"] == PREPARES
             parsed = COMMANDS["prepare"].make_context("prepare", list(prepare["args"])).params
             assert (str(parsed["creates"]), parsed["command"]) == ("data/train.parquet", ["make", "data"])
+            assert str(parsed["lock"]) == ".prepare.lock"  # of the workspace, so that pods take turns
             assert (parsed["counts_in"] is None) == (component != "controller")
         assert ("HF_TOKEN_PATH" in env(fetch)) == runs
         [main] = spec["containers"]
@@ -76,7 +78,7 @@ def test_what_fails_before_the_controller_begins_ends_the_run_as_the_controller_
     for container, command, final in zip(
         spec["initContainers"], (["rolemesh", "fetch"], ["make", "data"]), (2, None), strict=True
     ):
-        assert container["command"] == ["flock", "--no-fork", ".prepare.lock", "rolemesh", "prepare"]
+        assert container["command"] == PREPARES
         parsed = COMMANDS["prepare"].make_context("prepare", list(container["args"])).params
         assert parsed["command"][:2] == command
         assert parsed["final"] == final
@@ -85,10 +87,7 @@ def test_what_fails_before_the_controller_begins_ends_the_run_as_the_controller_
         assert str(parsed["counts_in"]) == f".demo-controller.{container['name']}.json"
     rules = job["spec"]["podFailurePolicy"]["rules"]
     on_codes = {rule["action"]: rule["onExitCodes"] for rule in rules if "onExitCodes" in rule}
-    final, counted = (
-        [2, NoProgress.exit_code],
-        [COUNTED],
-    )  # of any container; backoffLimit counts what flock ends with
+    final, counted = [2, NoProgress.exit_code], [COUNTED]  # of any container
     assert on_codes == {
         "FailJob": {"operator": "In", "values": final},
         "Ignore": {"operator": "In", "values": counted},
@@ -117,6 +116,24 @@ def test_the_count_of_attempts_is_of_one_job_and_one_revision_of_its_values() ->
 
 
 @pytest.mark.parametrize(
+    ("controller", "advice"),
+    [
+        ({"backoffLimit": 5}, ""),
+        ({"backoffLimit": 4}, "set backoffLimit to 5 or more, or maxAttempts to 4 or less"),
+        ({"backoffLimit": 0}, "set backoffLimit to 5 or more"),  # maxAttempts: 0 is no limit
+        ({"backoffLimit": 4, "rbac": False}, ""),
+        ({"backoffLimit": 4, "scaleDown": False}, ""),
+    ],
+)
+def test_a_job_that_ends_before_its_roles_are_scaled_down_is_refused(
+    controller: dict[str, Any], advice: str
+) -> None:
+    said = refusal({"controller": controller})
+    assert said.startswith("controller.backoffLimit is ") == bool(advice)
+    assert said.partition(" would leave the roles their GPUs: ")[2] == advice
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {},
@@ -134,7 +151,7 @@ def test_the_token_is_a_file_where_something_is_prepared_and_nowhere_else(values
         assert volumes in ([], [{"name": "hub-token", "secret": secret}])
         for container in [*spec["initContainers"], *spec["containers"]]:
             paths = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "hub-token"]
-            runs = container in spec["initContainers"] and container["command"][0] == "flock"
+            runs = container in spec["initContainers"] and container["command"] == PREPARES
             assert paths == (["/etc/rolemesh-hub"] if runs else [])
             assert env(container).get("HF_TOKEN_PATH") == ("/etc/rolemesh-hub/token" if runs else None)
             assert "hub" not in str(container["env"]).replace("rolemesh-hub", "").replace("/models/hub", "")

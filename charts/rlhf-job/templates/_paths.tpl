@@ -50,39 +50,85 @@
 {{- $found }}
 {{- end }}
 
+{{/* A claim's PersistentVolumeClaim, of (list $ NAME). */}}
+{{- define "rlhf-job.claimName" -}}
+{{- (get (first .).Values.storage (last .)).existingClaim | default (include "rlhf-job.name" .) }}
+{{- end }}
+
 {{/* The folder that has an absolute path in a pod, as JSON, of (list $ PATH SETTINGS): the longest that contains it of claims,
 volumes of yours and the pod's own /tmp and /dev/shm. `at` is empty if there is none. `claim`: its name, if it is a claim.
-`own`: others do not see it, and it is lost with the pod. */}}
+`volume`: in words, the same for pods that may share it. `own`: others do not see it, and it is lost with the pod.
+`readOnly`: a volume of yours that no process of the pod can write to. */}}
 {{- define "rlhf-job.folderOf" -}}
 {{- $ := index . 0 }}{{ $path := printf "%s/" (index . 1) }}{{ $settings := index . 2 }}
-{{- $private := list "tmp" "shm" }}
+{{- $claims := dict }}
+{{- range $name, $claim := omit $.Values.storage "singleNode" }}
+{{- if or $claim.existingClaim $claim.size }}{{ $_ := set $claims $name (include "rlhf-job.claimName" (list $ $name)) }}{{ end }}
+{{- end }}
+{{- $volumes := dict "tmp" (dict "own" true) "shm" (dict "own" true) }}
 {{- range $settings.volumes }}
-{{- if or (hasKey . "emptyDir") (hasKey . "ephemeral") }}{{ $private = append $private .name }}{{ end }}
+{{- $kind := "emptyDir" }}{{ $source := dict }} {{- /* as for the API server, if it names no source */}}
+{{- range $key, $value := . }}{{ if kindIs "map" $value }}{{ $kind = $key }}{{ $source = $value }}{{ end }}{{ end }}
+{{- $readOnly := or $source.readOnly (has $kind (list "configMap" "secret" "projected" "downwardAPI" "image")) }}
+{{- $_ := set $volumes .name (dict "own" (has $kind (list "emptyDir" "ephemeral")) "readOnly" $readOnly "claim" ($source.claimName | default "")) }}
 {{- end }}
 {{- $mounts := concat (list (dict "name" "tmp" "mountPath" "/tmp") (dict "name" "shm" "mountPath" "/dev/shm")) ($settings.volumeMounts | default list) }}
 {{- with include "rlhf-job.claimOf" (list $ (index . 1)) }}
-{{- $mounts = append $mounts (dict "name" . "claim" . "mountPath" (get $.Values.storage .).mountPath) }}
+{{- $mounts = append $mounts (dict "name" . "mountPath" (get $.Values.storage .).mountPath) }}
 {{- end }}
-{{- $found := dict "at" "" "claim" "" "own" false }}{{ $longest := 0 }}
+{{- $mount := dict "name" "" }}{{ $longest := 0 }}
 {{- range $mounts }}
-{{- $at := clean .mountPath }}{{ $within := printf "%s/" (trimSuffix "/" $at) }}
-{{- if and (hasPrefix $within $path) (ge (len $within) $longest) }}
-{{- $found = dict "at" $at "claim" (.claim | default "") "own" (has .name $private) }}{{ $longest = len $within }}
+{{- $within := printf "%s/" (clean .mountPath | trimSuffix "/") }}
+{{- if and (hasPrefix $within $path) (ge (len $within) $longest) }}{{ $mount = . }}{{ $longest = len $within }}{{ end }}
 {{- end }}
+{{- $found := dict "at" "" "claim" "" "volume" "no volume" "own" false "readOnly" false }}
+{{- if $longest }}
+{{- $at := clean $mount.mountPath }}{{ $volume := get $volumes $mount.name | default dict }}
+{{- $claim := hasKey $claims $mount.name | ternary $mount.name "" }}
+{{- $of := get $claims $mount.name | default $volume.claim }}{{ $words := "a volume of yours" }}
+{{- if $volume.own }}{{ $words = printf "their own %s" $at }}{{ else if has $of (values $claims) }}{{ $words = printf "claim %s" $of }}{{ end }}
+{{- $found = dict "at" $at "claim" $claim "volume" $words "own" $volume.own "readOnly" (or $mount.readOnly $volume.readOnly) }}
 {{- end }}
 {{- toJson $found }}
 {{- end }}
 
-{{/* The folder of a pod's own that has an absolute path, of (list $ PATH SETTINGS); empty: none. */}}
-{{- define "rlhf-job.ownFolder" -}}
-{{- $folder := include "rlhf-job.folderOf" . | fromJson }}
-{{- if $folder.own }}{{ $folder.at }}{{ end }}
+{{/* What a run writes besides what it prepares, as a list in JSON, of (list $ GROUPS): each path as pods see it, its key, and
+`by`, the pods that write it (`of` and `pod`). The run directory is written by the controller and by roles that are trained, that
+park their weights because they share a CPU, or that are profiled. The controller alone writes dumps. */}}
+{{- define "rlhf-job.written" -}}
+{{- $ := first . }}{{ include "rlhf-job.readPaths" $ }}
+{{- $controller := list (dict "of" "the controller" "pod" (include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson)) }}
+{{- $writers := $controller }}{{ $rollout := list }}
+{{- range last . }}
+{{- $group := dict "of" (printf "group %s" .name) "pod" .pod }}
+{{- $parks := and (gt (len .models) 1) (not .gpus) }}
+{{- if or .trained $parks $.whole.trainer.profile_steps }}{{ $writers = append $writers $group }}{{ end }}
+{{- if and (has "rollout" .roles) (include "rlhf-job.generatesElsewhere" $) }}{{ $rollout = list $group }}{{ end }}
+{{- end }}
+{{- $written := list }}
+{{- range $key, $by := dict "trainer.default_local_dir" $writers "trainer.rollout_data_dir" $controller
+      "trainer.validation_data_dir" $controller "rollout.openai.weights_dir" $rollout }}
+{{- range get $.absolute $key }}{{ if $by }}{{ $written = append $written (dict "path" . "key" (printf "job.%s" $key) "by" $by) }}{{ end }}{{ end }}
+{{- end }}
+{{- toJson $written }}
 {{- end }}
 
-{{/* Refuse a claim that the run cannot write to, of (list $ KEY PATH CLAIM); empty: none. */}}
-{{- define "rlhf-job.refuse.unwritable" -}}
-{{- $ := index . 0 }}{{ $is := printf "%s is %s, but" (index . 1) (index . 2) }}
-{{- with index . 3 }}
+{{/* Refuse a path where a pod that writes it cannot, or loses it, or where others that write it do not see it, of
+(list $ GROUPS). */}}
+{{- define "rlhf-job.refuse.written" -}}
+{{- $ := first . }}{{ $claim := "write a path in a claim, relative to storage.workspace.mountPath or absolute" }}
+{{- range $written := include "rlhf-job.written" . | fromJsonArray }}
+{{- $is := printf "%s is %s, but" (.key | replace "job.trainer.default_local_dir" "the run directory (job.trainer.default_local_dir)") .path }}
+{{- $volumes := dict }}
+{{- range .by }}
+{{- $folder := include "rlhf-job.folderOf" (list $ $written.path .pod) | fromJson }}
+{{- if $folder.own }}
+{{- fail (printf "%s pods of %s have their own %s, which no other pod sees, and which is lost with the pod: %s" $is .of $folder.at $claim) }}
+{{- end }}
+{{- if $folder.readOnly }}
+{{- fail (printf "%s the volume that pods of %s have at %s is read-only: mount one there that they can write to, or %s" $is .of $folder.at $claim) }}
+{{- end }}
+{{- with $folder.claim }}
 {{- if eq . "caches" }}
 {{- fail (printf "%s only pods that compile for GPUs mount storage.caches: write to another claim" $is) }}
 {{- end }}
@@ -93,91 +139,66 @@ volumes of yours and the pod's own /tmp and /dev/shm. `at` is empty if there is 
 {{- fail (printf "%s storage.%s is read-only: set storage.%s.readOnly to false, or write to another claim" $is . .) }}
 {{- end }}
 {{- end }}
+{{- $_ := set $volumes $folder.volume (append (get $volumes $folder.volume | default list) .of) }}
+{{- end }}
+{{- if gt (len $volumes) 1 }}
+{{- $each := list }}
+{{- range $volume, $of := $volumes }}{{ $each = append $each (printf "%s: %s" $volume (join ", " $of)) }}{{ end }}
+{{- fail (printf "%s the pods that write it do not share a volume there (%s): mount one in all of them (volumes and volumeMounts), or %s" $is (join "; " $each) $claim) }}
+{{- end }}
+{{- end }}
 {{- end }}
 
-{{/* Refuse a run directory where a pod that writes it cannot, or loses it, of (list $ GROUPS). Such are the pods of the controller
-and of trained roles, and of every role if steps are profiled. The controller alone writes dumps. */}}
-{{- define "rlhf-job.refuse.runDir" -}}
-{{- $ := first . }}{{ $dir := include "rlhf-job.runDir" $ }}{{ $claim := "write a path in a claim, relative to storage.workspace.mountPath or absolute" }}
-{{- $key := "the run directory (job.trainer.default_local_dir)" }}
-{{- $controller := include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson }}
-{{- range $dumps := list "trainer.rollout_data_dir" "trainer.validation_data_dir" }}
-{{- range get $.absolute $dumps }}
-{{- include "rlhf-job.refuse.unwritable" (list $ (printf "job.%s" $dumps) . (include "rlhf-job.folderOf" (list $ . $controller) | fromJson).claim) }}
-{{- end }}
-{{- end }}
-{{- $writers := list (dict "of" "the controller" "pod" $controller) }}
+{{/* Refuse steps that create something where no pod can, or where a pod that prepares nothing would wait for it, as others do
+not see it, of (list $ GROUPS). Without such pods each makes its own, as a copy of a model on the node's disk. */}}
+{{- define "rlhf-job.refuse.prepared" -}}
+{{- $ := first . }}
+{{- $preparing := list (include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson) }}{{ $waiting := list }}
 {{- range last . }}
-{{- if or .trained $.whole.trainer.profile_steps }}{{ $writers = append $writers (dict "of" (printf "group %s" .name) "pod" .pod) }}{{ end }}
+{{- $userCode := include "rlhf-job.of" (list $ .roles "runsUserCode") | fromJsonArray }}
+{{- if eq (len $userCode) (len .roles) }}{{ $waiting = append $waiting . }}{{ else }}{{ $preparing = append $preparing .pod }}{{ end }}
 {{- end }}
-{{- $with := list }}{{ $without := list }}
-{{- range $writer := $writers }}
-{{- $folder := include "rlhf-job.folderOf" (list $ $dir $writer.pod) | fromJson }}
-{{- if $folder.own }}
-{{- fail (printf "job.trainer.default_local_dir is %s, but pods of %s have their own %s, which is lost with the pod: %s" ($.whole.trainer.default_local_dir | default $dir) $writer.of $folder.at $claim) }}
-{{- end }}
-{{- include "rlhf-job.refuse.unwritable" (list $ $key $dir $folder.claim) }}
-{{- if $folder.at }}{{ $with = append $with $writer.of }}{{ else }}{{ $without = append $without $writer.of }}{{ end }}
-{{- end }}
-{{- if and $with $without }}
-{{- fail (printf "%s is %s, and pods of %s have a volume there, but those of %s, which write it too, have none: mount it in them (volumes and volumeMounts), or %s" $key $dir (join ", " $with) (join ", " $without) $claim) }}
-{{- end }}
-{{- end }}
-
-{{/* Refuse steps that create something where a pod that prepares nothing would wait for it, as others do not see it, of
-(list $ GROUPS). Without such pods each makes its own, as a copy of a model on the node's disk. */}}
-{{- define "rlhf-job.refuse.ownFolders" -}}
-{{- $ := first . }}{{ $claim := "write a path in a claim, relative to storage.workspace.mountPath or absolute" }}
-{{- $controller := include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson }}
-{{- $pods := list $controller }}{{ range last . }}{{ $pods = append $pods .pod }}{{ end }}
 {{- range $step := $.Values.prepare }}
-{{- range $pods }}
-{{- if eq (include "rlhf-job.folderOf" (list $ (include "rlhf-job.inPod" (list $ $step.creates)) .) | fromJson).claim "caches" }}
-{{- fail (printf "prepare has a step that creates %s, but only pods that compile for GPUs mount storage.caches: write to another claim" $step.creates) }}
+{{- $path := include "rlhf-job.inPod" (list $ .creates) }}{{ $is := printf "prepare has a step that creates %s, but" .creates }}
+{{- $volumes := list }} {{- /* where it is made: one of yours may have another mountPath there, as with subPath */}}
+{{- range $preparing }}
+{{- $folder := include "rlhf-job.folderOf" (list $ $path .) | fromJson }}
+{{- $volumes = append $volumes $folder.volume }}
+{{- with $folder.claim }}
+{{- $claim := get $.Values.storage . }}
+{{- if eq . "caches" }}
+{{- fail (printf "%s only pods that compile for GPUs mount storage.caches: write to another claim" $is) }}
+{{- end }}
+{{- if and $claim.readOnly (not $claim.existingClaim) }}
+{{- fail (printf "%s storage.%s, which the chart makes empty, is read-only: set storage.%s.readOnly to false, or write to another claim" $is . .) }}
 {{- end }}
 {{- end }}
 {{- end }}
-{{- $preparing := list $controller }}
-{{- range $group := last . }}
-{{- if ne (len (include "rlhf-job.of" (list $ $group.roles "runsUserCode") | fromJsonArray)) (len $group.roles) }}{{ $preparing = append $preparing $group.pod }}{{ end }}
-{{- end }}
-{{- range $group := last . }}
-{{- $userCode := include "rlhf-job.of" (list $ $group.roles "runsUserCode") | fromJsonArray }}
-{{- if eq (len $userCode) (len $group.roles) }}
-{{- range $step := $.Values.prepare }}
-{{- $path := include "rlhf-job.inPod" (list $ $step.creates) }}
-{{- with include "rlhf-job.ownFolder" (list $ $path $group.pod) }}
-{{- fail (printf "prepare has a step that creates %s, but each pod has its own %s, and pods of group %s, which prepare nothing, would wait for it for ever: %s" $step.creates . $group.name $claim) }}
-{{- end }}
-{{- /* A volume of yours may have another mountPath there, as with subPath: it need only be one. */}}
-{{- $mounts := ne (include "rlhf-job.folderOf" (list $ $path $group.pod) | fromJson).at "" }}{{ $found := false }}
-{{- range $pod := $preparing }}
-{{- $folder := include "rlhf-job.folderOf" (list $ $path $pod) | fromJson }}
-{{- if and (not $folder.own) (eq $mounts (ne $folder.at "")) }}{{ $found = true }}{{ end }}
-{{- end }}
-{{- if not $found }}
-{{- fail (printf "prepare has a step that creates %s, but pods of group %s, which prepare nothing, would wait for it for ever: %s a volume there, and the pods that prepare do not share it: %s" $step.creates $group.name (ternary "they have" "they do not have" $mounts) $claim) }}
-{{- end }}
+{{- range $waiting }}
+{{- $folder := include "rlhf-job.folderOf" (list $ $path .pod) | fromJson }}
+{{- if or $folder.own (not (has $folder.volume $volumes)) }}
+{{- fail (printf "%s pods of group %s, which prepare nothing, would wait for it for ever: they look for it in %s, and the pods that prepare make it in %s: write a path in a claim, relative to storage.workspace.mountPath or absolute" $is .name $folder.volume (uniq $volumes | join ", or in ")) }}
 {{- end }}
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* Refuse paths in the home directory, which is /tmp in a pod. */}}
+{{/* Refuse paths in the home directory, which is /tmp in a pod, and those with a variable that only the kubelet knows. */}}
 {{- define "rlhf-job.refuse.homes" -}}
-{{- $claim := "write a path in a claim, relative to storage.workspace.mountPath or absolute" }}
-{{- $why := printf "but ~ in a pod is /tmp, which is lost with the pod: %s" $claim }}
-{{- range $step := .Values.prepare }}
-{{- if hasPrefix "~" $step.creates }}{{ fail (printf "prepare has a step that creates %s, %s" $step.creates $why) }}{{ end }}
-{{- end }}
+{{- $paths := list }}
+{{- range .Values.prepare }}{{ $paths = append $paths (list "prepare has a step that creates" .creates) }}{{ end }}
 {{- $job := include "rlhf-job.job" . | fromJson }}
 {{- range $key := (.Files.Get "files/defaults.json" | fromJson).paths }}
 {{- $path := $job }}
 {{- range splitList "." $key }}{{ $path = get $path . }}{{ end }}
-{{- range $each := kindIs "slice" $path | ternary $path (list $path) }}
-{{- if hasPrefix "~" (toString $each) }}
-{{- fail (printf "job.%s is %s, %s" $key $each $why) }}
+{{- range kindIs "slice" $path | ternary $path (list $path) }}{{ $paths = append $paths (list (printf "job.%s is" $key) (toString .)) }}{{ end }}
 {{- end }}
+{{- range $paths }}
+{{- if hasPrefix "~" (last .) }}
+{{- fail (printf "%s, but ~ in a pod is /tmp, which is lost with the pod: write a path in a claim, relative to storage.workspace.mountPath or absolute" (join " " .)) }}
+{{- end }}
+{{- if contains "$(" (last .) }}
+{{- fail (printf "%s, but the chart checks where paths lead, and does not know what $(NAME) will be: write the path itself" (join " " .)) }}
 {{- end }}
 {{- end }}
 {{- end }}

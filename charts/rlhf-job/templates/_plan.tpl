@@ -150,8 +150,8 @@ none), resources and pod (values.pods with the overrides of values.groups). Refu
 {{- include "rlhf-job.refuse.tls" (list . $groups) }}
 {{- include "rlhf-job.refuse.unread" (list . $groups) }}
 {{- include "rlhf-job.refuse.accounts" (list . $groups) }}
-{{- include "rlhf-job.refuse.runDir" (list . $groups) }}
-{{- include "rlhf-job.refuse.ownFolders" (list . $groups) }}
+{{- include "rlhf-job.refuse.written" (list . $groups) }}
+{{- include "rlhf-job.refuse.prepared" (list . $groups) }}
 {{- include "rlhf-job.refuse.scaleUp" (list . $groups) }}
 {{- dict "groups" $groups "roles" $roles | toJson }}
 {{- end }}

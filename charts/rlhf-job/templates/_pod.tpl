@@ -128,13 +128,13 @@ spec:
     - name: {{ $name }}
       {{- $waits := or $readOnly $onlyUserCode (and $ofHub (not $fetches)) }}
       {{- if $waits }}
-      # Another pod creates it.
-      command: [sh, -c, 'until test -e "$0"; do sleep 1; done']
+      # Another pod creates it. The shell is process 1, which would ignore SIGTERM without a trap.
+      command: [sh, -c, 'trap "exit 143" TERM; until test -e "$0"; do sleep 1 & wait $!; done']
       args: {{ prepend $step.command $step.creates | toJson }}
       {{- else }}
       # The first pod creates it; the others wait for the lock, and then skip the command.
-      command: [flock, --no-fork, .prepare.lock, rolemesh, prepare]
-      {{- $options := list (printf "--creates=%s" $step.creates) }}
+      command: [rolemesh, prepare]
+      {{- $options := list (printf "--creates=%s" $step.creates) "--lock=.prepare.lock" }}
       {{- if $counts }} {{- /* the step's failures; after the last one it scales the roles down, as no controller will */}}
       {{- $file := printf ".%s.%s.json" (include "rlhf-job.name" (list $ "controller")) $name }}
       {{- $options = append $options (printf "--counts-in=%s" $file) }}
@@ -200,7 +200,7 @@ spec:
     {{- range $claims }}
     - name: {{ .name }}
       persistentVolumeClaim:
-        claimName: {{ .existingClaim | default (include "rlhf-job.name" (list $ .name)) | quote }}
+        claimName: {{ include "rlhf-job.claimName" (list $ .name) | quote }}
         {{- if (index $values.storage .name).readOnly }}
         readOnly: true # so the kubelet changes the group of no file; not where a pod writes, as it may do so once, for the first pod
         {{- end }}

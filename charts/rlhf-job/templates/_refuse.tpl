@@ -275,8 +275,9 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- fail "controller.scaleUp is true, but the controller scales up what it scales down: set controller.scaleDown and controller.rbac to true" }}
 {{- end }}
 {{- $attempts := int .Values.controller.maxAttempts }}{{ $restarts := int .Values.controller.backoffLimit }}
-{{- if lt $restarts $attempts }}
-{{- fail (printf "controller.backoffLimit is %d, below controller.maxAttempts (%d), so a controller that is killed as often would leave the roles their GPUs: set backoffLimit to %d or more, or maxAttempts to %d or less" $restarts $attempts $attempts $restarts) }}
+{{- if and .Values.controller.scaleDown .Values.controller.rbac (lt $restarts $attempts) }} {{- /* else nothing is scaled down anyway */}}
+{{- $fewer := gt $restarts 0 | ternary (printf ", or maxAttempts to %d or less" $restarts) "" }}
+{{- fail (printf "controller.backoffLimit is %d, below controller.maxAttempts (%d), so a controller that is killed as often would leave the roles their GPUs: set backoffLimit to %d or more%s" $restarts $attempts $attempts $fewer) }}
 {{- end }}
 {{- if not (or .Values.storage.workspace.existingClaim .Values.storage.workspace.size) }}
 {{- fail "storage.workspace has neither a size nor an existingClaim: set one, because the run directory is there" }}

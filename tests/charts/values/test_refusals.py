@@ -214,7 +214,6 @@ SENTENCES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "storage.models.accessModes is ReadWriteOnce, ReadOnlyMany, with which pods on several nodes cannot",
     ),
-    "fewer restarts than attempts": ({"controller": {"backoffLimit": 4}}, "set backoffLimit to 5 or more, or"),
     "Kueue without a queue": ({"gang": {"scheduler": "kueue"}}, "gang.queue is empty: set it to a LocalQueue"),
 }
 
