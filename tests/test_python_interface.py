@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import subprocess
 import sys
@@ -128,6 +129,19 @@ async def test_the_metrics_and_curves_of_a_run_are_read_from_its_directory(
     ]
     rolemesh.draw_curves(job.run_dir, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_garbage_is_collected_again_after_an_import_also_one_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imports_much.py").write_text("import gc\ncollects = gc.isenabled()\n")
+    (tmp_path / "fails_to_import.py").write_text("import absent_for_certain\n")
+    assert not rolemesh.imported("imports_much").collects
+    assert gc.isenabled()
+    with pytest.raises(ModuleNotFoundError, match="absent_for_certain"):
+        rolemesh.imported("fails_to_import")
+    assert gc.isenabled()
 
 
 def test_a_plan_is_the_command_lines(tiny_model: Path, tmp_path: Path) -> None:

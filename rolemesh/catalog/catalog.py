@@ -9,12 +9,12 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
 
+from rolemesh import imported
 from rolemesh.errors import InvalidConfig, RoleFailed, RolemeshError
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def load(code: Code) -> Any:
     if not isinstance(code, str):
         return code
     module, _, name = code.partition(":")
-    return getattr(import_module(module), name)
+    return getattr(imported(module), name)
 
 
 @dataclass(frozen=True, kw_only=True)

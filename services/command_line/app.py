@@ -11,13 +11,13 @@ import json
 import os
 import sys
 from enum import StrEnum
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import rolemesh
+from rolemesh import imported
 from rolemesh.services.command_line.arguments import (
     Address,
     AttemptsOfOption,
@@ -149,9 +149,7 @@ def serve(
             log_format=log_format.value,
         )
     else:
-        from rolemesh.services.processes.serve import serve as serve_roles
-
-        serving = serve_roles(
+        serving = imported("rolemesh.services.processes.serve").serve(
             roles.split(","),
             job,
             listen,
@@ -231,7 +229,7 @@ def control(
             async with serving(status, job.roles, listen, health_listen or None) as server:
                 scraped = serve_metrics(metrics_listen, CONTROLLER) if metrics_listen else None
                 # In a thread: to import the models' libraries takes seconds, and the server must answer.
-                services_control = await asyncio.to_thread(import_module, "rolemesh.services.controller.main")
+                services_control = await asyncio.to_thread(imported, "rolemesh.services.controller.main")
                 await services_control.control(
                     job,
                     addresses,

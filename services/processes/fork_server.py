@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+from rolemesh import imported
 from rolemesh.services.processes.environments import role_settings
 
 log = logging.getLogger(__name__)
@@ -186,7 +187,8 @@ def serve_forks(control: socket.socket, modules: Sequence[str]) -> NoReturn:
     os.environ.update(role_settings())  # before torch is imported: OpenMP reads them then
     for module in modules:
         with contextlib.suppress(Exception):  # the process that needs it reports the error
-            import_module(module)
+            imported(module)
+    gc.collect()
     gc.freeze()  # a garbage collection of a fork would write to all of the shared memory
     request = _requested(control)
     for number, handler in handlers.items():

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from actors import WITHOUT_CHECKPOINTING
 from saving import saved
 from sequences import sequence_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,12 +38,13 @@ def training_job(model: Path, run_dir: Path, **optim: Any) -> JobConfig:
         "ppo_epochs": 2,
         "shuffle": True,
         "optim": {"lr": 1e-3, "lr_warmup_steps": 3} | optim,
+        "model": {"path": str(model)} | WITHOUT_CHECKPOINTING,
     }
     return make_job(
         {
             "data": {"train_batch_size": 16},
             "trainer": {"device": "cpu", "default_local_dir": str(run_dir), "total_training_steps": 4},
-            "actor": trained | {"model": {"path": str(model)}, "use_kl_loss": True, "entropy_coeff": 0.01},
+            "actor": trained | {"use_kl_loss": True, "entropy_coeff": 0.01},
             "critic": trained,
         }
     )

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from actors import WITHOUT_CHECKPOINTING
 from float64 import in_float64
 from sequences import sequence_batch
 from torch import Tensor
@@ -62,7 +63,7 @@ class Gradients(Optimizer):
 def job_of(model: Path, loss: str, mode: str, cut: dict[str, Any]) -> JobConfig:
     loss_mode, correction = LOSSES[loss]
     actor = {
-        "model": {"path": str(model)},
+        "model": {"path": str(model)} | WITHOUT_CHECKPOINTING,
         "ppo_mini_batch_size": ROWS // 2,
         "loss_agg_mode": mode,
         "policy_loss": {

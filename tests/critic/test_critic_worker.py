@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from actors import WITHOUT_CHECKPOINTING
 from float64 import in_float64
 from saving import saved
 from sequences import sequence_batch
@@ -43,7 +44,11 @@ def _in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def critic_job(
     model: Path, critic: dict[str, Any] | None = None, actor: dict[str, Any] | None = None
 ) -> JobConfig:
-    base = {"ppo_micro_batch_size_per_gpu": 4, "optim": {"lr": 1e-3}}
+    base = {
+        "model": {**WITHOUT_CHECKPOINTING},
+        "ppo_micro_batch_size_per_gpu": 4,
+        "optim": {"lr": 1e-3},
+    }
     policy = {
         "model": {"path": str(model)},
         "ppo_mini_batch_size": 8,

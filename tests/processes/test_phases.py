@@ -14,6 +14,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGSTOP, Signals
 from typing import Any
 
+from actors import WITHOUT_CHECKPOINTING
 from ranked import Group, group, serve_rank
 from saving import saved
 from sequences import sequence_batch
@@ -70,7 +71,7 @@ def job_of(model: Path, directory: Path) -> JobConfig:
             "data": {"train_batch_size": 8, "max_prompt_length": 6, "max_response_length": 10},
             "algorithm": {"adv_estimator": "grpo"},
             "actor": {
-                "model": {"path": str(model)},
+                "model": {"path": str(model)} | WITHOUT_CHECKPOINTING,
                 "ppo_mini_batch_size": 4,
                 "ppo_micro_batch_size_per_gpu": 2,
                 "optim": {"lr": 1e-3},

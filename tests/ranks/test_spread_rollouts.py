@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from actors import WITHOUT_CHECKPOINTING
 from in_process import WORKERS, small_job
 from launched import rolemesh, written
 from many_ranks import on_ranks
@@ -104,12 +105,12 @@ def policy_job(model: Path, directory: Path, lr: float) -> JobConfig:
             "algorithm": {"use_kl_in_reward": True},
             "data": {"train_batch_size": 16, "max_prompt_length": P, "max_response_length": T},
             "actor": {
-                "model": {"path": str(model)},
+                "model": {"path": str(model)} | WITHOUT_CHECKPOINTING,
                 "ppo_mini_batch_size": 4,
                 "ppo_micro_batch_size_per_gpu": 2,
                 "optim": {"lr": lr},
             },
-            "critic": {"ppo_micro_batch_size_per_gpu": 2},
+            "critic": {"model": {**WITHOUT_CHECKPOINTING}, "ppo_micro_batch_size_per_gpu": 2},
             "rollout": {"max_num_seqs": 4},
             "placement": {"strategy": "hybrid", "ranks": {"policy": 2}},
             "trainer": {"default_local_dir": str(directory / "run"), "device": "cpu"},

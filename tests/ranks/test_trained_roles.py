@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from actors import WITHOUT_CHECKPOINTING
 from float64 import loaded_in_float64
 from many_ranks import on_ranks
 from reward_rows import TOKENIZER, batch
@@ -105,11 +106,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job_of(model: Path, directory: Path, sections: Mapping[str, Any]) -> JobConfig:
-    base = {"ppo_mini_batch_size": 6, "ppo_micro_batch_size_per_gpu": 2, "optim": {"lr": 1e-3}}
+    base = {
+        "model": {"path": str(model)} | WITHOUT_CHECKPOINTING,
+        "ppo_mini_batch_size": 6,
+        "ppo_micro_batch_size_per_gpu": 2,
+        "optim": {"lr": 1e-3},
+    }
     given = {
         "data": {"train_batch_size": ROWS, "max_prompt_length": 6, "max_response_length": 10},
         "trainer": {"device": "cpu", "default_local_dir": str(directory / "run")},
-        "actor": base | {"model": {"path": str(model)}},
+        "actor": base,
         "critic": base,
         "algorithm": {"use_kl_in_reward": True},
         "reward": {"reward_model": {"enable": True, "model": {"path": str(model / "scorer")}}},

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from actors import WITHOUT_CHECKPOINTING
 from many_ranks import on_ranks
 from saving import saved
 from sequences import sequence_batch
@@ -59,11 +60,16 @@ EVERYWHERE = ("actor", "critic", "offloaded", "critic, offloaded")
 
 def job_of(model: Path, directory: Path, sections: dict[str, Any]) -> JobConfig:
     """Two mini-batches of two micro-batches."""
-    base = {"ppo_mini_batch_size": ROWS // 2, "ppo_micro_batch_size_per_gpu": 2, "optim": {"lr": 1e-3}}
+    base = {
+        "model": {"path": str(model)} | WITHOUT_CHECKPOINTING,
+        "ppo_mini_batch_size": ROWS // 2,
+        "ppo_micro_batch_size_per_gpu": 2,
+        "optim": {"lr": 1e-3},
+    }
     given = {
         "data": {"train_batch_size": ROWS, "max_prompt_length": 6, "max_response_length": 10},
         "trainer": {"device": "cpu", "default_local_dir": str(directory)},
-        "actor": base | {"model": {"path": str(model)}},
+        "actor": base,
         "critic": base,
     }
     return make_job(merge(given, sections))

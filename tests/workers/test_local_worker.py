@@ -156,15 +156,18 @@ def test_an_error_of_cudas_libraries_has_no_class_and_counts_if_the_device_no_lo
     assert error_of_device(RuntimeError(f"in a plug-in: {text}"), lambda: False) is None
 
 
-def test_an_error_of_nccl_may_be_of_the_device_if_it_names_cuda() -> None:
-    """Others are of another rank, or of the network."""
-    failed = dist.DistBackendError("NCCL error in: NCCLUtils.cpp:95, unhandled cuda error (run with NCCL_DEBUG")
-    assert error_of_device(failed, lambda: False) is failed
-    assert error_of_device(failed, lambda: True) is None
+def test_an_error_of_nccl_may_be_of_the_device_if_it_names_an_error_of_cuda() -> None:
+    """Others are of another rank, or of the network, also if a path or a frame of C++ has the word."""
+    for text in ("unhandled cuda error (run with NCCL_DEBUG", "Call to CUDA function failed."):
+        failed = dist.DistBackendError(f"NCCL error in: NCCLUtils.cpp:95, {text}")
+        assert error_of_device(failed, lambda: False) is failed
+        assert error_of_device(failed, lambda: True) is None
     illegal = dist.DistBackendError("Cuda failure 700 'an illegal memory access was encountered'")
     assert error_of_device(illegal, lambda: True) is illegal
-    lost = dist.DistBackendError("NCCL error in: NCCLUtils.cpp:95, remote process exited or there")
-    assert error_of_device(lost, lambda: False) is None
+    frame = "frame #3: c10d::ProcessGroupNCCL::initNCCLComm() + 0x1 (0x7f in /torch/lib/libtorch_cuda.so)"
+    for where in ("NCCLUtils.cpp:95", f"/usr/local/cuda/nccl.h:95\n{frame}\nframe #4: c10::cuda::set_device()"):
+        lost = dist.DistBackendError(f"NCCL error in: {where}, remote process exited or there")
+        assert error_of_device(lost, lambda: False) is None
 
 
 def numbers(*values: float, **columns: Any) -> DataProto:

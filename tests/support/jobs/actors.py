@@ -8,10 +8,14 @@ from typing import Any
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 
+# To compute each layer twice is a third more work, and the bits are the same ones
+# (test_gradient_checkpointing_changes_no_bit).
+WITHOUT_CHECKPOINTING = {"enable_gradient_checkpointing": False}
+
 
 def actor_job(model: Path, actor: dict[str, Any] | None = None, **sections: dict[str, Any]) -> JobConfig:
     base = {
-        "model": {"path": str(model)},
+        "model": {"path": str(model)} | WITHOUT_CHECKPOINTING,
         "ppo_mini_batch_size": 8,
         "ppo_micro_batch_size_per_gpu": 4,
         "optim": {"lr": 1e-3},
@@ -39,7 +43,7 @@ def lora_job(model: Path, seed: int = 42, **keys: Any) -> JobConfig:
                 "seed": seed,
                 "optim": {"lr": 1e-2},
                 "use_kl_loss": True,
-                "model": {"path": str(model), "lora_rank": 4, **keys},
+                "model": {"path": str(model), "lora_rank": 4} | WITHOUT_CHECKPOINTING | keys,
             },
         }
     )

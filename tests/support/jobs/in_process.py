@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from actors import WITHOUT_CHECKPOINTING
 from documented import undocumented
 
 from rolemesh.config import JobConfig
@@ -72,14 +73,18 @@ def small_job(directory: Path, model: Path, run: str, *overrides: str) -> JobCon
             "max_response_length": 8,
         },
         "actor": {
-            "model": {"path": str(model)},
+            "model": {"path": str(model)} | WITHOUT_CHECKPOINTING,
             "optim": {"lr": 1e-3},
             "ppo_mini_batch_size": 2,
             "ppo_micro_batch_size_per_gpu": 2,
             "shuffle": True,
         },
         "rollout": {"n": 2},
-        "critic": {"optim": {"lr": 1e-3}, "ppo_micro_batch_size_per_gpu": 4},
+        "critic": {
+            "model": {**WITHOUT_CHECKPOINTING},
+            "optim": {"lr": 1e-3},
+            "ppo_micro_batch_size_per_gpu": 4,
+        },
         "reward": {"custom_reward_function": {"path": str(directory / "reward.py")}, "num_workers": 1},
         "trainer": {
             "experiment_name": run,

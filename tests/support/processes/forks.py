@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -17,13 +18,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
+from typing import Any
 
 from rolemesh.services.processes.fork_server import Forked, ForkServer
 
 IMPORTED = [
     *("torch.distributed.fsdp", "torch._dynamo"),
     *("transformers.modeling_utils", "transformers.models.qwen2.modeling_qwen2"),
-    *("rolemesh.models.lora", "rolemesh.models.heads", "rolemesh.services.processes.serve"),
+    *("rolemesh.models.lora", "rolemesh.models.heads", "rolemesh.services.processes.serve", "peft"),
     *(
         f"rolemesh.services.{role}.{part}"
         for role in ("actor", "critic", "reward", "rollout", "environment")
@@ -80,6 +82,16 @@ class Command:
         output = await self.stdout.read()
         await self.wait()
         return output, output
+
+
+def fork_calling(target: Callable[..., None], *arguments: Any) -> Any:
+    """Make a process of multiprocessing that calls target(*arguments). Start it yourself."""
+    return FORKS.Process(target=_call, args=(target, *arguments))
+
+
+def _call(target: Callable[..., None], *arguments: Any) -> None:
+    gc.freeze()  # a garbage collection would write to all that was imported, and so copy it
+    target(*arguments)
 
 
 async def start(*arguments: str) -> Command:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forks import FORKS
+from forks import fork_calling
 from namespaces import as_machine
 from torch._C._distributed_c10d import TCPStore
 
@@ -55,9 +55,9 @@ def on_ranks(
     if machines:
         size = num_ranks // machines
         dealt = [each[first : first + size] for first in range(0, num_ranks, size)]
-        processes = [FORKS.Process(target=_machine, args=(ranks,)) for ranks in dealt]
+        processes = [fork_calling(_machine, ranks) for ranks in dealt]
     else:
-        processes = [FORKS.Process(target=_main, args=arguments) for arguments in each]
+        processes = [fork_calling(_main, *arguments) for arguments in each]
     for process in processes:
         process.start()
     deadline = time.monotonic() + timeout_s

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forks import FORKS
+from forks import fork_calling
 from namespaces import as_machine
 
 from rolemesh import errors
@@ -239,7 +239,7 @@ def forked(target: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) ->
     processes: list[Any] = []
     try:
         for each in arguments:
-            processes.append(FORKS.Process(target=target, args=each))
+            processes.append(fork_calling(target, *each))
             processes[-1].start()
         yield processes
     finally:

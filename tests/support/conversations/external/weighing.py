@@ -6,13 +6,14 @@ import json
 import runpy
 from pathlib import Path
 
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 from rolemesh.agents.call_formats import Call
 from rolemesh.catalog.call_formats import CALL_FORMATS, CallFormatSpec
 from rolemesh.plugins import program, tool
 
 hold = runpy.run_path(str(Path(__file__).with_name("weigher.py")))["hold"]
+HTTP = DefaultHttpxClient()  # of all episodes: each would read the system's certificates anew
 TOOLS = json.loads(Path(__file__).with_name("tools.json").read_text())
 
 
@@ -37,7 +38,7 @@ CALL_FORMATS.add(CallFormatSpec(name="weighing", code=weighing, origin=str(Path(
 
 
 def _client(endpoint):
-    return OpenAI(base_url=endpoint.base_url, api_key=endpoint.key)
+    return OpenAI(base_url=endpoint.base_url, api_key=endpoint.key, http_client=HTTP)
 
 
 @program("weigher", meaning="weighs with OpenAI's client")
