@@ -30,10 +30,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
-from rolemesh.config import JobConfig
 from rolemesh.errors import RolemeshError
+
+if TYPE_CHECKING:
+    from rolemesh.config import JobConfig
 
 DESCRIPTORS = Path("/proc/self/fd")
 # Flags for intermediate directories, which need only search permission.

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from homes import WAYS, foreign_directory, read, state, write, write_in_place
 
+from rolemesh.config.base import absolute_path
 from rolemesh.config.job import make_job
-from rolemesh.errors import RolemeshError
+from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.home import MAX_ENTRIES, Home, OutsideHome
 from rolemesh.services.controller.run.durably import write_durably
 from rolemesh.services.controller.run.profile import profiled
 from rolemesh.services.controller.run.run_dir import dump, held
+from rolemesh.services.controller.turns import turn
 from rolemesh.services.rollout.engines.openai.folder import WeightsFolder
 
 
@@ -212,6 +214,10 @@ def test_a_run_directory_with_dots_is_the_one_that_the_system_opens(tmp_path: Pa
         assert (run / name).is_file()
     linked = make_job({"trainer": {"default_local_dir": f"{tmp_path}/link/./run"}})
     assert linked.run_dir == tmp_path / "link" / "run"
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("loop/../run", "disk/../loop/run"):
+        with pytest.raises(InvalidConfig, match=f"{name} form a loop"):
+            absolute_path(f"{tmp_path}/{name}")
 
 
 def test_dumps_timelines_and_records_are_written_through_no_link(root: Path, foreign: Path) -> None:
@@ -301,7 +307,10 @@ def test_a_name_that_no_run_gives_is_refused(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-@pytest.mark.parametrize("enter", [lambda path: held(path).__enter__(), WeightsFolder])
+@pytest.mark.parametrize(
+    "enter",
+    [lambda path: held(path).__enter__(), lambda path: turn(path / "lock").__enter__(), WeightsFolder],
+)
 def test_a_file_system_without_locks_is_named_with_the_mount_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, enter: Callable[[Path], object]
 ) -> None:

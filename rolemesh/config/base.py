@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 import os
 import re
@@ -97,9 +98,26 @@ def absolute_path(path: str | Path) -> Path:
 
     `link/..` is the folder above the link's target, so links of a path with `..` are followed. A path without
     `..` keeps its links.
+
+    Raises:
+        InvalidConfig: as resolved.
     """
     path = Path(path)
-    return path.resolve() if ".." in path.parts else path.absolute()
+    return resolved(path) if ".." in path.parts else path.absolute()
+
+
+def resolved(path: Path) -> Path:
+    """Return a path with its links followed, the same for all spellings of one directory. It need not exist.
+
+    Raises:
+        InvalidConfig: its links form a loop.
+    """
+    try:
+        path.stat()  # realpath reports no loop, and Path.resolve not in every version of Python
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise InvalidConfig(f"the links in the path {path} form a loop") from error
+    return Path(os.path.realpath(path))
 
 
 def path_keys(schema: type[BaseModel]) -> list[str]:

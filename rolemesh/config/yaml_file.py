@@ -265,7 +265,8 @@ def check_written(
     try:
         again = read(written)
     except ValidationError as error:
-        refused = error.errors()[0]
+        errors = error.errors()  # the first may be about an alias, which is no name of a value
+        refused = next((each for each in errors if values.keys() & each["loc"][:1]), errors[0])
         name = next((str(part) for part in refused["loc"][:1] if part in values), "")  # none: all together
         of, given, back = (name, values[name], written[name]) if name else ("the whole", values, written)
         raise ValueError(

@@ -146,8 +146,10 @@ def not_started(command: Sequence[str], error: OSError) -> str:
     named = ", ".join(("python" if program.endswith(".py") else "sh", found, *command[1:]))
     if error.errno == errno.ENOEXEC:
         return f"it has no `#!` line, and is no program of this machine; if it is a script, write [{named}]"
-    if os.path.isdir(found) and error.errno in (errno.EACCES, errno.EISDIR):
-        return "it is a directory; write the program in it"
+    if error.errno in (errno.EACCES, errno.EISDIR):
+        of_name = [found] if os.sep in found else [os.path.join(folder, found) for folder in os.get_exec_path()]
+        if directory := next(filter(os.path.isdir, of_name), None):
+            return f"{'it' if directory == program else directory} is a directory; write the program in it"
     if error.errno == errno.EACCES:
         return f"it is not executable; if it is a script, write [{named}]"
     if error.errno == errno.ENOENT:

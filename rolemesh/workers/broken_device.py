@@ -10,6 +10,7 @@ that is a matrix product.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeGuard
 
@@ -39,6 +40,9 @@ OF_LIBRARIES = (
     *("CUDA error: ", "CUDA driver error", "cuDNN error", "cuDNN Frontend error", "cusolver error"),
     *("cuFFT error", "Triton Error [CUDA]"),
 )
+# How NCCL names an error of CUDA. Only then may the device be asked: if another rank is gone, to wait for the
+# device could wait for ever for a collective. The word alone also stands in paths and in C++ stack traces.
+OF_NCCL = re.compile(r"\bcuda (?:error|failure|function)", re.IGNORECASE)
 
 _tell: Callable[[str], None] | None = None  # one for the process, since the process has one context
 
@@ -79,8 +83,8 @@ def error_of_device(error: BaseException, answers: Callable[[], bool] = device_a
 
 
 def _is_of_device(error: BaseException) -> TypeGuard[RuntimeError]:
-    if isinstance(error, dist.DistBackendError):  # NCCL has failed, or another rank, or the network
-        return "cuda" in str(error).lower()
+    if dist.is_available() and isinstance(error, dist.DistBackendError):  # NCCL, another rank, or the network
+        return OF_NCCL.search(str(error)) is not None
     return isinstance(error, torch.AcceleratorError) or (
         isinstance(error, RuntimeError) and str(error).startswith(OF_LIBRARIES)
     )

@@ -63,7 +63,11 @@ MaxAttemptsOption = Annotated[
 ]
 AttemptsOfOption = Annotated[
     str,
-    typer.Option(help="Name of the run as it was started; only starts with this name count.", metavar="TEXT"),
+    typer.Option(
+        help="Name of the run as it was started; only starts with this name count. If they have ended it "
+        "(status 3), start it again under another name.",
+        metavar="TEXT",
+    ),
 ]
 
 ADDRESSES = (

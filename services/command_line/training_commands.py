@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +43,7 @@ def sft(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 
 @app.command(
-    epilog="Example: rolemesh prepare --creates outputs/tiny/model --counts-in .prepare.json --max-attempts 5 "
+    epilog="Example: rolemesh prepare --creates outputs/tiny/model --lock .prepare.lock "
     "-- rolemesh demo outputs/tiny"
 )
 def prepare(
@@ -49,6 +51,13 @@ def prepare(
     creates: Annotated[
         Path, typer.Option(help="Made by the command; if it exists, nothing is done.", metavar="PATH")
     ],
+    lock: Annotated[
+        Path | None,
+        typer.Option(
+            help="File whose lock is held meanwhile: of the processes that name it, one at a time prepares.",
+            metavar="FILE",
+        ),
+    ] = None,
     counts_in: Annotated[
         Path | None,
         typer.Option(
@@ -75,18 +84,22 @@ def prepare(
     In the pod of `control` it counts failures and, if the command cannot succeed, scales the roles down as
     `control` does. A failure ends with status 75 if it is counted.
     """
-    if creates.exists():  # as at most starts, which need not wait for the imports
-        return
-    from rolemesh.services.controller import preparing
-    from rolemesh.services.controller.run.attempts import Attempts
-    from rolemesh.services.controller.scale_down import workloads
+    from rolemesh.services.controller.turns import ended_by_sigterm, turn
     from rolemesh.telemetry.logs import setup_logging
 
-    setup_logging("text")
-    limit = max_attempts if counts_in else 0
-    attempts = Attempts(Path.cwd(), limit, attempts_of, counts_in, "could not be prepared")
-    to_zero = workloads(scale_down or ())
-    asyncio.run(preparing.prepare(command, creates, attempts, final=final, scaled_down=to_zero))
+    with ended_by_sigterm():
+        setup_logging("text")
+        with turn(lock) if lock else nullcontext():
+            if os.path.exists(creates):  # as at most starts, which need not wait for the imports
+                return
+            from rolemesh.services.controller import preparing
+            from rolemesh.services.controller.run.attempts import Attempts
+            from rolemesh.services.controller.scale_down import workloads
+
+            limit = max_attempts if counts_in else 0
+            attempts = Attempts(Path.cwd(), limit, attempts_of, counts_in, "could not be prepared")
+            to_zero = workloads(scale_down or ())
+            asyncio.run(preparing.prepare(command, creates, attempts, final=final, scaled_down=to_zero))
 
 
 @app.command(epilog="Example: rolemesh need deployment/rlhf-job-reward statefulset/rlhf-job-actor")

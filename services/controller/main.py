@@ -15,7 +15,7 @@ from typing import Any
 from rolemesh.catalog.catalog import load
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
-from rolemesh.config.base import absolute_path
+from rolemesh.config.base import absolute_path, resolved
 from rolemesh.errors import WRONG_INPUT, InvalidConfig, RoleUnavailable
 from rolemesh.fingerprint import Fingerprint, fingerprint
 from rolemesh.kubernetes import Cluster
@@ -86,14 +86,14 @@ async def control(
     warn_of_stale_rows(job)
     if not roles_of:  # a trial has nothing to keep
         warn_of_no_checkpoint(job)
-    if needed:
-        await refuse_scaled_down(needed, Cluster.in_pod())
     cluster = Cluster.in_pod() if scaled_down else None
     attempts = Attempts(job.run_dir, max_attempts, attempts_of)
     try:
         with ExitStack() as locks:
             try:
-                for directory in sorted({job.run_dir, roles_of or job.run_dir}):
+                # Once each, however they are spelled: a second lock would be refused as another run's.
+                locked = {resolved(each): each for each in (roles_of or job.run_dir, job.run_dir)}
+                for _, directory in sorted(locked.items()):
                     locks.enter_context(held(directory))
                 locks.enter_context(attempts.forgiven_at_sigterm())  # until there are brakes
                 locks.enter_context(attempts.counted())
@@ -104,9 +104,11 @@ async def control(
                 begun()  # the run's own end: nothing else may count it, and so have it retried
                 if cluster:
                     await scale_down(scaled_down, cluster)
-                attempts.forget()  # only now: else a start after a kill would wait for roles that are gone
+                attempts.forget_unnamed()  # not before: a start after a kill would wait for roles that are gone
                 raise
             begun()
+            if needed:  # not before: a run that cannot go on has scaled them down, and says why
+                await refuse_scaled_down(needed, Cluster.in_pod())
             # Before names at the Hub become commits, which roles do not see.
             expected = {role: fingerprint(job, role) for role in job.roles}
             if roles_of:  # a trial may have data and a length of its own

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import shlex
 import signal
 from collections.abc import Sequence
@@ -19,8 +20,9 @@ from rolemesh.sandbox.parent import not_started
 from rolemesh.services.controller.run.attempts import Attempts, NoProgress
 from rolemesh.services.controller.scale_down import Workload, scale_down_in_pod
 
-# Errors of exec that are about the command. Others may pass, such as EIO of NFS, or EAGAIN.
-OF_COMMAND = {
+# Errors of exec that are about the command, and of stat that are about the path. Others may pass, such as EIO
+# and ESTALE of NFS, or EAGAIN.
+OF_INPUT = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM),
     *(errno.ENOEXEC, errno.E2BIG, errno.EINVAL),
 }
@@ -48,16 +50,17 @@ async def prepare(
         scaled_down: workloads to scale to zero if there is no retry.
 
     Raises:
-        InvalidConfig: the command cannot be started, or ended with the status `final`.
+        InvalidConfig: the command cannot be started, or ended with the status `final`; or this process may not
+            look for what it creates.
         NoProgress: it has failed as often as `attempts` allows.
-        NotPrepared: it failed, or what it creates is not there.
+        NotPrepared: it failed, or what it creates is not there, or the file system failed.
     """
-    if await asyncio.to_thread(creates.exists):
-        return
     try:
         with attempts.forgiven_at_sigterm(), attempts.counted():  # until the command gets the signals
+            if await asyncio.to_thread(_is_there, creates):
+                return
             await _run(command, creates, attempts, final)
-            if not await asyncio.to_thread(creates.exists):
+            if not await asyncio.to_thread(_is_there, creates):
                 raise NotPrepared(
                     f"`{shlex.join(command)}` of prepare succeeded, but did not create {creates}: correct the "
                     "command, or name the path that it creates last"
@@ -65,8 +68,20 @@ async def prepare(
     except (*WRONG_INPUT, NoProgress) as error:
         await scale_down_in_pod(scaled_down)
         if isinstance(error, NoProgress):
-            attempts.forget()
+            attempts.forget_unnamed()
         raise
+
+
+def _is_there(creates: Path) -> bool:
+    """As `creates.exists()`, but an error of the file system is one of this step, so that it is counted."""
+    try:
+        os.stat(creates)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        failed = InvalidConfig if error.errno in OF_INPUT else NotPrepared
+        raise failed(f"cannot tell whether {creates}, which prepare creates, is there: {error}") from error
+    return True
 
 
 async def _run(command: Sequence[str], creates: Path, attempts: Attempts, final: int | None) -> None:
@@ -75,7 +90,7 @@ async def _run(command: Sequence[str], creates: Path, attempts: Attempts, final:
     try:
         process = await asyncio.create_subprocess_exec(*command)
     except OSError as error:
-        failed = InvalidConfig if error.errno in OF_COMMAND else NotPrepared
+        failed = InvalidConfig if error.errno in OF_INPUT else NotPrepared
         raise failed(
             f"the step of prepare that creates {creates} cannot start `{shown}`: {not_started(command, error)}"
         ) from error
@@ -88,13 +103,16 @@ async def _run(command: Sequence[str], creates: Path, attempts: Attempts, final:
             process.send_signal(number)
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in numbers}
+    for number in numbers:
         loop.add_signal_handler(number, pass_on, number)
     try:
         status = await process.wait()
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
     if got:
         raise SystemExit(128 + got[0])
     if status and status == final:

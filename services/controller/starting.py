@@ -33,13 +33,14 @@ def starting(
         scaled_down: workloads to scale to zero if a retry would not help.
 
     Yields:
-        A function to call when the run counts this start. It forgets those before. What fails afterwards is the
-        run's to handle.
+        A function to call when the run counts this start. It forgets those before, and leaves the file with a
+        count of 0. What fails afterwards is the run's to handle.
 
     Raises:
         NoProgress: as many starts as the limit have ended before that.
     """
-    attempts = Attempts(Path.cwd(), limit if counts_in else 0, of, counts_in, "did not begin")
+    limit = limit if counts_in else 0
+    attempts = Attempts(Path.cwd(), limit, of, counts_in, "did not begin", keeps_file=True)
     has_begun = False
     with attempts.forgiven_at_sigterm(), ExitStack() as count:
 
@@ -59,5 +60,5 @@ def starting(
             if not has_begun:
                 asyncio.run(scale_down_in_pod(scaled_down))
                 if isinstance(error, NoProgress):
-                    attempts.forget()
+                    attempts.forget_unnamed()
             raise

@@ -23,7 +23,7 @@ from rolemesh.catalog.reward_managers import REWARD_MANAGERS, RewardManagerSpec
 from rolemesh.catalog.roles import ROLES, RoleSpec
 from rolemesh.config.base import Config, merge
 from rolemesh.config.job import make_job
-from rolemesh.config.yaml_file import parse_yaml
+from rolemesh.config.yaml_file import check_written, parse_yaml
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
 from rolemesh.planner.cost import role_seconds
@@ -292,6 +292,16 @@ def test_an_option_that_does_not_come_back_from_a_job_file_is_refused_with_its_n
         whole = r"the whole is \{'weights': 1\.0, .*, which .* back as \{'weights': 1\.0, .* this is a fraction"
         with pytest.raises(InvalidConfig, match=f"{key}: {whole}"):
             job_of(percent=5)
+
+
+class Renamed(Config):
+    share: float = Field(alias="part")
+
+
+def test_an_option_that_is_refused_is_named_also_if_the_first_error_is_about_another_key() -> None:
+    """Here that is `part`, which no value has."""
+    with pytest.raises(ValueError, match=r"^share is 0\.5, .* refused \(Extra inputs are not permitted\)"):
+        check_written({"share": 0.5}, lambda written: Renamed.model_validate(written).model_dump())
 
 
 class JudgeWorker(RewardWorker):

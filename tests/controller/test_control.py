@@ -13,7 +13,7 @@ from in_process import recorded, small_job, train
 from serving import served
 
 from rolemesh.config.job import make_job
-from rolemesh.errors import ModelNotFound, NotPermitted, RolemeshError, RoleTaken
+from rolemesh.errors import InvalidConfig, ModelNotFound, NotPermitted, RolemeshError, RoleTaken
 from rolemesh.services.controller.main import control, prepare, warn_of_no_checkpoint
 from rolemesh.services.controller.run.run_dir import held, read_metrics
 from rolemesh.services.controller.service.server import serving
@@ -75,8 +75,11 @@ async def test_a_trial_leaves_its_files_elsewhere_and_changes_no_bit_of_the_run_
         addresses = {role: await stack.enter_async_context(served(role, job)) for role in job.roles}
         server = await stack.enter_async_context(serving(RunStatus("run"), job.roles, LOCAL))
         with held(job.run_dir), pytest.raises(RolemeshError, match="run is the directory of a running run"):
-            await control(trial, addresses, server, roles_of=job.run_dir)
-        await control(trial, addresses, server, roles_of=tmp_path / "trial" / ".." / "run")
+            await control(trial, addresses, server, roles_of=tmp_path / "trial" / ".." / "run")
+        (tmp_path / "link").symlink_to(tmp_path)
+        await control(trial, addresses, server, roles_of=tmp_path / "link" / "run")
+        with pytest.raises(InvalidConfig, match="no address was given"):  # and not: of a running run, its own
+            await control(job, {}, server, roles_of=tmp_path / "link" / "run")
         assert not (job.run_dir / "metrics.jsonl").exists()
         assert "no checkpoint will be written" not in caplog.text
         await control(job, addresses, server)

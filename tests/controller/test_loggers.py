@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
@@ -20,7 +21,7 @@ from rich.console import Console
 
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
-from rolemesh.errors import InvalidConfig, RolemeshError
+from rolemesh.errors import CheckpointFailed, InvalidConfig, RolemeshError
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.rpc.serving.server import RoleServer
 from rolemesh.services.controller.display.loggers import OF_WANDB, Loggers, mlflow_name, numbers
@@ -134,6 +135,29 @@ def test_any_name_arrives_and_a_bad_value_costs_no_other(
     for name, given in ODD.items():
         if given:
             assert found[given] == values[name]
+
+
+def test_a_logger_that_cannot_be_closed_changes_no_runs_end_and_keeps_no_other_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a full disk, or without its server."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    job = job_with(tmp_path / "run", "mlflow", "tensorboard")
+    job.run_dir.mkdir()
+
+    def log_a_step_and_fail() -> None:
+        with Loggers(job, 0, Console(file=io.StringIO())) as loggers:
+            loggers.log(1, {SCORE: 0.25})
+            shutil.rmtree(job.run_dir / "mlflow")
+            raise CheckpointFailed("no space left")
+
+    with pytest.raises(CheckpointFailed, match="no space left"):
+        log_a_step_and_fail()
+    assert "MlflowLogger could not be closed, and may lack the last steps" in caplog.text
+    events = EventAccumulator(str(job.run_dir / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars(SCORE)] == [(1, 0.25)]
 
 
 def wandb_records(file: Path) -> Iterator[bytes]:

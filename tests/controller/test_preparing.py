@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_server import api_server
+from in_process_commands import rolemesh
 from test_scale_down import in_pod, patched
 
 from rolemesh.errors import InvalidConfig, RolemeshError
@@ -108,16 +111,23 @@ async def test_a_command_that_no_retry_can_start_is_wrong_configuration(
     assert '"starts": 0' in (tmp_path / "counts.json").read_text()
 
 
-async def test_a_script_in_path_that_is_not_executable_is_named_with_its_folder(
+async def test_what_is_in_path_and_cannot_be_executed_is_named_with_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shell would not look for its name in PATH."""
+    """A shell would not look for a script's name in PATH."""
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "step").write_text("#!/bin/sh")
     (tmp_path / "step").chmod(0o644)
-    with pytest.raises(InvalidConfig) as failed:
-        await prepare(["step"], tmp_path / "made", counting(tmp_path))
-    assert str(failed.value).endswith(f"it is not executable; if it is a script, write [sh, {tmp_path}/step]")
+    (tmp_path / "folder").mkdir()
+    said = []
+    for program in ("step", "folder"):
+        with pytest.raises(InvalidConfig) as failed:
+            await prepare([program], tmp_path / "made", counting(tmp_path))
+        said.append(str(failed.value).partition(f"`{program}`: ")[2])
+    assert said == [
+        f"it is not executable; if it is a script, write [sh, {tmp_path}/step]",
+        f"{tmp_path}/folder is a directory; write the program in it",
+    ]
 
 
 async def test_a_pod_that_is_evicted_ends_its_command_and_counts_nothing(tmp_path: Path) -> None:
@@ -128,9 +138,35 @@ async def test_a_pod_that_is_evicted_ends_its_command_and_counts_nothing(tmp_pat
         await asyncio.to_thread(begun.read_text)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     evicting = asyncio.create_task(evict())
     with pytest.raises(SystemExit) as ended:
         await prepare(["sh", "-c", f"echo >{begun}; exec sleep 60"], tmp_path / "made", counting(tmp_path))
     await evicting
     assert ended.value.code == 128 + signal.SIGTERM
     assert '"starts": 0' in (tmp_path / "counts.json").read_text()
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.usefixtures("logs_as_before")
+@pytest.mark.parametrize(
+    ("number", "code", "starts"), [(errno.EIO, COUNTED, 1), (errno.ESTALE, COUNTED, 1), (errno.EACCES, 2, 0)]
+)
+def test_a_file_system_that_fails_is_a_failure_of_the_step(
+    number: int, code: int, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Path.exists` of Python 3.11 raises it. Nothing is made anew: what the command creates may be there."""
+    made, counts, stat = tmp_path / "made", tmp_path / "counts.json", os.stat
+
+    def fail(path: Any, **how: Any) -> os.stat_result:
+        if str(path) == str(made):
+            raise OSError(number, os.strerror(number), str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr("os.stat", fail)
+    options = (f"--creates={made}", f"--counts-in={counts}", "--max-attempts=5")
+    ended = rolemesh("prepare", *options, "--", "touch", tmp_path / "ran")
+    assert f"cannot tell whether {made}, which prepare creates, is there" in ended.stderr
+    assert ended.returncode == code
+    assert f'"starts": {starts}' in counts.read_text()
+    assert not (tmp_path / "ran").exists()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from test_scale_down import in_pod, patched
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.services.command_line.app import app
-from rolemesh.services.controller.run.attempts import NoProgress
+from rolemesh.services.controller.run.attempts import SIZE, NoProgress
 from rolemesh.services.controller.scale_down import workloads
 from rolemesh.services.controller.starting import starting
 
@@ -29,14 +28,8 @@ def _no_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
 
 
-@pytest.fixture
-def _logs_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A command sets up its own logs."""
-    monkeypatch.setattr(logging.root, "handlers", [])
-    levels = {logger: logger.level for logger in (logging.root, logging.getLogger("httpx"))}
-    yield
-    for logger, level in levels.items():
-        logger.setLevel(level)
+def count_in(file: Path) -> int:
+    return int(json.loads(file.read_text())["starts"])
 
 
 def begin_and_be_killed(file: Path) -> None:
@@ -48,7 +41,7 @@ def begin_and_be_killed(file: Path) -> None:
     file.write_bytes(saved)
 
 
-@pytest.mark.usefixtures("_logs_as_before")
+@pytest.mark.usefixtures("logs_as_before")
 async def test_a_run_that_cannot_begin_scales_its_roles_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +74,7 @@ async def test_a_run_that_cannot_begin_scales_its_roles_down(
             await request.answer({})
             with pytest.raises(error, match=words):
                 await run
-    assert not file.exists()
+    assert count_in(file) == 0
 
 
 def test_a_start_that_begins_forgets_those_that_did_not_and_leaves_its_end_to_the_run(
@@ -90,18 +83,33 @@ def test_a_start_that_begins_forgets_those_that_did_not_and_leaves_its_end_to_th
     file = tmp_path / "starts.json"
     with pytest.raises(MemoryError), starting(file, LIMIT):
         raise MemoryError
-    assert json.loads(file.read_text())["starts"] == 1
+    assert count_in(file) == 1
 
     def begin_and_fail() -> None:
         with starting(file, LIMIT, scaled_down=LEFT) as begun:
             begun()
-            assert not file.exists()
+            assert count_in(file) == 0
             raise InvalidConfig("the run has scaled down")
 
     with pytest.raises(InvalidConfig, match="the run has scaled down"):
         begin_and_fail()
-    assert not file.exists()
+    assert count_in(file) == 0
     assert "could not scale down" not in caplog.text  # a second time, which would fail: this is no pod
+
+
+def test_starts_count_though_the_disk_is_full_since_an_earlier_one_has_begun(tmp_path: Path) -> None:
+    """There is no room for a new file, so the one of the start that began must be there still."""
+    file = tmp_path / "starts.json"
+    with starting(file, LIMIT) as begun:
+        begun()
+    assert file.stat().st_size == SIZE
+    (tmp_path / "starts.json.new").mkdir()
+    for count in (1, 2):
+        with pytest.raises(MemoryError), starting(file, LIMIT):
+            raise MemoryError
+        assert count_in(file) == count
+    with pytest.raises(NoProgress), starting(file, LIMIT):
+        pytest.fail("it has begun")
 
 
 def test_a_start_that_cannot_be_counted_begins_all_the_same_and_keeps_its_own_error(

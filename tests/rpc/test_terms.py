@@ -104,7 +104,9 @@ async def test_a_controller_of_another_run_directory_is_refused_by_name_and_chan
         served("critic", job) as addresses,
         CriticClient(addresses, methods(job), term=term) as mine,
         CriticClient(addresses, methods(job), term=stranger) as other,
+        CriticClient(addresses, methods(job), term=Term("\0", 1, "no path")) as odd,
     ):
+        await refused(odd.load_checkpoint(None))
         assert "no controller has it now" in await refused(
             other.load_checkpoint(None)
         )  # even if it comes first

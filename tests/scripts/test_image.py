@@ -139,11 +139,12 @@ def test_the_gpu_image_asks_for_a_driver_that_its_lock_can_use() -> None:
     assert environment.endswith(f" NVIDIA_REQUIRE_CUDA=cuda>={version}")
 
 
-@pytest.mark.parametrize(("target", "kind"), [("cpu", ""), ("gpu", "-gpu")])
-def test_images_of_both_targets_have_names_of_their_own(target: str, kind: str) -> None:
+@pytest.mark.parametrize(("given", "target", "kind"), [([], "cpu", ""), (["TARGET=gpu"], "gpu", "-gpu")])
+def test_images_of_both_targets_have_names_of_their_own(given: list[str], target: str, kind: str) -> None:
     """Else nodes that have pulled one of them keep it where the other is asked for."""
-    command = ["make", "--dry-run", "--no-print-directory", "image", f"TARGET={target}"]
-    own = {name: value for name, value in os.environ.items() if name not in ("IMAGE", "MAKEFLAGS")}
+    command = ["make", "--dry-run", "--no-print-directory", "image", *given]
+    ours = ("IMAGE", "TARGET", "BUILD_ARGS", "MAKEFLAGS")  # as with `make test TARGET=gpu`
+    own = {name: value for name, value in os.environ.items() if name not in ours}
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=own, check=True)
     assert ran.stdout.split()[2:] == [f"localhost/rolemesh:{__version__}{kind}", "--target", target]
 

@@ -7,6 +7,7 @@ begins a term: its result does not depend on the state before it. docs/wire.md s
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -88,7 +89,7 @@ class Terms:
             ended.set_result(None)
 
     def _check_run(self, rpc: Rpc, term: Term) -> None:
-        if Path(term.run_dir) in (self._run_dir, self._run_dir.resolve()):
+        if _is_same(term.run_dir, self._run_dir):
             return
         has = f"{self._current} has it" if self._current else "no controller has it now"
         raise RoleTaken(
@@ -96,3 +97,11 @@ class Terms:
             f"the call is from {term}. Give role and controller the same trainer.default_local_dir, or start "
             "other roles"
         )
+
+
+def _is_same(run_dir: str, own: Path) -> bool:
+    """Compare a caller's run directory with the role's own. Either may have links."""
+    try:
+        return Path(run_dir) == own or os.path.realpath(run_dir) == os.path.realpath(own)
+    except ValueError:  # no path: a NUL, or half a character
+        return False

@@ -59,6 +59,8 @@ class Logger(Protocol):
 class Loggers:
     """All loggers of a job. Use it as a context manager, so that they are closed however the run ends.
 
+    An error of one logger is logged. It changes neither the run nor how it ends.
+
     Args:
         job: names the loggers in trainer.logger.
         start: the step that the run resumes from.
@@ -95,7 +97,13 @@ class Loggers:
 
     def __exit__(self, *error: object) -> None:
         for logger in self._loggers:
-            logger.close()
+            try:
+                logger.close()
+            except Exception as error_of_close:  # it must neither replace the run's own error nor fail the run
+                log.warning(
+                    "%s could not be closed, and may lack the last steps (metrics.jsonl has them): %s: %s",
+                    *(type(logger).__name__, type(error_of_close).__name__, error_of_close),
+                )
 
 
 def write_each(metrics: Mapping[str, T], write: Callable[[str, T], object]) -> None:

@@ -8,8 +8,8 @@ does not count after a signal has asked it to end, nor if its input is wrong, wh
 that somebody starts anew, e.g. by `helm upgrade`, has a new count.
 
 The file has a fixed size, so a full disk does not stop the count: if there is no room for a new file, the old
-one is overwritten. Once a start is counted, a file that cannot be written is logged, and never hides how the
-start ended.
+one is overwritten. A file system that copies what it overwrites (ZFS, btrfs) needs room for that, too. Once a
+start is counted, a file that cannot be written is logged, and never hides how the start ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,12 +57,22 @@ class Attempts:
         file: holds the count of something else than the run's steps, which no checkpoint resets; None: FILE in
             the run directory.
         failing: what the starts have in common, for the error.
+        keeps_file: to forget starts, write 0 instead of deleting the file. So a later start finds a file to
+            overwrite, though the disk is full by then.
     """
 
     def __init__(
-        self, run_dir: Path, limit: int, of: str = "", file: Path | None = None, failing: str = STUCK
+        self,
+        run_dir: Path,
+        limit: int,
+        of: str = "",
+        file: Path | None = None,
+        failing: str = STUCK,
+        *,
+        keeps_file: bool = False,
     ) -> None:
         self._run_dir, self._limit, self._of, self._failing = run_dir, limit, of, failing
+        self._keeps_file = keeps_file
         self._file = file or run_dir / FILE
         self._latest = None if file else run_dir / "latest"  # a workspace may have any file of this name
         self._before = 0  # earlier starts since the last checkpoint
@@ -78,7 +88,7 @@ class Attempts:
 
         Raises:
             NoProgress: as many starts as the limit have reached no new checkpoint. Scale the roles down, and
-                then `forget` the starts, so that somebody who has mended the cause can start the run again.
+                then `forget_unnamed` starts.
             OSError: the count cannot be read, or neither written anew nor overwritten.
         """
         if not self._limit:
@@ -120,15 +130,25 @@ class Attempts:
         self.forget()
 
     def forget(self) -> None:
-        """Forget this start and those before. A file that cannot be deleted is logged."""
+        """Forget this start and those before. A file that cannot be changed is logged."""
         if not self._limit:
             return
-        self._before = 0
+        self._before, self._last_error = 0, ""
         try:
-            self._file.unlink(missing_ok=True)
+            self._clear()
         except OSError as error:
             log.warning("earlier starts may count again: %s", error)
-        self._counted = 0
+        self._counted = 0  # last: until the file says so, a signal has to forgive this start
+
+    def forget_unnamed(self) -> None:
+        """Forget the starts of a run that has ended, if they have no name, so that it can be started again.
+
+        Starts with a name (`of`) stay: the run is started again under another one. If this process is killed
+        before it has ended, the next start under this name ends like it, instead of waiting for roles that are
+        gone.
+        """
+        if not self._of:
+            self.forget()
 
     def forgive(self) -> None:
         """Do not count this start: somebody has asked it to end, and may kill it if that takes too long."""
@@ -138,6 +158,8 @@ class Attempts:
     @contextmanager
     def forgiven_at_sigterm(self) -> Iterator[None]:
         """Forgive this start if SIGTERM ends the process at once, as while it reads its data. It still does.
+
+        It also ends process 1, as in a container. There the kernel ignores a signal without a handler.
 
         Enter this before `counted`, so that no signal falls between the two.
         """
@@ -150,6 +172,8 @@ class Attempts:
             self.forgive()
             signal.signal(number, before)
             signal.raise_signal(number)
+            if before == signal.SIG_DFL:  # process 1 of a container goes on: the kernel drops the signal
+                os._exit(128 + number)
 
         signal.signal(signal.SIGTERM, end)
         try:
@@ -201,9 +225,12 @@ class Attempts:
             return
         try:
             known: dict[str, Any] = dict(json.loads(self._file.read_text(encoding="utf-8")))
+            starts, last_error = int(known["starts"]), str(known["last_error"])
+            if starts < 0:
+                raise ValueError(f"{starts} starts")
             if (known.get("of", ""), known["checkpoint"]) == (self._of, self._checkpoint):
-                self._before, self._last_error = int(known["starts"]), str(known["last_error"])
-        except (ValueError, TypeError, KeyError) as error:
+                self._before, self._last_error = starts, last_error
+        except (ValueError, OverflowError, TypeError, KeyError) as error:  # OverflowError: of Infinity
             log.warning("%s cannot be read, so starts are counted from 0: %s", self._file, error)
 
     def _has_new_checkpoint(self) -> bool:
@@ -224,8 +251,16 @@ class Attempts:
 
     def _write(self, starts: int) -> None:
         self._counted = starts
-        if not self._limit:
-            return
+        if self._limit:
+            self._put(starts)
+
+    def _clear(self) -> None:
+        if self._keeps_file:
+            with suppress(OSError):  # e.g. no room even to overwrite it, but to delete it takes none
+                return self._put(0)
+        self._file.unlink(missing_ok=True)
+
+    def _put(self, starts: int) -> None:
         content = self._content(starts)
         try:
             write_durably(self._file, content)

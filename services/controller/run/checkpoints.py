@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"global_step_(\d+)")
 PARTIAL = ".partial"
+# A client of a network file system may know the names in a directory as they were, NFS by default for 30 s.
+ARRIVES_IN_S, LOOKS_EVERY_S = 40.0, 0.1
 BEFORE_RULES = (
     ". Its built-in rules scored some answers differently, and a dtype that the job leaves out was float32; "
     "now it is auto, bfloat16 on a GPU. Set each dtype to float32 to go on as before. reward.rules has no "
@@ -214,7 +216,7 @@ class Checkpoints:
                     await _all([role.finish_checkpoint(directory) for role, directory in trained])
                 raise
             await _all([role.finish_checkpoint(directory) for role, directory in trained])
-            _check_arrived([directory for _, directory in trained])
+            await _arrived([directory for _, directory in trained])
             if path.exists():  # abandoned by resuming from an earlier checkpoint
                 _put_aside(path)
             partial.rename(path)
@@ -262,14 +264,23 @@ async def _all(calls: Sequence[Awaitable[None]]) -> None:
         raise error
 
 
-def _check_arrived(directories: Sequence[Path]) -> None:
-    """Check that this process has what the roles have written: a role may have another volume there."""
+async def _arrived(directories: Sequence[Path]) -> None:
+    """Wait until this process finds what the roles have written.
+
+    Raises:
+        CheckpointFailed: it finds nothing for ARRIVES_IN_S. A role may have another volume there.
+    """
+    clock = asyncio.get_running_loop().time
+    until = clock() + ARRIVES_IN_S
     for directory in directories:
-        if not directory.is_dir():
-            raise CheckpointFailed(
-                f"the {directory.name} has written its part of a checkpoint, but the controller finds no "
-                f"{directory}: they have different file systems at that path. Mount the same one for both"
-            )
+        while not directory.is_dir():
+            if clock() >= until:
+                raise CheckpointFailed(
+                    f"the {directory.name} has finished its part of a checkpoint, but the controller finds no "
+                    f"{directory}: they have different file systems at that path, so mount the same one for "
+                    f"both; or finish_checkpoint of the {directory.name} has written nothing"
+                )
+            await asyncio.sleep(LOOKS_EVERY_S)
 
 
 def _put_aside(path: Path) -> None:

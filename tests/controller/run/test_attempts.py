@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from types import FrameType
 
 import pytest
+from namespaces import as_container, needs_namespaces
 
 from rolemesh.errors import (
     CheckpointFailed,
@@ -41,13 +43,13 @@ def start(
         end()
 
 
-def refused(run_dir: Path) -> str:
+def refused(run_dir: Path, of: str = "") -> str:
     """The error of a start that does not begin. It is refused again until the roles are scaled down."""
-    attempts = Attempts(run_dir, LIMIT)
+    attempts = Attempts(run_dir, LIMIT, of)
     for _ in range(2):
         with pytest.raises(NoProgress) as error, attempts.counted():
             pytest.fail("it has begun")
-    attempts.forget()
+    attempts.forget_unnamed()
     return str(error.value)
 
 
@@ -101,6 +103,21 @@ def test_an_eviction_while_a_start_prepares_is_no_attempt(tmp_path: Path) -> Non
     finally:
         signal.signal(signal.SIGTERM, default)
     assert counted == [0]
+
+
+@needs_namespaces
+def test_an_eviction_ends_a_start_that_is_process_1_of_its_container(tmp_path: Path) -> None:
+    """The kernel drops the signal there once it has no handler."""
+    code = (
+        "import pathlib, signal\n"
+        "from rolemesh.services.controller.run.attempts import Attempts\n"
+        "attempts = Attempts(pathlib.Path(), 2)\n"
+        "with attempts.forgiven_at_sigterm(), attempts.counted():\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+    )
+    with as_container(sys.executable, "-c", code, cwd=tmp_path) as ended:
+        assert ended.wait(timeout=30) == 128 + signal.SIGTERM
+    assert starts(tmp_path) == 0
 
 
 def test_a_spot_run_with_new_checkpoints_goes_on_however_often_it_is_started(tmp_path: Path) -> None:
@@ -175,6 +192,16 @@ def test_a_run_that_somebody_starts_anew_counts_its_own_starts(tmp_path: Path) -
     for of, counted in (("job/1", 1), ("job/1", 2), ("job/2", 1), ("other/2", 1)):
         start(tmp_path, OSError(), of=of)
         assert starts(tmp_path) == counted
+
+
+def test_a_run_that_has_ended_stays_so_under_its_name_though_its_end_was_killed(tmp_path: Path) -> None:
+    """Its roles are gone. The Job that is started again has another name."""
+    for _ in range(LIMIT):
+        start(tmp_path, OSError(), of="job/1")
+    for _ in range(2):
+        assert "was started 3 times" in refused(tmp_path, of="job/1")
+    start(tmp_path, OSError(), of="job/2")
+    assert starts(tmp_path) == 1
 
 
 def test_a_start_that_was_asked_to_end_does_not_count_though_it_is_killed_or_fails_then(tmp_path: Path) -> None:
@@ -263,7 +290,11 @@ def test_a_run_that_has_ended_does_not_fail_because_its_count_cannot_be_deleted(
     assert "earlier starts may count again" in caplog.text
 
 
-@pytest.mark.parametrize("content", ["", "null", "[]", '{"checkpoint": ""}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "null", "[]", '{"checkpoint": ""}']
+    + [f'{{"checkpoint": "", "starts": {starts}, "last_error": ""}}' for starts in ("Infinity", "-1", "[]")],
+)
 def test_a_file_of_another_shape_counts_from_zero(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
     start(tmp_path, OSError())

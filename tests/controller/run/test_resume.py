@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from rolemesh.errors import CheckpointFailed, InvalidConfig
 from rolemesh.forwarding import Forwarding
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Actor, Metrics
+from rolemesh.services.controller.run import checkpoints as module
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
 from rolemesh.services.controller.run.loop import Run
 
@@ -263,15 +265,30 @@ class OtherDisk(Forwarding[Any]):
         await self._role.finish_checkpoint(directory.parents[1] / "other" / directory.name)
 
 
+class LateDisk(OtherDisk):
+    """A role whose files reach the controller's file system later, as if that had cached the names."""
+
+    async def finish_checkpoint(self, directory: Path) -> None:
+        await super().finish_checkpoint(directory)
+        there = directory.parents[1] / "other" / directory.name
+        asyncio.get_running_loop().call_later(0.2, there.rename, directory)
+
+
 async def test_a_checkpoint_without_what_a_role_has_written_is_not_committed(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = small_job(tmp_path, tiny_model, "run")
     checkpoints = Checkpoints(job.run_dir)
     with workers(job) as roles:
+        late = replace(roles, actor=LateDisk(roles.actor), critic=LateDisk(roles.critic))
+        async with checkpoints.writing(late, ControllerState(2, {}, {})):
+            pass
+        assert checkpoints.steps() == [2]
+        shutil.rmtree(job.run_dir)
+        monkeypatch.setattr(module, "ARRIVES_IN_S", 0)
         for role in ("actor", "critic"):
             apart = replace(roles, **{role: OtherDisk(getattr(roles, role))})
-            with pytest.raises(CheckpointFailed, match=rf"the {role} has written .* no .*/{role}: they have"):
+            with pytest.raises(CheckpointFailed, match=rf"the {role} has finished .* no .*/{role}: they have"):
                 async with checkpoints.writing(apart, ControllerState(1, {}, {})):
                     pass
             assert checkpoints.latest() is None

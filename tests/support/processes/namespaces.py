@@ -1,4 +1,4 @@
-"""Processes that cannot open each other's memory, as on several machines: each in a PID namespace."""
+"""Processes in PID namespaces: they cannot open each other's memory, as on several machines; the first is 1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +32,26 @@ def as_machine(*runs: Callable[[], None]) -> None:
     subprocess.run(["mount", "-t", "proc", "proc", "/proc"], check=True)
     children = [_started(run) for run in runs]
     os._exit(next((code for code in map(_code_of, children) if code), 0))
+
+
+@contextmanager
+def as_container(*command: str, **how: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run a command as process 1 of a new PID namespace, to which signals without a handler are not sent.
+
+    Its exit code is that of the process here, which waits for it. At the end it is killed.
+    """
+    unshare = ["unshare", "--pid", "--fork", "--kill-child", *command]
+    with subprocess.Popen(unshare, text=True, **how) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def terminate(container: subprocess.Popen[str]) -> None:
+    """Send SIGTERM to process 1 of a container, as a kubelet does."""
+    [first] = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
+    os.kill(int(first), signal.SIGTERM)
 
 
 def _started(run: Callable[[], None]) -> int:
@@ -53,5 +76,5 @@ def _may_make_namespaces() -> bool:
 
 
 needs_namespaces = pytest.mark.skipif(
-    not _may_make_namespaces(), reason="SEVERAL MACHINES ARE NOT TESTED: PID namespaces need root"
+    not _may_make_namespaces(), reason="MACHINES AND CONTAINERS ARE NOT TESTED: PID namespaces need root"
 )

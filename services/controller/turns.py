@@ -1,0 +1,66 @@
+"""Lets the pods of a job prepare one at a time, by the lock of a file that they share.
+
+It imports little: most starts find that everything is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from rolemesh.home import lock
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Exit with status 128 + SIGTERM when the signal comes.
+
+    Without a handler, the kernel would drop it in process 1, which a command of a container is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread gets signals
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end) or signal.SIG_DFL
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def turn(file: Path) -> Iterator[None]:
+    """Hold the exclusive lock of a file. Wait while another process has it; it is free when that process ends.
+
+    Args:
+        file: is made, and stays.
+
+    Raises:
+        RolemeshError: the file system has no locks.
+        OSError: the file cannot be opened or locked.
+    """
+    with file.open("a") as opened:
+        is_first = True
+        while True:
+            try:
+                lock(opened, file.absolute().parent)
+                break
+            except BlockingIOError:
+                if is_first:
+                    log.info("another process prepares; this one waits for the lock of %s", file)
+                is_first = False
+                time.sleep(RETRY_S)  # a signal ends it, but not a flock that begins just after the signal
+        yield
