@@ -16,10 +16,10 @@ from rolemesh.config.base import absolute_path
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.home import MAX_ENTRIES, Home, OutsideHome
+from rolemesh.services.controller.prepare_lock import locked
 from rolemesh.services.controller.run.durably import write_durably
 from rolemesh.services.controller.run.profile import profiled
 from rolemesh.services.controller.run.run_dir import dump, held
-from rolemesh.services.controller.turns import turn
 from rolemesh.services.rollout.engines.openai.folder import WeightsFolder
 
 
@@ -309,7 +309,7 @@ def test_a_name_that_no_run_gives_is_refused(
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 @pytest.mark.parametrize(
     "enter",
-    [lambda path: held(path).__enter__(), lambda path: turn(path / "lock").__enter__(), WeightsFolder],
+    [lambda path: held(path).__enter__(), lambda path: locked(path / "lock").__enter__(), WeightsFolder],
 )
 def test_a_file_system_without_locks_is_named_with_the_mount_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, enter: Callable[[Path], object]

@@ -142,9 +142,15 @@ class JobConfig(Plugins):
 
     @property
     def policy_loss(self) -> PolicyLossSpec:
-        """The declaration of actor.policy_loss.loss_mode; on a page with losses of its own, one of these."""
-        losses = self.page.losses
-        return POLICY_LOSSES[losses[0]] if losses and self.actor.loss.name not in losses else self.actor.loss
+        """The declaration of actor.policy_loss.loss_mode; on a page with losses of its own, one of these.
+
+        With bypass_mode of algorithm.rollout_correction it is `bypass`, unless the named one corrects as well.
+        """
+        loss, losses = self.actor.loss, self.page.losses
+        if losses and loss.name not in losses:
+            loss = POLICY_LOSSES[losses[0]]
+        bypasses = self.algorithm.rollout_correction.bypass_mode
+        return POLICY_LOSSES["bypass"] if bypasses and not loss.corrects else loss
 
     @property
     def engine(self) -> EngineSpec:

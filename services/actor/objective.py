@@ -12,21 +12,9 @@ from rolemesh.algos.covariance import token_keys
 from rolemesh.algos.kl import kl_penalty
 from rolemesh.algos.policy_loss import TokenLosses, scale_losses
 from rolemesh.catalog.catalog import BUILT_IN, load
-from rolemesh.catalog.policy_losses import POLICY_LOSSES, PolicyLossSpec
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig
-
-
-def policy_loss_of(job: JobConfig) -> PolicyLossSpec:
-    """Return the job's policy loss.
-
-    With algorithm.rollout_correction.bypass_mode it is a loss that applies the correction itself: `bypass`,
-    unless the configured loss does so.
-    """
-    loss = job.policy_loss
-    corrects = job.algorithm.rollout_correction.bypass_mode
-    return POLICY_LOSSES["bypass"] if corrects and not loss.corrects else loss
 
 
 def check_policy_loss(job: JobConfig, device: torch.device) -> None:
@@ -36,11 +24,11 @@ def check_policy_loss(job: JobConfig, device: torch.device) -> None:
         InvalidConfig: it returns no TokenLosses [b, T].
         RoleFailed: it raises.
     """
-    if policy_loss_of(job).origin == BUILT_IN:
+    if job.policy_loss.origin == BUILT_IN:
         return
     log_probs = torch.full((1, 2), -1.0, device=device, requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool, device=device)
-    floats = dict.fromkeys((*policy_loss_of(job).reads, "ref_log_probs"), log_probs.detach())
+    floats = dict.fromkeys((*job.policy_loss.reads, "ref_log_probs"), log_probs.detach())
     rows = DataProto(floats | {"response_mask": mask, "chosen": mask})
     policy_objective(log_probs.clone(), log_probs, rows, BatchCounts(2, 1, 2), job)
 
@@ -55,7 +43,7 @@ def choose_tokens(rows: DataProto, log_probs: Tensor, job: JobConfig, num_update
         num_updates: optimizer steps made before. It seeds the choice together with actor.seed, so a resumed run
             chooses the same tokens.
     """
-    loss = policy_loss_of(job)
+    loss = job.policy_loss
     assert loss.choose is not None, "called only if the loss selects tokens"
     mask = _loss_mask(rows)
     seed = [job.actor.seed, num_updates]
@@ -87,7 +75,7 @@ def policy_objective(
         The micro-batch's shares of the mini-batch's loss and metrics. Means over tokens, e.g. ppo_kl and
         pg_clipfrac, are over the tokens of the policy loss.
     """
-    config, policy_loss, mask = job.actor, policy_loss_of(job), _loss_mask(rows)
+    config, policy_loss, mask = job.actor, job.policy_loss, _loss_mask(rows)
     aggregate = Aggregation.of(mini_batch, config.loss_agg_mode, config.loss_scale_factor)
     options: dict[str, Any] = config.values_of(policy_loss.keys) | config.policy_loss.options
     if policy_loss.choose:

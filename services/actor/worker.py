@@ -31,7 +31,7 @@ from rolemesh.ranks.agreement import on_first
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.ulysses import check_heads
 from rolemesh.roles import Metrics, methods
-from rolemesh.services.actor.objective import check_policy_loss, choose_tokens, policy_loss_of, policy_objective
+from rolemesh.services.actor.objective import check_policy_loss, choose_tokens, policy_objective
 from rolemesh.services.actor.publishing import published_dtype
 from rolemesh.training.checkpoint import CheckpointWriter, WriteModel, load_checkpoint
 from rolemesh.training.loop import Schedule, checkpoint_activations, learn, refuse_float16, update
@@ -254,8 +254,8 @@ class ActorWorker(PolicyWorker):
                 self.optimizer,
                 self.schedule,
                 self._learn_on_ranks,
-                self._prepare if policy_loss_of(self.job).choose else None,
-                self._mismatch if policy_loss_of(self.job).corrects else None,
+                self._prepare if self.job.policy_loss.choose else None,
+                self._mismatch if self.job.policy_loss.corrects else None,
             )
         if self.job.actor.use_kl_loss:
             metrics["kl_coef"] = self.job.actor.kl_loss_coef
@@ -274,7 +274,7 @@ class ActorWorker(PolicyWorker):
     @command
     def learn(self, part: DataProto) -> DataProto:
         """Train on this rank's rows of a mini-batch (rolemesh.training.loop.learn)."""
-        returns = ("log_probs", "old_log_probs", "response_mask") if policy_loss_of(self.job).corrects else ()
+        returns = ("log_probs", "old_log_probs", "response_mask") if self.job.policy_loss.corrects else ()
         ranks, micro_batches = self.seat.ranks, self._micro_batches
         with self._one_cast():
             answer = learn(part, self.root, self.optimizer, micro_batches, ranks, self._loss, returns)
@@ -292,7 +292,7 @@ class ActorWorker(PolicyWorker):
             vocabulary_head=self.vocabulary_head,
             ulysses=self.seat.ranks.ulysses,
         )
-        loss = policy_loss_of(self.job)
+        loss = self.job.policy_loss
         if loss.corrects:
             rows["log_probs"] = stats.log_probs.detach()
         read = of_the_loss(rows, self.device, loss.reads)

@@ -84,12 +84,12 @@ def prepare(
     In the pod of `control` it counts failures and, if the command cannot succeed, scales the roles down as
     `control` does. A failure ends with status 75 if it is counted.
     """
-    from rolemesh.services.controller.turns import ended_by_sigterm, turn
+    from rolemesh.services.controller.prepare_lock import ended_by_sigterm, locked
     from rolemesh.telemetry.logs import setup_logging
 
     with ended_by_sigterm():
         setup_logging("text")
-        with turn(lock) if lock else nullcontext():
+        with locked(lock) if lock else nullcontext():
             if os.path.exists(creates):  # as at most starts, which need not wait for the imports
                 return
             from rolemesh.services.controller import preparing

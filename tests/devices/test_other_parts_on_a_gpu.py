@@ -27,7 +27,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.dataproto.transfer import on_device
 from rolemesh.models.loading import named_weights
 from rolemesh.models.reward_model import RewardModel
-from rolemesh.services.actor.objective import choose_tokens, policy_loss_of, policy_objective
+from rolemesh.services.actor.objective import choose_tokens, policy_objective
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.weights.held import HeldWeights
@@ -81,7 +81,7 @@ def loss_job(loss_mode: str) -> JobConfig:
 def learnt_from(job: JobConfig, batch: DataProto, device: str) -> tuple[Tensor, Tensor]:
     """The loss of a mini-batch, and its gradient for log-probs."""
     rows = batch.to(device)
-    if policy_loss_of(job).choose:
+    if job.policy_loss.choose:
         rows = choose_tokens(rows, rows["old_log_probs"] + 0.1, job, 0)
     log_probs = (rows["old_log_probs"] + 0.1 * rows["advantages"]).detach().requires_grad_()
     loss, _ = policy_objective(log_probs, log_probs.square(), rows, BatchCounts.of(batch["response_mask"]), job)
@@ -99,7 +99,7 @@ def test_a_loss_has_the_cpus_gradient_and_waits_for_nothing(gpu: PretendedGpu, l
         gpu.record.clear()
         found = learnt_from(job, batch, "cuda")
     assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    if not policy_loss_of(job).choose:  # which is asked on the host
+    if not job.policy_loss.choose:  # which is asked on the host
         assert gpu.record.number("wait") == 0, gpu.record.lines("wait")
 
 

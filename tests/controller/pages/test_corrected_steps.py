@@ -169,6 +169,7 @@ REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
         ("gpg", {"rollout_is": "token"}, "async", False),
         ("vanilla", {}, "async", False),
         ("bypass", REINFORCE, "async", True),
+        ("vanilla", REINFORCE, "async", True),
         ("bypass", REINFORCE | {"rollout_is": "token"}, "async", False),
         ("bypass", {"bypass_mode": True}, "async", False),
     ],
@@ -185,7 +186,8 @@ def test_generation_ahead_without_clip_and_weight_is_warned_of(
         }
     )
     warn_of_stale_rows(job)
-    words = f"up to 2 steps older than those that learn from them, but the policy loss ({loss_mode}) has"
+    loss = "bypass" if correction.get("bypass_mode") else loss_mode
+    words = f"up to 2 steps older than those that learn from them, but the policy loss ({loss}) has"
     assert (words in caplog.text) is warned
     assert bool(caplog.text) is warned
 

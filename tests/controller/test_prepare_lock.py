@@ -11,26 +11,26 @@ from pathlib import Path
 import pytest
 from namespaces import as_container, needs_namespaces, terminate
 
-from rolemesh.services.controller import turns
-from rolemesh.services.controller.turns import turn
+from rolemesh.services.controller import prepare_lock
+from rolemesh.services.controller.prepare_lock import locked
 
 
 def test_one_waits_until_another_has_prepared_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = turn(tmp_path / "lock")
+    first = locked(tmp_path / "lock")
 
     class Ends(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             first.__exit__(None, None, None)
 
-    monkeypatch.setattr(turns, "RETRY_S", 0.0)
-    monkeypatch.setattr(turns.log, "handlers", [Ends()])
-    caplog.set_level(logging.INFO, turns.log.name)
+    monkeypatch.setattr(prepare_lock, "RETRY_S", 0.0)
+    monkeypatch.setattr(prepare_lock.log, "handlers", [Ends()])
+    caplog.set_level(logging.INFO, prepare_lock.log.name)
     for waits in (True, False):
         if waits:
             first.__enter__()
-        with turn(tmp_path / "lock"):
+        with locked(tmp_path / "lock"):
             assert f"waits for the lock of {tmp_path / 'lock'}" in caplog.text
             assert len(caplog.records) == 1
 
@@ -40,9 +40,9 @@ def test_a_pod_that_waits_for_its_turn_ends_at_sigterm(tmp_path: Path) -> None:
     """Else it keeps its GPUs until it is killed: a container's command is process 1."""
     options = ("--creates=made", "--lock=lock", "--", "touch", "made")
     prepare = (sys.executable, "-m", "rolemesh", "prepare", *options)
-    with turn(tmp_path / "lock"), as_container(*prepare, cwd=tmp_path, stderr=subprocess.PIPE) as waiting:
+    with locked(tmp_path / "lock"), as_container(*prepare, cwd=tmp_path, stderr=subprocess.PIPE) as waiting:
         assert waiting.stderr
         assert "waits for the lock of lock" in waiting.stderr.readline()
         terminate(waiting)
-        assert waiting.wait(timeout=30) == 128 + signal.SIGTERM
+        assert waiting.wait(timeout=60) == 128 + signal.SIGTERM
     assert not (tmp_path / "made").exists()

@@ -42,7 +42,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def turn(file: Path) -> Iterator[None]:
+def locked(file: Path) -> Iterator[None]:
     """Hold the exclusive lock of a file. Wait while another process has it; it is free when that process ends.
 
     Args:
