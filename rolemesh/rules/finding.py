@@ -32,6 +32,12 @@ ONE_WIDTH |= dict.fromkeys((0xA0, 0x1680, *range(0x2000, 0x200B), 0x202F, 0x205F
 DASH = re.compile("(?<=[A-Za-z])[\u2013\u2014\u2015](?=[A-Za-z])")  # in a sentence; a hyphen is part of a word
 BULLET = re.compile(r"\n[ \t]*[-+*][ \t]")
 LABEL = re.compile(r"answer[\s*_}]*[:：]", re.IGNORECASE)
+# A sentence whose formula is the answer: "The sum is $5$.", "\\boxed{5}, because …".
+FORMULA = r"\$[^$]+\$|\\\((?:(?!\\[()]).)+\\\)|\\boxed ?\{[^{}]*+(?:\{[^{}]*\}[^{}]*+)*+\}"
+SENTENCE = re.compile(
+    rf"(?:[A-Za-z]+(?: [A-Za-z]+){{0,9}} (?:is|are|equals):? )?({FORMULA})"
+    r"(?:[.,;]? (?:because|since|as)(?![A-Za-z]).*|\.(?: [^$\\0-9]*)?)?"
+)
 DISPLAYED = re.compile(r"(?:(?:\\\[.*?\\\]|\$\$.*?\$\$)[ \t]*+)+", re.DOTALL)
 
 
@@ -70,6 +76,12 @@ def answer_line(text: str) -> str | None:
 
 
 def answer_of_line_or_box(text: str) -> str | None:
-    r"""Return the answer of the last "Answer:" line, or, if there is none, of the last \boxed{}."""
+    r"""Return the answer of the last "Answer:" line, or, if there is none, of the last \boxed{}.
+
+    Of a line that is a sentence it is the formula: "The sum is $5$.", "\boxed{5} because 2 + 3 = 5".
+    """
     line = answer_line(text)
-    return last_boxed(text) if line is None else line
+    if line is None:
+        return last_boxed(text)
+    found = SENTENCE.fullmatch(line)
+    return found[1] if found else line

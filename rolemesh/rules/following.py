@@ -9,7 +9,7 @@ import re
 
 from rolemesh.rules.characters import CHANGING_WORD, FRACTIONS, changes_after, multiplies
 from rolemesh.rules.notation import RAISED
-from rolemesh.rules.units import COUNTERS, QUANTITY
+from rolemesh.rules.units import COUNTERS, QUANTITY, UNITS
 
 SIGNS = "".join(FRACTIONS) + RAISED
 LETTER = r"[^\W\d_]"
@@ -29,6 +29,32 @@ ROUND = (
 SQUARE = rf"\[(?!(?:{SUM}\[\]])*+\])[^\[\]\n]++\]|【[^【】\n]++】"
 FOOTNOTE = r"\^?\[\^?[0-9]{1,2}\]"
 REMARK = rf"(?:{ROUND}|{SQUARE}|{FOOTNOTE})(?![0-9])|∵[-+0-9.,/ ()]*+[=×÷*]"
+# A unit and a smaller one, which may follow it with a number of its own: "5 hours 30 minutes".
+PARTS = (
+    *(
+        "year month",
+        "month week",
+        "month day",
+        "week day",
+        "day h",
+        "h min",
+        "min s",
+        "ft in",
+        "yd ft",
+        "mi ft",
+    ),
+    *("lb oz", "$ cent", "euro cent", "km m", "m cm", "cm mm", "kg g", "l ml"),
+)
+
+
+def _words(unit: str) -> str:
+    return rf"(?:{'|'.join(word for word, of in UNITS.items() if of == unit and word.isascii())})(?!{LETTER})"
+
+
+COMPOUND = "|".join(
+    rf"{_words(large)}\.?,?(?:[ \t]++and)?[ \t]++(?=[0-9][0-9.,]*+[ \t]*+{_words(small)})"
+    for large, small in map(str.split, PARTS)
+)
 # Two numbers with one of these between them are one answer. No two neighbours in these expressions share a
 # character, or the first is possessive. So nothing backtracks over a text without a match.
 JOINTS = (
@@ -41,6 +67,7 @@ JOINTS = (
     rf"(?<![.,])(?:{UNIT}|[^\W0-9_]){JOINING}?(?=[0-9])",
     # a unit and blanks, if another unit follows: "5 小时 30 分钟", "5 元 × 6", but not "18 元 9×2"
     rf"(?<![.,])[ \t]*+{UNIT}[ \t]*+(?:{JOINING}[ \t]*+(?=[0-9])|(?=[0-9][0-9.,]*+[ \t]*+{UNIT}))",
+    rf"(?<![.,])[ \t]*+(?:{COMPOUND})",
     # a label or a closing mark, and a comma or a word: "5%, 6%", "(5) or (6)"
     rf"[ \t]?(?:\\?%|[)）\]'”’»€£¥¢₹°])++[ \t]*+(?:(?:[,;]|{JOINING_WORD})[ \t]*+)++[(（\['‘“«$€£¥-]*+",
 )

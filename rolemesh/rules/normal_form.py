@@ -32,13 +32,15 @@ MARKS = ('"', "***", "**", "__", "*", "_", "```", "``", "`")
 MARK = re.compile('[*_`"]')
 NO_NAME = rf"(?!{CONNECTIVE}|m?\\(?:not|neq?|leq?|geq?|approx|lt|gt|ll|gg)(?![A-Za-z]))"
 SYMBOL = (
-    NO_NAME + r"(?:(?:[a-z]|[A-Z]{1,3})(?:_\{?\w{1,3}\}?)?'?|[A-Za-z](?:\^\{?-1\}?)?\(-?\w{1,12}\)"
+    NO_NAME
+    + r"(?:(?:[a-z]|[A-Z]{1,3})(?:_\{?\w{1,3}\}?|_\{[^{}=]{1,20}\})?'?|[A-Za-z](?:\^\{?-1\}?)?\(-?\w{1,12}\)"
     r"|\\(?:overline|vec)\{[A-Za-z]{1,3}\}|m?\\[A-Za-z]+(?: ?[A-Z]{1,3})?|\([A-Za-z](?: ?, ?[A-Za-z])+\))"
 )
 PROSE = rf"{NO_NAME}[A-Za-z][a-z]+(?: {NO_NAME}[A-Za-z]+){{0,5}}"
 NAME = re.compile(rf"(?:{SYMBOL}|(?P<prose>{PROSE}))\s*(?:=|\\in(?![A-Za-z]))\s*")
 ANSWER_IS = re.compile(
-    r"(?:(?:so|thus|hence|therefore),? )?(?:the |my )?(?:final |correct |right )?answer is:? +", re.IGNORECASE
+    r"(?:(?:so|thus|hence|therefore),? )?(?:the |my )?(?:final |correct |right )?answer(?: is:? +|: *)",
+    re.IGNORECASE,
 )
 # What may stand left of the last "=" of an answer. There is no comma, word or other relation in any of these.
 UNKNOWN = r"[A-Za-z](?:_\{\w{1,3}\})?"
@@ -46,6 +48,8 @@ SUM = re.compile(rf"-?[0-9]*{UNKNOWN}(?:\^\{{[0-9]+\}})?(?:[-+][0-9]*{UNKNOWN}(?
 CALCULATION = re.compile(
     r"(?:[-+*/^_().{}0-9]|\\?%|\\(?:times|cdot|div|frac|sqrt|binom|pi|circ|log|ln|sin|cos|tan)(?![A-Za-z]))+"
 )
+# A letter, and what stands beside it: "(A) 5". "(A), (B)", "(A) or 5" and "(A) 5, (B) 6" are lists.
+CHOICE = re.compile(rf"\(([A-E])\) ?(?![,;(]|{CONNECTIVE})((?:(?!\([A-E]\)).)+)")
 OPTION = re.compile(r"\( ?([A-Z]|-? ?[0-9]+(?:\.[0-9]+)?) ?\)|([A-Z])\)")  # and a number in brackets
 ARTICLE = re.compile(r"(?:an?|the)\s+(?=[a-z]{3,}(?:\s+[a-z]{2,})*$)", re.IGNORECASE)
 SENTENCE = re.compile(r"(?:Yes|No|Odd|[A-Z][a-z]{3,})(?: [A-Za-z]+)*")
@@ -100,16 +104,26 @@ def agrees(given: Answer, truth: Answer) -> bool:
     """Whether two answers are the same: equal values, and no two different units or names.
 
     "x = 5", "2 + 3 = 5" and "m + n = 5" agree with "5". An equation that is still to be solved, such as
-    "2x = 5", does not, and neither does a list of candidates.
+    "2x = 5", does not, and neither does a list of candidates. "(A) 5" agrees with "A" and with "5".
     """
-    if any(a and b and a != b for a, b in ((given.unit, truth.unit), (given.name, truth.name))):
+    if labelled_otherwise(given, truth) or (given.name and truth.name and given.name != truth.name):
         return False
     if given.value == truth.value:
         return bool(truth.value)
+    of_given, of_truth = CHOICE.fullmatch(given.value), CHOICE.fullmatch(truth.value)
+    if of_given and not of_truth:
+        return of_given[1] == truth.value or agrees(read_answer(of_given[2]), truth)
+    if of_truth and not of_given:
+        return of_truth[1] == given.value or agrees(given, read_answer(of_truth[2]))
     if "=" not in given.value or "=" in truth.value:
         return False
     *left, right = given.value.split("=")
     return read_answer(right).value == truth.value != "" and all(_may_equal(side, truth) for side in left)
+
+
+def labelled_otherwise(given: Answer, truth: Answer) -> bool:
+    """Whether both answers have a unit, and not the same one."""
+    return bool(given.unit and truth.unit and given.unit != truth.unit)
 
 
 def _may_equal(side: str, truth: Answer) -> bool:

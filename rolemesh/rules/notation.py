@@ -52,14 +52,17 @@ CHARACTERS = FULL_WIDTH | str.maketrans(
         "△": r"\triangle ",
     }
 )
+FONTS = ("bf", "rm", "it", "sf")  # "{\\bf 5}"; "\\bf{5}" is a wrapper
 COMMANDS = {
     **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
     **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "limits"), ""),
-    **dict.fromkeys(("displaystyle", "textstyle"), ""),
+    **dict.fromkeys(("displaystyle", "textstyle", *FONTS), ""),
     **dict.fromkeys(("quad", "qquad", "enspace", "thinspace"), " "),
     **dict.fromkeys(("leq", "leqslant"), r"\le"),
     **dict.fromkeys(("geq", "geqslant"), r"\ge"),
     "neq": r"\ne",
+    "lt": "<",
+    "gt": ">",
     "varnothing": r"\emptyset",
     "degree": r"^\circ",
     "lbrace": r"\{",
@@ -99,6 +102,7 @@ ENDS = r"(?=$|[)\],])"
 # Digits after ":" or "{", and those in the brackets of 0.(03), begin no answer.
 LEADING_ZEROS = re.compile(rf"(?:{BEGINS}|(?<=\\\{{)|(?<=\\\{{ ))(?<![0-9.]\()(?<![0-9.]\( )([-+]?)0+(?=[0-9])")
 MIXED = re.compile(r"(-?[0-9]+) ([0-9]+)/([0-9]+)")
+WHOLE = re.compile(BEGINS + r"(-?)([0-9]{1,15}) ?\\frac\{([0-9]{1,15})\}\{([0-9]{1,15})\}" + ENDS)
 # A quotient that is a member, a term of a sum, an exponent or a cell of a matrix: 1/2x and 3/4/5 are none.
 SLASHED = re.compile(
     r"((?:^|[-+(\[,={&]|\\\\|matrix\}) ?-?)"
@@ -116,8 +120,8 @@ FRACTION = re.compile(BEGINS + r"(-?)\\frac\{(-?)([0-9]{1,15})\}\{(-?)([0-9]{1,1
 SIGN = re.compile(BEGINS + r"\+(?=[0-9\\.(A-Za-z])")
 NO_ZERO = re.compile(BEGINS + "-0" + ENDS)
 LABEL_IN_LIST = re.compile(r"(?:%|\^(?:\\circ|\{ ?\\circ ?\})) ?(?=,)")
-AND = re.compile(r"(?<=[0-9})]),? and (?=[-0-9\\(])")
-AND_TEXT = re.compile(r",?\s*\\(?:text|mathrm|mbox)\s*\{\s*,?\s*and\s*\}\s*")
+AND = re.compile(r"(?<=[0-9})]),? (?:and|or) (?=[-0-9\\(])")
+AND_TEXT = re.compile(r",?\s*\\(?:text|mathrm|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}\s*")
 COMMA = re.compile(r"\s*,\s*")
 BLANK = re.compile(
     rf"( ?(?<![A-Za-z\\]){CONNECTIVE} ?)|(\\[A-Za-z]+ (?=[A-Za-z]))|(, )|((?<=[0-9]) (?=[0-9.]))| "
@@ -154,6 +158,8 @@ def _command(found: re.Match[str]) -> str:
         return SPACING[name]
     written = COMMANDS.get(name, found[0])
     text, start, end = found.string, *found.span()
+    if name in FONTS and text[end:].lstrip()[:1] == "{":
+        return found[0]
     joins = text[max(start - 1, 0) : start].isdigit() and text[end : end + 1].isdigit()
     return found[0] if joins and not written.strip() else written
 
@@ -241,13 +247,20 @@ def _plain(found: re.Match[str]) -> str:
 def with_fractions(text: str) -> str:
     r"""Write a/b as \frac{a}{b}, and a reduced fraction of integers as the decimal that is equal to it, if any.
 
-    "1/2" and "0.5" are equal. "2/4" is another answer, where a question asks for lowest terms.
+    "1/2" and "0.5" are equal, and so are "3 1/2" and "7/2". "2/4" is another answer, where a
+    question asks for lowest terms.
     """
     if "/" in text and (found := MIXED.fullmatch(text)):
-        return rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"
+        text = rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"
     if "/" in text:
         text = SLASHED.sub(lambda found: rf"{found[1]}\frac{{{found[2] or found[3]}}}{{{found[4]}}}", text)
-    return FRACTION.sub(_decimal, text) if r"\frac" in text else text
+    return FRACTION.sub(_decimal, WHOLE.sub(_improper, text)) if r"\frac" in text else text
+
+
+def _improper(found: re.Match[str]) -> str:
+    r"""Write "3\frac{1}{2}" as "\frac{7}{2}"."""
+    sign, (whole, above, below) = found[1], map(int, found.group(2, 3, 4))
+    return rf"{sign}\frac{{{whole * below + above}}}{{{below}}}" if above < below else found[0]
 
 
 def _decimal(found: re.Match[str]) -> str:

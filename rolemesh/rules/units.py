@@ -36,6 +36,11 @@ SPELLINGS = {
     "C": "C celsius",
     "F": "F fahrenheit",
     "radian": "rad radian",
+    "V": "V volt",
+    "A": "A amp ampere",
+    "W": "W watt",
+    "J": "J joule",
+    "N": "N newton",
     "%": "percent",
     "$": "dollar usd 美元 달러",
     "cent": "cent",
@@ -66,6 +71,10 @@ GLUED = re.compile(r"(?<=[0-9])(mm|cm|km|kg|mph|min|ft)$")  # "12cm"; shorter on
 COUNTING_WORDS = "つ 人 名 位 月 分 次 回 本 只 匹 枚 件 杯 瓶 斤 角 棵 支 通り 원 개 명 분 마리 가지"
 COUNTERS = (*COUNTING_WORDS.split(), *(word for word in UNITS if not word.isascii()))
 COUNTED = re.compile(rf"(?:(?<=[0-9}}])|(?<=\\pi)|(?<=\\circ))\s?({'|'.join(COUNTERS)})$")
+# "60 km/h". Of two letters only m/s, as others are variables.
+ASCII = "|".join(word for word in UNITS if word.isascii() and word.isalpha())
+QUOTIENT = re.compile(rf"(?<=[0-9])\s?(?=\w\w|\w+/\w\w|m/s)({ASCII})/({ASCII})$")
+WORD = re.compile(r"[A-Za-z\u00c0-\u024f\u0400-\u04ff]{3,}\.?|[a-z]{2}\.?")  # Latin or Cyrillic
 # Words after a number that make another answer of it, or are no label.
 NO_LABEL = {
     *("and", "or", "not", "no", "if", "when", "where", "for", "is", "are", "odd", "even", "mod"),
@@ -81,7 +90,9 @@ QUANTITY = (
     r"(?i:half|halve|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|[a-z]{3,5}t(?:een|ie)th"
     r"|(?:hundred|thousand|million|billion|trillion)(?:th)?|lakh|crore|dozen|zero|one|two|three|four|five|six"
     r"|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)(?:e?s)?"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
+    # other languages
+    r"|million(?:en)|mill[oó]n|milliarden?|milliard|mille|mil(?!es)|tausend|medio|demi|docena|douzaine)(?:e?s)?"
 )
 IS_QUANTITY = re.compile(QUANTITY)
 WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|mathrm|mbox|rm)\s*$")
@@ -143,6 +154,8 @@ def _wrapped(text: str) -> tuple[str, list[str]] | None:
     words = re.findall(r"[A-Za-z.]+", body[opening + 1 : -1].replace("/", " per "))
     if re.search(r"[^A-Za-z.\s,/^0-9\\]|(?<!\^)[0-9]", body[opening + 1 : -1]):
         return None
+    if len(words) == 1 and len(words[0]) == 1 and words[0] not in UNITS:
+        return None  # \mathrm{i} and \mathrm{e} are numbers
     return body[: opening - len(command[0])], words
 
 
@@ -150,11 +163,13 @@ def _bare(text: str) -> tuple[str, list[str]]:
     """Split "12 square cm" into "12" and its words. Bare words have three letters, or are units of two."""
     if found := GLUED.search(text[-20:]) or COUNTED.search(text[-20:]):
         return text[: len(text) - len(found[0])], [found[1]]
+    if found := QUOTIENT.search(text[-40:]):
+        return text[: len(text) - len(found[0])], [found[1], "per", found[2]]
     power = POWER.search(text[-20:])
     value = text[: len(text) - len(power[0])] if power else text
     parts = value.rsplit(maxsplit=MOST_WORDS + 1)
     words: list[str] = []
-    while len(parts) > 1 and re.fullmatch(r"[A-Za-z]{3,}\.?|[a-z]{2}\.?", parts[-1]):
+    while len(parts) > 1 and WORD.fullmatch(parts[-1]):
         words.insert(0, parts.pop())
         value = value.rstrip()[: -len(words[0])]
     if any(len(word.rstrip(".")) == 2 and word.rstrip(".") not in UNITS for word in words):

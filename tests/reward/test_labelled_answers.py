@@ -6,6 +6,7 @@ import pytest
 
 from rolemesh.rules.gsm8k import compute_score
 from rolemesh.rules.normal_form import agrees, read_answer
+from rolemesh.services.reward.functions import dapo
 
 THINGS = (
     "apples, acres, bags, balls, balloons, beads, billboards, bins, birds, books, bottles, boys, bricks, "
@@ -79,3 +80,110 @@ def test_a_multiple_is_not_its_number() -> None:
 )
 def test_counting_words_are_labels_in_each_of_their_spellings(given: str, truth: str, same: bool) -> None:
     assert agrees(read_answer(given), read_answer(truth)) is same
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "same"),
+    [
+        (r"5\mathrm{m}^2", "5", True),
+        (r"5\text{ V}", r"5\text{ volts}", True),
+        ("60 km/h", r"60\text{ km/h}", True),
+        (r"\text{60 km/h}", "60", True),
+        ("5 m/s", "5", True),
+        ("60 km/h", "60 m/s", False),
+        ("5a/b", "5", False),
+        ("12 años", "12", True),
+        ("12 рублей", "12", True),
+        # No label: Euler's number, the imaginary unit, a variable, a multiple
+        (r"2\mathrm{i}", "2", False),
+        (r"1+2\mathrm{i}", "1+2i", True),
+        (r"2\mathrm{e}", "2e", True),
+        (r"2\mathrm{e}^2", "2", False),
+        (r"5\mathrm{x}", "5", False),
+        (r"5\text{k}", "5", False),
+        (r"5\text{ M}", "5", False),
+        ("5 millones", "5", False),
+        ("5 Millionen", "5", False),
+        ("5 milliards", "5", False),
+        ("5 mil", "5", False),
+        ("5 miles", "5", True),
+    ],
+)
+def test_a_letter_or_a_word_is_a_label_only_if_it_is_no_part_of_the_number(
+    given: str, truth: str, same: bool
+) -> None:
+    assert agrees(read_answer(given), read_answer(truth)) is same
+
+
+def test_a_quantity_of_two_units_is_not_its_first_number() -> None:
+    both = "5 hours 30 minutes; 5 hours and 30 minutes; 5 hours, 30 minutes; 5 h 30 min; 5 ft. 6 in."
+    both += "; 5 dollars and 30 cents; 5 m 20 cm"
+    assert not [each for each in both.split("; ") if right(each)]
+    assert not right("5 millones")
+    one = "5 hours per 30 minutes; 5 minutes, so 6 dollars; 5 miles; 5 hours for 3 days; 5 dollars for 3 cents"
+    assert all(right(each) for each in one.split("; "))
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "same"),
+    [
+        (r"\textbf{(A)}\ 5", "A", True),
+        (r"\textbf{(A) } 5", "5", True),
+        ("A", r"\textbf{(A)}\ 5", True),
+        ("5", r"\textbf{(A)}\ 5", True),
+        ("(A) x = 5", "5", True),
+        ("B", r"\textbf{(A)}\ 5", False),
+        ("(A) 6", r"\textbf{(A)}\ 5", False),
+        ("(B) 5", "A", False),
+        ("(A), (B)", "A", False),
+        ("(A) or (B)", "A", False),
+        ("(A) or 5", "A", False),
+        ("(A) 5, (B) 6", "A", False),
+        ("(A)(B)", "A", False),
+    ],
+)
+def test_a_choice_is_its_letter_and_what_stands_beside_it(given: str, truth: str, same: bool) -> None:
+    assert agrees(read_answer(given), read_answer(truth)) is same
+
+
+@pytest.mark.parametrize(
+    ("given", "truth", "same"),
+    [
+        ("a_{2023} = 5", "5", True),
+        ("a_{n+1} = 5", "5", True),
+        (r"x_{\max} = 5", "5", True),
+        (r"S_{\triangle ABC} = 5", "5", True),
+        ("a_{2023} = 5", "a_{2024} = 5", False),
+        ("3 1/2", "3.5", True),
+        (r"-3\frac12", r"-\frac{7}{2}", True),
+        (r"3\frac{4}{3}", "4", False),
+        ("31/2", "3.5", False),
+        (r"{\bf 5}", "5", True),
+        (r"\text{Answer: } 5", "5", True),
+        (r"x \lt 5", "x < 5", True),
+        (r"1 \text{ or } 2", "1, 2", True),
+        ("1 or 2", "2", False),
+    ],
+)
+def test_names_with_long_indices_mixed_numbers_and_lists_in_words(given: str, truth: str, same: bool) -> None:
+    assert agrees(read_answer(given), read_answer(truth)) is same
+
+
+@pytest.mark.parametrize(
+    ("line", "accuracy"),
+    [
+        ("The final answer is $5$. I hope it is correct.", 1),
+        ("The sum is $5$", 1),
+        (r"The value is \(5\).", 1),
+        (r"\boxed{5} because 2+3", 1),
+        (r"\boxed{5} or \boxed{6}", 0),
+        (r"-\boxed{5}", 0),
+        ("$5$ million", 0),
+        ("The sum is not $5$", 0),
+        ("The sum is less than $5$", 0),
+        ("The sums are $5$ and $6$", 0),
+        ("The answer is $5$. Or 6.", 0),
+    ],
+)
+def test_the_formula_of_a_sentence_is_its_answer(line: str, accuracy: int) -> None:
+    assert dapo.compute_score(f"Answer: {line}", "5")["acc"] == accuracy

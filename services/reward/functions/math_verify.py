@@ -12,7 +12,7 @@ from typing import Any
 
 from rolemesh.rules.boxed import last_boxed
 from rolemesh.rules.ground_truth import right_answers
-from rolemesh.rules.normal_form import agrees, read_answer
+from rolemesh.rules.normal_form import agrees, labelled_otherwise, read_answer
 from rolemesh.services.reward.functions.exactness import equal_though_large, still_equal
 
 TIMEOUT_S = 5  # for parsing an expression, and for each comparison; then the answer counts as wrong
@@ -21,8 +21,8 @@ TIMEOUT_S = 5  # for parsing an expression, and for each comparison; then the an
 def compute_score(solution_str: str, ground_truth: Any, *, exact: bool = True) -> float:
     r"""Score 1.0 if the response's answer equals a correct answer, otherwise 0.0.
 
-    The answer is the last \boxed{}, or, if there is none, the last expression. The score is also 0.0 if the
-    library cannot parse one of the two, or exceeds its time limit.
+    The answer is the last \boxed{}, or, if there is none, the expression that the library finds. The score is
+    also 0.0 if the library cannot parse one of the two, or exceeds its time limit.
 
     Args:
         solution_str: the response.
@@ -42,10 +42,15 @@ def compute_score(solution_str: str, ground_truth: Any, *, exact: bool = True) -
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would log the whole response
     answers = right_answers(ground_truth)
-    box = last_boxed(solution_str) if exact else None
-    if box is not None:
-        if any(agrees(read_answer(box), read_answer(answer)) for answer in answers):
+    if exact and r"\boxed" in solution_str:
+        box = last_boxed(solution_str)
+        if box is None:  # it is cut off
+            return 0.0
+        of_box, forms = read_answer(box), {answer: read_answer(answer) for answer in answers}
+        if any(agrees(of_box, form) for form in forms.values()):
             return 1.0
+        # The library does not compare units.
+        answers = [answer for answer, form in forms.items() if not labelled_otherwise(of_box, form)]
         solution_str = rf"\boxed{{{box}}}"
     given = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=TIMEOUT_S)
     right = [
