@@ -96,7 +96,7 @@ def _sequence(job: JobConfig) -> tuple[str, ...]:
 
 
 def _kept(job: JobConfig) -> tuple[str, ...]:
-    return ("kept_ids",) if job.answers and job.rollout.truncates else ()
+    return ("kept_ids",) if job.generates and job.rollout.truncates else ()
 
 
 def actor_methods(job: JobConfig) -> list[Method]:

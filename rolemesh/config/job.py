@@ -111,7 +111,7 @@ class JobConfig(Plugins):
         return schema().model_dump()
 
     @property
-    def answers(self) -> bool:
+    def generates(self) -> bool:
         """True if rollouts answer the page's prompts."""
         return "rollout" in self.page.roles
 
@@ -126,12 +126,12 @@ class JobConfig(Plugins):
     @property
     def steps_ahead(self) -> int:
         """How many steps ahead of training the rollouts may generate: 0 with rollout.mode sync."""
-        return self.trainer.max_staleness if self.answers and self.rollout.mode == "async" else 0
+        return self.trainer.max_staleness if self.generates and self.rollout.mode == "async" else 0
 
     @property
     def temperature(self) -> float:
         """Temperature of the distribution that log-probabilities are of; 0 if answers are greedy."""
-        if not self.answers:
+        if not self.generates:
             return 1.0
         return 0.0 if self.rollout.greedy else self.rollout.temperature
 

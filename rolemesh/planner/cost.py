@@ -186,7 +186,7 @@ def role_parts(
         scoring = {name: 2 * seconds for name, seconds in scoring.items()}  # a second pass with the adapter off
     if not spec.trained:
         return {"score": scoring}
-    if not job.answers:  # nothing is scored: the responses are given
+    if not job.generates:  # nothing is scored: the responses are given
         scoring = dict.fromkeys(scoring, 0.0)
 
     section = job.actor if role == "actor" else job.critic

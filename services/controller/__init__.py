@@ -8,7 +8,7 @@ offline/        `rolemesh generate` and `rolemesh evaluate`
 display/        progress, tables, curves, loggers
 service/        the controller's own gRPC service: status and steering
 preparing.py    `rolemesh prepare`: a command that runs before a pod's process
-turns.py        one pod at a time does so
+prepare_lock.py  one pod at a time does so
 starting.py     what comes before a run in its controller's process
 scale_down.py   scales the roles' pods to zero after a run, and up before one
 main.py         `rolemesh control`: a run with roles that are already served

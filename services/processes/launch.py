@@ -25,8 +25,8 @@ from rolemesh.rpc.serving.server import serve_metrics
 from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.main import (
     Brakes,
+    checked_run,
     drive,
-    prepare,
     warn_of_idle_keys,
     warn_of_no_checkpoint,
     warn_of_stale_rows,
@@ -78,7 +78,7 @@ async def launch(job: JobConfig) -> Summary:
 
 
 async def _launch(job: JobConfig, scraped: str) -> Summary:
-    run = await prepare(job)
+    run = await checked_run(job)
     if summary := run.finished():
         run.display.close()
         run.display.summary(summary)

@@ -14,7 +14,7 @@ from serving import served
 
 from rolemesh.config.job import make_job
 from rolemesh.errors import InvalidConfig, ModelNotFound, NotPermitted, RolemeshError, RoleTaken
-from rolemesh.services.controller.main import control, prepare, warn_of_no_checkpoint
+from rolemesh.services.controller.main import checked_run, control, warn_of_no_checkpoint
 from rolemesh.services.controller.run.run_dir import held, read_metrics
 from rolemesh.services.controller.service.server import serving
 from rolemesh.services.controller.service.status import RunStatus
@@ -112,10 +112,10 @@ async def test_an_unknown_vocabulary_of_the_policy_is_an_error_before_any_role_i
     job = small_job(tmp_path, bare, "run", *OVERRIDES)
     (bare / "config.json").write_text(json.dumps({"model_type": "no such model"}))
     with pytest.raises(ModelNotFound, match="cannot read the vocabulary size of"):
-        await prepare(job)
+        await checked_run(job)
     (bare / "config.json").unlink()
     with pytest.raises(ModelNotFound, match=r"has no config\.json"):
-        await prepare(job)
+        await checked_run(job)
     async with serving(RunStatus("run"), job.roles, LOCAL) as server:
         with pytest.raises(ModelNotFound, match=r"has no config\.json"):  # and not: no address was given
             await control(job, {}, server)

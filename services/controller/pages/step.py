@@ -43,7 +43,7 @@ class Step:
         for part in parts:
             metrics |= part
         metrics |= batch_metrics(batch, self.job.actor)
-        if self.job.answers:
+        if self.job.generates:
             metrics |= staleness_metrics(batch, newest=self.number - 1)
         return metrics
 

@@ -133,7 +133,7 @@ def settings_to_keep(
         "rollout.stop": list(rollout.stop),
         **(_conversation_settings_to_keep(rollout.multi_turn) if rollout.multi_turn.enable else {}),
         **(_scoring_settings_to_keep(job.reward) if "reward" in job.roles else {}),
-        **(_validation_settings_to_keep(job) if job.answers else {}),
+        **(_validation_settings_to_keep(job) if job.generates else {}),
     }
     return dict(in_json(settings))
 

@@ -116,7 +116,14 @@ def _joined(job: JobConfig) -> tuple[str, ...]:
         talks = talks if job.rollout.multi_turn.enable else ()
     elif job.page.learns_from == "responses":
         talks = ("turns",)
-    return (*(("row",) if job.answers else ()), "prompts", "prompt_mask", "responses", "response_mask", *talks)
+    return (
+        *(("row",) if job.generates else ()),
+        "prompts",
+        "prompt_mask",
+        "responses",
+        "response_mask",
+        *talks,
+    )
 
 
 @node(reads=_joined, writes=("input_ids", "attention_mask", "position_ids"))
