@@ -15,7 +15,11 @@ from rolemesh.dataproto import DataProto
 from rolemesh.plugins import Options, page
 from rolemesh.roles import Metrics, Roles
 from rolemesh.services.controller.pages.step import Step
-from rolemesh.services.controller.stages.advantages import apply_kl_penalty, compute_advantages
+from rolemesh.services.controller.stages.advantages import (
+    apply_kl_penalty,
+    apply_rollout_correction,
+    compute_advantages,
+)
 from rolemesh.services.controller.stages.experience import collect, fan_out
 
 
@@ -37,12 +41,13 @@ async def extremes_step(prompts: DataProto, roles: Roles, step: Step, *, keep: i
     batch = answered.select_idxs(extremes(answered, keep))
     batch = batch.union(await roles.actor.compute_log_probs(batch))  # old_log_probs, entropys [B, T]
     batch = batch.union(await roles.reference.compute_log_probs(batch))  # nothing, unless the job weighs a KL
+    batch, mismatch = apply_rollout_correction(batch, step.job)  # ends the run if the engine computes otherwise
     batch, kl = apply_kl_penalty(batch, step.job, step.kl.value)  # token_level_rewards [B, T]
     batch = compute_advantages(batch, step.job)  # advantages [B, T], by algorithm.adv_estimator
     update = await roles.actor.update(batch)
     await roles.sync_weights(step.number)  # the rollouts take the new weights
     own = {"extremes/score/mean": answered["token_level_scores"].sum(1).mean().item()}
-    return step.report(batch, kl, update, own)  # a page ends with this
+    return step.report(batch, mismatch, kl, update, own)  # a page ends with this
 
 
 def extremes(batch: DataProto, keep: int) -> list[int]:

@@ -132,16 +132,6 @@ class ActorConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _later_passes_have_a_ratio(self) -> "ActorConfig":
-        if not self.loss.has_ratio and self.ppo_epochs > 1:
-            raise ValueError(
-                f"ppo_epochs is {self.ppo_epochs}, but policy_loss.loss_mode {self.loss.name} has no ratio, so "
-                "later passes could not correct for the policy's change; set ppo_epochs to 1, or loss_mode to "
-                "vanilla"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _ratio_is_held_above_zero(self) -> "ActorConfig":
         if self.loss.clips_below and self.clip_low >= 1:
             raise ValueError(

@@ -47,6 +47,7 @@ def check_sections(job: JobConfig) -> None:
     _check_dynamic_sampling(job)
     _check_adapter(job)
     _check_bypass(job)
+    _check_passes(job)
     _check_groups(job)
     _check_ulysses(job)
     _check_rows_of_ranks(job)
@@ -105,7 +106,7 @@ def _check_page(job: JobConfig) -> None:
             f"actor.policy_loss.loss_mode is {job.actor.loss.name}, a loss of page {owner}, but the page is "
             f"{job.page.name}; set algorithm.page to {owner}, or another loss_mode"
         )
-    if not job.answers and job.rollout.n > 1:
+    if not job.generates and job.rollout.n > 1:
         raise ValueError(
             f"rollout.n is {job.rollout.n}, but page {job.page.name} answers no prompts; leave rollout.n out"
         )
@@ -182,8 +183,7 @@ def _check_estimator(job: JobConfig) -> None:
     if estimator.needs_distribution and job.algorithm.rollout_correction.bypass_mode:
         raise ValueError(
             f"algorithm.adv_estimator {estimator.name} reads statistics of the actor's distributions before "
-            "the "
-            "update, but algorithm.rollout_correction.bypass_mode leaves that call out; set it to false"
+            "the update, but algorithm.rollout_correction.bypass_mode leaves that call out; set it to false"
         )
     if job.trainer.critic_warmup and not job.uses_critic:
         raise ValueError(
@@ -212,7 +212,7 @@ def _check_greedy(job: JobConfig) -> None:
 
 
 def _check_equal_answers(job: JobConfig) -> None:
-    for key, is_used in (("rollout", job.answers), ("rollout.val_kwargs", job.answers and job.validates)):
+    for key, is_used in (("rollout", job.generates), ("rollout.val_kwargs", job.generates and job.validates)):
         if is_used and (reason := equal_answers(job, key)):
             raise ValueError(reason)
 
@@ -308,10 +308,8 @@ def _check_dynamic_sampling(job: JobConfig) -> None:
     if job.rollout.mode == "async" and job.trainer.max_staleness > 0:
         raise ValueError(
             "algorithm.filter_groups.enable cannot be combined with rollout.mode async: how many prompts a "
-            "step "
-            "takes is unknown before they are answered, so prompts of later steps cannot be answered ahead; "
-            "set "
-            "rollout.mode to sync, or trainer.max_staleness to 0"
+            "step takes is unknown before they are answered, so prompts of later steps cannot be answered "
+            "ahead; set rollout.mode to sync, or trainer.max_staleness to 0"
         )
     if job.trainer.total_training_steps is None:
         raise ValueError(
@@ -325,13 +323,22 @@ def _check_bypass(job: JobConfig) -> None:
     if job.actor.loss.corrects and not bypasses:
         raise ValueError(
             f"actor.policy_loss.loss_mode is {loss_mode}, but algorithm.rollout_correction.bypass_mode is "
-            "false; "
-            "set bypass_mode to true, or loss_mode to vanilla"
+            "false; set bypass_mode to true, or loss_mode to vanilla"
         )
     if bypasses and not job.actor.loss.corrects and loss_mode != "vanilla":
         raise ValueError(
             "algorithm.rollout_correction.bypass_mode is true, which has its own loss (loss_type), but "
             f"actor.policy_loss.loss_mode is {loss_mode}; set loss_mode to bypass, or bypass_mode to false"
+        )
+
+
+def _check_passes(job: JobConfig) -> None:
+    loss, plain = job.policy_loss, job.algorithm.rollout_correction.is_plain_reinforce
+    if job.actor.ppo_epochs > 1 and job.generates and (plain or not loss.has_ratio):
+        of = "loss_type reinforce without rollout_is" if plain else f"loss_mode {loss.name}"
+        raise ValueError(
+            f"actor.ppo_epochs is {job.actor.ppo_epochs}, but {of} has no ratio, so later passes could not "
+            "correct for the policy's change; set ppo_epochs to 1, or another loss"
         )
 
 

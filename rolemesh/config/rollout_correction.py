@@ -128,6 +128,11 @@ class RolloutCorrectionConfig(Config):
         return tuple(_criterion(name, text) for name, text in zip(names, texts, strict=True))
 
     @property
+    def is_plain_reinforce(self) -> bool:
+        """True if bypass_mode's loss is -A * log pi: no clip, and no weight for the policy's change."""
+        return self.loss_type == "reinforce" and self.rollout_is is None
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The columns that the correction adds to the batch.
 

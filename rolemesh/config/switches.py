@@ -77,15 +77,24 @@ def _off(job: JobConfig) -> Iterator[tuple[str, str]]:
         others = {key for each in ESTIMATORS.values() for key in each.keys} - {*job.estimator.keys, *OF_SEVERAL}
         for key in others & type(job.algorithm).model_fields.keys():
             yield f"algorithm.{key}", f"algorithm.adv_estimator is {job.estimator.name}"
-    loss = job.policy_loss
-    read = {*loss.keys, *loss.choose_keys}
-    for key in {key for each in POLICY_LOSSES.values() for key in (*each.keys, *each.choose_keys)} - read:
+    loss, reason = job.policy_loss, f"the policy loss is {job.policy_loss.name}"
+    read = _fields(*loss.keys, *loss.choose_keys)
+    if loss.name == "bypass" and (loss_type := job.algorithm.rollout_correction.loss_type) != "ppo_clip":
+        read, reason = set(), f"algorithm.rollout_correction.loss_type is {loss_type}"
+    of_losses = _fields(*(key for each in POLICY_LOSSES.values() for key in (*each.keys, *each.choose_keys)))
+    for key in of_losses - read:
         for section in ("actor", "actor.policy_loss"):
             if key in type(_section(job, section)).model_fields:
-                yield f"{section}.{key}", f"the policy loss is {loss.name}"
+                yield f"{section}.{key}", reason
     aggregation = loss.aggregation or job.actor.loss_agg_mode
     if aggregation != "seq-mean-token-sum-norm":
         yield "actor.loss_scale_factor", f"actor.loss_agg_mode is {aggregation}"
+
+
+def _fields(*keys: str) -> set[str]:
+    """Return the fields of the keys that a loss declares: two fields hold each end of its clip range."""
+    ends = {end: ("clip_ratio", f"clip_ratio_{end.removeprefix('clip_')}") for end in ("clip_low", "clip_high")}
+    return {field for key in keys for field in ends.get(key, (key,))}
 
 
 def _is_meant(job: JobConfig, switch: str) -> bool:

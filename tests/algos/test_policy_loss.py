@@ -32,6 +32,7 @@ from rolemesh.algos.policy_loss import (
 from rolemesh.catalog.catalog import load
 from rolemesh.catalog.policy_losses import POLICY_LOSSES
 from rolemesh.config.actor import ActorConfig, PolicyLossConfig
+from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.config.rollout_correction import RolloutCorrectionConfig
 from rolemesh.errors import InvalidConfig
@@ -326,12 +327,35 @@ def test_the_catalog_says_what_each_loss_takes(name: str) -> None:
         ({"policy_loss": {"loss_mode": "dro"}}, "loss_mode is dro, but dro_beta is not set"),
         ({"tau_neg": 0}, "tau_neg"),
         ({"clip_ratio_c": math.inf}, "'actor.clip_ratio_c' is inf"),
-        ({"policy_loss": {"loss_mode": "gpg"}, "ppo_epochs": 2}, "ppo_epochs is 2, but .*loss_mode gpg"),
     ],
 )
 def test_ranges_of_no_loss_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
         make_job({"actor": keys})
+
+
+def test_later_passes_need_a_ratio_unless_the_rows_are_given() -> None:
+    bypass = {"bypass_mode": True}
+    unweighted = bypass | {"loss_type": "reinforce"}
+    for loss_mode, correction, of in (
+        ("gpg", {}, "loss_mode gpg"),
+        ("vanilla", unweighted, "loss_type reinforce without rollout_is"),
+        ("bypass", unweighted, "loss_type reinforce without rollout_is"),
+    ):
+        job = {
+            "actor": {"policy_loss": {"loss_mode": loss_mode}, "ppo_epochs": 2},
+            "algorithm": {"rollout_correction": correction},
+        }
+        with pytest.raises(InvalidConfig, match=f"actor.ppo_epochs is 2, but {of} has no ratio"):
+            make_job(job)
+        make_job(merge(job, {"actor": {"ppo_epochs": 1}}))
+    for section in (
+        {"page": "sft"},
+        {"page": "dpo"},
+        {"rollout_correction": bypass},
+        {"rollout_correction": unweighted | {"rollout_is": "token"}},
+    ):
+        make_job({"actor": {"ppo_epochs": 2}, "algorithm": section})
 
 
 @pytest.mark.parametrize("loss_mode", ["cispo", "geo_mean", "dppo_kl"])

@@ -140,6 +140,16 @@ def own(rewards, mask):
 """
 
 
+WITHOUT_KL = """
+from rolemesh.services.controller.pages.grpo import grpo_step
+
+@page("f")
+async def f(prompts, roles, step):
+    metrics = await grpo_step(prompts, roles, step)
+    return {name: value for name, value in metrics.items() if "kl" not in name}
+"""
+
+
 def test_the_page_that_an_estimator_brings_gets_the_defaults_of_its_options(write: Write) -> None:
     file = write(PAGE)
     job = job_of(file, algorithm={"adv_estimator": "own"})
@@ -160,6 +170,10 @@ def test_the_page_that_an_estimator_brings_is_named_where_an_option_has_no_defau
     [
         ('@page("f")\nasync def f(prompts, roles, step): return {}', {"adv_estimator": "grpo", "page": "f"},
          "page f of .* should end with `return step.report"),
+        (WITHOUT_KL, {"adv_estimator": "grpo", "page": "f", "use_kl_in_reward": True},
+         "use_kl_in_reward is true, but page f of .* does not report the KL"),
+        ("", {"page": "sft", "use_kl_in_reward": True}, "page sft of rolemesh does not report the KL"),
+        ("", {"page": "dpo", "use_kl_in_reward": True}, "page dpo of rolemesh does not report the KL"),
         (f'@estimator("f", {READS})\ndef f(r, m): return r', {"adv_estimator": "f"},
          r"should return \(advantages, returns\); it returned a Tensor"),
         (f'@estimator("f", {READS})\ndef f(r, m): return r.double(), r', {"adv_estimator": "f"},

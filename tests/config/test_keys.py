@@ -291,6 +291,16 @@ def test_a_value_that_another_key_switches_off_is_warned_of_and_a_default_is_not
     assert warned("actor.tau_pos=2") == {"actor.tau_pos": "the policy loss is vanilla"}
     assert warned("actor.tau_pos=2", "actor.policy_loss.loss_mode=sapo") == {}
     assert warned("actor.clip_ratio_c=4", "actor.policy_loss.loss_mode=sapo").keys() == {"actor.clip_ratio_c"}
+    unread = {"actor.clip_ratio": 0.3, "actor.clip_ratio_low": 0.1, "actor.clip_ratio_high": 0.4}
+    unread |= {"actor.clip_ratio_c": 4}
+    clips = [f"{key}={value}" for key, value in unread.items()]
+    assert warned(*clips) == {}
+    assert warned(*clips, "actor.policy_loss.loss_mode=gspo").keys() == {"actor.clip_ratio_c"}
+    assert warned(*clips, "actor.policy_loss.loss_mode=gpg").keys() == unread.keys()
+    correction = "algorithm.rollout_correction={bypass_mode: true, loss_type: %s}"
+    assert warned(*clips, correction % "ppo_clip") == {}
+    reason = "algorithm.rollout_correction.loss_type is reinforce"
+    assert warned(*clips, correction % "reinforce") == dict.fromkeys(unread, reason)
     greedy = warned("rollout.val_kwargs={do_sample: true, temperature: 0, top_k: 5}")
     assert greedy == {"rollout.val_kwargs.top_k": "rollout.val_kwargs.temperature is 0"}
     assert warned("trainer.max_staleness=2") == {"trainer.max_staleness": "rollout.mode is sync"}

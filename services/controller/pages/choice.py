@@ -13,9 +13,7 @@ from rolemesh.graph import StepGraph, record
 from rolemesh.roles import Metrics, Roles
 from rolemesh.services.controller.conversations.conversing import recorded as recorded_conversing
 from rolemesh.services.controller.pages.step import Page, Step
-from rolemesh.services.controller.stages import (
-    advantages as advantages,
-)  # the error of a page that forgot this names it
+from rolemesh.services.controller.stages.advantages import REWARD_KL
 from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.controller.stages.dynamic_sampling import DynamicSampling
 
@@ -37,7 +35,7 @@ async def check_step(job: JobConfig) -> StepGraph:
 
     Raises:
         InvalidBatch: a method reads a column that nothing wrote before it.
-        InvalidConfig: a page of a plug-in does not end as a page must.
+        InvalidConfig: the page does not end as a page must, or weighs no KL although the job says so.
     """
     page = page_of(job)
 
@@ -48,6 +46,11 @@ async def check_step(job: JobConfig) -> StepGraph:
         if step.batch is None or not isinstance(metrics, dict) or "perf/total_num_tokens" not in metrics:
             raise InvalidConfig(
                 f"{job.page} should end with `return step.report(batch, ...)`, whose metrics the loop logs"
+            )
+        if job.algorithm.use_kl_in_reward and REWARD_KL not in metrics:
+            raise InvalidConfig(
+                f"algorithm.use_kl_in_reward is true, but {job.page} does not report the KL: call "
+                "apply_kl_penalty, and give its metrics to step.report; or set use_kl_in_reward to false"
             )
 
     title = f"{job.page.name}.py" if job.page.origin == BUILT_IN else str(job.page)

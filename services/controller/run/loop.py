@@ -37,6 +37,7 @@ from rolemesh.services.controller.run.profile import check_profile_steps, profil
 from rolemesh.services.controller.run.run_dir import MetricsFile, answers, dump, read_metrics, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
 from rolemesh.services.controller.service.status import RunStatus, State
+from rolemesh.services.controller.stages.advantages import REWARD_KL
 from rolemesh.services.controller.stages.batch_metrics import throughput
 from rolemesh.services.controller.stages.bypass import bypassing
 from rolemesh.services.controller.stages.dynamic_sampling import DynamicSampling, SearchStopped
@@ -142,7 +143,7 @@ class Run:
             await self._meet_agents(roles.environment)
             rollout = Conversing(rollout, roles.environment, self.job, self._tokenizer)
         ahead = Ahead(rollout, self._upcoming, self.job.steps_ahead)
-        if self.job.answers:
+        if self.job.generates:
             roles = replace(roles, rollout=ahead)
         self._roles = bypassing(timed(roles, self._stopwatch), self.job)
         token = observer.set(self._stopwatch)
@@ -205,7 +206,7 @@ class Run:
         start.write_down()
         self._checkpoints.clear_partial()  # after a load, no role writes for an earlier controller
         CHECKPOINT_WRITTEN.set(start.checkpoint.stat().st_mtime if start.checkpoint else time.time())
-        if self.job.answers:
+        if self.job.generates:
             await self._roles.sync_weights(step)
         self._stopwatch.take()
         self.status.set(state=State.RUNNING, step=step)
@@ -263,8 +264,8 @@ class Run:
         batch = step.batch
         assert batch is not None, "a page ends with step.report"
         if self.job.algorithm.use_kl_in_reward:
-            self._kl.update(metrics["actor/reward_kl_penalty"], len(batch))
-        if self.job.answers:
+            self._kl.update(metrics[REWARD_KL], len(batch))
+        if self.job.generates:
             dump(answers(batch, number, self._texts), self.job.trainer.rollout_data_dir, number)
         return {
             "training/epoch": float(self._order.epoch(position)),
@@ -278,13 +279,13 @@ class Run:
         assert self._val is not None
         prompts = self._val.batches(self.job.data.val_batch_size)
         with self._stopwatch("testing"):
-            if self.job.answers:
+            if self.job.generates:
                 batch, metrics = await validate(prompts, self._roles, self.job)
             elif self.job.page.learns_from == "pairs":
                 metrics = await validate_pairs(prompts, self._roles, self.job)
             else:
                 metrics = await validate_loss(prompts, self._roles)
-        if self.job.answers:
+        if self.job.generates:
             rows = answers(batch, number, self._texts)
             dump(rows, self.job.trainer.validation_data_dir, number)
             self._answers = rows[: self.job.trainer.log_val_generations]

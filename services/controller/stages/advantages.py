@@ -16,6 +16,8 @@ from rolemesh.errors import InvalidConfig, WeightsUnavailable
 from rolemesh.graph import node
 from rolemesh.roles import Metrics
 
+REWARD_KL = "actor/reward_kl_penalty"  # the metric from which kl_ctrl adjusts the coefficient
+
 
 def _correction_reads(job: JobConfig) -> tuple[str, ...]:
     own = () if job.algorithm.rollout_correction.bypass_mode else ("old_log_probs", "rollout_log_probs")
@@ -109,7 +111,7 @@ def apply_kl_penalty(batch: DataProto, job: JobConfig, beta: float) -> tuple[Dat
     kl = kl_penalty(batch["old_log_probs"], batch["ref_log_probs"], job.algorithm.kl_penalty) * mask  # [B, T]
     batch["token_level_rewards"] = scores - beta * kl
     row_kl = kl.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [B]
-    return batch, {"actor/reward_kl_penalty": row_kl.mean().item(), "actor/reward_kl_penalty_coeff": beta}
+    return batch, {REWARD_KL: row_kl.mean().item(), "actor/reward_kl_penalty_coeff": beta}
 
 
 @node(reads=("token_level_scores",), writes=("reward_baselines",))
