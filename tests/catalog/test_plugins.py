@@ -172,8 +172,6 @@ def test_the_page_that_an_estimator_brings_is_named_where_an_option_has_no_defau
          "page f of .* should end with `return step.report"),
         (WITHOUT_KL, {"adv_estimator": "grpo", "page": "f", "use_kl_in_reward": True},
          "use_kl_in_reward is true, but page f of .* does not report the KL"),
-        ("", {"page": "sft", "use_kl_in_reward": True}, "page sft of rolemesh does not report the KL"),
-        ("", {"page": "dpo", "use_kl_in_reward": True}, "page dpo of rolemesh does not report the KL"),
         (f'@estimator("f", {READS})\ndef f(r, m): return r', {"adv_estimator": "f"},
          r"should return \(advantages, returns\); it returned a Tensor"),
         (f'@estimator("f", {READS})\ndef f(r, m): return r.double(), r', {"adv_estimator": "f"},
@@ -187,6 +185,13 @@ def test_a_step_that_cannot_work_is_refused_before_any_model_loads(
 ) -> None:
     job = job_of(write(code), algorithm=algorithm)
     with pytest.raises(RolemeshError, match=said):
+        record_step(job)
+
+
+@pytest.mark.parametrize("page", ["sft", "dpo"])
+def test_a_page_without_scores_refuses_a_kl_in_the_rewards(page: str) -> None:
+    job = make_job({"algorithm": {"page": page, "use_kl_in_reward": True}})
+    with pytest.raises(InvalidConfig, match=f"true, but page {page} of rolemesh does not report the KL"):
         record_step(job)
 
 

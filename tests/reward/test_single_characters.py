@@ -9,6 +9,7 @@ from unicodedata import category, decimal, normalize, numeric
 
 import pytest
 
+from rolemesh.rules.characters import FRACTIONS
 from rolemesh.rules.finding import marked_number
 from rolemesh.rules.normal_form import agrees, read_answer
 from rolemesh.rules.numbers import number
@@ -49,11 +50,15 @@ READERS = pytest.mark.parametrize("read", [by_mark, by_form])
 def test_a_character_after_a_number_leaves_it_or_makes_none_of_it(
     read: Callable[[str], Decimal | None],
 ) -> None:
-    """Only a digit, of any script, makes another number."""
+    """Only a digit, of any script, makes another number, or a fraction."""
     read_as_three = set()
     for character in CHARACTERS:
         value, last = read(f"3{character}"), digit(character)
-        assert value in ((Decimal(30 + last),) if last is not None else (None, Decimal(3))), ascii(character)
+        expected = (None, Decimal(3)) if last is None else (Decimal(30 + last),)
+        if character in FRACTIONS:
+            above, below = map(Decimal, FRACTIONS[character])
+            expected = (None, 3 + above / below)
+        assert value in expected, ascii(character)
         if value == 3:
             read_as_three.add(character)
     assert not {each for each in read_as_three if starts_with_a_number(each)}
