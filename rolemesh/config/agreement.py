@@ -177,8 +177,7 @@ def _check_estimator(job: JobConfig) -> None:
     if by_components and job.reward.overlong_buffer.enable:
         raise ValueError(
             "reward.overlong_buffer.enable is true and changes the score, but algorithm.adv_estimator "
-            f"{estimator.name} uses only the reward's components; set enable to false, and make length a "
-            "component if needed"
+            f"{estimator.name} uses only the reward's components; set enable to false"
         )
     if estimator.needs_distribution and job.algorithm.rollout_correction.bypass_mode:
         raise ValueError(
@@ -333,7 +332,8 @@ def _check_bypass(job: JobConfig) -> None:
 
 
 def _check_passes(job: JobConfig) -> None:
-    loss, plain = job.policy_loss, job.algorithm.rollout_correction.is_plain_reinforce
+    loss = job.policy_loss
+    plain = loss.corrects and job.algorithm.rollout_correction.is_plain_reinforce
     if job.actor.ppo_epochs > 1 and job.generates and (plain or not loss.has_ratio):
         of = "loss_type reinforce without rollout_is" if plain else f"loss_mode {loss.name}"
         raise ValueError(

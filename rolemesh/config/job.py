@@ -147,8 +147,8 @@ class JobConfig(Plugins):
         With bypass_mode of algorithm.rollout_correction it is `bypass`, unless the named one corrects as well.
         """
         loss, losses = self.actor.loss, self.page.losses
-        if losses and loss.name not in losses:
-            loss = POLICY_LOSSES[losses[0]]
+        if losses:
+            return loss if loss.name in losses else POLICY_LOSSES[losses[0]]
         bypasses = self.algorithm.rollout_correction.bypass_mode
         return POLICY_LOSSES["bypass"] if bypasses and not loss.corrects else loss
 

@@ -163,7 +163,7 @@ def warn_of_stale_rows(job: JobConfig) -> None:
             job.steps_ahead,
         )
     correction, loss = job.algorithm.rollout_correction, job.policy_loss
-    weighs = loss.has_ratio and not correction.is_plain_reinforce
+    weighs = loss.has_ratio and not (loss.corrects and correction.is_plain_reinforce)
     if job.steps_ahead and not weighs and correction.rollout_is is None:
         log.warning(
             "rollout.mode is async, so tokens are of weights up to %d steps older than those that learn from "

@@ -6,11 +6,12 @@ It imports little: most starts find that everything is there.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -50,9 +51,9 @@ def locked(file: Path) -> Iterator[None]:
 
     Raises:
         RolemeshError: the file system has no locks.
-        OSError: the file cannot be opened or locked.
+        OSError: the file cannot be made, opened or locked.
     """
-    with file.open("a") as opened:
+    with os.fdopen(_descriptor(file), "rb") as opened:
         is_first = True
         while True:
             try:
@@ -64,3 +65,14 @@ def locked(file: Path) -> Iterator[None]:
                 is_first = False
                 time.sleep(RETRY_S)  # a signal ends it, but not a flock that begins just after the signal
         yield
+
+
+def _descriptor(file: Path) -> int:
+    """Open a file for its lock, and make it if need be. Others of its group may use it, too."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+    except PermissionError:  # another user has made it; to read it is enough but on NFS
+        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    with suppress(PermissionError):  # only its owner may
+        os.fchmod(descriptor, 0o664)  # whatever the umask
+    return descriptor

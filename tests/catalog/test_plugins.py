@@ -191,7 +191,24 @@ def test_a_step_that_cannot_work_is_refused_before_any_model_loads(
 @pytest.mark.parametrize("page", ["sft", "dpo"])
 def test_a_page_without_scores_refuses_a_kl_in_the_rewards(page: str) -> None:
     job = make_job({"algorithm": {"page": page, "use_kl_in_reward": True}})
-    with pytest.raises(InvalidConfig, match=f"true, but page {page} of rolemesh does not report the KL"):
+    with pytest.raises(InvalidConfig, match="does not report the KL: set use_kl_in_reward to false"):
+        record_step(job)
+
+
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+def test_a_page_with_losses_of_its_own_trains_with_these_also_with_bypass_mode(
+    write: Write, loss_type: str
+) -> None:
+    """A recipe with bypass_mode may lie over any job."""
+    code = (
+        '@policy_loss("mine", reads=())\ndef mine(log_probs, response_mask): return TokenLosses(-log_probs)\n'
+        '@page("own", losses=("mine",))\nasync def own(prompts, roles, step): return {}'
+    )
+    correction = {"rollout_correction": {"bypass_mode": True, "loss_type": loss_type}}
+    assert job_of(write(code), algorithm={"page": "own"} | correction).policy_loss.name == "mine"
+    for page in ("sft", "dpo"):
+        job = make_job({"algorithm": {"page": page} | correction, "actor": {"ppo_epochs": 2}})
+        assert job.policy_loss.name == page
         record_step(job)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from namespaces import as_container, needs_namespaces, terminate
@@ -33,6 +36,23 @@ def test_one_waits_until_another_has_prepared_and_says_so(
         with locked(tmp_path / "lock"):
             assert f"waits for the lock of {tmp_path / 'lock'}" in caplog.text
             assert len(caplog.records) == 1
+
+
+def test_a_lock_that_another_user_has_made_is_taken_and_those_of_the_group_may_write_it() -> None:
+    """As of two releases with users of their own on one claim."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "lock")
+        with locked(file):
+            assert file.stat().st_mode & 0o777 == 0o664
+        Path(folder).chmod(0o777)
+        file.chmod(0o444)  # its owner may not write to it, either
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+        try:
+            with locked(file), file.open() as other, pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.seteuid(os.getuid())
 
 
 @needs_namespaces

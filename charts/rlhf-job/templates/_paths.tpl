@@ -57,6 +57,7 @@
 
 {{/* The folder that has an absolute path in a pod, as JSON, of (list $ PATH SETTINGS): the longest that contains it of claims,
 volumes of yours and the pod's own /tmp and /dev/shm. `at` is empty if there is none. `claim`: its name, if it is a claim.
+`storage`: the same, and also if a volume of yours has that claim.
 `volume`: in words, the same for pods that may share it. `own`: others do not see it, and it is lost with the pod.
 `readOnly`: a volume of yours that no process of the pod can write to. */}}
 {{- define "rlhf-job.folderOf" -}}
@@ -81,29 +82,31 @@ volumes of yours and the pod's own /tmp and /dev/shm. `at` is empty if there is 
 {{- $within := printf "%s/" (clean .mountPath | trimSuffix "/") }}
 {{- if and (hasPrefix $within $path) (ge (len $within) $longest) }}{{ $mount = . }}{{ $longest = len $within }}{{ end }}
 {{- end }}
-{{- $found := dict "at" "" "claim" "" "volume" "no volume" "own" false "readOnly" false }}
+{{- $found := dict "at" "" "claim" "" "storage" "" "volume" "no volume" "own" false "readOnly" false }}
 {{- if $longest }}
 {{- $at := clean $mount.mountPath }}{{ $volume := get $volumes $mount.name | default dict }}
 {{- $claim := hasKey $claims $mount.name | ternary $mount.name "" }}
 {{- $of := get $claims $mount.name | default $volume.claim }}{{ $words := "a volume of yours" }}
 {{- if $volume.own }}{{ $words = printf "their own %s" $at }}{{ else if has $of (values $claims) }}{{ $words = printf "claim %s" $of }}{{ end }}
-{{- $found = dict "at" $at "claim" $claim "volume" $words "own" $volume.own "readOnly" (or $mount.readOnly $volume.readOnly) }}
+{{- $storage := $claim }}{{ range $name, $one := $claims }}{{ if eq $one $of }}{{ $storage = $name }}{{ end }}{{ end }}
+{{- $found = dict "at" $at "claim" $claim "storage" $storage "volume" $words "own" $volume.own "readOnly" (or $mount.readOnly $volume.readOnly) }}
 {{- end }}
 {{- toJson $found }}
 {{- end }}
 
 {{/* What a run writes besides what it prepares, as a list in JSON, of (list $ GROUPS): each path as pods see it, its key, and
 `by`, the pods that write it (`of` and `pod`). The run directory is written by the controller and by roles that are trained, that
-park their weights because they share a CPU, or that are profiled. The controller alone writes dumps. */}}
+park their weights because they share a CPU, or that are profiled. The controller alone writes dumps. `shares`: others read it
+there. `keeps`: it stays when the pod is gone, unlike parked weights. */}}
 {{- define "rlhf-job.written" -}}
 {{- $ := first . }}{{ include "rlhf-job.readPaths" $ }}
-{{- $controller := list (dict "of" "the controller" "pod" (include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson)) }}
+{{- $controller := list (dict "of" "the controller" "pod" (include "rlhf-job.settings" (list $ $.Values.controller 0) | fromJson) "shares" true "keeps" true) }}
 {{- $writers := $controller }}{{ $rollout := list }}
 {{- range last . }}
-{{- $group := dict "of" (printf "group %s" .name) "pod" .pod }}
-{{- $parks := and (gt (len .models) 1) (not .gpus) }}
-{{- if or .trained $parks $.whole.trainer.profile_steps }}{{ $writers = append $writers $group }}{{ end }}
-{{- if and (has "rollout" .roles) (include "rlhf-job.generatesElsewhere" $) }}{{ $rollout = list $group }}{{ end }}
+{{- $parks := and (gt (len .models) 1) (not .gpus) }}{{ $keeps := or .trained $.whole.trainer.profile_steps }}
+{{- $group := dict "of" (printf "group %s" .name) "pod" .pod "shares" .trained "keeps" $keeps }}
+{{- if or $keeps $parks }}{{ $writers = append $writers $group }}{{ end }}
+{{- if and (has "rollout" .roles) (include "rlhf-job.generatesElsewhere" $) }}{{ $rollout = list (merge (dict "shares" true "keeps" true) $group) }}{{ end }}
 {{- end }}
 {{- $written := list }}
 {{- range $key, $by := dict "trainer.default_local_dir" $writers "trainer.rollout_data_dir" $controller
@@ -122,7 +125,7 @@ park their weights because they share a CPU, or that are profiled. The controlle
 {{- $volumes := dict }}
 {{- range .by }}
 {{- $folder := include "rlhf-job.folderOf" (list $ $written.path .pod) | fromJson }}
-{{- if $folder.own }}
+{{- if and $folder.own .keeps }}
 {{- fail (printf "%s pods of %s have their own %s, which no other pod sees, and which is lost with the pod: %s" $is .of $folder.at $claim) }}
 {{- end }}
 {{- if $folder.readOnly }}
@@ -139,7 +142,9 @@ park their weights because they share a CPU, or that are profiled. The controlle
 {{- fail (printf "%s storage.%s is read-only: set storage.%s.readOnly to false, or write to another claim" $is . .) }}
 {{- end }}
 {{- end }}
+{{- if or .shares (not $folder.at) }}
 {{- $_ := set $volumes $folder.volume (append (get $volumes $folder.volume | default list) .of) }}
+{{- end }}
 {{- end }}
 {{- if gt (len $volumes) 1 }}
 {{- $each := list }}
@@ -170,7 +175,7 @@ not see it, of (list $ GROUPS). Without such pods each makes its own, as a copy 
 {{- fail (printf "%s only pods that compile for GPUs mount storage.caches: write to another claim" $is) }}
 {{- end }}
 {{- if and $claim.readOnly (not $claim.existingClaim) }}
-{{- fail (printf "%s storage.%s, which the chart makes empty, is read-only: set storage.%s.readOnly to false, or write to another claim" $is . .) }}
+{{- fail (printf "%s storage.%s, which the chart makes empty, is read-only: set storage.%s.readOnly to false, write to another claim, or leave the step out if the claim has been filled" $is . .) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -48,9 +48,10 @@ async def check_step(job: JobConfig) -> StepGraph:
                 f"{job.page} should end with `return step.report(batch, ...)`, whose metrics the loop logs"
             )
         if job.algorithm.use_kl_in_reward and REWARD_KL not in metrics:
+            own = "call apply_kl_penalty, and give its metrics to step.report; or "
             raise InvalidConfig(
-                f"algorithm.use_kl_in_reward is true, but {job.page} does not report the KL: call "
-                "apply_kl_penalty, and give its metrics to step.report; or set use_kl_in_reward to false"
+                f"algorithm.use_kl_in_reward is true, but {job.page} does not report the KL: "
+                f"{'' if job.page.origin == BUILT_IN else own}set use_kl_in_reward to false"
             )
 
     title = f"{job.page.name}.py" if job.page.origin == BUILT_IN else str(job.page)

@@ -221,7 +221,7 @@ def test_what_is_written_where_no_other_pod_finds_it_is_refused(values: dict[str
         (
             {"prepare": [{"creates": "/models/x", "command": ["a"]}], "storage": {"models": {"size": "1Gi"}}},
             "prepare has a step that creates /models/x, but storage.models, which the chart makes empty, is "
-            "read-only: set storage.models.readOnly to false, or write to another claim",
+            "read-only: set storage.models.readOnly to false, write to another claim, or leave the step out if",
         ),
     ],
 )
@@ -258,6 +258,36 @@ def test_roles_that_take_turns_on_a_gpu_write_nothing_to_the_run_directory() -> 
     objects(TURNS)
 
 
+OUTPUTS = mounted("/workspace/outputs", {}, hostPath={"path": "/fast"})
+PARKING = {"placement": TURNS["placement"], **ON_CPU}
+PARKED = {**TURNS["job"], "trainer": {"default_local_dir": "outputs/run"}}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {
+            "job": {"trainer": {"profile_steps": [2]}},
+            "controller": OUTPUTS,
+            "groups": {"actor": OUTPUTS, "critic": OUTPUTS},
+        },
+        PARKING | {"job": PARKED, "controller": OUTPUTS, "groups": {"a": OUTPUTS}},
+        PARKING | {"job": PARKED | IN_STORE, "controller": STORE, "groups": {"a": STORE}},
+    ],
+    ids=["traces", "weights in a claim", "weights in /tmp"],
+)
+def test_nobody_else_has_to_see_parked_weights_and_traces(values: dict[str, Any]) -> None:
+    objects(values)
+
+
+def test_traces_in_a_folder_of_the_pods_own_are_refused() -> None:
+    groups = {"actor": STORE, "critic": STORE}
+    job = {"trainer": IN_STORE["trainer"] | {"profile_steps": [2]}}
+    said = refusal({"job": job, "controller": STORE, "groups": groups})
+    assert said.startswith(f"{RUN} /tmp/store/run, but pods of group re")
+    assert LOST in said
+
+
 NO_CLAIM = "NO CLAIM HAS /data/a"
 KEPT, DELETED = "helm uninstall keeps this claim", "helm uninstall deletes this claim with the trained model"
 
@@ -290,6 +320,15 @@ def test_the_notes_say_which_claim_has_the_run_directory_and_whether_it_is_kept(
         assert (f"set job.trainer.{key}\n" in text) == (said == NO_CLAIM)
     for words in (NO_CLAIM, KEPT, DELETED):
         assert (words in text) == (words in said)
+
+
+def test_the_notes_know_a_claim_that_pods_mount_a_second_time(tmp_path: Path) -> None:
+    again = mounted("/mnt", {}, persistentVolumeClaim={"claimName": "demo-workspace"})
+    storage = {"workspace": {"keep": False}}
+    text = notes(
+        {"job": {"trainer": {"default_local_dir": "/mnt/run"}}, "storage": storage, "pods": again}, tmp_path
+    )
+    assert f"It writes to /mnt/run in claim demo-workspace. {DELETED} (storage.workspace.keep)" in text
 
 
 @pytest.mark.parametrize(
