@@ -81,7 +81,8 @@ MULTIPLE = (
 )
 CLOSING = r"[*_`$}\"”’)）\]]|\\[)\]]"
 CHANGED = (
-    rf"(?:{CLOSING}|\\?[ ]|\\[,;:!])*+(?:\\text\{{ ?)?(?:and an? )?(?:{MULTIPLE})"
+    rf"(?:{CLOSING}|\\?[ ]|\\[,;:!])*+(?:\\text\{{ ?)?"
+    rf"(?:and (?:an?|one|two|three) (?:quarters?(?!{LETTER})|{MULTIPLE})|{MULTIPLE})"
     rf"|[A-Za-z](?!{LETTER}|&{LETTER})|\+"
 )
 TOUCHING = re.compile(f"^(?:{CLOSING})+")

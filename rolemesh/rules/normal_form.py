@@ -23,7 +23,7 @@ from rolemesh.rules.notation import (
     without_wrappers,
 )
 from rolemesh.rules.numbers import number, spelling
-from rolemesh.rules.units import without_label
+from rolemesh.rules.units import MULTIPLIED, without_label
 
 MOST_ROUNDS = 8
 MOST_CHARACTERS = 1000  # no answer that people write is longer; a longer text is compared as it is
@@ -49,7 +49,7 @@ CALCULATION = re.compile(
     r"(?:[-+*/^_().{}0-9]|\\?%|\\(?:times|cdot|div|frac|sqrt|binom|pi|circ|log|ln|sin|cos|tan)(?![A-Za-z]))+"
 )
 # A letter, and what stands beside it: "(A) 5". "(A), (B)", "(A) or 5" and "(A) 5, (B) 6" are lists.
-CHOICE = re.compile(rf"\(([A-E])\) ?(?![,;(]|{CONNECTIVE})((?:(?!\([A-E]\)).)+)")
+CHOICE = re.compile(rf"\(([A-E])\) ?(?![,;]|{CONNECTIVE})((?:(?!\([A-E]\)).)+)")
 OPTION = re.compile(r"\( ?([A-Z]|-? ?[0-9]+(?:\.[0-9]+)?) ?\)|([A-Z])\)")  # and a number in brackets
 ARTICLE = re.compile(r"(?:an?|the)\s+(?=[a-z]{3,}(?:\s+[a-z]{2,})*$)", re.IGNORECASE)
 SENTENCE = re.compile(r"(?:Yes|No|Odd|[A-Z][a-z]{3,})(?: [A-Za-z]+)*")
@@ -111,8 +111,9 @@ def agrees(given: Answer, truth: Answer) -> bool:
     if given.value == truth.value:
         return bool(truth.value)
     of_given, of_truth = CHOICE.fullmatch(given.value), CHOICE.fullmatch(truth.value)
-    if of_given and not of_truth:
-        return of_given[1] == truth.value or agrees(read_answer(of_given[2]), truth)
+    if of_given and not of_truth:  # beside a letter another letter would be a second guess
+        is_letter = re.fullmatch("[A-E]", truth.value)
+        return of_given[1] == truth.value if is_letter else agrees(read_answer(of_given[2]), truth)
     if of_truth and not of_given:
         return of_truth[1] == given.value or agrees(given, read_answer(of_truth[2]))
     if "=" not in given.value or "=" in truth.value:
@@ -124,6 +125,11 @@ def agrees(given: Answer, truth: Answer) -> bool:
 def labelled_otherwise(given: Answer, truth: Answer) -> bool:
     """Whether both answers have a unit, and not the same one."""
     return bool(given.unit and truth.unit and given.unit != truth.unit)
+
+
+def is_multiple(answer: Answer) -> bool:
+    """Whether a word multiplies a number of the answer, as in "5 million"."""
+    return MULTIPLIED.search(answer.value) is not None
 
 
 def _may_equal(side: str, truth: Answer) -> bool:

@@ -92,9 +92,12 @@ QUANTITY = (
     r"|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
     # other languages
-    r"|million(?:en)|mill[oó]n|milliarden?|milliard|mille|mil(?!es)|tausend|medio|demi|docena|douzaine)(?:e?s)?"
+    r"|million(?:en)|mill[oó]n|milliarden?|milliard|mille|mil(?!es)|tausend|medio|demi|docena|douzaine|dutzend|duizend"
+    r"|mila|milh(?:ão|ões)|milyon|milyar|juta|ribu|mln|mio|mrd|тыс(?:яч[аи]?)?|млн|млрд|миллион(?:а|ов)?)(?:e?s)?"
 )
 IS_QUANTITY = re.compile(QUANTITY)
+MULTIPLIED = re.compile(rf"[0-9}})]\s*(?:{QUANTITY}|bn)(?![A-Za-z])")
+CHOSEN = re.compile(r"(?:\\text(?:bf|rm)?\s*\{)?\s*\([A-E]\)[\s\\}]*")
 WRAPPED = re.compile(r"\\(?:text|textrm|textbf|textit|mathrm|mbox|rm)\s*$")
 POWER = re.compile(r"\s*\^\s*(?:[23]|\{[23]\})$")
 POWERS = ("square", "sq", "cubic", "cu")
@@ -130,6 +133,8 @@ def without_label(text: str) -> tuple[str, str]:
     if not words or len(words) > MOST_WORDS or not COUNTABLE.search(value[-20:]):
         return text, ""
     words = [word.rstrip(".") for word in words]
+    if CHOSEN.fullmatch(value):  # "(D) Thursday": the letter of a choice counts nothing
+        return text, ""
     if any(word.replace(".", "").lower() in NO_LABEL or IS_QUANTITY.fullmatch(word) for word in words):
         return text, ""
     return value, _unit(words)

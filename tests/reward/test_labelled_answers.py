@@ -6,7 +6,7 @@ import pytest
 
 from rolemesh.rules.gsm8k import compute_score
 from rolemesh.rules.normal_form import agrees, read_answer
-from rolemesh.services.reward.functions import dapo
+from rolemesh.services.reward.functions import dapo, math_verify
 
 THINGS = (
     "apples, acres, bags, balls, balloons, beads, billboards, bins, birds, books, bottles, boys, bricks, "
@@ -106,6 +106,8 @@ def test_counting_words_are_labels_in_each_of_their_spellings(given: str, truth:
         ("5 Millionen", "5", False),
         ("5 milliards", "5", False),
         ("5 mil", "5", False),
+        ("5 тысяч", "5", False),
+        ("5 Dutzend", "5", False),
         ("5 miles", "5", True),
     ],
 )
@@ -119,7 +121,8 @@ def test_a_quantity_of_two_units_is_not_its_first_number() -> None:
     both = "5 hours 30 minutes; 5 hours and 30 minutes; 5 hours, 30 minutes; 5 h 30 min; 5 ft. 6 in."
     both += "; 5 dollars and 30 cents; 5 m 20 cm"
     assert not [each for each in both.split("; ") if right(each)]
-    assert not right("5 millones")
+    parts = ("5 and a quarter", "5 and three quarters", "5 and one half", "5 millones", "5 млн")
+    assert not [each for each in parts if right(each)]
     one = "5 hours per 30 minutes; 5 minutes, so 6 dollars; 5 miles; 5 hours for 3 days; 5 dollars for 3 cents"
     assert all(right(each) for each in one.split("; "))
 
@@ -140,6 +143,12 @@ def test_a_quantity_of_two_units_is_not_its_first_number() -> None:
         ("(A) or 5", "A", False),
         ("(A) 5, (B) 6", "A", False),
         ("(A)(B)", "A", False),
+        ("(A) B", "A", True),
+        ("(A) B", "B", False),
+        ("(A) x = B", "B", False),
+        (r"\textbf{(B)}\ (2,3)", "(2,3)", True),
+        (r"\textbf{(D)}\ \text{rhombus}", "rhombus", True),
+        ("(D) Thursday", "D", True),
     ],
 )
 def test_a_choice_is_its_letter_and_what_stands_beside_it(given: str, truth: str, same: bool) -> None:
@@ -167,6 +176,21 @@ def test_a_choice_is_its_letter_and_what_stands_beside_it(given: str, truth: str
 )
 def test_names_with_long_indices_mixed_numbers_and_lists_in_words(given: str, truth: str, same: bool) -> None:
     assert agrees(read_answer(given), read_answer(truth)) is same
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        (r"\boxed{5} … Wait, it is \boxed{6", "5", 0.0),
+        (r"\boxed{50\text{ cents}}", r"50\text{ dollars}", 0.0),
+        (r"\boxed{5\text{ million}}", "5", 0.0),
+        (r"\boxed{\frac{10}{2}}", "5", 1.0),
+    ],
+)
+def test_math_verify_reads_no_box_that_is_cut_off_and_compares_labels(
+    response: str, truth: str, score: float
+) -> None:
+    assert math_verify.compute_score(response, truth) == score
 
 
 @pytest.mark.parametrize(

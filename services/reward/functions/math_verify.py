@@ -12,7 +12,7 @@ from typing import Any
 
 from rolemesh.rules.boxed import last_boxed
 from rolemesh.rules.ground_truth import right_answers
-from rolemesh.rules.normal_form import agrees, labelled_otherwise, read_answer
+from rolemesh.rules.normal_form import agrees, is_multiple, labelled_otherwise, read_answer
 from rolemesh.services.reward.functions.exactness import equal_though_large, still_equal
 
 TIMEOUT_S = 5  # for parsing an expression, and for each comparison; then the answer counts as wrong
@@ -49,8 +49,12 @@ def compute_score(solution_str: str, ground_truth: Any, *, exact: bool = True) -
         of_box, forms = read_answer(box), {answer: read_answer(answer) for answer in answers}
         if any(agrees(of_box, form) for form in forms.values()):
             return 1.0
-        # The library does not compare units.
-        answers = [answer for answer, form in forms.items() if not labelled_otherwise(of_box, form)]
+        # The library compares no units, and leaves out "million".
+        answers = [
+            answer
+            for answer, form in forms.items()
+            if not labelled_otherwise(of_box, form) and is_multiple(of_box) == is_multiple(form)
+        ]
         solution_str = rf"\boxed{{{box}}}"
     given = parse(solution_str, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=TIMEOUT_S)
     right = [
