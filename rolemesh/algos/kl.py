@@ -77,5 +77,6 @@ class KLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore β from what state_dict returned."""
-        self.value = float(state["value"])
+        """Restore an adapted β from what state_dict returned. A fixed one is the job's, which may differ."""
+        if self.config.type == "adaptive":
+            self.value = float(state["value"])

@@ -101,6 +101,9 @@ def test_a_fixed_coefficient_stays() -> None:
     control = KLController(KLControlConfig(kl_coef=0.02))
     control.update(kl=5.0, n=1000)
     assert control.value == 0.02
+    raised = KLController(KLControlConfig(kl_coef=0.05))  # between two starts, as a runbook advises
+    raised.load_state_dict(control.state_dict())
+    assert raised.value == 0.05
 
 
 def test_an_adaptive_coefficient_follows_the_target() -> None:

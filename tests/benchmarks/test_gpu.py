@@ -13,6 +13,8 @@ from forks import FORKS
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import correctness, head, memory, prepare, services, sharding, speed
+from rolemesh.config.job import make_job
+from rolemesh.workers.numerics import device_prepared
 
 
 def test_parts_that_need_no_gpu_pass_on_a_cpu(tmp_path: Path) -> None:
@@ -29,7 +31,8 @@ def test_parts_that_need_no_gpu_pass_on_a_cpu(tmp_path: Path) -> None:
     handed = speed.handover("cpu", room("handed"))
     assert handed["bytes"] == parked["actor"]["planned_bytes"] // 3
     assert handed["copies"].keys() == {"pageable", "pinned", "write", "publish"}
-    assert correctness.twice("cpu", room("twice"))["as it runs"]["weights_equal"]
+    with device_prepared(["actor", "rollout"], make_job({"trainer": {"device": "cpu"}})):  # restored afterwards
+        assert correctness.twice("cpu", room("twice"))["as it runs"]["weights_equal"]
     assert head.most_kernels(3533, 151_936) == 12
     assert head.most_kernels(7067, 151_936) == 12 + 2 * 5  # 4 GiB of logits: 3533 rows, and 3534 halved again
     off = head.head("cpu", room("head"))["errors"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -27,8 +28,10 @@ def rolemesh(*arguments: object, width: int = 160) -> Answer:
         arguments: after `rolemesh`.
         width: columns of the terminal.
     """
-    stdout, stderr = StringIO(), StringIO()
+    stdout, stderr, level = StringIO(), StringIO(), logging.root.level
     with (
+        # A thread of an earlier test may still log, and must not find the command's stream, which is closed.
+        patch.object(logging.root, "handlers", [*logging.root.handlers]),
         patch.object(sys, "argv", ["rolemesh", *map(str, arguments)]),
         patch.dict("os.environ", COLUMNS=str(width)),
         redirect_stdout(stdout),
@@ -39,4 +42,6 @@ def rolemesh(*arguments: object, width: int = 160) -> Answer:
             code = 0
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 0
+        finally:
+            logging.root.setLevel(level)
     return Answer(code, stdout.getvalue(), stderr.getvalue())
