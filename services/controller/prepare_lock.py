@@ -71,8 +71,11 @@ def _descriptor(file: Path) -> int:
     """Open a file for its lock, and make it if need be. Others of its group may use it, too."""
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
-    except PermissionError:  # another user has made it; to read it is enough but on NFS
-        return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError as denied:
+        try:  # another user has made it; to read it is enough but on NFS
+            return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # it is the directory that may not be written
+            raise denied from None
     with suppress(PermissionError):  # only its owner may
         os.fchmod(descriptor, 0o664)  # whatever the umask
     return descriptor

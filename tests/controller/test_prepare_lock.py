@@ -55,6 +55,19 @@ def test_a_lock_that_another_user_has_made_is_taken_and_those_of_the_group_may_w
             os.seteuid(os.getuid())
 
 
+def test_a_workspace_that_may_not_be_written_is_said_to_be_so() -> None:
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o555)
+        if os.geteuid() == 0:
+            os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError):
+                locked(Path(folder, "lock")).__enter__()
+        finally:
+            os.seteuid(os.getuid())
+            Path(folder).chmod(0o700)
+
+
 @needs_namespaces
 def test_a_pod_that_waits_for_its_turn_ends_at_sigterm(tmp_path: Path) -> None:
     """Else it keeps its GPUs until it is killed: a container's command is process 1."""

@@ -87,7 +87,7 @@ volumes of yours and the pod's own /tmp and /dev/shm. `at` is empty if there is 
 {{- $at := clean $mount.mountPath }}{{ $volume := get $volumes $mount.name | default dict }}
 {{- $claim := hasKey $claims $mount.name | ternary $mount.name "" }}
 {{- $of := get $claims $mount.name | default $volume.claim }}{{ $words := "a volume of yours" }}
-{{- if $volume.own }}{{ $words = printf "their own %s" $at }}{{ else if has $of (values $claims) }}{{ $words = printf "claim %s" $of }}{{ end }}
+{{- if $volume.own }}{{ $words = printf "their own %s" $at }}{{ else if has $of (values $claims) }}{{ $words = printf "claim %s at %s" $of (clean (printf "/%s/%s" ($mount.subPath | default "") (trimPrefix $at (trimSuffix "/" $path)))) }}{{ end }}
 {{- $storage := $claim }}{{ range $name, $one := $claims }}{{ if eq $one $of }}{{ $storage = $name }}{{ end }}{{ end }}
 {{- $found = dict "at" $at "claim" $claim "storage" $storage "volume" $words "own" $volume.own "readOnly" (or $mount.readOnly $volume.readOnly) }}
 {{- end }}

@@ -130,8 +130,8 @@ ON_CPU = {"image": {"kind": "cpu"}, "roles": {role: {"gpus": 0} for role in ("ac
         ),
         (
             {"groups": {"actor": mounted("/workspace/outputs", {}, hostPath={"path": "/x"})}},
-            f"{RUN} /workspace/outputs/run, {APART} (a volume of yours: group actor; claim demo-workspace: the "
-            "controller, group critic)",
+            f"{RUN} /workspace/outputs/run, {APART} (a volume of yours: group actor; claim demo-workspace at "
+            "/outputs/run: the controller, group critic)",
         ),
         (
             {"job": IN_CACHES, "controller": STORE, "storage": {"caches": {"size": "1Gi"}}},
@@ -156,7 +156,7 @@ ON_CPU = {"image": {"kind": "cpu"}, "roles": {role: {"gpus": 0} for role in ("ac
             },
             "prepare has a step that creates data/x, but pods of group reward, which prepare nothing, would "
             "wait for it for ever: they look for it in a volume of yours, and the pods that prepare make it in "
-            "claim demo-workspace: write",
+            "claim demo-workspace at /data/x: write",
         ),
         (
             {"job": {"trainer": {"rollout_data_dir": "/tmp/d"}}},
@@ -250,8 +250,14 @@ def test_a_volume_in_tmp_is_none_of_the_pods_own() -> None:
 
 def test_pods_may_mount_the_run_directorys_claim_a_second_time() -> None:
     again = {"name": "workspace", "mountPath": "/workspace/outputs", "subPath": "outputs"}
-    actor = mounted("/workspace/outputs", {}, persistentVolumeClaim={"claimName": "demo-workspace"})
+    claim = {"persistentVolumeClaim": {"claimName": "demo-workspace"}}
+    actor = mounted("/workspace/outputs", {"subPath": "outputs"}, **claim)
     objects({"controller": {"volumeMounts": [again]}, "groups": {"actor": actor}})
+
+
+def test_another_folder_of_the_run_directorys_claim_is_not_shared() -> None:
+    other = {"volumeMounts": [{"name": "workspace", "mountPath": "/workspace/outputs", "subPath": "other"}]}
+    assert APART in refusal({"groups": {"actor": other}})
 
 
 def test_roles_that_take_turns_on_a_gpu_write_nothing_to_the_run_directory() -> None:
