@@ -1,6 +1,7 @@
 """Rolemesh: RLHF in which every role is a gRPC service.
 
-The public interface for Python. Everything else may change from one version to the next.
+The public interface for Python, with the modules that docs/plugins.md lists ("What a plug-in may import").
+Everything else may change from one version to the next.
 
     import rolemesh
 
