@@ -19,14 +19,27 @@ from rolemesh.catalog.catalog import Catalog
 from rolemesh.config.yaml_file import EXPONENT, MAX_DEPTH, check_written, one_line, parse_yaml, read_yaml
 from rolemesh.errors import InvalidConfig
 
-# Hints for section names of other systems' job files.
+# Hints for sections and keys of other systems' job files. ROLE is the section of any model.
 ELSEWHERE = {
     "actor_rollout_ref": "its parts are the top-level sections actor, rollout and reference, and actor.model",
     "ref": "the section is called reference",
     "model": "each role has its own: actor.model, reference.model, critic.model, reward.reward_model.model",
     "reward_model": "it is reward.reward_model",
     "custom_reward_function": "it is reward.custom_reward_function",
+    "ROLE.tis_imp_ratio_cap": "it is algorithm.rollout_correction.rollout_is_threshold, with rollout_is: token",
+    "ROLE.strategy": "not here: several ranks shard a model by FSDP2, there is no Megatron; leave it out",
+    "ROLE.use_torch_compile": "not here: models run as Transformers defines them, uncompiled; leave it out",
+    "ROLE.checkpoint": "not here: checkpoints are a Hugging Face directory and the optimizer; leave it out",
+    "ROLE.model.use_liger": "not here: the model runs as Transformers defines it; leave it out",
+    "ROLE.model.use_fused_kernels": "not here: the model runs as Transformers defines it; leave it out",
+    "ROLE.model.override_config": "not here: the model is as its config.json says; edit that in a local copy",
+    "rollout.engine_kwargs": "not here: set keys of rollout, or start servers yourself (rollout.name: openai)",
+    "rollout.max_model_len": "not here: it is data.max_prompt_length + data.max_response_length; set those",
+    "data.custom_cls": "not here: register a data set in a plug-in, and name it in data.dataset",
+    "data.image_key": "not here: prompts are text only; leave it out",
+    "data.return_raw_chat": "not here: agents always get a row's messages; leave it out",
 }
+ROLE = re.compile(r"^(actor|critic|reference|reward\.reward_model)\.")
 KINDS = {bool: "boolean", int: "number", float: "number", str: "string"}
 MAX_FINDINGS = 20  # errors reported at once
 # Helm and JSON hold numbers as doubles. Up to here each whole number has a double of its own; 2^53 and 2^53 + 1
@@ -275,8 +288,8 @@ def _explained(finding: ErrorDetails, schema: type[BaseModel]) -> str:
 
 def _hint(schema: type[BaseModel], path: list[str]) -> str:
     *parents, wrong = path
-    if not parents and wrong in ELSEWHERE:
-        return f" ({ELSEWHERE[wrong]})"
+    if hint := ELSEWHERE.get(ROLE.sub("ROLE.", ".".join(path))):
+        return f" ({hint})"
     section: type[BaseModel] | None = schema
     for part in parents:
         section = _section(section, part) if section else None
