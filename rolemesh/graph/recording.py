@@ -20,7 +20,7 @@ from rolemesh.catalog.roles import ROLES
 from rolemesh.columns import COLUMNS
 from rolemesh.config import JobConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch
+from rolemesh.errors import InvalidBatch, InvalidConfig
 from rolemesh.graph import nodes
 from rolemesh.graph.graph import Edge, Node, StepGraph
 from rolemesh.roles import Method, Metrics, Roles, methods
@@ -57,6 +57,7 @@ async def record(page: Page, job: JobConfig, title: str) -> StepGraph:
 
     Raises:
         InvalidBatch: a call reads a column that no earlier call wrote, or one of a wrong shape or dtype.
+        InvalidConfig: the rollouts end the step with older weights than the actor's.
     """
     recorder = Recorder(job, StepGraph(title))
     recorder.add(Node("data", (), COLUMNS_OF[job.page.learns_from]))
@@ -65,6 +66,11 @@ async def record(page: Page, job: JobConfig, title: str) -> StepGraph:
         await page(_some_prompts(job), recorder.roles())
     finally:
         nodes.observer.reset(token)
+    if job.generates and recorder.rollouts_lag:
+        raise InvalidConfig(
+            f"{title}: the rollouts would never get what the actor has just learnt; call "
+            "`await roles.sync_weights(step.number)` after `roles.actor.update`"
+        )
     return recorder.graph
 
 
@@ -75,6 +81,7 @@ class Recorder:
         self.job = job
         self.graph = graph
         self.methods = methods(job)
+        self.rollouts_lag = False  # the actor has been updated since the rollouts took its weights
         self._writer: dict[str, str] = {}
 
     def roles(self) -> Roles:
@@ -161,6 +168,7 @@ class RecordedActor:
     async def update(self, batch: DataProto) -> Metrics:
         self.recorder.call("actor.update", batch)
         self.recorder._writer["weights"] = "actor.update"
+        self.recorder.rollouts_lag = True
         return {}
 
     async def publish_weights(self, version: int) -> WeightSource:
@@ -204,6 +212,7 @@ class RecordedRollout:
 
     async def update_weights(self, source: WeightSource) -> None:
         self.recorder.add(Node("rollout.update_weights", ("weights",), ()))
+        self.recorder.rollouts_lag = False
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rolemesh.config.job import make_job
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, InvalidData, RolemeshError
 from rolemesh.services.actor.objective import policy_objective
+from rolemesh.services.controller.pages import grpo
 from rolemesh.services.controller.pages.choice import record_step
 
 IMPORTS = "from rolemesh.plugins import *\nfrom rolemesh.algos.policy_loss import TokenLosses\n"
@@ -185,6 +187,33 @@ def test_a_step_that_cannot_work_is_refused_before_any_model_loads(
 ) -> None:
     job = job_of(write(code), algorithm=algorithm)
     with pytest.raises(RolemeshError, match=said):
+        record_step(job)
+
+
+UPDATE = "    actor_metrics = await roles.actor.update(batch)\n"
+SYNC = "    await roles.sync_weights(step.number)\n"
+
+
+@pytest.mark.parametrize(
+    ("training", "lags"),
+    [
+        (UPDATE + SYNC, False),
+        (SYNC + UPDATE + SYNC, False),
+        (UPDATE, True),
+        (SYNC + UPDATE, True),
+        (UPDATE + SYNC + UPDATE, True),
+        ("    actor_metrics = {}\n", False),  # nothing is learnt
+    ],
+)
+def test_a_page_whose_rollouts_do_not_get_what_the_actor_learns_is_refused(
+    write: Write, training: str, lags: bool
+) -> None:
+    code = Path(grpo.__file__).read_text().replace("from __future__ import annotations\n", "")
+    assert UPDATE + SYNC in code
+    own = code.replace("async def grpo_step", '@page("f")\nasync def f').replace(UPDATE + SYNC, training)
+    job = job_of(write(own), algorithm={"adv_estimator": "grpo", "page": "f"})
+    said = r"^page f of .*, one step: the rollouts would never get .* call `await roles\.sync_weights"
+    with pytest.raises(InvalidConfig, match=said) if lags else nullcontext():
         record_step(job)
 
 

@@ -35,7 +35,8 @@ async def check_step(job: JobConfig) -> StepGraph:
 
     Raises:
         InvalidBatch: a method reads a column that nothing wrote before it.
-        InvalidConfig: the page does not end as a page must, or weighs no KL although the job says so.
+        InvalidConfig: the page does not end as a page must, weighs no KL although the job says so, or leaves
+            the rollouts with older weights than the actor's.
     """
     page = page_of(job)
 
