@@ -13,6 +13,8 @@ from rolemesh.catalog.loading import used_plugins
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import ActorConfig, CriticConfig
+from rolemesh.config.algorithm import AlgorithmConfig
+from rolemesh.config.base import Config, leaves
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import MultiTurnConfig
 from rolemesh.config.yaml_file import in_json
@@ -25,6 +27,7 @@ COLUMNS = "digest of the prompts' other columns"
 VALIDATION = "digest of the validation rows"
 FILE = "digest of the file "
 STEPS = "trainer.total_training_steps"
+AHEAD = "steps that the rollouts may be ahead (rollout.mode, trainer.max_staleness)"
 HINTS = {
     PROMPTS: "The prompts' tokens depend on the content of data.train_files, on the tokenizer and on its chat "
     "template. A template that writes today's date takes the date of the run's beginning from "
@@ -38,6 +41,22 @@ OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS, VALIDATION)
 MAY_CHANGE = re.compile(  # a warning, not an error
     r"(actor|critic)\.(optim\.\w+|ppo_mini_batch_size|ppo_epochs)|reward\.(?!rules$).+"
     rf"|rollout\.(multi_turn|val_kwargs)\..+|{FILE}.+|{VALIDATION}"
+)
+APART = {  # keys that are compared by themselves, or that change how a step is computed and not its result
+    *("enable", "model", "optim", "fsdp_config", "ulysses_sequence_parallel_size", "use_dynamic_bsz"),
+    *("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs"),
+    *("adv_estimator", "options", "page", "page_options"),
+    *("gdpo_reward_keys", "gdpo_reward_weights", "filter_groups"),
+}
+SECTIONS: dict[str, type[Config]] = {"actor": ActorConfig, "critic": CriticConfig, "algorithm": AlgorithmConfig}
+LEARNING = (  # what advantages, losses and updates depend on, beside the optimizers; each may change
+    *(
+        f"{name}.{key}"
+        for name, section in SECTIONS.items()
+        for key in leaves(section)
+        if key.partition(".")[0] not in APART
+    ),
+    *("rollout.name", "trainer.critic_warmup", AHEAD),
 )
 SCORING = (  # keys of reward that a score depends on, beside the rules
     *(f"custom_reward_function.{key}" for key in ("path", "name", "reward_kwargs")),
@@ -72,9 +91,10 @@ def settings_to_keep(
     """Return the settings that determine the rest of a run, bit for bit.
 
     They determine a step's prompts, the scores of their responses, its sampled tokens, the waiting groups, the
-    learning rates, and what a validation measures. A resumed run must have the same ones, or it would be
-    neither the old run nor a new one. Settings that match MAY_CHANGE are changed on purpose, so the resume only
-    warns. A role's dtype depends on its device, so actor and critic keep theirs in their own files.
+    learning rates and losses, and what a validation measures. A resumed run must have the same ones, or it
+    would be neither the old run nor a new one. Those of LEARNING and those that match MAY_CHANGE are changed on
+    purpose, so the resume only warns. A role's dtype depends on its device, so actor and critic keep theirs in
+    their own files.
 
     Args:
         job: with its number of steps.
@@ -121,8 +141,9 @@ def settings_to_keep(
         "data.max_response_length": data.max_response_length,
         RULES: job.reward.rules,
         STEPS: job.trainer.total_training_steps if any(optim.depends_on_total for optim in optims) else None,
-        **_learning_settings_to_keep(job, "actor"),
-        **(_learning_settings_to_keep(job, "critic") if job.uses_critic else {}),
+        **_optimizer_settings_to_keep(job, "actor"),
+        **(_optimizer_settings_to_keep(job, "critic") if job.uses_critic else {}),
+        **_learning_settings_to_keep(job),
         "rollout.n": rollout.n,
         "rollout.seed": rollout.seed,
         "rollout.temperature": rollout.temperature,
@@ -158,7 +179,13 @@ def _conversation_settings_to_keep(multi_turn: MultiTurnConfig) -> dict[str, Any
     return {f"rollout.multi_turn.{key}": value for key, value in dumped.items()}
 
 
-def _learning_settings_to_keep(job: JobConfig, role: Literal["actor", "critic"]) -> dict[str, Any]:
+def _learning_settings_to_keep(job: JobConfig) -> dict[str, Any]:
+    """Return what advantages, losses and updates depend on."""
+    keys = [key for key in LEARNING if job.uses_critic or not key.startswith("critic.")]
+    return {key: job.steps_ahead if key == AHEAD else attrgetter(key)(job) for key in keys}
+
+
+def _optimizer_settings_to_keep(job: JobConfig, role: Literal["actor", "critic"]) -> dict[str, Any]:
     """Return the settings that the learning rate of an optimizer step depends on, and the optimizer's others.
 
     The size and number of mini-batches determine to which training step an optimizer step belongs.
@@ -204,7 +231,7 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
     missing = [key for key in keys if key not in kept and not BY_USE.fullmatch(key)]
     differing = [key for key in keys if key not in missing and kept.get(key) != now.get(key)]
     differing = [k for k in differing if not k.startswith((FILE, VALIDATION)) or (kept.get(k) and now.get(k))]
-    changed = [key for key in differing if MAY_CHANGE.fullmatch(key)]
+    changed = [key for key in differing if key in LEARNING or MAY_CHANGE.fullmatch(key)]
     phrases = [f"{key} from {kept.get(key)!r} to {now.get(key)!r}" for key in changed]
     if STEPS in differing and None in (kept[STEPS], now[STEPS]):  # only one of the two schedules depends on it
         phrases.append(f"the learning rate {'now depends' if now[STEPS] else 'no longer depends'} on {STEPS}")
@@ -220,6 +247,7 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
 
 def _shortened(key: str) -> str:
     """Return one name for the many keys of a section."""
-    if key.startswith("reward.") and key != RULES:
-        return "the other keys of reward"
+    section = key.partition(".")[0]
+    if (section == "reward" and key != RULES) or (key in LEARNING and section in SECTIONS):
+        return f"the other keys of {section}"
     return re.sub(r"\.(optim|multi_turn|val_kwargs)\..*", r".\1", key)

@@ -174,6 +174,40 @@ def test_a_resume_says_that_an_optimizer_step_is_another_share_of_a_training_ste
     ]
 
 
+def test_what_changes_losses_and_advantages_is_said_and_how_they_are_computed_is_not() -> None:
+    def settings(**sections: Any) -> dict[str, Any]:
+        return settings_to_keep(make_job({"rollout": {"n": 4}} | sections), 10)
+
+    changes: dict[str, Any] = {
+        "actor": {"clip_ratio_high": 0.28, "policy_loss": {"loss_mode": "gspo"}, "entropy_coeff": 0.01},
+        "critic": {"cliprange_value": 0.2},
+        "algorithm": {"gamma": 0.9, "rollout_correction": {"rollout_is": "token"}},
+        "rollout": {"n": 4, "mode": "async"},
+        "trainer": {"critic_warmup": 5, "max_staleness": 2},
+    }
+    compared = compare(json.loads(json.dumps(settings())), settings(**changes))
+    assert compared == Comparison(
+        [],
+        [],
+        [
+            "actor.clip_ratio_high from None to 0.28",
+            "actor.policy_loss.loss_mode from 'vanilla' to 'gspo'",
+            "actor.entropy_coeff from 0.0 to 0.01",
+            "critic.cliprange_value from 0.5 to 0.2",
+            "algorithm.gamma from 1.0 to 0.9",
+            "algorithm.rollout_correction.rollout_is from None to 'token'",
+            "trainer.critic_warmup from 0 to 5",
+            "steps that the rollouts may be ahead (rollout.mode, trainer.max_staleness) from 0 to 2",
+        ],
+        [],
+    )
+    passes = {"use_dynamic_bsz": True, "ppo_micro_batch_size_per_gpu": 2, "ppo_max_token_len_per_gpu": 4096}
+    assert settings(actor=passes, critic=passes) == settings()
+    assert settings(rollout={"n": 4, "mode": "async"}, trainer={"max_staleness": 0}) == settings()
+    grpo = {"algorithm": {"adv_estimator": "grpo"}, "critic": {"cliprange_value": 0.2}}
+    assert not any(key.startswith("critic.") for key in settings(**grpo))  # it has none
+
+
 @pytest.mark.parametrize(
     ("key", "then", "phrase"),
     [
@@ -324,7 +358,8 @@ def test_a_checkpoint_of_an_earlier_version_is_not_compared_in_what_it_lacks() -
         for role in ("actor", "critic")
         for key in ("optim", "ppo_mini_batch_size", "ppo_epochs")
     ]
-    assert compare(earlier, now) == Comparison([], [], [], [COLUMNS, STEPS, *roles])
+    others = ["the other keys of actor", "the other keys of critic"]
+    assert compare(earlier, now) == Comparison([], [], [], [COLUMNS, STEPS, *roles, *others])
 
 
 # All that a checkpoint held before pages, plug-ins, digests and optimizers were compared.
