@@ -5,6 +5,7 @@ It imports little: most starts find that everything is there.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from rolemesh.errors import RolemeshError
 from rolemesh.home import lock
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ def locked(file: Path) -> Iterator[None]:
         file: is made, and stays.
 
     Raises:
-        RolemeshError: the file system has no locks.
+        RolemeshError: the file system has no locks, or none for this user.
         OSError: the file cannot be made, opened or locked.
     """
     with os.fdopen(_descriptor(file), "rb") as opened:
@@ -64,6 +66,13 @@ def locked(file: Path) -> Iterator[None]:
                     log.info("another process prepares; this one waits for the lock of %s", file)
                 is_first = False
                 time.sleep(RETRY_S)  # a signal ends it, but not a flock that begins just after the signal
+            except OSError as error:
+                if error.errno != errno.EBADF:
+                    raise
+                raise RolemeshError(
+                    f"{file.absolute()} belongs to another user, and NFS locks a file only for those who may "
+                    "write it. Delete it, or let its group write it (`chmod g+w`) and run both with that group"
+                ) from error
         yield
 
 

@@ -52,7 +52,6 @@ def test_the_pods_of_the_controller_and_of_helm_test_fetch_and_the_others_wait()
             assert prepare["command"] == PREPARES
             parsed = COMMANDS["prepare"].make_context("prepare", list(prepare["args"])).params
             assert (str(parsed["creates"]), parsed["command"]) == ("data/train.parquet", ["make", "data"])
-            assert str(parsed["lock"]) == ".prepare.lock"  # of the workspace, so that pods take turns
             assert (parsed["counts_in"] is None) == (component != "controller")
         assert ("HF_TOKEN_PATH" in env(fetch)) == runs
         [main] = spec["containers"]
@@ -62,6 +61,21 @@ def test_the_pods_of_the_controller_and_of_helm_test_fetch_and_the_others_wait()
             {m["name"]: m["readOnly"] for m in c["volumeMounts"] if "readOnly" in m} for c in (fetch, main)
         ]
         assert [mount["models"] for mount in mounts] == [not runs, True]
+
+
+def test_pods_and_releases_take_turns_where_they_make_the_same_thing() -> None:
+    """In one workspace a release that downloads for hours must not keep another one waiting."""
+    made = ["a/b", "./a/b", "a/c"]
+    steps = [{"creates": creates, "command": ["make", "it"]} for creates in made]
+    locks = []
+    for spec in specs({"prepare": steps}).values():
+        named = [str(arg) for step in spec["initContainers"] for arg in step["args"] if "--lock=" in arg]
+        locks += [named] * bool(named)  # those of the reward's own pods wait, and hold none
+    assert len(locks) >= 4
+    [first, same, other] = locks[0]
+    assert all(each == locks[0] for each in locks)
+    assert first == same != other
+    assert re.fullmatch(r"--lock=\.prepare-[0-9a-f]{8}\.lock", first)  # in the workspace
 
 
 def test_what_fails_before_the_controller_begins_ends_the_run_as_the_controller_would() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -14,6 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from namespaces import as_container, needs_namespaces, terminate
 
+from rolemesh.errors import RolemeshError
 from rolemesh.services.controller import prepare_lock
 from rolemesh.services.controller.prepare_lock import locked
 
@@ -53,6 +55,19 @@ def test_a_lock_that_another_user_has_made_is_taken_and_those_of_the_group_may_w
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         finally:
             os.seteuid(os.getuid())
+
+
+def test_a_lock_that_nfs_gives_only_to_writers_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS turns flock into a lock of the server's, which needs a file that is open for writing."""
+
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(RolemeshError, match=rf"^{tmp_path}/lock belongs to another user.*chmod g\+w"):
+        locked(tmp_path / "lock").__enter__()
 
 
 def test_a_workspace_that_may_not_be_written_is_said_to_be_so() -> None:

@@ -132,9 +132,11 @@ spec:
       command: [sh, -c, 'trap "exit 143" TERM; until test -e "$0"; do sleep 1 & wait $!; done']
       args: {{ prepend $step.command $step.creates | toJson }}
       {{- else }}
-      # The first pod creates it; the others wait for the lock, and then skip the command.
+      # The first pod creates it; the others wait for the lock, and then skip the command. What creates something else
+      # has a lock of its own, since another release may download for hours.
       command: [rolemesh, prepare]
-      {{- $options := list (printf "--creates=%s" $step.creates) "--lock=.prepare.lock" }}
+      {{- $lock := printf ".prepare-%s.lock" (clean $step.creates | sha256sum | trunc 8) }}
+      {{- $options := list (printf "--creates=%s" $step.creates) (printf "--lock=%s" $lock) }}
       {{- if $counts }} {{- /* the step's failures; after the last one it scales the roles down, as no controller will */}}
       {{- $file := printf ".%s.%s.json" (include "rlhf-job.name" (list $ "controller")) $name }}
       {{- $options = append $options (printf "--counts-in=%s" $file) }}

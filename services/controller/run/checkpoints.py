@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"global_step_(\d+)")
 PARTIAL = ".partial"
-# A client of a network file system may know the names in a directory as they were, NFS by default for 30 s.
-ARRIVES_IN_S, LOOKS_EVERY_S = 40.0, 0.1
+# A client of a network file system may know an earlier list of a directory, NFS for up to 60 s (acdirmax).
+ARRIVES_IN_S, LOOKS_EVERY_S = 70.0, 0.1
 BEFORE_RULES = (
     ". Its built-in rules scored some answers differently, and a dtype that the job leaves out was float32; "
     "now it is auto, bfloat16 on a GPU. Set each dtype to float32 to go on as before. reward.rules has no "
