@@ -51,21 +51,29 @@ def checkpoint(job: JobConfig) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
+def made() -> dict[str, JobConfig]:
+    """The runs in process that others are compared with, by algorithm. (pytest makes a fixture that gets its
+    parameter from a test anew for each case.)"""
+    return {}
+
+
 async def in_process(
-    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[JobConfig, tuple[str, ...]]:
-    overrides = ALGORITHMS[request.param]
-    job = small_job(tmp_path_factory.mktemp(request.param), tiny_model, "run", *overrides)
-    await train(job)
-    return job, overrides
+    algorithm: str, made: dict[str, JobConfig], model: Path, folders: pytest.TempPathFactory
+) -> JobConfig:
+    if algorithm not in made:
+        job = small_job(folders.mktemp(algorithm), model, "run", *ALGORITHMS[algorithm])
+        await train(job)
+        made[algorithm] = job
+    return made[algorithm]
 
 
-@pytest.mark.parametrize(("in_process", "placement"), CASES, indirect=["in_process"])
+@pytest.mark.parametrize(("algorithm", "placement"), CASES)
 async def test_steps_over_grpc_equal_steps_in_process_bit_for_bit(
-    in_process: tuple[JobConfig, tuple[str, ...]], placement: str, tiny_model: Path, tmp_path: Path
-) -> None:
-    expected, overrides = in_process
-    job = small_job(tmp_path, tiny_model, "run", *overrides, *PLACEMENTS[placement])
+    algorithm: str, placement: str, made: dict[str, JobConfig], tiny_model: Path, tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:  # fmt: skip
+    expected = await in_process(algorithm, made, tiny_model, tmp_path_factory)
+    job = small_job(tmp_path, tiny_model, "run", *ALGORITHMS[algorithm], *PLACEMENTS[placement])
     before = num_switches()
     await train_over_grpc(job)
     shares = any(sum(map(job.on_device, roles)) > 1 for roles in job.groups.values())
