@@ -45,17 +45,27 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ending_model(any_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with 33 tokens that end a response. The tiny models almost never generate EOS."""
+    """A model with 33 tokens that end a response, for each architecture."""
+    return with_more_ends(any_model, tmp_path_factory.mktemp("ending"))
+
+
+@pytest.fixture(scope="session")
+def tiny_ending_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of one architecture."""
+    return with_more_ends(tiny_model, tmp_path_factory.mktemp("ending"))
+
+
+def with_more_ends(model_directory: Path, into: Path) -> Path:
+    """Copy a model, with 33 tokens that end a response. The tiny models almost never generate EOS."""
     from transformers import AutoModelForCausalLM
 
-    directory = tmp_path_factory.mktemp("ending")
-    model = AutoModelForCausalLM.from_pretrained(any_model)
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
     own = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = [*range(0, 256, 8), own]
-    model.save_pretrained(directory)
-    for file in any_model.glob("token*"):
-        (directory / file.name).write_bytes(file.read_bytes())
-    return directory
+    model.save_pretrained(into)
+    for file in model_directory.glob("token*"):
+        (into / file.name).write_bytes(file.read_bytes())
+    return into
 
 
 @pytest.fixture

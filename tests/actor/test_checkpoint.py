@@ -35,7 +35,6 @@ def training_job(model: Path, run_dir: Path, **optim: Any) -> JobConfig:
     trained = {
         "ppo_mini_batch_size": 8,
         "ppo_micro_batch_size_per_gpu": 4,
-        "ppo_epochs": 2,
         "shuffle": True,
         "optim": {"lr": 1e-3, "lr_warmup_steps": 3} | optim,
         "model": {"path": str(model)} | WITHOUT_CHECKPOINTING,
@@ -311,7 +310,7 @@ async def test_a_damaged_checkpoint_is_refused_and_nothing_changes(
     with pytest.raises(CheckpointFailed, match=str(tmp_path)):
         await worker.load_checkpoint(tmp_path)
     after = everything(worker)
-    assert worker.optimizer.num_updates == 4
+    assert worker.optimizer.num_updates == 2
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -104,11 +104,11 @@ async def test_a_program_that_streams_gets_the_same_bits(
     assert_equal(await rows_of(weighing_job(folder, model, "streamer"), rollout), by_tool_agent)
 
 
-@pytest.mark.parametrize("streams", [(), ("stream",)], ids=["whole", "streamed"])
 async def test_a_command_in_python_gets_the_same_bits(
-    folder: Path, model: Path, rollout: RolloutWorker, by_tool_agent: DataProto, streams: tuple[str, ...]
+    folder: Path, model: Path, rollout: RolloutWorker, by_tool_agent: DataProto
 ) -> None:
-    command = running(sys.executable, FOLDER / "weigher.py", *streams)
+    """That the same client may stream, is shown in this process, above."""
+    command = running(sys.executable, FOLDER / "weigher.py")
     rows = await rows_of(weighing_job(folder, model, "external", command), rollout, FEW)
     assert {int(row.max()) for row in rows["turns"]} == {1, 2, 3}
     assert_equal(rows, by_tool_agent[ROWS_OF_FEW])
@@ -218,15 +218,15 @@ async def test_a_page_trains_on_programs_and_twice_with_the_same_bits(
         dumps = tmp_path / run / "dumps"
         (tmp_path / run).mkdir()
         job = weighing_job(
-            tmp_path / run, model, "brief", "algorithm.adv_estimator=grpo", "trainer.total_training_steps=2",
-            f"trainer.rollout_data_dir={dumps}", "trainer.test_freq=2", "data.max_prompt_length=48",
+            tmp_path / run, model, "brief", "algorithm.adv_estimator=grpo", "trainer.total_training_steps=1",
+            f"trainer.rollout_data_dir={dumps}", "trainer.test_freq=1", "data.max_prompt_length=48",
             "data.max_response_length=80",
         )  # fmt: skip
         summary = await train(job)
         runs.append(recorded(job))
     assert runs[0] == runs[1]
     assert summary.records[-1]["conversation/turns/mean"] > 1
-    for row in map(json.loads, (dumps / "2.jsonl").read_text().splitlines()):
+    for row in map(json.loads, (dumps / "1.jsonl").read_text().splitlines()):
         assert "Be brief." in row["input"]  # the prompt is the program's
 
 

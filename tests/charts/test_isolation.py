@@ -142,22 +142,25 @@ def test_an_empty_list_of_peers_means_nobody() -> None:
 # ----------------------------------------------------------------------------------- labels and images
 
 
+OWN_LABELS = [
+    ("labels", "app.kubernetes.io/name"),
+    ("labels", "app.kubernetes.io/instance"),
+    ("labels", "app.kubernetes.io/component"),
+    ("labels", "rolemesh.dev/role-reward"),
+    ("labels", "rolemesh.dev/group"),
+    ("labels", "rolemesh.dev/role-actor"),  # which the reward's pods do not have
+    ("labels", "rolemesh.dev/anything"),
+    ("annotations", "checksum/job"),
+    ("annotations", "prometheus.io/port"),
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("labels", "app.kubernetes.io/name"),
-        ("labels", "app.kubernetes.io/instance"),
-        ("labels", "app.kubernetes.io/component"),
-        ("labels", "rolemesh.dev/role-reward"),
-        ("labels", "rolemesh.dev/group"),
-        ("labels", "rolemesh.dev/role-actor"),  # which the reward's pods do not have
-        ("labels", "rolemesh.dev/anything"),
-        ("annotations", "checksum/job"),
-        ("annotations", "prometheus.io/port"),
-    ],
+    ("where", "kind", "name"),
+    [("pods", *own) for own in OWN_LABELS]
+    + [(where, *own) for where in ("groups", "controller") for own in OWN_LABELS[5::2]],
 )
-@pytest.mark.parametrize("where", ["pods", "groups", "controller"])
-def test_a_label_of_the_charts_own_is_refused(kind: str, name: str, where: str) -> None:
+def test_a_label_of_the_charts_own_is_refused(where: str, kind: str, name: str) -> None:
     given = {kind: {name: "mine"}}
     said = refusal({"groups": {"reward": given}} if where == "groups" else {where: given})
     assert f"pods.{kind} has {name}, which is reserved for the chart: remove it" in said

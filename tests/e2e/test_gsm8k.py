@@ -100,6 +100,7 @@ async def test_real_rows_are_conversations_that_train_checkpoint_and_resume(
         overrides = [
             "rollout.multi_turn.enable=true", key, "rollout.multi_turn.max_assistant_turns=2",
             "data.max_prompt_length=1536", "data.max_response_length=192", "data.val_max_samples=2",
+            "rollout.n=2", "actor.model.enable_gradient_checkpointing=false",
             "trainer.save_freq=1", "actor.optim.lr=1e-4", "reward.custom_reward_function.path=reward.py",
             f"trainer.experiment_name={run}", f"trainer.total_training_steps={steps}",
             f"trainer.default_local_dir=outputs/{run}",

@@ -76,12 +76,15 @@ async def is_saved(job: JobConfig, step: int) -> None:
 async def test_a_run_in_processes_ends_with_the_bits_of_one_in_process(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    overrides = ("trainer.save_freq=4", "trainer.test_freq=2", "placement.replicas.reward=2")
+    overrides = (
+        *("trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=2"),
+        "placement.replicas.reward=2",
+    )
     job = small_job(tmp_path, tiny_model, "run", *overrides)
-    async with rolemesh("run", written(job, tmp_path), executed=True) as launched:
+    async with rolemesh("run", written(job, tmp_path)) as launched:
         code, output = await launched.end()
     assert code == 0, output
-    assert "4 of 4" in output
+    assert "2 of 2" in output
     assert "curves.png" in output
     assert set(pids(job)) == {"actor-0", "rollout-0", "reference-0", "critic-0", "reward-0", "reward-1"}
     assert not living(job)
@@ -91,7 +94,7 @@ async def test_a_run_in_processes_ends_with_the_bits_of_one_in_process(
     same = small_job(tmp_path / "other", tiny_model, "run", *overrides)
     await train(same)
     assert recorded(job) == recorded(same)
-    weights = [j.run_dir / "global_step_4" / "actor" / "model.safetensors" for j in (job, same)]
+    weights = [j.run_dir / "global_step_2" / "actor" / "model.safetensors" for j in (job, same)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
@@ -99,7 +102,8 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_a
     tiny_model: Path, tmp_path: Path
 ) -> None:
     with gate(tmp_path / "started") as started, gate(tmp_path / "go_on") as go_on:
-        overrides = ("trainer.save_freq=100", "placement.strategy=hybrid")
+        two_steps = ("trainer.save_freq=100", "trainer.total_training_steps=2")
+        overrides = (*two_steps, "placement.strategy=hybrid")
         plain = small_job(tmp_path, tiny_model, "run", *overrides)
         job = gated(plain, tmp_path, started.path, go_on.path)
         async with rolemesh("run", written(job, tmp_path)) as launched:
@@ -122,7 +126,7 @@ async def test_ctrl_c_lets_the_step_end_saves_drains_and_the_run_goes_on_under_a
         assert code == 0, output
         assert "all-0" in pids(job)
     (tmp_path / "other").mkdir()
-    unbroken = small_job(tmp_path / "other", tiny_model, "run", "trainer.save_freq=100")
+    unbroken = small_job(tmp_path / "other", tiny_model, "run", *two_steps)
     await train(unbroken)
     assert recorded(job) == recorded(unbroken)
 
@@ -161,20 +165,20 @@ async def test_a_killed_process_ends_the_run_with_its_name_its_roles_and_its_las
 async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bits_of_an_unbroken_one(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """One rank of two is killed after step 2, and after step 4 a process of four roles."""
+    """One rank of two is killed after step 1, and after step 2 a process of four roles."""
     overrides = (
-        "trainer.save_freq=2",
-        "trainer.total_training_steps=6",
+        "trainer.save_freq=1",
+        "trainer.total_training_steps=3",
         "placement.strategy=custom",
         "placement.groups={actor: [actor], others: [rollout, reference, critic, reward]}",
         "placement.ranks={actor: 2}",
     )
     job = small_job(tmp_path, tiny_model, "run", *overrides)
     with gate(tmp_path / "reached") as reached, gate(tmp_path / "release") as release:
-        # Steps have 8 rows. Each start begins after a checkpoint, and stops in the third step from there.
-        stopped = stopping(job, reached.path, release.path, "17")
+        # Steps have 8 rows. Each start begins after a checkpoint, and stops in the second step from there.
+        stopped = stopping(job, reached.path, release.path, "9")
         async with rolemesh("run", written(stopped, tmp_path)) as launched:
-            for step, victim in ((2, "actor-0-rank-1"), (4, "others-0")):
+            for step, victim in ((1, "actor-0-rank-1"), (2, "others-0")):
                 async with asyncio.timeout(DEADLINE_S):
                     await reached.passed(launched.ended())
                     await is_saved(job, step)
@@ -194,7 +198,7 @@ async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bi
     assert code == 0, output
     assert recorded(job) == recorded(unbroken)
     for role in ("actor", "critic"):
-        files = [j.run_dir / "global_step_6" / role / "model.safetensors" for j in (job, unbroken)]
+        files = [j.run_dir / "global_step_3" / role / "model.safetensors" for j in (job, unbroken)]
         assert files[0].read_bytes() == files[1].read_bytes()
 
 

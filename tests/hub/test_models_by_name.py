@@ -69,7 +69,7 @@ async def test_a_run_by_name_has_the_bits_of_a_run_from_the_directory(
     commit = hub.add(NAME, tiny_model)
     overrides = ("trainer.total_training_steps=2", "trainer.save_freq=2", "placement.strategy=collocate")
     job = small_job(tmp_path, Path(NAME), "run", *overrides)
-    async with rolemesh("run", written(job, tmp_path)) as launched:
+    async with rolemesh("run", written(job, tmp_path), executed=True) as launched:  # as a user starts it
         code, output = await launched.end()
     assert code == 0, output
     saved = (job.run_dir / "config.yaml").read_text()

@@ -39,7 +39,7 @@ async def test_a_role_ends_with_its_launcher_though_it_computes(tiny_model: Path
     with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as never:
         job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(never.path))
         async with (
-            serve_process("reward", job, tmp_path, executed=True) as role,
+            serve_process("reward", job, tmp_path) as role,
             RewardClient([role.address], methods(job), patience_s=0.1) as client,
         ):
             await client.wait_until_ready(120)

@@ -126,7 +126,7 @@ def publishes(ranks: Ranks, directory: Path, models: Path, num_machines: int) ->
         ranks.wait()
 
 
-@pytest.mark.parametrize(("num_ranks", "num_machines"), [(2, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("num_ranks", "num_machines"), [(4, 2), (4, 4)])
 def test_every_number_of_machines_publishes_the_bytes_of_one_process(
     models: Path, tmp_path: Path, num_ranks: int, num_machines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,7 @@ pytestmark = pytest.mark.timeout(900)  # whole runs, of up to eight processes ea
 AT_ONCE = 30  # calls; a server refuses streams beyond its limit
 CALL_S = 300.0  # in which every call must have ended, on a machine with other work
 LOCAL = "127.0.0.1:0"
-SAVED = ("trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=2", "rollout.n=4")
+SAVED = ("trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=2", "rollout.n=2")
 TWO_RANKS = {
     "standalone": "{actor: 2, critic: 2, reference: 2}",
     "split-collocate": "{policy: 2, scoring: 2}",
@@ -172,7 +172,7 @@ async def test_a_call_of_generate_may_end_at_any_point(tiny_model: Path, tmp_pat
 
 
 async def test_no_order_of_concurrent_calls_stops_a_group(tiny_model: Path, tmp_path: Path) -> None:
-    """Hundreds of calls of three roles of one group, permuted; many end before, while or after they run."""
+    """125 calls of three roles of one group, permuted; many end before, while or after they run."""
     rng, batch = random.Random(0), sequence_batch(4)
     async with policy(tiny_model, tmp_path) as (group, actor, rollout, reference), asyncio.timeout(CALL_S):
         one_by_one = asyncio.Lock()  # who publishes takes the version before away, under those who pull it
@@ -189,7 +189,7 @@ async def test_no_order_of_concurrent_calls_stops_a_group(tiny_model: Path, tmp_
             "weights": weights,
         }
         expected = {kind: await call() for kind, call in kinds.items()}
-        order = [kind for kind in kinds for _ in range(40)]
+        order = [kind for kind in kinds for _ in range(25)]
         rng.shuffle(order)
         calls: list[tuple[str, asyncio.Task[Any]]] = []
         for kind in order:
@@ -201,7 +201,7 @@ async def test_no_order_of_concurrent_calls_stops_a_group(tiny_model: Path, tmp_
                 rng.choice(calls[-20:])[1].cancel()
         await asyncio.wait({call for _, call in calls})
         done = [(kind, call.result()) for kind, call in calls if not call.cancelled()]
-        assert len(done) > 130
+        assert len(done) > 80
         for kind, answer in done:
             if isinstance(answer, DataProto):
                 assert same(answer, expected[kind]), kind
@@ -377,7 +377,7 @@ async def test_a_rank_that_is_killed_while_it_generates_changes_no_bit_of_a_run(
     overrides = (
         *("placement.strategy=hybrid", "placement.ranks={policy: 2}", "rollout.max_num_seqs=4"),
         *("trainer.total_training_steps=3", "trainer.save_freq=1", "rollout.n=4"),
-        *("data.max_response_length=100", "rollout.ignore_eos=true"),
+        *("data.max_response_length=50", "rollout.ignore_eos=true"),
     )
     directories = [tmp_path / name for name in ("killed", "unbroken")]
     for directory in directories:

@@ -41,9 +41,8 @@ WORKERS: dict[str, Callable[[JobConfig, Seat], Any]] = {
 }  # fmt: skip
 # a role, its ranks that compute the same rows, its steps, sections of its job
 Case = tuple[str, int, int, dict[str, Any]]
-# of each way to spread a model, with and without common prefixes and with moments of other steps; of a setting,
-# whose arithmetic is that of every step; of a loss
-STEPS, FEW, ONCE = 3, 2, 1
+# of each way to spread a model: without common prefixes, then with these and with moments; of a loss
+STEPS, ONCE = 2, 1
 ROWS = 12
 
 # Settings that need more of a mini-batch than its rows one by one.
@@ -69,10 +68,10 @@ SUPERVISED, PREFERENCES = ({"algorithm": {"page": page}} for page in ("sft", "dp
 
 ON_TWO: list[Case] = [
     ("actor", 1, STEPS, {"actor": ENTROPY}),
-    ("actor", 1, FEW, {"actor": DYNAMIC | KL_COV}),
-    ("actor", 1, FEW, {"actor": PADDED} | BYPASS),
+    ("actor", 1, STEPS, {"actor": DYNAMIC | KL_COV}),
+    ("actor", 1, STEPS, {"actor": PADDED} | BYPASS),
     ("actor", 1, ONCE, {"actor": ONE_ROW | SAPO}),
-    ("critic", 1, FEW, {"critic": DYNAMIC}),
+    ("critic", 1, STEPS, {"critic": DYNAMIC}),
     ("actor", 2, STEPS, {"actor": ONE_EPOCH | GSPO}),
     ("critic", 2, STEPS, {}),
     ("actor", 1, ONCE, {"actor": DYNAMIC | GPG}),
@@ -82,7 +81,7 @@ ON_TWO: list[Case] = [
 ]
 ON_FOUR: list[Case] = [
     ("actor", 1, STEPS, {"actor": ONE_EPOCH | GEO_MEAN | {"fsdp_config": {"fsdp_size": 2}}}),
-    ("critic", 1, FEW, {"critic": {"ppo_mini_batch_size": 3, "ppo_micro_batch_size_per_gpu": 1}}),
+    ("critic", 1, STEPS, {"critic": {"ppo_mini_batch_size": 3, "ppo_micro_batch_size_per_gpu": 1}}),
     ("actor", 2, STEPS, {"actor": CLIP_COV}),
     ("actor", 2, ONCE, {"actor": DPO_NORM} | PREFERENCES),
 ]
@@ -244,7 +243,7 @@ def test_four_ranks_train_as_one_in_float64_and_in_float32(model: Path, tmp_path
 
 def test_two_ranks_train_as_one_in_float32(model: Path, tmp_path: Path) -> None:
     cases: list[Case] = [("actor", 1, STEPS, {"actor": ONE_EPOCH | CISPO}), ("critic", 1, STEPS, {})]
-    cases += [("actor", 1, FEW, {"actor": LORA | DRO})]
+    cases += [("actor", 1, STEPS, {"actor": LORA | DRO})]
     cases += [("actor", 1, ONCE, {"actor": DPPO_KL}), ("actor", 1, ONCE, {"actor": PADDED | IPO} | PREFERENCES)]
-    cases += [(role, sharing, FEW, {}) for role in ("reference", "reward") for sharing in (1, 2)]
+    cases += [(role, sharing, STEPS, {}) for role in ("reference", "reward") for sharing in (1, 2)]
     on_ranks(2, train_as_one, tmp_path, model, [], cases)

@@ -1,5 +1,8 @@
 """Engine hf continues rows: a row has the bits of one that was never cut, whatever was kept, whoever else there
-is, and in whatever order turns come."""
+is, and in whatever order turns come.
+
+Bits are compared on each architecture. What is kept for how long, and for whom, does not depend on it.
+"""
 
 from __future__ import annotations
 
@@ -94,10 +97,10 @@ async def test_exactly_the_new_tokens_are_computed(ending_model: Path):
 
 
 @pytest.mark.parametrize("room", [0, 3, 8])
-async def test_rows_that_had_no_room_are_computed_again(ending_model: Path, room: int):
-    with worker_of(ending_model) as worker:
+async def test_rows_that_had_no_room_are_computed_again(tiny_ending_model: Path, room: int):
+    with worker_of(tiny_ending_model) as worker:
         expected = await three_turns(worker)
-    with worker_of(ending_model) as worker:
+    with worker_of(tiny_ending_model) as worker:
         kept = worker._engine.kept
         kept.max_bytes = room * worker._engine._row_bytes() // 2
         for (_, found), (_, wanted) in zip(await three_turns(worker), expected, strict=True):
@@ -106,10 +109,10 @@ async def test_rows_that_had_no_room_are_computed_again(ending_model: Path, room
         assert kept.num_bytes == sum(row.num_bytes for row in kept._rows)
 
 
-async def test_sleep_drops_what_was_kept_and_changes_no_bit(ending_model: Path):
-    with worker_of(ending_model) as worker:
+async def test_sleep_drops_what_was_kept_and_changes_no_bit(tiny_ending_model: Path):
+    with worker_of(tiny_ending_model) as worker:
         expected = await three_turns(worker)
-    with worker_of(ending_model) as worker:
+    with worker_of(tiny_ending_model) as worker:
 
         async def after_sleep(request: DataProto) -> DataProto:
             await worker.sleep()
@@ -122,16 +125,16 @@ async def test_sleep_drops_what_was_kept_and_changes_no_bit(ending_model: Path):
         assert_same(answer, wanted)
 
 
-async def test_another_row_with_the_same_prompt_is_never_taken_for_it(ending_model: Path):
+async def test_another_row_with_the_same_prompt_is_never_taken_for_it(tiny_ending_model: Path):
     """Five answers to each prompt, whose beginnings are alike in part; each continues its own."""
     prompts = prompts_of(4).repeat(5)
     prompts["seeds"] = torch.arange(20)
-    with worker_of(ending_model) as worker:
+    with worker_of(tiny_ending_model) as worker:
         exchanged = await conversation(prompts, LONG, [[2] * 20], [partial(generated, worker)] * 2)
     request, answer = exchanged[1]
     assert len(request) > 10
     for row in range(len(request)):
-        with worker_of(ending_model) as fresh:
+        with worker_of(tiny_ending_model) as fresh:
             assert_same(await generated(fresh, request[[row]]), answer[[row]], NEW)
 
 
@@ -139,11 +142,11 @@ async def test_another_row_with_the_same_prompt_is_never_taken_for_it(ending_mod
 
 
 async def test_turns_that_overlap_with_others_in_any_order_have_the_same_bits(
-    ending_model: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_ending_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Each row is a call of its own, and its turns follow each other. 40 other rows are at other tokens."""
     monkeypatch.setattr(batch, "STEPS_S", 0.005)
-    with worker_of(ending_model) as worker:
+    with worker_of(tiny_ending_model) as worker:
         expected = await three_turns(worker)
         others = prompts_of(40)
         others_alone = await generated(worker, others)
@@ -174,7 +177,7 @@ async def test_turns_that_overlap_with_others_in_any_order_have_the_same_bits(
 
     monkeypatch.setattr(batch.Batch, "_step", stepping)
     for max_num_seqs, order in ((64, range(13)), (16, range(13)), (4, reversed(range(13)))):
-        with worker_of(ending_model, max_num_seqs=max_num_seqs) as worker:
+        with worker_of(tiny_ending_model, max_num_seqs=max_num_seqs) as worker:
             beside = asyncio.create_task(generated(worker, others))
             await asyncio.gather(*(talk(worker, row) for row in order))
             assert_same(await beside, others_alone)
@@ -191,9 +194,9 @@ async def first_rows(worker: RolloutWorker) -> DataProto:
         return await anext(stream)
 
 
-async def test_a_call_that_is_left_frees_its_rows(ending_model: Path):
+async def test_a_call_that_is_left_frees_its_rows(tiny_ending_model: Path):
     """Calls are left after their first rows or before; one that stays does not notice."""
-    with worker_of(ending_model, max_num_seqs=8) as worker:
+    with worker_of(tiny_ending_model, max_num_seqs=8) as worker:
         expected = await generated(worker, prompts_of(13))
         leaving = [asyncio.create_task(first_rows(worker)) for _ in range(8)]
         staying = asyncio.create_task(generated(worker, prompts_of(13)))

@@ -57,8 +57,8 @@ def computed_tokens() -> float:
     return value
 
 
-async def test_a_turn_goes_where_the_one_before_was(ending_model: Path) -> None:
-    job = job_of(ending_model)
+async def test_a_turn_goes_where_the_one_before_was(tiny_ending_model: Path) -> None:
+    job = job_of(tiny_ending_model)
     first = first_turn(prompts_of(ROWS), T)
     async with served("rollout", job, job) as addresses:
         async with client_of(job, addresses) as client:
@@ -75,8 +75,8 @@ async def test_a_turn_goes_where_the_one_before_was(ending_model: Path) -> None:
                 assert_same(await one_by_one(client, second, shuffled), answer, NEW)
 
 
-async def test_without_the_replica_that_has_them_rows_go_on_at_another(ending_model: Path) -> None:
-    job = job_of(ending_model)
+async def test_without_the_replica_that_has_them_rows_go_on_at_another(tiny_ending_model: Path) -> None:
+    job = job_of(tiny_ending_model)
     first = first_turn(prompts_of(ROWS), T)
     async with served("rollout", job, job) as addresses, client_of(job, addresses) as client:
         answer = await one_by_one(client, first, list(range(ROWS)))

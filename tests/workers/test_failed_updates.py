@@ -294,23 +294,29 @@ class Poison:
             raise RoleFailed(f"poisoned in {place}")
 
 
-def failing_batches(tokens: Sequence[int]) -> Iterator[tuple[type[Exception], DataProto]]:
-    """Yield batches of which the first mini-batch fails, at these tokens, or only the second one."""
-    for begin, poisons in ((0, tokens), (6, [253])):
-        for token in poisons:
-            batch = batch_of(2, 12)
+# A row from which an update fails, in the first mini-batch of six rows or in the second, and the token at which
+# it does; None: gradients that are not finite.
+Way = tuple[int, int | None]
+EVERY_WAY: list[Way] = [*((0, token) for token in POISONS), (0, None), (6, 253), (6, None)]
+FEW_WAYS: list[Way] = [(0, 254), (6, None)]
+
+
+def failing_batches(ways: Sequence[Way]) -> Iterator[tuple[type[Exception], DataProto]]:
+    for begin, token in ways:
+        batch = batch_of(2, 12)
+        if token is not None:
             batch["input_ids"][begin:, 6] = token
             yield RoleFailed, batch
-        batch = batch_of(2, 12)
+            continue
         for column in ("advantages", "returns"):
             batch[column][begin:] = torch.nan
         yield UpdateFailed, batch
 
 
-async def survive(worker: Any, untouched: Any, tokens: Sequence[int]) -> None:
-    """Fail in every way of these tokens, and train as the other one after each."""
+async def survive(worker: Any, untouched: Any, ways: Sequence[Way]) -> None:
+    """Fail in each of these ways, and train as the other one after each."""
     expected = learnt(await untouched.update(batch_of(1, 12)))
-    for error, batch in failing_batches(tokens):
+    for error, batch in failing_batches(ways):
         with pytest.raises(error):
             await worker.update(batch)
         await worker.load_checkpoint(None)
@@ -344,8 +350,8 @@ def survive_on_ranks(ranks: Ranks, directory: Path, model: Path) -> None:
         for name in names:
             object.__setattr__(seats[name], "orders", leader.orders(name))
         for case in ON_RANKS:
-            tokens = [*POISONS] if case == "plain" else [254]
-            await survive(workers[f"{case}, failing"], workers[f"{case}, untouched"], tokens)
+            ways = EVERY_WAY if case == "plain" else FEW_WAYS
+            await survive(workers[f"{case}, failing"], workers[f"{case}, untouched"], ways)
         await leader.close()
 
     if ranks.rank == 0:

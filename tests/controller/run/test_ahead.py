@@ -49,8 +49,9 @@ def assert_rows_are_those_of_the_steps(job: JobConfig, batches: list[DataProto],
 # ------------------------------------------------------------------------------------- the laws
 
 
-@pytest.mark.parametrize("roles_of", [in_process, over_grpc], ids=["in process", "over grpc"])
-@pytest.mark.parametrize("max_staleness", [1, 2])
+@pytest.mark.parametrize(
+    ("roles_of", "max_staleness"), [(in_process, 1), (over_grpc, 2)], ids=["in process", "over grpc"]
+)
 async def test_each_step_learns_from_its_own_rows_made_by_weights_at_most_so_old(
     roles_of: Callable[[JobConfig], Any], max_staleness: int, tiny_model: Path, tmp_path: Path
 ) -> None:
