@@ -68,8 +68,8 @@ async def record(page: Page, job: JobConfig, title: str) -> StepGraph:
         nodes.observer.reset(token)
     if job.generates and recorder.rollouts_lag:
         raise InvalidConfig(
-            f"{title}: the rollouts would never get what the actor has just learnt; call "
-            "`await roles.sync_weights(step.number)` after `roles.actor.update`"
+            f"{title}: it ends while the rollouts have older weights than the actor, and would generate with "
+            "these; call `await roles.sync_weights(step.number)` after `roles.actor.update`"
         )
     return recorder.graph
 

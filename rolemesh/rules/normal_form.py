@@ -48,8 +48,10 @@ SUM = re.compile(rf"-?[0-9]*{UNKNOWN}(?:\^\{{[0-9]+\}})?(?:[-+][0-9]*{UNKNOWN}(?
 CALCULATION = re.compile(
     r"(?:[-+*/^_().{}0-9]|\\?%|\\(?:times|cdot|div|frac|sqrt|binom|pi|circ|log|ln|sin|cos|tan)(?![A-Za-z]))+"
 )
-# A letter, and what stands beside it: "(A) 5". "(A), (B)", "(A) or 5" and "(A) 5, (B) 6" are lists.
-CHOICE = re.compile(rf"\(([A-E])\) ?(?![,;]|{CONNECTIVE})((?:(?!\([A-E]\)).)+)")
+# A letter, and what stands beside it: "(A) 5". "(A), (B)", "(A) or 5" and "(A) 5, (B) 6" are lists, and
+# "(A)^2" is a formula.
+OPERATOR = r"[+*/^_=']|\\(?:cap|cup|cdot|times)(?![A-Za-z])"
+CHOICE = re.compile(rf"\(([A-E])\) ?(?![,;]|{OPERATOR}|{CONNECTIVE})((?:(?!\([A-E]\)).)+)")
 OPTION = re.compile(r"\( ?([A-Z]|-? ?[0-9]+(?:\.[0-9]+)?) ?\)|([A-Z])\)")  # and a number in brackets
 ARTICLE = re.compile(r"(?:an?|the)\s+(?=[a-z]{3,}(?:\s+[a-z]{2,})*$)", re.IGNORECASE)
 SENTENCE = re.compile(r"(?:Yes|No|Odd|[A-Z][a-z]{3,})(?: [A-Za-z]+)*")

@@ -65,7 +65,7 @@ def test_the_pods_of_the_controller_and_of_helm_test_fetch_and_the_others_wait()
 
 def test_pods_and_releases_take_turns_where_they_make_the_same_thing() -> None:
     """In one workspace a release that downloads for hours must not keep another one waiting."""
-    made = ["a/b", "./a/b", "a/c"]
+    made = ["a/b", "/workspace/a/b/", "a/c"]
     steps = [{"creates": creates, "command": ["make", "it"]} for creates in made]
     locks = []
     for spec in specs({"prepare": steps}).values():

@@ -135,7 +135,8 @@ spec:
       # The first pod creates it; the others wait for the lock, and then skip the command. What creates something else
       # has a lock of its own, since another release may download for hours.
       command: [rolemesh, prepare]
-      {{- $lock := printf ".prepare-%s.lock" (clean $step.creates | sha256sum | trunc 8) }}
+      {{- $path := include "rlhf-job.inPod" (list $ $step.creates) | trimPrefix (printf "%s/" $values.storage.workspace.mountPath) }}
+      {{- $lock := printf ".prepare-%s.lock" (sha256sum $path | trunc 8) }}
       {{- $options := list (printf "--creates=%s" $step.creates) (printf "--lock=%s" $lock) }}
       {{- if $counts }} {{- /* the step's failures; after the last one it scales the roles down, as no controller will */}}
       {{- $file := printf ".%s.%s.json" (include "rlhf-job.name" (list $ "controller")) $name }}

@@ -16,7 +16,7 @@ from rolemesh.config.actor import ActorConfig, CriticConfig
 from rolemesh.config.algorithm import AlgorithmConfig
 from rolemesh.config.base import Config, leaves
 from rolemesh.config.reward import RewardConfig
-from rolemesh.config.rollout import MultiTurnConfig
+from rolemesh.config.rollout import RolloutConfig
 from rolemesh.config.yaml_file import in_json
 from rolemesh.fingerprint import UNREADABLE, content_digest
 from rolemesh.models.fetching import models_of
@@ -27,6 +27,7 @@ COLUMNS = "digest of the prompts' other columns"
 VALIDATION = "digest of the validation rows"
 FILE = "digest of the file "
 STEPS = "trainer.total_training_steps"
+KL_COEF = "algorithm.kl_ctrl.kl_coef"
 AHEAD = "steps that the rollouts may be ahead (rollout.mode, trainer.max_staleness)"
 HINTS = {
     PROMPTS: "The prompts' tokens depend on the content of data.train_files, on the tokenizer and on its chat "
@@ -40,7 +41,7 @@ HINTS = {
 OF_THE_DATA = (NUM_PROMPTS, PROMPTS, COLUMNS, VALIDATION)
 MAY_CHANGE = re.compile(  # a warning, not an error
     r"(actor|critic)\.(optim\.\w+|ppo_mini_batch_size|ppo_epochs)|reward\.(?!rules$).+"
-    rf"|rollout\.(multi_turn|val_kwargs)\..+|{FILE}.+|{VALIDATION}"
+    rf"|rollout\.(multi_turn|val_kwargs|agent)\..+|reference\.model\.path|{FILE}.+|{VALIDATION}"
 )
 APART = {  # keys that are compared by themselves, or that change how a step is computed and not its result
     *("enable", "model", "optim", "fsdp_config", "ulysses_sequence_parallel_size", "use_dynamic_bsz"),
@@ -56,8 +57,10 @@ LEARNING = (  # what advantages, losses and updates depend on, beside the optimi
         for key in leaves(section)
         if key.partition(".")[0] not in APART
     ),
-    *("rollout.name", "trainer.critic_warmup", AHEAD),
+    *("rollout.name", "trainer.critic_warmup"),
 )
+SAMPLING = ("seed", "temperature", "top_k", "top_p", "do_sample", "ignore_eos", "stop")  # keys of rollout
+OF_ROLLOUTS = {"rollout.name", *(f"rollout.{key}" for key in SAMPLING)}  # nothing without rollouts
 SCORING = (  # keys of reward that a score depends on, beside the rules
     *(f"custom_reward_function.{key}" for key in ("path", "name", "reward_kwargs")),
     *("reward_manager", "options", "reward_model.enable", "reward_model.model.path"),
@@ -65,6 +68,7 @@ SCORING = (  # keys of reward that a score depends on, beside the rules
     *("format_score", "answer_chars", "skip_special_tokens", "math", "timeout_s"),
     *(f"sandbox.{key}" for key in ("continuous", "timeout_s", "memory_limit_mb")),
 )
+OF_PROGRAMS = ("command", "reward_at_limit")  # keys of rollout.agent.external
 OF_OPERATION = {"call_timeout_s", "episode_timeout_s", "max_attempts", "max_episodes"}  # keys of multi_turn
 BY_USE = re.compile(r"(digest of plug-in|revision of) .*")  # absent where a job uses no such part or model
 
@@ -144,15 +148,12 @@ def settings_to_keep(
         **_optimizer_settings_to_keep(job, "actor"),
         **(_optimizer_settings_to_keep(job, "critic") if job.uses_critic else {}),
         **_learning_settings_to_keep(job),
+        # Its name alone: directories may move. A model of the Hub has its revision, too.
+        "reference.model.path": Path(job.reference_model.path).name if "reference" in job.roles else None,
         "rollout.n": rollout.n,
-        "rollout.seed": rollout.seed,
-        "rollout.temperature": rollout.temperature,
-        "rollout.top_k": rollout.top_k,
-        "rollout.top_p": rollout.top_p,
-        "rollout.do_sample": rollout.do_sample,
-        "rollout.ignore_eos": rollout.ignore_eos,
-        "rollout.stop": list(rollout.stop),
-        **(_conversation_settings_to_keep(rollout.multi_turn) if rollout.multi_turn.enable else {}),
+        "rollout.options": rollout.options or None,
+        **({f"rollout.{key}": getattr(rollout, key) for key in SAMPLING} if job.generates else {}),
+        **(_conversation_settings_to_keep(rollout) if rollout.multi_turn.enable else {}),
         **(_scoring_settings_to_keep(job.reward) if "reward" in job.roles else {}),
         **(_validation_settings_to_keep(job) if job.generates else {}),
     }
@@ -173,16 +174,22 @@ def _validation_settings_to_keep(job: JobConfig) -> dict[str, Any]:
     return {f"rollout.val_kwargs.{key}": value for key, value in sampling.items()}
 
 
-def _conversation_settings_to_keep(multi_turn: MultiTurnConfig) -> dict[str, Any]:
+def _conversation_settings_to_keep(rollout: RolloutConfig) -> dict[str, Any]:
     """Return what the turns of a conversation depend on, except the content of files."""
-    dumped = multi_turn.model_dump(mode="json", exclude=OF_OPERATION)
-    return {f"rollout.multi_turn.{key}": value for key, value in dumped.items()}
+    dumped = rollout.multi_turn.model_dump(mode="json", exclude=OF_OPERATION)
+    external = {f"rollout.agent.external.{key}": getattr(rollout.agent.external, key) for key in OF_PROGRAMS}
+    return {f"rollout.multi_turn.{key}": value for key, value in dumped.items()} | external
 
 
 def _learning_settings_to_keep(job: JobConfig) -> dict[str, Any]:
     """Return what advantages, losses and updates depend on."""
-    keys = [key for key in LEARNING if job.uses_critic or not key.startswith("critic.")]
-    return {key: job.steps_ahead if key == AHEAD else attrgetter(key)(job) for key in keys}
+    absent = tuple(
+        f"{name}." for name, there in (("critic", job.uses_critic), ("rollout", job.generates)) if not there
+    )
+    settings = {key: attrgetter(key)(job) for key in LEARNING if not key.startswith(absent)}
+    if job.algorithm.kl_ctrl.type == "adaptive":
+        settings[KL_COEF] = None  # beta goes on from the checkpoint's
+    return {**settings, AHEAD: job.steps_ahead}
 
 
 def _optimizer_settings_to_keep(job: JobConfig, role: Literal["actor", "critic"]) -> dict[str, Any]:
@@ -229,9 +236,12 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
     """
     keys = [key for key in {**kept, **now} if prompts_are_known or key not in OF_THE_DATA]
     missing = [key for key in keys if key not in kept and not BY_USE.fullmatch(key)]
+    keys = [
+        key for key in keys if key in now or key not in OF_ROLLOUTS
+    ]  # earlier versions kept these of every job
     differing = [key for key in keys if key not in missing and kept.get(key) != now.get(key)]
     differing = [k for k in differing if not k.startswith((FILE, VALIDATION)) or (kept.get(k) and now.get(k))]
-    changed = [key for key in differing if key in LEARNING or MAY_CHANGE.fullmatch(key)]
+    changed = [key for key in differing if key in (*LEARNING, AHEAD) or MAY_CHANGE.fullmatch(key)]
     phrases = [f"{key} from {kept.get(key)!r} to {now.get(key)!r}" for key in changed]
     if STEPS in differing and None in (kept[STEPS], now[STEPS]):  # only one of the two schedules depends on it
         phrases.append(f"the learning rate {'now depends' if now[STEPS] else 'no longer depends'} on {STEPS}")
@@ -250,4 +260,4 @@ def _shortened(key: str) -> str:
     section = key.partition(".")[0]
     if (section == "reward" and key != RULES) or (key in LEARNING and section in SECTIONS):
         return f"the other keys of {section}"
-    return re.sub(r"\.(optim|multi_turn|val_kwargs)\..*", r".\1", key)
+    return re.sub(r"\.(optim|multi_turn|val_kwargs|agent)\..*", r".\1", key)

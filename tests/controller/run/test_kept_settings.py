@@ -13,6 +13,7 @@ from pydantic import Field
 
 from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.estimators import ESTIMATORS
+from rolemesh.catalog.loading import forget
 from rolemesh.catalog.reward_managers import REWARD_MANAGERS, RewardManagerSpec
 from rolemesh.config.base import merge
 from rolemesh.config.job import JobConfig, make_job
@@ -204,8 +205,53 @@ def test_what_changes_losses_and_advantages_is_said_and_how_they_are_computed_is
     passes = {"use_dynamic_bsz": True, "ppo_micro_batch_size_per_gpu": 2, "ppo_max_token_len_per_gpu": 4096}
     assert settings(actor=passes, critic=passes) == settings()
     assert settings(rollout={"n": 4, "mode": "async"}, trainer={"max_staleness": 0}) == settings()
+    adaptive = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive"}}
+    other = adaptive | {"kl_ctrl": {"type": "adaptive", "kl_coef": 0.5}}
+    assert settings(algorithm=other) == settings(algorithm=adaptive)  # the run's own goes on
     grpo = {"algorithm": {"adv_estimator": "grpo"}, "critic": {"cliprange_value": 0.2}}
     assert not any(key.startswith("critic.") for key in settings(**grpo))  # it has none
+
+
+def test_another_reference_and_another_program_are_said() -> None:
+    weighs: dict[str, Any] = {"actor": {"use_kl_loss": True, "model": {"path": "/models/sft"}}}
+    other = merge(weighs, {"actor": {"model": {"path": "outputs/mine/global_step_20/actor"}}})
+    kept, now, without = (settings_to_keep(make_job(job), 10) for job in (weighs, other, {}))
+    assert compare(kept, now).changed == ["reference.model.path from 'sft' to 'actor'"]
+    assert without["reference.model.path"] is None
+    talks = {"rollout": {"multi_turn": {"enable": True}}}
+    kept, now = (
+        settings_to_keep(make_job(merge(talks, {"rollout": {"agent": {"external": external}}})), 10)
+        for external in ({"command": ["a"]}, {"command": ["b"], "reward_at_limit": 1.0})
+    )
+    assert compare(json.loads(json.dumps(kept)), now).changed == [
+        "rollout.agent.external.command from ['a'] to ['b']",
+        "rollout.agent.external.reward_at_limit from None to 1.0",
+    ]
+
+
+def test_other_options_of_an_engine_are_refused() -> None:
+    engine = str(Path(__file__).parents[3] / "examples" / "engine" / "min_p.py")
+    try:
+        kept, now = (
+            settings_to_keep(
+                make_job({"plugins": [engine], "rollout": {"name": "min_p", "options": {"min_p": min_p}}}), 10
+            )
+            for min_p in (0.1, 0.6)
+        )
+    finally:
+        forget(engine)
+    assert compare(kept, now).refused == ["rollout.options is {'min_p': 0.6} now and was {'min_p': 0.1}"]
+    assert settings_to_keep(make_job({}), 10)["rollout.options"] is None
+
+
+def test_without_rollouts_their_settings_are_not_compared() -> None:
+    """Earlier versions kept them of every job."""
+    kept, now = (
+        settings_to_keep(make_job({"algorithm": {"page": "sft"}, "rollout": rollout}), 10)
+        for rollout in ({}, {"seed": 3, "temperature": 0.5, "ignore_eos": True, "n": 1})
+    )
+    assert kept == now
+    assert compare(kept | {"rollout.seed": 42, "rollout.temperature": 1.0}, now) == Comparison([], [], [], [])
 
 
 @pytest.mark.parametrize(
