@@ -47,18 +47,41 @@ SWITCHES: dict[str, tuple[str, ...]] = {
 def switched_off(job: JobConfig) -> dict[str, str]:
     """Return the dotted keys whose value is not the default and has no effect, each with the reason.
 
+    Of a switch that the job file itself sets to its default, nothing is returned: that is intended.
+    """
+    return {
+        key: reason
+        for key, reason, switch in _off(job)
+        if _chosen(job, key) and not (switch and _is_meant(job, switch))
+    }
+
+
+def without_effect(job: JobConfig) -> set[str]:
+    """Return all dotted keys that another key switches off, whatever their values, and intended or not."""
+    return {key for key, _, _ in _off(job)}
+
+
+def _off(job: JobConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield each key that has no effect, the reason, and the switch that is off; empty: it is no switch.
+
     A page of a plug-in may read any key, so only keys of built-in pages are checked.
     """
     if job.page.origin != BUILT_IN:
-        return {}
-    return {key: reason for key, reason in _off(job) if _chosen(job, key)}
-
-
-def _off(job: JobConfig) -> Iterator[tuple[str, str]]:
+        return
     for switch, keys in SWITCHES.items():
-        if not (value := _value(job, switch)) and not _is_meant(job, switch):
+        if not (value := _value(job, switch)):
             said = "not set" if value is None else str(value).lower()
-            yield from ((key, f"{switch} is {said}") for key in keys)
+            yield from ((key, f"{switch} is {said}", switch) for key in keys)
+    if job.rollout.mode == "sync":
+        yield "trainer.max_staleness", "rollout.mode is sync", "rollout.mode"
+    kl_ctrl = job.algorithm.kl_ctrl
+    if job.algorithm.use_kl_in_reward and kl_ctrl.type == "fixed":
+        reason = f"{KL_CTRL}.type is fixed"
+        yield from ((f"{KL_CTRL}.{key}", reason, f"{KL_CTRL}.type") for key in ("horizon", "target_kl"))
+    yield from ((key, reason, "") for key, reason in _overruled(job))
+
+
+def _overruled(job: JobConfig) -> Iterator[tuple[str, str]]:
     for role, optim in (("actor", job.actor.optim), ("critic", job.critic.optim)):
         if optim.lr_warmup_steps > 0:
             steps = f"{role}.optim.lr_warmup_steps"
@@ -66,17 +89,14 @@ def _off(job: JobConfig) -> Iterator[tuple[str, str]]:
     for section, sampling in (("rollout", job.rollout), ("rollout.val_kwargs", job.rollout.val_kwargs)):
         if sampling.do_sample and sampling.temperature == 0:
             yield from ((f"{section}.{key}", f"{section}.temperature is 0") for key in ("top_k", "top_p"))
-    if job.rollout.mode == "sync" and not _is_meant(job, "rollout.mode"):
-        yield "trainer.max_staleness", "rollout.mode is sync"
-    kl_ctrl = job.algorithm.kl_ctrl
-    if job.algorithm.use_kl_in_reward and kl_ctrl.type == "fixed" and not _is_meant(job, f"{KL_CTRL}.type"):
-        yield from ((f"{KL_CTRL}.{key}", f"{KL_CTRL}.type is fixed") for key in ("horizon", "target_kl"))
     if path := job.reward.custom_reward_function.path:  # a manager of a plug-in is given the rules without one
         yield from ((key, f"{OWN}.path is {path}") for key in OF_RULES)
-    if job.estimates:
-        others = {key for each in ESTIMATORS.values() for key in each.keys} - {*job.estimator.keys, *OF_SEVERAL}
-        for key in others & type(job.algorithm).model_fields.keys():
-            yield f"algorithm.{key}", f"algorithm.adv_estimator is {job.estimator.name}"
+    used, reason = {*job.estimator.keys, *OF_SEVERAL}, f"algorithm.adv_estimator is {job.estimator.name}"
+    if not job.estimates:
+        used, reason = OF_SEVERAL, f"algorithm.page {job.page.name} computes no advantages"
+    of_estimators = {key for each in ESTIMATORS.values() for key in each.keys}
+    for key in (of_estimators - used) & type(job.algorithm).model_fields.keys():
+        yield f"algorithm.{key}", reason
     loss, reason = job.policy_loss, f"the policy loss is {job.policy_loss.name}"
     read = _fields(*loss.keys, *loss.choose_keys)
     if loss.name == "bypass" and (loss_type := job.algorithm.rollout_correction.loss_type) != "ppo_clip":
@@ -86,9 +106,12 @@ def _off(job: JobConfig) -> Iterator[tuple[str, str]]:
         for section in ("actor", "actor.policy_loss"):
             if key in type(_section(job, section)).model_fields:
                 yield f"{section}.{key}", reason
-    aggregation = loss.aggregation or job.actor.loss_agg_mode
-    if aggregation != "seq-mean-token-sum-norm":
-        yield "actor.loss_scale_factor", f"actor.loss_agg_mode is {aggregation}"
+    if not (mode := job.actor.loss_agg_mode).endswith("-norm"):
+        yield "actor.loss_scale_factor", f"actor.loss_agg_mode is {mode}"
+    elif loss.aggregation and not (job.actor.entropy_coeff or job.actor.use_kl_loss):
+        yield "actor.loss_scale_factor", f"the policy loss {loss.name} always uses {loss.aggregation}"
+    if not (mode := job.critic.loss_agg_mode or mode).endswith("-norm"):
+        yield "critic.loss_scale_factor", f"critic.loss_agg_mode is {mode}"
 
 
 def _fields(*keys: str) -> set[str]:

@@ -316,9 +316,20 @@ def test_a_value_that_another_key_switches_off_is_warned_of_and_a_default_is_not
     assert warned(kl, "algorithm.kl_ctrl.type=fixed") == warned(kl, "algorithm.kl_ctrl.type=adaptive") == {}
     lam = warned("algorithm={adv_estimator: grpo, lam: 0.95}", "rollout.n=2")
     assert lam == {"algorithm.lam": "algorithm.adv_estimator is grpo"}
+    none = "algorithm.page sft computes no advantages"
+    assert warned("algorithm={page: sft, lam: 0.95, gamma: 0.9}") == {
+        "algorithm.lam": none,
+        "algorithm.gamma": none,
+    }
     assert warned("algorithm={lam: 0.95, gamma: 0.9}") == {}
-    factor = warned("actor.loss_scale_factor=64")
-    assert factor == {"actor.loss_scale_factor": "actor.loss_agg_mode is token-mean"}
+    factors = ("actor.loss_scale_factor=64", "critic.loss_scale_factor=64")
+    whole = {f"{role}.loss_scale_factor": f"{role}.loss_agg_mode is token-mean" for role in ("actor", "critic")}
+    assert warned(*factors) == whole
+    assert warned(*factors, "actor.loss_agg_mode=seq-mean-token-sum-norm") == {}
+    norm = ("actor.loss_agg_mode=seq-mean-token-sum-norm", "actor.policy_loss.loss_mode=sapo", factors[0])
+    sapo = {"actor.loss_scale_factor": "the policy loss sapo always uses seq-mean-token-mean"}
+    assert warned(*norm) == sapo
+    assert warned(*norm, "actor.entropy_coeff=0.01") == {}
 
 
 def test_the_resolved_job_file_begins_with_the_same_warnings(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
+from rolemesh.catalog.catalog import BUILT_IN
 from rolemesh.catalog.loading import used_plugins
 from rolemesh.catalog.roles import ROLES
 from rolemesh.config import JobConfig
@@ -17,6 +18,7 @@ from rolemesh.config.algorithm import AlgorithmConfig
 from rolemesh.config.base import Config, leaves
 from rolemesh.config.reward import RewardConfig
 from rolemesh.config.rollout import RolloutConfig
+from rolemesh.config.switches import without_effect
 from rolemesh.config.yaml_file import in_json
 from rolemesh.fingerprint import UNREADABLE, content_digest
 from rolemesh.models.fetching import models_of
@@ -27,8 +29,14 @@ COLUMNS = "digest of the prompts' other columns"
 VALIDATION = "digest of the validation rows"
 FILE = "digest of the file "
 STEPS = "trainer.total_training_steps"
+BATCH, GEN_BATCH = "data.train_batch_size", "data.gen_batch_size"
 KL_COEF = "algorithm.kl_ctrl.kl_coef"
 AHEAD = "steps that the rollouts may be ahead (rollout.mode, trainer.max_staleness)"
+CLIPS = CLIP_LOW, CLIP_HIGH = tuple(
+    f"{end} end of the clip range (actor.clip_ratio)" for end in ("lower", "upper")
+)
+CRITIC = "whether the job has a critic (critic.enable)"
+IDLE = "keys without effect"  # of those that are kept: as they say nothing, they are not compared
 HINTS = {
     PROMPTS: "The prompts' tokens depend on the content of data.train_files, on the tokenizer and on its chat "
     "template. A template that writes today's date takes the date of the run's beginning from "
@@ -46,10 +54,13 @@ MAY_CHANGE = re.compile(  # a warning, not an error
 APART = {  # keys that are compared by themselves, or that change how a step is computed and not its result
     *("enable", "model", "optim", "fsdp_config", "ulysses_sequence_parallel_size", "use_dynamic_bsz"),
     *("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "ppo_epochs"),
+    *("clip_ratio", "clip_ratio_low", "clip_ratio_high"),
     *("adv_estimator", "options", "page", "page_options"),
     *("gdpo_reward_keys", "gdpo_reward_weights", "filter_groups"),
 }
 SECTIONS: dict[str, type[Config]] = {"actor": ActorConfig, "critic": CriticConfig, "algorithm": AlgorithmConfig}
+LOSS = "actor.policy_loss.loss_mode"
+THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
 LEARNING = (  # what advantages, losses and updates depend on, beside the optimizers; each may change
     *(
         f"{name}.{key}"
@@ -59,8 +70,12 @@ LEARNING = (  # what advantages, losses and updates depend on, beside the optimi
     ),
     *("rollout.name", "trainer.critic_warmup"),
 )
+MAY_CHANGE_TOO = {*LEARNING, *CLIPS, AHEAD}
 SAMPLING = ("seed", "temperature", "top_k", "top_p", "do_sample", "ignore_eos", "stop")  # keys of rollout
-OF_ROLLOUTS = {"rollout.name", *(f"rollout.{key}" for key in SAMPLING)}  # nothing without rollouts
+OF_ROLLOUTS = {"rollout.name", "rollout.options", *(f"rollout.{key}" for key in SAMPLING)}
+OF_ADVANTAGES = {
+    f"algorithm.{key}" for key in ("adv_estimator", "options", "gdpo_reward_keys", "gdpo_reward_weights")
+}
 SCORING = (  # keys of reward that a score depends on, beside the rules
     *(f"custom_reward_function.{key}" for key in ("path", "name", "reward_kwargs")),
     *("reward_manager", "options", "reward_model.enable", "reward_model.model.path"),
@@ -98,7 +113,8 @@ def settings_to_keep(
     learning rates and losses, and what a validation measures. A resumed run must have the same ones, or it
     would be neither the old run nor a new one. Those of LEARNING and those that match MAY_CHANGE are changed on
     purpose, so the resume only warns. A role's dtype depends on its device, so actor and critic keep theirs in
-    their own files.
+    their own files. Where several values mean the same, e.g. null and the default of another key, one of them
+    is kept.
 
     Args:
         job: with its number of steps.
@@ -110,7 +126,7 @@ def settings_to_keep(
 
     Returns:
         Settings as they come back from a checkpoint, so that the two can be compared: lists for tuples, and
-        text for paths. Options of plug-ins may hold these.
+        text for paths. Options of plug-ins may hold these. IDLE lists those without effect in this job.
 
     Raises:
         InvalidConfig: the job uses a part of a plug-in that other processes would not import.
@@ -137,14 +153,15 @@ def settings_to_keep(
         COLUMNS: columns,
         VALIDATION: validation,
         **{f"{FILE}{key}": digest for key, digest in (files or {}).items()},
-        "data.train_batch_size": data.train_batch_size,
-        "data.gen_batch_size": data.gen_batch_size,
+        BATCH: data.train_batch_size,
+        GEN_BATCH: data.prompts_at_once if data.prompts_at_once != data.train_batch_size else None,
         "data.shuffle": data.shuffle,
         "data.seed": data.seed,
         "data.max_prompt_length": data.max_prompt_length,
         "data.max_response_length": data.max_response_length,
         RULES: job.reward.rules,
         STEPS: job.trainer.total_training_steps if any(optim.depends_on_total for optim in optims) else None,
+        CRITIC: None if job.page.origin == BUILT_IN else job.uses_critic,  # adv_estimator and page say it
         **_optimizer_settings_to_keep(job, "actor"),
         **(_optimizer_settings_to_keep(job, "critic") if job.uses_critic else {}),
         **_learning_settings_to_keep(job),
@@ -157,7 +174,24 @@ def settings_to_keep(
         **(_scoring_settings_to_keep(job.reward) if "reward" in job.roles else {}),
         **(_validation_settings_to_keep(job) if job.generates else {}),
     }
-    return dict(in_json(settings))
+    return dict(in_json(settings | {IDLE: sorted(_idle(job) & settings.keys())}))
+
+
+def _idle(job: JobConfig) -> set[str]:
+    """Return the keys that change nothing in the rest of a run."""
+    keys = without_effect(job)
+    for end, key in ((CLIP_LOW, "actor.clip_ratio_low"), (CLIP_HIGH, "actor.clip_ratio_high")):
+        if key in keys:
+            keys.add(end)
+    if not job.validates:
+        keys |= _validation_settings_to_keep(job).keys()
+    if not job.generates:
+        keys |= OF_ROLLOUTS
+    if not job.estimates:
+        keys |= OF_ADVANTAGES
+    if "reward" not in job.roles:
+        keys.add(RULES)
+    return keys
 
 
 def _scoring_settings_to_keep(reward: RewardConfig) -> dict[str, Any]:
@@ -189,6 +223,11 @@ def _learning_settings_to_keep(job: JobConfig) -> dict[str, Any]:
     settings = {key: attrgetter(key)(job) for key in LEARNING if not key.startswith(absent)}
     if job.algorithm.kl_ctrl.type == "adaptive":
         settings[KL_COEF] = None  # beta goes on from the checkpoint's
+    if job.page.losses:  # any other name means the page's first
+        settings[LOSS] = job.policy_loss.name
+    low, high = job.algorithm.rollout_correction.bounds
+    settings[THRESHOLD] = high if low is None else f"{low}_{high}"
+    settings |= {CLIP_LOW: job.actor.clip_low, CLIP_HIGH: job.actor.clip_high}
     return {**settings, AHEAD: job.steps_ahead}
 
 
@@ -226,22 +265,24 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
     """Compare the settings that a checkpoint holds with those of a job.
 
     A setting that the checkpoint lacks is not compared, since its version did not know the setting. Only one of
-    BY_USE is: the checkpoint lacks it because its job did not use that part or model. A file's content is
-    compared if both jobs name a file that could be read, and validation rows if both jobs have some.
+    BY_USE is: the checkpoint lacks it because its job did not use that part or model. Nor is one compared that
+    has no effect in the job; one that had none in the checkpoint's job may change. A file's content is compared
+    if both jobs name a file that could be read, and validation rows if both jobs have some.
 
     Args:
         kept: `settings_to_keep` of the job that wrote the checkpoint, as its version knew them.
         now: `settings_to_keep` of the job.
         prompts_are_known: False leaves out what depends on the prompts.
     """
-    keys = [key for key in {**kept, **now} if prompts_are_known or key not in OF_THE_DATA]
+    unknown = () if prompts_are_known else OF_THE_DATA
+    keys = [key for key in {**kept, **now} if key != IDLE and key not in unknown]
     missing = [key for key in keys if key not in kept and not BY_USE.fullmatch(key)]
-    keys = [
-        key for key in keys if key in now or key not in OF_ROLLOUTS
-    ]  # earlier versions kept these of every job
-    differing = [key for key in keys if key not in missing and kept.get(key) != now.get(key)]
+    left_out = {*missing, *now.get(IDLE, ()), *(OF_ROLLOUTS - now.keys())}
+    kept = {**kept, GEN_BATCH: None if kept.get(GEN_BATCH) == kept.get(BATCH) else kept.get(GEN_BATCH)}
+    differing = [key for key in keys if key not in left_out and kept.get(key) != now.get(key)]
     differing = [k for k in differing if not k.startswith((FILE, VALIDATION)) or (kept.get(k) and now.get(k))]
-    changed = [key for key in differing if key in (*LEARNING, AHEAD) or MAY_CHANGE.fullmatch(key)]
+    may_change = {*MAY_CHANGE_TOO, *kept.get(IDLE, ())}
+    changed = [key for key in differing if key in may_change or MAY_CHANGE.fullmatch(key)]
     phrases = [f"{key} from {kept.get(key)!r} to {now.get(key)!r}" for key in changed]
     if STEPS in differing and None in (kept[STEPS], now[STEPS]):  # only one of the two schedules depends on it
         phrases.append(f"the learning rate {'now depends' if now[STEPS] else 'no longer depends'} on {STEPS}")
@@ -257,7 +298,8 @@ def compare(kept: Mapping[str, Any], now: Mapping[str, Any], *, prompts_are_know
 
 def _shortened(key: str) -> str:
     """Return one name for the many keys of a section."""
-    section = key.partition(".")[0]
-    if (section == "reward" and key != RULES) or (key in LEARNING and section in SECTIONS):
+    section = "actor" if key in CLIPS else key.partition(".")[0]
+    learns = key in (*LEARNING, *CLIPS) and section in SECTIONS
+    if learns or (section == "reward" and key != RULES):
         return f"the other keys of {section}"
     return re.sub(r"\.(optim|multi_turn|val_kwargs|agent)\..*", r".\1", key)

@@ -41,7 +41,9 @@ from rolemesh.services.controller.run.kept_settings import (
 def test_groups_that_wait_have_the_components_that_they_were_scored_by(
     key: str, first: Any, then: Any, tmp_path: Path
 ) -> None:
-    before, now = ({"algorithm": {"gdpo_reward_keys": ["a", "b"]} | {key: value}} for value in (first, then))
+    gdpo = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["a", "b"]}
+    own = {"rollout": {"n": 2}, "reward": {"custom_reward_function": {"path": "mine.py"}}}
+    before, now = ({"algorithm": gdpo | {key: value}, **own} for value in (first, then))
     settings = settings_to_keep(make_job(before), 10)
     file, state = tmp_path / "controller.json", ControllerState(1, {}, settings)
     for name in ("same_course", "kept_settings"):  # the earlier name, and today's
@@ -191,13 +193,13 @@ def test_what_changes_losses_and_advantages_is_said_and_how_they_are_computed_is
         [],
         [],
         [
-            "actor.clip_ratio_high from None to 0.28",
             "actor.policy_loss.loss_mode from 'vanilla' to 'gspo'",
             "actor.entropy_coeff from 0.0 to 0.01",
             "critic.cliprange_value from 0.5 to 0.2",
             "algorithm.gamma from 1.0 to 0.9",
             "algorithm.rollout_correction.rollout_is from None to 'token'",
             "trainer.critic_warmup from 0 to 5",
+            "upper end of the clip range (actor.clip_ratio) from 0.2 to 0.28",
             "steps that the rollouts may be ahead (rollout.mode, trainer.max_staleness) from 0 to 2",
         ],
         [],
@@ -282,7 +284,9 @@ def test_what_changes_sampled_tokens_is_refused(key: str, then: Any, phrase: str
     ],
 )
 def test_what_changes_rewards_is_said(key: str, then: Any, phrase: str) -> None:
-    before, now = (settings_to_keep(make_job(job), 10) for job in ({}, nested(key, then)))
+    own = {"custom_reward_function": {"path": "mine.py"}} if key.endswith("kwargs") else {}
+    base = {"reward": {"reward_manager": "dapo", "overlong_buffer": {"enable": True, "len": 1}} | own}
+    before, now = (settings_to_keep(make_job(merge(base, job)), 10) for job in ({}, nested(key, then)))
     assert compare(json.loads(json.dumps(before)), now) == Comparison([], [], [f"{key} {phrase}"], [])
     del before[key]
     assert compare(before, now).missing == (["the other keys of reward"] if then is not None else [])
@@ -369,7 +373,7 @@ def test_edited_files_are_said_at_a_resume_as_they_were_when_the_run_began(tmp_p
 
 def test_another_sampling_of_validations_is_said() -> None:
     greedy, sampled = (
-        settings_to_keep(make_job({"rollout": {"val_kwargs": sampling}}), 10)
+        settings_to_keep(make_job({"data": {"val_files": ["a"]}, "rollout": {"val_kwargs": sampling}}), 10)
         for sampling in ({}, {"n": 4, "do_sample": True, "temperature": 0.5})
     )
     assert compare(json.loads(json.dumps(greedy)), sampled).changed == [

@@ -8,6 +8,7 @@ from typing import Any
 from in_process import recorded
 
 from rolemesh.config import JobConfig
+from rolemesh.services.controller.run.kept_settings import IDLE
 
 
 def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, bytes]]:
@@ -19,8 +20,9 @@ def outcome(job: JobConfig) -> tuple[list[dict[str, float | None]], dict[str, by
     last = job.run_dir / f"global_step_{job.trainer.total_training_steps}"
     files = {str(path.relative_to(last)): path.read_bytes() for path in last.rglob("*") if path.is_file()}
     state = json.loads(files["controller.json"])
-    for key in [key for key in state["kept_settings"] if "reward.custom_reward_function" in key]:
-        del state["kept_settings"][key]
+    kept = state["kept_settings"]
+    for key in [key for key in kept if "reward.custom_reward_function" in key or key == IDLE]:
+        del kept[key]
     files["controller.json"] = json.dumps(state).encode()
     assert {"actor/model.safetensors", "critic/model.safetensors"} <= files.keys()
     return recorded(job), files
