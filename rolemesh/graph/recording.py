@@ -66,7 +66,7 @@ async def record(page: Page, job: JobConfig, title: str) -> StepGraph:
         await page(_some_prompts(job), recorder.roles())
     finally:
         nodes.observer.reset(token)
-    if job.generates and recorder.rollouts_lag:
+    if job.generates and recorder.updates_of_rollouts < recorder.updates:
         raise InvalidConfig(
             f"{title}: it ends while the rollouts have older weights than the actor, and would generate with "
             "these; call `await roles.sync_weights(step.number)` after `roles.actor.update`"
@@ -81,7 +81,7 @@ class Recorder:
         self.job = job
         self.graph = graph
         self.methods = methods(job)
-        self.rollouts_lag = False  # the actor has been updated since the rollouts took its weights
+        self.updates = self.updates_of_rollouts = 0  # of the actor, and those in the rollouts' weights
         self._writer: dict[str, str] = {}
 
     def roles(self) -> Roles:
@@ -168,11 +168,11 @@ class RecordedActor:
     async def update(self, batch: DataProto) -> Metrics:
         self.recorder.call("actor.update", batch)
         self.recorder._writer["weights"] = "actor.update"
-        self.recorder.rollouts_lag = True
+        self.recorder.updates += 1
         return {}
 
     async def publish_weights(self, version: int) -> WeightSource:
-        return RecordedWeights(version)
+        return RecordedWeights(version, self.recorder.updates)
 
     async def begin_checkpoint(self, directory: Path) -> None:
         raise AssertionError("a page saves no checkpoint; the loop does")
@@ -187,6 +187,7 @@ class RecordedActor:
 @dataclass
 class RecordedWeights:
     version: int
+    updates: int
     address: str | None = None
 
     async def fetch(self, fits: Fits | None = None) -> dict[str, Tensor]:
@@ -212,7 +213,8 @@ class RecordedRollout:
 
     async def update_weights(self, source: WeightSource) -> None:
         self.recorder.add(Node("rollout.update_weights", ("weights",), ()))
-        self.recorder.rollouts_lag = False
+        # A source that the page made of them says nothing: it is taken to have the newest.
+        self.recorder.updates_of_rollouts = getattr(source, "updates", self.recorder.updates)
 
 
 @dataclass

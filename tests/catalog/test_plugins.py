@@ -192,6 +192,8 @@ def test_a_step_that_cannot_work_is_refused_before_any_model_loads(
 
 UPDATE = "    actor_metrics = await roles.actor.update(batch)\n"
 SYNC = "    await roles.sync_weights(step.number)\n"
+PUBLISH = "    weights = await roles.actor.publish_weights(step.number)\n"
+TAKE = "    await roles.rollout.update_weights(weights)\n"
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,8 @@ SYNC = "    await roles.sync_weights(step.number)\n"
         (UPDATE, True),
         (SYNC + UPDATE, True),
         (UPDATE + SYNC + UPDATE, True),
+        (UPDATE + PUBLISH + TAKE, False),
+        (PUBLISH + UPDATE + TAKE, True),
         ("    actor_metrics = {}\n", False),  # nothing is learnt
     ],
 )
