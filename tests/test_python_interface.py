@@ -19,6 +19,7 @@ from rolemesh.data import PromptDataset
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
+from rolemesh.workers.local import LocalWorker
 from rolemesh.workers.numerics import device_prepared
 from tests.support.jobs.observed import served
 
@@ -102,6 +103,26 @@ async def test_roles_in_this_process_and_roles_by_address_make_the_same_step(
         found.append(await page_of(job)(prompts, roles, Step(1, job, KLController(job.algorithm.kl_ctrl))))
     assert found[0] == found[1]
     assert found[0]["actor/grad_norm"] > 0
+
+
+async def test_roles_that_were_loaded_before_one_that_cannot_be_are_closed(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = []
+    close = LocalWorker.close
+
+    def noted(worker: LocalWorker) -> None:
+        closed.append(worker.role)
+        close(worker)
+
+    monkeypatch.setattr(LocalWorker, "close", noted)
+    broken = ("actor.use_kl_loss=true", f"reference.model.path={tmp_path / 'absent'}")
+    job = small_job(tmp_path, tiny_model, "run", *SMALL, *broken)
+    with pytest.raises(rolemesh.RolemeshError, match="absent"):
+        async with rolemesh.open_roles(job):
+            raise AssertionError("the reference is absent")
+    assert closed
+    assert set(closed) == {*job.roles[: job.roles.index("reference")]}
 
 
 async def test_a_role_without_an_address_is_named(tiny_model: Path, tmp_path: Path) -> None:

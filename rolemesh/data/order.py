@@ -81,7 +81,7 @@ def permutation(num_rows: int, seed: int, epoch: int) -> Rows:
 
     numpy keeps the stream of raw Philox words the same in all versions, unlike Generator.permutation.
     """
-    words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_rows)
+    words = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(num_rows)
     return np.argsort(words, kind="stable").astype(np.int64)
 
 

@@ -10,7 +10,7 @@ import grpc
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.rpc import tls
-from rolemesh.wire.limits import MAX_MESSAGE_BYTES
+from rolemesh.wire.limits import MAX_MESSAGE_BYTES, MAX_TRAILER_BYTES
 
 # Options of every channel and server.
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
@@ -25,6 +25,7 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
 )
 CLIENT_OPTIONS = [
     *CHANNEL_OPTIONS,
+    ("grpc.max_metadata_size", MAX_TRAILER_BYTES),  # from 8 KiB on, gRPC's default, calls would fail at random
     ("grpc.enable_http_proxy", 0),  # reach roles directly, even if the shell sets http_proxy
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),

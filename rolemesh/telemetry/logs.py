@@ -91,6 +91,21 @@ def shown(error: BaseException) -> str:
     return "\n".join(f"  {printable(line)}" for line in _traceback(error))
 
 
+def drop_frames(error: BaseException) -> None:
+    """Keep the traceback of an error as notes, one a line, and drop its frames.
+
+    The frames, and closures in them, keep all tensors of a failed computation alive as long as the error is
+    referenced. A future of asyncio references it in a cycle.
+    """
+    for line in shown(error).split("\n"):
+        error.add_note(line)
+    chain = [error]
+    for each in chain:
+        each.__traceback__ = None
+        causes = (each.__cause__, each.__context__)
+        chain += [cause for cause in causes if cause is not None and cause not in chain]
+
+
 def _traceback(error: BaseException | None) -> Iterator[str]:
     """Yield the traceback's lines of an error and its causes, the first cause first.
 

@@ -9,6 +9,8 @@ the server's times in the middle of its own call, as if the way there took as lo
 from __future__ import annotations
 
 import json
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,12 +19,14 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 COMPUTES, TRANSFER, WRITES_TRACE = "computes", "transfer", "writes its trace"
 COLLECTIVES = "collectives"
 SHORTEST_S = 20e-6  # shorter calls and parts are not recorded
+MOST_PARTS = 2000  # of a server's report, which is metadata of its answer; each takes up to 80 bytes
 CONTROLLER, PHASES = "controller", "controller: phases"
 
 
@@ -96,7 +100,11 @@ class Call:
         Args:
             report: from `report_of`.
         """
-        seconds, parts = json.loads(report)
+        try:
+            seconds, parts = _parsed(report)
+        except (ValueError, TypeError, RecursionError) as error:  # it is only drawn
+            log.warning("%s: its timeline of %s cannot be read: %s", self.where, self.name, error)
+            return
         at, now = self.began, time.perf_counter()
         arrived = at + max(0.0, now - at - seconds) / 2
         for name, began, ended, rank in parts:
@@ -147,13 +155,28 @@ def add_ranks(began: float, seconds: Sequence[tuple[float, float]]) -> None:
 
 
 def report_of(written: Sequence[Call], began: float) -> str:
-    """Report a server's parts for a request that arrived at `began`, as JSON for `Call.heard`."""
+    """Report a server's parts for a request that arrived at `began`, as JSON for `Call.heard`.
+
+    Of more than MOST_PARTS the shortest of ranks are left out: an update has two for each rank and mini-batch.
+    """
+    all_parts = [part for call in written for part in call.parts]
+    all_parts.sort(key=lambda part: (part.rank is not None, part.began - part.ended))
     parts = [
-        (p.name, round(p.began - began, 6), round(p.ended - began, 6), p.rank)
-        for call in written
-        for p in call.parts
+        (p.name, round(p.began - began, 6), round(p.ended - began, 6), p.rank) for p in all_parts[:MOST_PARTS]
     ]
     return json.dumps([round(time.perf_counter() - began, 6), sorted(parts, key=lambda part: part[1])])
+
+
+def _parsed(report: str) -> tuple[float, list[tuple[str, float, float, int | None]]]:
+    """Read a report. Raises ValueError or TypeError if it is none."""
+    seconds, rows = json.loads(report)
+    parts = [
+        (str(name), float(began), float(ended), None if rank is None else int(rank))
+        for name, began, ended, rank in rows
+    ]
+    if not all(map(math.isfinite, (seconds, *(time for part in parts for time in part[1:3])))):
+        raise ValueError("a time is not finite")
+    return float(seconds), parts
 
 
 def sizes_of(batch: object) -> dict[str, int]:

@@ -29,6 +29,7 @@ from rolemesh.ranks.agreement import agreed, on_first
 from rolemesh.ranks.files import HostRows, copied, write_rows, writing
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import local
+from rolemesh.telemetry.logs import drop_frames
 from rolemesh.training.optimizer import Optimizer
 
 log = logging.getLogger(__name__)
@@ -61,8 +62,8 @@ class CheckpointWriter:
         """Copy model and optimizer to host memory, and begin to write the copy. Every rank calls it.
 
         Each rank copies the rows that it writes: for float32 weights and moments 12 bytes for each parameter,
-        divided by the number of ranks. The copy is freed when it is written. An earlier checkpoint is written
-        first.
+        divided by the number of ranks. The copy is freed when it is written, or could not be. An earlier
+        checkpoint is written first.
 
         Args:
             directory: a directory inside the role's, created if absent; files in it are replaced.
@@ -97,11 +98,13 @@ class CheckpointWriter:
                 write_model(into, ranks)
                 write_rows(into / OPTIMIZER_FILE, moments, ranks)
                 on_first(ranks, (into / STATE_FILE).write_text, json.dumps(state) + "\n")
-        except CheckpointFailed as error:
-            log.error("%s", error)  # the caller may be gone
-            raise
-        except Exception as error:  # a collective failed
-            raise RoleUnavailable(
+        except Exception as error:
+            drop_frames(error)  # they have the copy, and `finish` may ask for the error much later
+            del write_model, moments
+            if isinstance(error, CheckpointFailed):
+                log.error("%s", error)  # the caller may be gone
+                raise
+            raise RoleUnavailable(  # a collective failed
                 f"{self._role}: a rank was lost while the checkpoint {self._directory} was written: {error}"
             ) from error
 

@@ -88,7 +88,8 @@ class Schedule:
         for _ in range(self.epochs):
             rows = batch
             if self.shuffle:
-                order = np.random.default_rng([self.seed, optimizer.num_updates]).permutation(len(batch))
+                seed = [self.seed % 2**64, optimizer.num_updates]
+                order = np.random.default_rng(seed).permutation(len(batch))
                 rows = batch.select_idxs(torch.from_numpy(order))
             yield from rows.split(self.mini_batch_size)
 

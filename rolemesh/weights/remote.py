@@ -205,7 +205,7 @@ class RemoteWeights:
             source = _Source(channel, self._version, self.digest)
             try:
                 holding, striped = await self._open(source, 0.0 if kind == "actor" else RELAY_WAIT_S)
-                damaged = 0
+                damaged_at = -1
                 while not holding.is_whole:
                     if not holding.region.is_own:
                         await source.map(holding)
@@ -214,10 +214,12 @@ class RemoteWeights:
                         await self._pull_stripes(holding, source, address, striped)
                         continue
                     self._striped = None
-                    damaged += not await source.receive(holding, kind)
-                    if damaged == 2:
-                        damage = f"the piece at byte {holding.num_verified} arrived damaged twice"
+                    if await source.receive(holding, kind):
+                        continue
+                    if holding.num_verified == damaged_at:
+                        damage = f"the piece at byte {damaged_at} arrived damaged twice"
                         raise _SourceFailed("damaged", damage, final=True)
+                    damaged_at = holding.num_verified
                 return holding
             except (grpc.aio.AioRpcError, TimeoutError, WeightsUnavailable, InvalidBatch) as error:
                 raise _failure(error) from error

@@ -13,6 +13,7 @@ MAX_FOREIGN_BYTES = 64 << 10  # a request to health or reflection, which holds a
 MAX_REQUEST_BYTES = 1 << 20  # a unary request: paths, addresses, numbers
 MAX_ANSWER_BYTES = 1 << 20  # a unary response: metrics, digests
 MAX_ANSWER_FIELDS = 4096  # fields of a unary response; metrics take about fifty
+MAX_TRAILER_BYTES = 256 << 10  # metadata behind an answer; timeline.MOST_PARTS of a profiled call
 MAX_MANIFEST_BYTES = 16 << 20  # a manifest of weights; a trillion parameters in 50,000 tensors take 12 MiB
 MAX_WEIGHTS = 1 << 16  # tensors in a manifest
 MAX_WEIGHT_FIELDS = 8  # fields of a tensor's description in a manifest; it has five

@@ -20,7 +20,7 @@ from rolemesh.models.micro_batches import IS_FILLER, MicroBatches
 from rolemesh.ranks.load import RankLoads
 from rolemesh.ranks.ranks import Ranks
 from rolemesh.telemetry import timeline
-from rolemesh.telemetry.logs import shown
+from rolemesh.telemetry.logs import drop_frames
 from rolemesh.workers import broken_device
 from rolemesh.workers.seat import Seat
 
@@ -54,7 +54,7 @@ def command(method: Callable[[W, DataProto], DataProto]) -> Given[W]:
             return method(self, part)
         except BaseException as error:
             broken_device.report(error, self.role)  # before rank 0 has waited for the other ranks
-            _drop_frames(error)
+            drop_frames(error)
             raise
 
     @functools.wraps(method)
@@ -81,21 +81,6 @@ def command(method: Callable[[W, DataProto], DataProto]) -> Given[W]:
     given.__wrapped__ = timed  # type: ignore[attr-defined]
     given.is_command = True  # type: ignore[attr-defined]
     return given
-
-
-def _drop_frames(error: BaseException) -> None:
-    """Keep the traceback of an error as notes, one a line, and drop its frames.
-
-    The frames, and closures in them, keep all activations of a failed pass alive as long as the error is
-    referenced. A future of asyncio references it in a cycle.
-    """
-    for line in shown(error).split("\n"):
-        error.add_note(line)
-    chain = [error]
-    for each in chain:
-        each.__traceback__ = None
-        causes = (each.__cause__, each.__context__)
-        chain += [cause for cause in causes if cause is not None and cause not in chain]
 
 
 def _num_tokens(part: DataProto, ranks: Ranks) -> int:

@@ -8,6 +8,7 @@ role, named with its rank. The file is valid after every call.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -26,6 +27,7 @@ from rolemesh.config import JobConfig
 from rolemesh.home import Home
 from rolemesh.telemetry import context
 
+log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -82,19 +84,21 @@ class Traces:
         """Begin a call. Of concurrent calls, the first starts the profiler and the last stops it."""
         self._num_calls += 1
         if self._num_calls == 1:
+            session = profile()
             _TURN.acquire()
-            self._profile = profile()
-            self._profile.start()
+            self._profile = session
+            session.start()
 
     def end(self, step: int) -> None:
-        """End a call. The last of concurrent calls writes the trace of the step."""
+        """End a call. The last of concurrent calls writes the trace of the step, or logs why it cannot."""
         self._num_calls -= 1
-        if self._num_calls:
+        if self._num_calls or self._profile is None:  # None: it could not be made
             return
-        assert self._profile is not None
         try:
             self._profile.stop()
             self._append(self._profile, step)
+        except OSError as error:  # the call itself has been made, and an update cannot be made again
+            log.warning("the trace %s/%s was not written: %s", self._job.profile_dir(step), self._name, error)
         finally:
             self._profile = None
             _TURN.release()

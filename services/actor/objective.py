@@ -46,7 +46,7 @@ def choose_tokens(rows: DataProto, log_probs: Tensor, job: JobConfig, num_update
     loss = job.policy_loss
     assert loss.choose is not None, "called only if the loss selects tokens"
     mask = _loss_mask(rows)
-    seed = [job.actor.seed, num_updates]
+    seed = [job.actor.seed % 2**64, num_updates]
     keys = token_keys(rows["input_ids"], rows["attention_mask"], mask.shape[1], seed)
     options = job.actor.values_of(loss.choose_keys)
     old, advantages = rows["old_log_probs"], rows["advantages"]

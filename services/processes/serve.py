@@ -114,18 +114,23 @@ async def load_group(
     sharing = [role for role in roles if job.on_device(role)]
     workers: list[LocalWorker] = []
     servicers: dict[ServiceDescriptor, Any] = {}
-    for role in roles:
-        shares = len(sharing) > 1 and role in sharing
-        if shares:
-            await lease.vacate()
-        seat, rendezvous = Seat.of(job, role, lease if shares else None), Rendezvous()
-        if leader and job.on_device(role):
-            seat, rendezvous = replace(seat, orders=leader.orders(role)), leader.rendezvous
-        worker, its_servicers = await _load(role, job, store, seat, rendezvous)
-        if shares:
-            lease.seat(worker)
-        workers.append(worker)
-        servicers.update(its_servicers)
+    try:
+        for role in roles:
+            shares = len(sharing) > 1 and role in sharing
+            if shares:
+                await lease.vacate()
+            seat, rendezvous = Seat.of(job, role, lease if shares else None), Rendezvous()
+            if leader and job.on_device(role):
+                seat, rendezvous = replace(seat, orders=leader.orders(role)), leader.rendezvous
+            worker, its_servicers = await _load(role, job, store, seat, rendezvous)
+            if shares:
+                lease.seat(worker)
+            workers.append(worker)
+            servicers.update(its_servicers)
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
     return workers, servicers
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import resource
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,16 +28,20 @@ from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
 from rolemesh.errors import CheckpointFailed, InvalidConfig
 from rolemesh.models.tiny import make_tiny_model
+from rolemesh.ranks.files import HostRows, copied
+from rolemesh.ranks.ranks import Ranks
 from rolemesh.services.actor.worker import ActorWorker
 from rolemesh.services.critic.worker import CriticWorker
+from rolemesh.training import checkpoint
 
 
 def training_job(model: Path, run_dir: Path, **optim: Any) -> JobConfig:
-    """Shuffled passes, a warm-up that is under way when the run is cut."""
+    """Passes shuffled by a seed below 0, a warm-up that is under way when the run is cut."""
     trained = {
         "ppo_mini_batch_size": 8,
         "ppo_micro_batch_size_per_gpu": 4,
         "shuffle": True,
+        "seed": -1,
         "optim": {"lr": 1e-3, "lr_warmup_steps": 3} | optim,
         "model": {"path": str(model)} | WITHOUT_CHECKPOINTING,
     }
@@ -263,8 +269,17 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 @pytest.mark.parametrize("role", [ActorWorker, CriticWorker])
 @pytest.mark.parametrize("room", [0, 50_000])
 async def test_no_room_on_the_disk_is_a_clear_error(
-    tiny_model: Path, tmp_path: Path, role: Any, room: int
+    tiny_model: Path, tmp_path: Path, role: Any, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the role keeps no copy of what it could not write, which is 12 bytes for each parameter."""
+    copies: list[weakref.ref[HostRows]] = []
+
+    def watched(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, HostRows]:
+        rows = copied(tensors, ranks)
+        copies.extend(map(weakref.ref, rows.values()))
+        return rows
+
+    monkeypatch.setattr(checkpoint, "copied", watched)
     worker = role(training_job(tiny_model, tmp_path))
     await worker.update(sequence_batch(16))
     with (
@@ -273,6 +288,9 @@ async def test_no_room_on_the_disk_is_a_clear_error(
     ):
         await saved(worker, tmp_path / "saved")
     assert str(tmp_path / "saved") in str(error.value)
+    assert copies
+    gc.collect()
+    assert [copy for copy in copies if copy() is not None] == []
     await saved(worker, tmp_path / "saved")  # with room again, the same directory will do
     await role(training_job(tiny_model, tmp_path)).load_checkpoint(tmp_path / "saved")
 

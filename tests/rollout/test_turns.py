@@ -7,6 +7,7 @@ Bits are compared on each architecture. What is kept for how long, and for whom,
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import aclosing, closing
 from functools import partial
 from pathlib import Path
@@ -216,6 +217,33 @@ async def test_a_call_that_is_left_frees_its_rows(tiny_ending_model: Path):
         assert running._slots.num_free == 8
         await worker.wake()
         assert_same(await generated(worker, prompts_of(13)), expected)
+
+
+async def test_a_call_that_is_left_before_its_first_step_never_joins(tiny_model: Path):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    with worker_of(tiny_model, max_num_seqs=64) as worker:
+        hook = worker._engine.model.register_forward_pre_hook(hold)
+        staying = asyncio.create_task(generated(worker, prompts_of(3)))
+        await asyncio.to_thread(begun.wait, 60)
+        running = worker._engine._batch
+        assert running is not None
+        leaving = asyncio.create_task(first_rows(worker))
+        while not running.arriving:  # noqa: ASYNC110  # no event tells it
+            await asyncio.sleep(0)
+        (left,) = running.arriving
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        hook.remove()
+        go_on.set()
+        assert len(await staying) == 3
+        assert not running.arriving
+        assert left.finished.empty()
+        assert running._slots.num_free == 64
 
 
 async def test_the_error_of_a_step_reaches_every_call_and_the_next_ones_work(tiny_model: Path):

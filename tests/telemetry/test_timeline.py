@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+from serving import reward_batch, reward_job, served
 
+from rolemesh.dataproto import DataProto
+from rolemesh.roles import methods
+from rolemesh.rpc.calling.clients import RewardClient
+from rolemesh.services.reward.worker import RewardWorker
 from rolemesh.telemetry import timeline
-from rolemesh.telemetry.timeline import Call, Part, recorded, report_of, to_chrome
+from rolemesh.telemetry.timeline import COMPUTES, MOST_PARTS, Call, Part, recorded, report_of, to_chrome
 
 
 def test_a_servers_parts_are_in_the_middle_of_its_clients_call() -> None:
@@ -23,12 +29,53 @@ def test_a_servers_parts_are_in_the_middle_of_its_clients_call() -> None:
         assert (began, ended) == (pytest.approx(first, abs=0.1), pytest.approx(last, abs=0.1))
 
 
+@pytest.mark.parametrize(
+    "report", ["x", "[1, 2]", "[1]", "[1e999, []]", '[1, [["a", 0, NaN, null]]]', "[" * 100_000, "[1, [[0]]]"]
+)
+def test_a_report_that_is_none_is_left_out_of_the_drawing(
+    report: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = Call("reward 10.0.0.7:1", "reward.compute_scores", time.perf_counter() - 10)
+    call.heard(report)
+    assert call.parts == []
+    [said] = caplog.messages
+    assert said.startswith("reward 10.0.0.7:1: its timeline of reward.compute_scores cannot be read: ")
+
+
 def test_a_server_reports_seconds_since_the_request_came() -> None:
     began = time.perf_counter() - 3
     parts = [Part("computes", began + 1, began + 2)]
     seconds, spans = json.loads(report_of([Call("actor", "actor.update", began, parts=parts)], began))
     assert seconds == pytest.approx(3, abs=0.1)
     assert spans == [["computes", pytest.approx(1, abs=1e-5), pytest.approx(2, abs=1e-5), None]]
+
+
+async def test_a_call_with_more_parts_than_metadata_has_room_for_is_answered_with_the_longest(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an update of 64 mini-batches on 64 ranks, of which each computes a little less than the one before."""
+    score = RewardWorker.compute_scores
+
+    async def compute_scores(worker: RewardWorker, batch: DataProto) -> DataProto:
+        with recorded("reward", "reward.compute_scores"):
+            for _ in range(64):
+                timeline.add_ranks(time.perf_counter() - 9, [(8 - rank / 100, 1.0) for rank in range(64)])
+        return await score(worker, batch)
+
+    monkeypatch.setattr(RewardWorker, "compute_scores", compute_scores)
+    job = reward_job(tiny_model, tmp_path)
+    async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:
+        seen: list[Call] = []
+        token = timeline.calls.set(seen)
+        answer = await client.compute_scores(reward_batch(1))
+        timeline.calls.reset(token)
+    assert len(answer) == 1
+    parts = [part for call in seen for part in call.parts]
+    of_ranks = [part for part in parts if part.rank is not None]
+    assert COMPUTES in {part.name for part in parts if part.rank is None}
+    assert MOST_PARTS - 20 < len(of_ranks) < MOST_PARTS
+    assert {part.name for part in of_ranks} == {COMPUTES}
+    assert {part.rank for part in of_ranks} == {*range(32)}  # 31 of them whole
 
 
 def test_a_call_is_written_down_where_somebody_records() -> None:

@@ -38,10 +38,18 @@ from rolemesh.wire.frame import join_frame
 
 async def test_a_damaged_piece_is_fetched_again_and_only_it(no_shared_memory: None):
     held = large()
-    flipping = Flipping(held, at=9 * MIB, times=1)
+    flipping = Flipping(held, 9 * MIB, times=1)
     async with serving(flipping) as addresses:
         await assert_same(await pull(addresses, held).fetch(), held)
     assert flipping.starts == [0, 8 * MIB]
+
+
+async def test_two_pieces_that_were_each_damaged_once_are_each_fetched_again(no_shared_memory: None):
+    held = large()
+    flipping = Flipping(held, MIB, 9 * MIB, times=1)
+    async with serving(flipping) as addresses:
+        await assert_same(await pull(addresses, held).fetch(), held)
+    assert flipping.starts == [0, 0, 8 * MIB]
 
 
 async def test_a_holder_whose_memory_has_changed_is_left_for_the_next(no_shared_memory: None):

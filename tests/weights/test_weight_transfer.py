@@ -120,7 +120,7 @@ async def test_every_source_is_named_with_what_it_did(no_shared_memory: None, mo
     held = large()
     async with serving(WeightsServicer(WeightStore())) as gone:
         pass
-    bad = [Flipping(held, at=5 * MIB, times=9), Gated(held, 0), WeightsServicer(stored(large(2)))]
+    bad = [Flipping(held, 5 * MIB, times=9), Gated(held, 0), WeightsServicer(stored(large(2)))]
     async with serving(*bad) as addresses:
         with pytest.raises(WeightsUnavailable) as raised:
             await pull([*gone, *addresses], held).fetch()

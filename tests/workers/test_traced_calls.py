@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
 from rolemesh.telemetry import context as origin
+from rolemesh.workers import traces
 from rolemesh.workers.local import LocalWorker, on_worker_thread
 from rolemesh.workers.seat import ComputingThread, Seat
 from rolemesh.workers.traces import Traces
@@ -59,7 +61,25 @@ async def test_a_call_that_is_cancelled_while_it_waits_for_the_profiler_gives_it
     assert sum(event["name"] == "critic.add" for event in trace["traceEvents"]) == 2
 
 
-async def test_a_trace_is_written_through_no_link(tmp_path: Path) -> None:
+async def test_a_profiler_that_cannot_be_made_is_free_for_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job({"trainer": {"default_local_dir": str(tmp_path), "profile_steps": [1]}})
+    origin.step.set(1)
+    first, other = Adder(job, "actor"), Adder(job, "critic")
+    with monkeypatch.context() as broken:
+        broken.setattr(traces, "profile", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await first.add()
+    async with asyncio.timeout(60):
+        assert [await other.add(), await first.add()] == [8, 8]
+    other.close()
+    first.close()
+
+
+async def test_a_trace_is_written_through_no_link_and_a_call_is_answered_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "foreign").mkdir()
     job = make_job({"trainer": {"default_local_dir": str(tmp_path / "run"), "profile_steps": [1, 2]}})
     worker = Adder(job, "actor")
@@ -69,7 +89,9 @@ async def test_a_trace_is_written_through_no_link(tmp_path: Path) -> None:
     (job.profile_dir(2) / "actor.json.gz").symlink_to(tmp_path / "foreign" / "file")
     for step in (1, 2):
         origin.step.set(step)
-        with pytest.raises(OSError, match=r"links are not followed|symbolic link"):
-            await worker.add()
+        caplog.clear()
+        assert await worker.add() == 8
+        [said] = caplog.messages
+        assert re.search(r"actor\.json\.gz was not written: .*(links are not followed|symbolic link)", said)
     assert list((tmp_path / "foreign").iterdir()) == []
     worker.close()

@@ -108,7 +108,11 @@ class Caller:
             except asyncio.CancelledError:
                 if broken:  # gRPC cancels a call whose request stream fails; raise the cause
                     raise broken[0] from None
-                raise
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # The channel was closed. A CancelledError would end this task as if its rows were not wanted.
+                raise RoleFailed(f"{where}: the client was closed during the call") from None
             finally:
                 call.cancel()
                 metrics.CLIENT_REQUESTS.labels(self._role, rpc.name, code.name).inc()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.home import Home
 from rolemesh.telemetry import timeline
+
+log = logging.getLogger(__name__)
 
 
 def check_profile_steps(job: JobConfig) -> None:
@@ -38,5 +41,9 @@ def profiled(number: int, job: JobConfig) -> Iterator[None]:
     finally:
         timeline.calls.reset(token)
     step.ended = time.perf_counter()
-    with Home.of(job).writing(job.profile_dir(number)) as directory:
-        (directory / "timeline.json").write_text(json.dumps(timeline.to_chrome(written, step)) + "\n")
+    where, text = job.profile_dir(number), json.dumps(timeline.to_chrome(written, step))
+    try:
+        with Home.of(job).writing(where) as directory:
+            (directory / "timeline.json").write_text(text + "\n")
+    except OSError as error:  # the step itself has been made
+        log.warning("the timeline %s/timeline.json was not written: %s", where, error)

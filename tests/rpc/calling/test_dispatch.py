@@ -314,6 +314,20 @@ async def test_a_cancelled_call_ends_at_the_server_too(tiny_model: Path, tmp_pat
             assert index_scores(await client.compute_scores(reward_batch(1))) == [0]
 
 
+async def test_a_client_that_is_closed_during_a_call_gives_an_error_and_not_fewer_rows(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with gate(tmp_path / "started") as started, gate(tmp_path / "gate") as release:
+        job = reward_job(tiny_model, tmp_path, started=str(started.path), gate=str(release.path))
+        async with served("reward", job) as addresses, RewardClient(addresses, methods(job)) as client:
+            call = asyncio.create_task(client.compute_scores(reward_batch(1)))
+            await started.passed(call)
+            await client.close()
+            with pytest.raises(RoleFailed, match="the client was closed during the call"):
+                await call
+            release.open()
+
+
 # --------------------------------------------------------------- roles that answer other rows
 
 

@@ -103,16 +103,16 @@ class Faulty(WeightsServicer):
 
 
 class Flipping(Faulty):
-    """Changes one bit of the frame at an offset, the given number of times."""
+    """Changes one bit of each frame at the offsets, the given number of times."""
 
-    def __init__(self, held: HeldWeights, at: int, times: int) -> None:
+    def __init__(self, held: HeldWeights, *at: int, times: int) -> None:
         super().__init__(held)
-        self._at, self._times = at, times
+        self._left = dict.fromkeys(at, times)
 
     async def on_frame(self, at: int, frame: bytes) -> bytes:
-        if at != self._at or not self._times:
+        if not self._left.get(at):
             return frame
-        self._times -= 1
+        self._left[at] -= 1
         return frame[:-1] + bytes([frame[-1] ^ 1])
 
 

@@ -250,7 +250,8 @@ class Batch:
         have sampled their first token."""
         while self.arriving:
             call = self.arriving.popleft()
-            self._waiting.extend((call, row) for row in range(len(call.prompts)))
+            if not call.is_left:  # `_leave` has looked for it among the waiting rows
+                self._waiting.extend((call, row) for row in range(len(call.prompts)))
         room = self._slots.num_free
         if not self._waiting or room < min(len(self._waiting), JOIN_AT * self._engine.max_num_seqs):
             return []

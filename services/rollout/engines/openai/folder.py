@@ -7,7 +7,9 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,10 +31,8 @@ class WeightsFolder:
     def __init__(self, parent: Path) -> None:
         try:
             _remove_abandoned(parent)
-            self._path = _directory(PREFIX, parent.resolve())
+            self._path, self._lock = _locked_directory(parent.resolve())
             self._removal = weakref.finalize(self, shutil.rmtree, self._path, ignore_errors=True)
-            self._lock = (self._path / "lock").open("wb")
-            lock(self._lock, parent)
         except OSError as error:
             raise unreadable(
                 InvalidConfig,
@@ -46,13 +46,15 @@ class WeightsFolder:
         Raises:
             WeightsUnavailable: it cannot be written, for example because the disk is full.
         """
-        directory = _directory(f"{version}-", self._path)
         own = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        directory = self._path
         try:
+            directory = _directory(f"{version}-", self._path)
             save_file(own, directory / "model.safetensors", metadata={"format": "pt"})
             (directory / "model.safetensors").chmod(0o644)
         except Exception as error:  # safetensors raises its own type in place of OSError
-            shutil.rmtree(directory, ignore_errors=True)
+            if directory != self._path:
+                shutil.rmtree(directory, ignore_errors=True)
             raise WeightsUnavailable(f"version {version} cannot be written to {directory}: {error}") from error
         return directory
 
@@ -68,6 +70,19 @@ def _directory(prefix: str, parent: Path) -> Path:
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     path.chmod(0o755)
     return path
+
+
+def _locked_directory(parent: Path) -> tuple[Path, IO[bytes]]:
+    """Make the engine's directory, and lock it."""
+    while True:
+        path = _directory(PREFIX, parent)
+        file = (path / "lock").open("wb")
+        # Another engine that starts takes it for abandoned if it comes before the lock, and removes it.
+        with suppress(BlockingIOError):
+            lock(file, parent)
+            if os.fstat(file.fileno()).st_nlink:
+                return path, file
+        file.close()
 
 
 def _remove_abandoned(parent: Path) -> None:
