@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+import logging
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,17 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A test that sets up logging, as a command does, changes it for no other test."""
+    level, handlers = logging.root.level, [*logging.root.handlers]
+    yield
+    logging.root.setLevel(level)
+    for handler in {*logging.root.handlers}.difference(handlers):
+        if type(handler) is logging.StreamHandler:  # not pytest's own
+            logging.root.removeHandler(handler)
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ class Call:
         """
         try:
             seconds, parts = _parsed(report)
-        except (ValueError, TypeError, RecursionError) as error:  # it is only drawn
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:  # it is only drawn
             log.warning("%s: its timeline of %s cannot be read: %s", self.where, self.name, error)
             return
         at, now = self.began, time.perf_counter()
@@ -168,11 +168,11 @@ def report_of(written: Sequence[Call], began: float) -> str:
 
 
 def _parsed(report: str) -> tuple[float, list[tuple[str, float, float, int | None]]]:
-    """Read a report. Raises ValueError or TypeError if it is none."""
+    """Read a report. Raises ValueError, TypeError, OverflowError or RecursionError if it is none."""
     seconds, rows = json.loads(report)
     parts = [
         (str(name), float(began), float(ended), None if rank is None else int(rank))
-        for name, began, ended, rank in rows
+        for name, began, ended, rank in list(rows)[:MOST_PARTS]
     ]
     if not all(map(math.isfinite, (seconds, *(time for part in parts for time in part[1:3])))):
         raise ValueError("a time is not finite")

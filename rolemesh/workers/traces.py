@@ -2,7 +2,7 @@
 
 A trace is `<run directory>/profile/step_<n>/<role>.json.gz`, in Chrome's format. Each replica of a role that
 may have several writes its own file, named with its machine and process number; so does each rank above 0 of a
-role, named with its rank. The file is valid after every call.
+role, named with its rank. The file is valid after every call whose events could be written.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class Traces:
         try:
             self._profile.stop()
             self._append(self._profile, step)
-        except OSError as error:  # the call itself has been made, and an update cannot be made again
+        # The call was made, and an update cannot be made again. ValueError: the profiler's file is cut off.
+        except (OSError, ValueError) as error:
             log.warning("the trace %s/%s was not written: %s", self._job.profile_dir(step), self._name, error)
         finally:
             self._profile = None
@@ -120,7 +121,8 @@ class Traces:
             session.export_chrome_trace(str(exported))
             trace = json.loads(exported.read_text(encoding="utf-8"))
         events = [json.dumps(event).encode() for event in map(self._since_1970(trace), trace["traceEvents"])]
-        stream, size = self._streams.get(step) or (zlib.compressobj(3, wbits=GZIP), 0)
+        written, size = self._streams.get(step) or (zlib.compressobj(3, wbits=GZIP), 0)
+        stream = written.copy()  # a copy: if this fails, the next call appends to what is in the file
         before = SEPARATOR if size else BEGIN
         body = stream.compress(before + SEPARATOR.join(events)) + stream.flush(zlib.Z_SYNC_FLUSH)
         ending = stream.copy()  # a copy, so that the stream can be continued

@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -114,7 +115,7 @@ async def load_group(
     sharing = [role for role in roles if job.on_device(role)]
     workers: list[LocalWorker] = []
     servicers: dict[ServiceDescriptor, Any] = {}
-    try:
+    with ExitStack() as loaded:  # if a role cannot be loaded, those before it are closed
         for role in roles:
             shares = len(sharing) > 1 and role in sharing
             if shares:
@@ -123,14 +124,12 @@ async def load_group(
             if leader and job.on_device(role):
                 seat, rendezvous = replace(seat, orders=leader.orders(role)), leader.rendezvous
             worker, its_servicers = await _load(role, job, store, seat, rendezvous)
+            loaded.callback(worker.close)
             if shares:
                 lease.seat(worker)
             workers.append(worker)
             servicers.update(its_servicers)
-    except BaseException:
-        for worker in workers:
-            worker.close()
-        raise
+        loaded.pop_all()
     return workers, servicers
 
 

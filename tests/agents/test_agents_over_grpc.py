@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from echoing import TALKS
+from echoing import PLUGIN, TALKS
 from fatal import FatalEcho
 from in_process import recorded, small_job, train
 from launched import rolemesh, written
@@ -99,6 +99,7 @@ async def test_a_death_in_the_middle_of_conversations_changes_no_bit(
 
 @pytest.fixture
 def killing(tmp_path: Path) -> Iterator[FatalEcho]:
+    forget(str(PLUGIN))  # of an earlier test: both declare the agent `echo`
     fatal = FatalEcho(tmp_path, "act", after=16, whom="launcher")
     yield fatal
     forget(str(fatal.file))

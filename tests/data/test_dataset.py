@@ -14,6 +14,7 @@ from rolemesh.catalog.datasets import DATASETS
 from rolemesh.config.data import DataConfig
 from rolemesh.data import PromptDataset, PromptOrder, write_arithmetic, write_gsm8k
 from rolemesh.data.arithmetic import arithmetic_problems
+from rolemesh.data.order import permutation
 from rolemesh.data.parquet import write_rows
 from rolemesh.data.publishers.gsm8k import gsm8k_rows
 from rolemesh.data.source import GivenRows
@@ -286,6 +287,12 @@ def test_seed_and_epoch_change_the_order() -> None:
     assert order(50, 50).rows(1).tolist() != order(50, 50, seed=2).rows(1).tolist()
     assert order(50, 50).rows(1).tolist() != order(50, 50).rows(2).tolist()
     assert order(6, 3, shuffle=False).rows(2).tolist() == [3, 4, 5]
+
+
+def test_a_seed_may_be_below_zero() -> None:
+    rows = order(11, 11, seed=-1).rows(1).tolist()
+    assert sorted(rows) == list(range(11))
+    assert rows == permutation(11, 2**64 - 1, 0).tolist() != order(11, 11).rows(1).tolist()
 
 
 def test_steps_and_epochs_are_counted() -> None:

@@ -30,7 +30,19 @@ def test_a_servers_parts_are_in_the_middle_of_its_clients_call() -> None:
 
 
 @pytest.mark.parametrize(
-    "report", ["x", "[1, 2]", "[1]", "[1e999, []]", '[1, [["a", 0, NaN, null]]]', "[" * 100_000, "[1, [[0]]]"]
+    "report",
+    [
+        "x",
+        "[1, 2]",
+        "[1]",
+        "[1e999, []]",
+        '[1, [["a", 0, NaN, null]]]',
+        "[" * 100_000,
+        "[1, [[0]]]",
+        '[1, [["a", 0, 1, Infinity]]]',
+        f'[1, [["a", 1{"0" * 400}, 1, 0]]]',
+        f"[1{'0' * 400}, []]",
+    ],
 )
 def test_a_report_that_is_none_is_left_out_of_the_drawing(
     report: str, caplog: pytest.LogCaptureFixture

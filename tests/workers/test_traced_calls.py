@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import json
 import re
@@ -14,6 +15,7 @@ import torch
 
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
+from rolemesh.home import Home
 from rolemesh.telemetry import context as origin
 from rolemesh.workers import traces
 from rolemesh.workers.local import LocalWorker, on_worker_thread
@@ -75,6 +77,26 @@ async def test_a_profiler_that_cannot_be_made_is_free_for_the_next_call(
         assert [await other.add(), await first.add()] == [8, 8]
     other.close()
     first.close()
+
+
+async def test_a_trace_goes_on_after_one_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job({"trainer": {"default_local_dir": str(tmp_path), "profile_steps": [1]}})
+    origin.step.set(1)
+    worker = Adder(job, "actor")
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    await worker.add()
+    with monkeypatch.context() as full:
+        full.setattr(Home, "file", no_room)
+        assert await worker.add() == 8
+    await worker.add()
+    worker.close()
+    trace = json.loads(gzip.decompress((job.profile_dir(1) / "actor.json.gz").read_bytes()))
+    assert sum(event["name"] == "actor.add" for event in trace["traceEvents"]) == 2
 
 
 async def test_a_trace_is_written_through_no_link_and_a_call_is_answered_without_it(

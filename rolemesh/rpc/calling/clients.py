@@ -108,7 +108,7 @@ class RoleClient:
         await self.pool.wait_until_ready(timeout_s)
 
     async def close(self) -> None:
-        """Close the channels; running calls are cancelled."""
+        """Close the channels; running calls end with RoleFailed."""
         await self.pool.close()
 
     async def __aenter__(self) -> Self:

@@ -188,7 +188,7 @@ class EnvironmentClient(RoleClient):
             self._leave(name)
 
     async def close(self) -> None:
-        """Close the channels; running calls are cancelled."""
+        """Close the channels; running calls end with RoleFailed."""
         for name in list(self._homes):
             self._leave(name)
         await cancel_all(list(self._checks.values()))

@@ -390,7 +390,7 @@ class ReplicaPool:
         metrics.REPLICAS_LIVE.labels(self.role).set(len(self.live))
 
     async def close(self) -> None:
-        """Close every channel; running calls are cancelled."""
+        """Close every channel; running calls end with RoleFailed."""
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)

@@ -30,6 +30,7 @@ VALIDATION = "digest of the validation rows"
 FILE = "digest of the file "
 STEPS = "trainer.total_training_steps"
 BATCH, GEN_BATCH = "data.train_batch_size", "data.gen_batch_size"
+LORA_ALPHA = "actor.model.lora_alpha"
 KL_COEF = "algorithm.kl_ctrl.kl_coef"
 AHEAD = "steps that the rollouts may be ahead (rollout.mode, trainer.max_staleness)"
 CLIPS = CLIP_LOW, CLIP_HIGH = tuple(
@@ -136,7 +137,7 @@ def settings_to_keep(
     optims = [job.actor.optim, *([job.critic.optim] if job.uses_critic else [])]
     settings = {
         **{f"revision of {role}'s model": read.revision or None for role, read in models_of(job).items()},
-        "actor.model.lora_alpha": model.lora_alpha if model.lora_rank else None,
+        LORA_ALPHA: model.lora_alpha if model.lora_rank else None,
         **{f"digest of plug-in {name}": digest for name, digest in plugins.items()},
         "algorithm.adv_estimator": job.algorithm.adv_estimator,
         "algorithm.options": job.algorithm.options or None,
@@ -179,7 +180,7 @@ def settings_to_keep(
 
 def _idle(job: JobConfig) -> set[str]:
     """Return the keys that change nothing in the rest of a run."""
-    keys = without_effect(job)
+    keys = without_effect(job) - {LORA_ALPHA}  # None says it, and an adapter is not added half way
     for end, key in ((CLIP_LOW, "actor.clip_ratio_low"), (CLIP_HIGH, "actor.clip_ratio_high")):
         if key in keys:
             keys.add(end)

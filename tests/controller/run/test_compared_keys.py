@@ -102,6 +102,12 @@ def test_a_key_that_a_switch_gives_an_effect_is_said_with_the_switch() -> None:
     ]
 
 
+def test_an_adapter_is_not_added_or_left_out_half_way() -> None:
+    without, adapter = settings({}), settings({"actor": {"model": {"lora_rank": 8}}})
+    assert compare(adapter, without).refused == ["actor.model.lora_alpha is None now and was 16"]
+    assert compare(without, adapter).refused == ["actor.model.lora_alpha is 16 now and was None"]
+
+
 def test_rules_that_scored_nothing_may_change() -> None:
     own = settings({"reward": {"custom_reward_function": {"path": "mine.py"}}})
     by_rules = settings({"reward": {"rules": "verl"}})

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -76,13 +76,15 @@ def _locked_directory(parent: Path) -> tuple[Path, IO[bytes]]:
     """Make the engine's directory, and lock it."""
     while True:
         path = _directory(PREFIX, parent)
-        file = (path / "lock").open("wb")
-        # Another engine that starts takes it for abandoned if it comes before the lock, and removes it.
-        with suppress(BlockingIOError):
-            lock(file, parent)
-            if os.fstat(file.fileno()).st_nlink:
-                return path, file
-        file.close()
+        with ExitStack() as unfinished:
+            unfinished.callback(shutil.rmtree, path, ignore_errors=True)
+            file = unfinished.enter_context((path / "lock").open("wb"))
+            # Another engine that starts takes it for abandoned if it comes before the lock, and removes it.
+            with suppress(BlockingIOError):
+                lock(file, parent)
+                if os.fstat(file.fileno()).st_nlink:
+                    unfinished.pop_all()
+                    return path, file
 
 
 def _remove_abandoned(parent: Path) -> None:
