@@ -47,8 +47,8 @@ def _there() -> list[Panel]:
         ),
         lines(
             "Restarts in an hour",
-            "Restarts of a process in the same pod.",
-            Query(f"sum by (pod) (changes({run('process_start_time_seconds')}[1h]))", "{{pod}}"),
+            "Restarts of a process in the same pod. The ranks of a pod restart together, and count as one.",
+            Query(f"max by (pod) (changes({run('process_start_time_seconds')}[1h]))", "{{pod}}"),
             least=0,
         ),
         lines(

@@ -126,6 +126,23 @@ def test_only_keda_reads_the_load_where_a_scaler_is_keda(scaler: str, mode: str)
     assert "--metrics-listen=0.0.0.0:9090" in job["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
+def test_prometheus_reaches_each_rank_of_a_pod() -> None:
+    values: Object = {"placement": {"ranks": {"critic": 4}}, "roles": {"critic": {"gpus": 4}}}
+    (pod,) = [
+        each["spec"]["template"]
+        for each in of_kind(objects(values), "StatefulSet")
+        if "critic" in each["metadata"]["name"]
+    ]
+    ports = [
+        port["containerPort"] for port in pod["spec"]["containers"][0]["ports"] if "metrics" in port["name"]
+    ]
+    assert ports == [9090, 9091, 9092, 9093]
+    assert {"port": 9090, "endPort": 9093} in [
+        rule["ports"][0] for rule in policy_of("critic", values)["ingress"]
+    ]
+    assert {"port": 9090} in [rule["ports"][0] for rule in policy_of("actor", values)["ingress"]]
+
+
 def test_an_empty_list_of_peers_means_nobody() -> None:
     """In a rule of Kubernetes it means everybody."""
     keda = {"reward": {"scaler": "keda", "maxReplicas": 4}}
