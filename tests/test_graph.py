@@ -167,6 +167,23 @@ async def test_a_page_that_asks_the_critic_of_a_job_without_one_is_an_error() ->
         await record(page, GRPO, "page")
 
 
+async def test_a_page_may_score_its_rows_again_with_a_column_of_its_own() -> None:
+    async def page(prompts: DataProto, roles: Roles) -> None:
+        rows = await generated(prompts, roles)
+        await roles.reward.compute_scores(rows)
+        rows["response_texts"] = [""] * len(rows)
+        await roles.reward.compute_scores(rows)
+        await roles.sync_weights(1)
+
+    graph = await record(page, GRPO, "page")
+    assert "response_texts" in flows(graph, "reward.compute_scores")["controller.page"]
+    stages = [{call.name for call in stage} for stage in graph.stages]
+    assert [i for i, names in enumerate(stages) if "reward.compute_scores" in names][-1] > next(
+        i for i, names in enumerate(stages) if "rollout.generate" in names
+    )
+    assert graph.to_text().count("reward.compute_scores") >= 2
+
+
 def test_recording_loads_no_model_and_costs_no_random_numbers() -> None:
     job: JobConfig = make_job({"actor": {"model": {"path": "/no/such/model"}}})
     before = torch.get_rng_state()

@@ -51,7 +51,8 @@ class StepGraph:
         """The calls by depth. Calls of one stage wait only for earlier stages, not for each other."""
         depth: dict[str, int] = {}
         for each in self.nodes:
-            sources = [depth[edge.source] for edge in self.edges if edge.target == each.name]
+            # a page may make a call again after a node that comes later here
+            sources = [depth.get(edge.source, -1) for edge in self.edges if edge.target == each.name]
             depth[each.name] = 1 + max(sources, default=-1)
         levels: list[list[Node]] = [[] for _ in range(1 + max(depth.values(), default=-1))]
         for each in self.nodes:

@@ -166,10 +166,10 @@ def warn_of_stale_rows(job: JobConfig) -> None:
     weighs = loss.has_ratio and not (loss.corrects and correction.is_plain_reinforce)
     if job.steps_ahead and not weighs and correction.rollout_is is None:
         log.warning(
-            "rollout.mode is async, so tokens are of weights up to %d steps older than those that learn from "
+            "rollout.mode is async, so tokens are of weights up to %d step%s older than those that learn from "
             "them, but the policy loss (%s) has neither a clip nor an importance weight; set "
             "algorithm.rollout_correction.rollout_is to token, or trainer.max_staleness to 0",
-            *(job.steps_ahead + 1, loss.name),
+            *(job.steps_ahead, "s" * (job.steps_ahead > 1), loss.name),
         )
 
 

@@ -286,3 +286,15 @@ def test_curves_leave_out_what_a_job_does_not_have(tmp_path: Path) -> None:
     many = [{"training/global_step": i, "critic/score/mean": i / 50} for i in range(50)]
     draw_curves(many, tmp_path / "one.png", "one panel")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_show_names_as_they_are_and_what_cannot_be_drawn_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two $ enclose a formula for matplotlib, here one that it cannot read."""
+    records = [{"training/global_step": i, "val-core/a$_$b/acc/mean@1": i / 9} for i in range(9)]
+    draw_curves(records, tmp_path / "names.png", "lr$_$x")
+    assert (tmp_path / "names.png").read_bytes().startswith(b"\x89PNG")
+    assert not caplog.records
+    draw_curves(records, tmp_path / "absent" / "names.png", "title")
+    assert "could not be written" in caplog.text

@@ -56,7 +56,7 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
     width, height = 4.6 * columns, 3.1 * rows + 0.5
     figure = Figure(figsize=(width, height), dpi=130, facecolor="white")
     canvas = FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=13, fontweight="bold", color=INK, y=1 - 0.25 / height)
+    figure.suptitle(_plain(title), fontsize=13, fontweight="bold", color=INK, y=1 - 0.25 / height)
     # Margins in inches that every label fits into. Matplotlib's own layout would draw everything once more.
     figure.subplots_adjust(
         *(0.6 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.7 / height), wspace=0.6 / 3.9, hspace=0.75 / 2.3
@@ -81,8 +81,13 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
             axes.legend(fontsize=8, frameon=False)
     try:
         canvas.print_png(path)
-    except OSError as error:  # a missing picture must not hide how the run ended
+    except Exception as error:  # a missing picture must not hide how the run ended
         log.warning("%s could not be written: %s", path, error)
+
+
+def _plain(text: str) -> str:
+    """Return text for matplotlib, which would read what is between two $ as a formula."""
+    return text.replace("$", r"\$")
 
 
 def _draw_line(axes: Any, colour: str, label: str, steps: list[float], values: list[float]) -> None:
@@ -123,5 +128,5 @@ def _lines(records: Sequence[Record], keys: dict[str, str]) -> list[tuple[str, l
         points = [(record[STEP], record[key]) for record in records if record.get(key) is not None]
         if points:
             steps, values = zip(*points, strict=True)
-            lines.append((label, list(steps), list(values)))
+            lines.append((_plain(label), list(steps), list(values)))
     return lines

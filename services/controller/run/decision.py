@@ -20,7 +20,7 @@ from pathlib import Path
 from rolemesh.config import JobConfig
 from rolemesh.config.base import absolute_path
 from rolemesh.errors import CheckpointFailed, InvalidConfig
-from rolemesh.services.controller.run.checkpoints import Checkpoints
+from rolemesh.services.controller.run.checkpoints import NAME, Checkpoints
 from rolemesh.services.controller.run.durably import write_durably
 
 FILE = "resume_decision.json"
@@ -110,16 +110,18 @@ class Start:
             )  # left by somebody who deleted the checkpoints alone
         else:
             write_durably(self.run_dir / "latest", self.decision.resume_from_path + "\n")
-        best = Checkpoints(self.run_dir).best()
-        if best and not (
-            self.checkpoint and self.checkpoint.parent == best.parent and _step(best) <= _step(self.checkpoint)
-        ):
+        best, start = Checkpoints(self.run_dir).best(), self.checkpoint
+        if best and not (start and start.parent == best.parent and _step(best) <= _step(start)):
             (self.run_dir / "best").unlink()
         write_durably(self.run_dir / FILE, json.dumps(asdict(self.decision), indent=1) + "\n")
 
 
 def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("_")[2])
+    """Return the step in a checkpoint's name; of one that was renamed, the step in its file."""
+    if match := NAME.fullmatch(checkpoint.name):
+        return int(match[1])
+    step: int = json.loads((checkpoint / "controller.json").read_text(encoding="utf-8"))["step"]
+    return step
 
 
 def named_checkpoint(job: JobConfig) -> Path | None:

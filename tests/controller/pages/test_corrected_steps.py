@@ -187,7 +187,7 @@ def test_generation_ahead_without_clip_and_weight_is_warned_of(
     )
     warn_of_stale_rows(job)
     loss = "bypass" if correction.get("bypass_mode") else loss_mode
-    words = f"up to 2 steps older than those that learn from them, but the policy loss ({loss}) has"
+    words = f"up to 1 step older than those that learn from them, but the policy loss ({loss}) has"
     assert (words in caplog.text) is warned
     assert bool(caplog.text) is warned
 

@@ -267,3 +267,16 @@ def test_a_decision_that_cannot_be_read_names_its_file(run_dir: Path) -> None:
     with pytest.raises(CheckpointFailed, match=rf"{FILE} cannot be read.*Delete it"):
         begin(job_in(run_dir, "disable"))
     assert begin(job_in(run_dir, "auto")) == run_dir / "global_step_4"
+
+
+@pytest.mark.parametrize(("best", "kept"), [(2, True), (3, False)])
+def test_a_copy_of_a_checkpoint_under_another_name_is_of_the_step_that_it_says(
+    run_dir: Path, best: int, kept: bool
+) -> None:
+    (run_dir / "best").write_text(f"global_step_{best}\n")
+    copy = shutil.copytree(run_dir / "global_step_2", run_dir / "good")
+    (copy / "controller.json").write_text('{"step": 2}')
+    job = job_in(run_dir, "resume_path", copy)
+    assert begin(job) == copy
+    assert (run_dir / "best").exists() is kept
+    assert begin(job) == copy  # the decision is written: `latest` names it
