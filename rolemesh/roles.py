@@ -103,7 +103,7 @@ def actor_methods(job: JobConfig) -> list[Method]:
     sequence = _sequence(job)
     squares = ("sum_pi_squared",) if "sum_pi_squared" in job.estimator.reads else ()
     kl_loss = ("ref_log_probs",) if job.actor.use_kl_loss else ()
-    correction = job.algorithm.rollout_correction.columns
+    correction = job.algorithm.rollout_correction.columns if job.generates else ()
     learnt_from = (*sequence, *job.policy_loss.reads, *kl_loss, *correction)
     of_the_old_policy = ("old_log_probs", "entropys", *squares)
     return [

@@ -26,15 +26,15 @@ def check_sections(job: JobConfig) -> None:
             f"trainer.save_best is {job.trainer.save_best}, but nothing is validated after a step: "
             f"trainer.test_freq is {job.trainer.test_freq}; set it"
         )
-    _check_estimator(job)
-    _check_greedy(job)
+    if job.estimates:
+        _check_estimator(job)
+        _check_greedy(job)
     _check_equal_answers(job)
     for key in ("prompt_length", "response_length"):
         own, common = getattr(job.rollout, key), getattr(job.data, f"max_{key}")
         if own not in (None, common):
             raise ValueError(
-                f"rollout.{key} is {own}, but data.max_{key} is {common}; the latter is always used, so leave "
-                f"rollout.{key} out"
+                f"rollout.{key} is {own}, but data.max_{key} is {common} and always used; leave the former out"
             )
     overlong, longest = job.reward.overlong_buffer, job.data.max_response_length
     if overlong.enable and overlong.len > longest:
@@ -114,6 +114,11 @@ def _check_page(job: JobConfig) -> None:
         raise ValueError(
             f"critic.enable is true, but page {job.page.name} calls no critic; leave critic.enable out"
         )
+    if job.trainer.critic_warmup and not job.uses_critic:
+        raise ValueError(
+            f"trainer.critic_warmup is {job.trainer.critic_warmup}, but a job with "
+            f"algorithm.adv_estimator {estimator.name} has no critic; set it to 0"
+        )
 
 
 def _check_batches(job: JobConfig) -> None:
@@ -183,11 +188,6 @@ def _check_estimator(job: JobConfig) -> None:
         raise ValueError(
             f"algorithm.adv_estimator {estimator.name} reads statistics of the actor's distributions before "
             "the update, but algorithm.rollout_correction.bypass_mode leaves that call out; set it to false"
-        )
-    if job.trainer.critic_warmup and not job.uses_critic:
-        raise ValueError(
-            f"trainer.critic_warmup is {job.trainer.critic_warmup}, but a job with "
-            f"algorithm.adv_estimator {estimator.name} has no critic; set it to 0"
         )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rolemesh.config.job import JobConfig
 
 KL_CTRL = "algorithm.kl_ctrl"
+CORRECTION = "algorithm.rollout_correction"
 OVERLONG = "reward.overlong_buffer"
 OWN = "reward.custom_reward_function"
 OF_RULES = tuple(
@@ -34,7 +35,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     ),
     "algorithm.use_pf_ppo": ("algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow"),
     "algorithm.filter_groups.enable": ("algorithm.filter_groups.metric",),
-    "algorithm.rollout_correction.rollout_is": ("algorithm.rollout_correction.rollout_is_threshold",),
+    f"{CORRECTION}.rollout_is": (f"{CORRECTION}.rollout_is_threshold",),
     "actor.model.lora_rank": ("actor.model.lora_alpha", "actor.model.target_modules"),
     "data.shuffle": ("data.seed",),
     f"{OWN}.path": (f"{OWN}.name", f"{OWN}.reward_kwargs"),
@@ -78,7 +79,7 @@ def _off(job: JobConfig) -> Iterator[tuple[str, str, str]]:
     if job.algorithm.use_kl_in_reward and kl_ctrl.type == "fixed":
         reason = f"{KL_CTRL}.type is fixed"
         yield from ((f"{KL_CTRL}.{key}", reason, f"{KL_CTRL}.type") for key in ("horizon", "target_kl"))
-    yield from ((key, reason, "") for key, reason in _overruled(job))
+    yield from ((key, reason, "") for key, reason in (*_overruled(job), *_without_answers(job)))
 
 
 def _overruled(job: JobConfig) -> Iterator[tuple[str, str]]:
@@ -91,6 +92,8 @@ def _overruled(job: JobConfig) -> Iterator[tuple[str, str]]:
             yield from ((f"{section}.{key}", f"{section}.temperature is 0") for key in ("top_k", "top_p"))
     if path := job.reward.custom_reward_function.path:  # a manager of a plug-in is given the rules without one
         yield from ((key, f"{OWN}.path is {path}") for key in OF_RULES)
+    if job.algorithm.use_pf_ppo and (method := job.algorithm.pf_ppo.reweight_method) != "pow":
+        yield "algorithm.pf_ppo.weight_pow", f"algorithm.pf_ppo.reweight_method is {method}"
     used, reason = {*job.estimator.keys, *OF_SEVERAL}, f"algorithm.adv_estimator is {job.estimator.name}"
     if not job.estimates:
         used, reason = OF_SEVERAL, f"algorithm.page {job.page.name} computes no advantages"
@@ -100,7 +103,7 @@ def _overruled(job: JobConfig) -> Iterator[tuple[str, str]]:
     loss, reason = job.policy_loss, f"the policy loss is {job.policy_loss.name}"
     read = _fields(*loss.keys, *loss.choose_keys)
     if loss.name == "bypass" and (loss_type := job.algorithm.rollout_correction.loss_type) != "ppo_clip":
-        read, reason = set(), f"algorithm.rollout_correction.loss_type is {loss_type}"
+        read, reason = set(), f"{CORRECTION}.loss_type is {loss_type}"
     of_losses = _fields(*(key for each in POLICY_LOSSES.values() for key in (*each.keys, *each.choose_keys)))
     for key in of_losses - read:
         for section in ("actor", "actor.policy_loss"):
@@ -112,6 +115,20 @@ def _overruled(job: JobConfig) -> Iterator[tuple[str, str]]:
         yield "actor.loss_scale_factor", f"the policy loss {loss.name} always uses {loss.aggregation}"
     if not (mode := job.critic.loss_agg_mode or mode).endswith("-norm"):
         yield "critic.loss_scale_factor", f"critic.loss_agg_mode is {mode}"
+
+
+def _without_answers(job: JobConfig) -> Iterator[tuple[str, str]]:
+    """Yield keys that compare engine and actor, and those of conversations, where there is nothing of them."""
+    correction, limit = job.algorithm.rollout_correction, "trainer.max_rollout_kl"
+    limits = job.trainer.max_rollout_kl is not None
+    if not job.generates:
+        reason = f"algorithm.page {job.page.name} answers no prompts"
+        yield from ((f"{CORRECTION}.{key}", reason) for key in type(correction).model_fields)
+        yield from ((key, reason) for key in ("rollout.multi_turn.enable", *[limit] * limits))
+    elif limits and correction.bypass_mode:
+        yield limit, f"{CORRECTION}.bypass_mode is true"
+    elif limits and job.steps_ahead:
+        yield limit, "rollout.mode is async"
 
 
 def _fields(*keys: str) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from echoing import TALKS
 from in_process import recorded, small_job, train, workers
 
 from rolemesh.agents.turns import written
+from rolemesh.config import load_job
+from rolemesh.config.model import ModelConfig
 from rolemesh.data.dataset import Agents, PromptDataset
+from rolemesh.data.parquet import write_rows
 from rolemesh.errors import RoleFailed
 from rolemesh.forwarding import Forwarding
 from rolemesh.models.loading import load_tokenizer
@@ -118,3 +122,50 @@ async def test_an_advantage_of_a_token_that_was_not_sampled_changes_no_gradient(
     (outcome, weights), (outcome_again, weights_again) = outcomes
     assert outcome == outcome_again
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+
+
+DESCRIBED = """
+from rolemesh.plugins import agent
+from rolemesh.agents.environment import Observation, Outcome
+
+@agent("measurer", meaning="has a tool, and ends after a turn")
+class Measurer:
+    tools = [{"type": "function", "function": {"name": "measure", "parameters": {}}}]
+    def __init__(self, job): pass
+    def open(self, episode): return Talk()
+
+class Talk:
+    async def begin(self): return []
+    async def act(self, turn): return Observation(done=True, why="measured")
+    async def close(self): return Outcome(reward=0.0)
+"""
+
+
+async def test_epochs_are_counted_over_the_prompts_that_are_short_enough_with_their_tools(
+    tmp_path: Path, talkative_model: Path
+) -> None:
+    """Ten prompts, of which six leave room for a tool's name: two epochs are 3 steps of four, and not 5."""
+    model = shutil.copytree(talkative_model, tmp_path / "model")
+    tokenizer = load_tokenizer(ModelConfig(path=str(model)))
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + str(
+        tokenizer.chat_template
+    )
+    tokenizer.save_pretrained(model)
+    chats = [[{"role": "user", "content": "1+1=" if i < 6 else "what is 1 + 1 ="}] for i in range(10)]
+    longest = tokenizer.apply_chat_template(chats[-1], add_generation_prompt=True, return_dict=False)
+    rows = [
+        {"prompt": chat, "data_source": "digits", "reward_model": {"style": "rule", "ground_truth": "2"}}
+        for chat in chats
+    ]
+    (tmp_path / "measurer.py").write_text(DESCRIBED)
+    job = small_job(
+        tmp_path, model, "run", *TALKS, f"plugins=[{tmp_path / 'measurer.py'}]",
+        "rollout.agent.default_agent_loop=measurer", "data.val_files=[]", "data.filter_overlong_prompts=true",
+        f"data.train_files={write_rows(tmp_path / 'own.parquet', rows)}",
+        f"data.max_prompt_length={len(longest)}",
+        "trainer.total_training_steps=null", "trainer.total_epochs=2",
+    )  # fmt: skip
+    assert Run(job, load_tokenizer(job.actor.model)).status.total_steps == 5
+    summary = await train(job)
+    assert (summary.step, summary.total_steps) == (3, 3)
+    assert load_job(job.run_dir / "config.yaml").trainer.total_training_steps == 3

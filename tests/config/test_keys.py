@@ -314,6 +314,19 @@ def test_a_value_that_another_key_switches_off_is_warned_of_and_a_default_is_not
     kl = "algorithm={use_kl_in_reward: true, kl_ctrl: {target_kl: 0.2}}"
     assert warned(kl) == {"algorithm.kl_ctrl.target_kl": "algorithm.kl_ctrl.type is fixed"}
     assert warned(kl, "algorithm.kl_ctrl.type=fixed") == warned(kl, "algorithm.kl_ctrl.type=adaptive") == {}
+    pf_ppo = "algorithm={use_pf_ppo: true, pf_ppo: {weight_pow: 3, reweight_method: %s}}"
+    assert warned(pf_ppo % "pow") == {}
+    assert warned(pf_ppo % "max_min") == {
+        "algorithm.pf_ppo.weight_pow": "algorithm.pf_ppo.reweight_method is max_min"
+    }
+    bound = "trainer.max_rollout_kl=0.1"
+    ahead = ("rollout.mode=async", "trainer.max_staleness=1")
+    assert warned(bound) == warned(*ahead, "trainer.max_rollout_kl=null") == {}
+    assert warned(bound, *ahead) == {"trainer.max_rollout_kl": "rollout.mode is async"}
+    assert warned(bound, "rollout.mode=async", "trainer.max_staleness=0") == {}
+    assert warned(bound, correction % "ppo_clip") == {
+        "trainer.max_rollout_kl": "algorithm.rollout_correction.bypass_mode is true"
+    }
     lam = warned("algorithm={adv_estimator: grpo, lam: 0.95}", "rollout.n=2")
     assert lam == {"algorithm.lam": "algorithm.adv_estimator is grpo"}
     none = "algorithm.page sft computes no advantages"

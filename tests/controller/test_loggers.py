@@ -63,6 +63,19 @@ def test_tensorboard_reads_back_every_step_once(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars(ACC)] == [(1, 0.5)]
 
 
+def test_a_run_that_only_validates_hides_no_step_of_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = job_with(tmp_path / "run", "tensorboard")
+    write_three_steps(job)
+    validating = job.model_copy(update={"trainer": job.trainer.model_copy(update={"val_only": True})})
+    with Loggers(validating, 1, Console(file=io.StringIO())) as loggers:
+        loggers.log(1, {ACC: 0.75})
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars(SCORE)] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert [event.value for event in events.Scalars(ACC)] == [0.5, 0.75]
+
+
 def test_mlflow_reads_back_one_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
@@ -76,6 +89,11 @@ def test_mlflow_reads_back_one_run_that_goes_on(tmp_path: Path, monkeypatch: pyt
     history = client.get_metric_history(run.info.run_id, SCORE)
     assert {(metric.step, metric.value) for metric in history} >= {(1, 0.25), (2, 0.5), (3, 0.75)}
     assert run.data.metrics["val-core/digits/acc/mean_at_1"] == 0.5
+    job = job_with(tmp_path / "run", "mlflow")
+    validating = job.model_copy(update={"trainer": job.trainer.model_copy(update={"val_only": True})})
+    with Loggers(validating, 0, Console(file=io.StringIO())) as loggers:  # of a run without a checkpoint
+        loggers.log(0, {ACC: 0.75})
+    assert len(client.search_runs([experiment.experiment_id])) == 1
 
 
 ODD = {
@@ -307,6 +325,16 @@ def test_a_new_run_keeps_the_metrics_of_the_old_one_beside_its_own(tmp_path: Pat
     (old,) = tmp_path.glob("metrics-until-*.jsonl")
     assert read_metrics(old)[0][SCORE] == 0.1
     assert read_metrics(tmp_path / "metrics.jsonl")[0][SCORE] == 0.2
+
+
+def test_a_run_that_only_validates_appends_to_the_metrics_of_a_run_without_checkpoints(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for makes_steps, step in ((True, 100), (False, 0)):
+        file = MetricsFile(path, 0, makes_steps)
+        file.log(step, {SCORE: 0.5})
+        file.close()
+    assert [r["training/global_step"] for r in read_metrics(path)] == [100, 0]
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_value_that_is_not_finite_is_null_in_the_file(tmp_path: Path) -> None:

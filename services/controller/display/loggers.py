@@ -192,7 +192,8 @@ class TensorboardLogger:
     def __init__(self, job: JobConfig, start: int, console: Console) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(job.run_dir / "tensorboard"), purge_step=start + 1)
+        purged = None if job.trainer.val_only else start + 1  # no step is made again
+        self._writer: Any = SummaryWriter(str(job.run_dir / "tensorboard"), purge_step=purged)
 
     def log(self, step: int, metrics: Metrics) -> None:
         write_each(metrics, lambda name, value: self._writer.add_scalar(name, value, step))
@@ -214,7 +215,7 @@ class WandbLogger:
         trainer = job.trainer
         file = job.run_dir / "wandb" / "run_id"
         goes_on = bool(start) and file.exists()
-        run_id = _kept_id(file, start, lambda: secrets.token_hex(4))
+        run_id = _kept_id(file, bool(start) or trainer.val_only, lambda: secrets.token_hex(4))
         self._run: Any = wandb.init(
             project=trainer.project_name,
             name=trainer.experiment_name,
@@ -266,7 +267,7 @@ class MlflowLogger:
             run_id: str = self._client.create_run(experiment, run_name=trainer.experiment_name).info.run_id
             return run_id
 
-        self._run_id = _kept_id(directory / "run_id", start, new_run)
+        self._run_id = _kept_id(directory / "run_id", bool(start) or trainer.val_only, new_run)
 
     def log(self, step: int, metrics: Metrics) -> None:
         from mlflow.entities import Metric
@@ -338,9 +339,9 @@ def _start_logger(name: str, job: JobConfig, start: int, console: Console) -> Lo
         ) from error
 
 
-def _kept_id(path: Path, start: int, make: Callable[[], str]) -> str:
-    """Return the run's id at a metrics server. A resumed run keeps its earlier id."""
-    if start and path.exists():
+def _kept_id(path: Path, goes_on: bool, make: Callable[[], str]) -> str:
+    """Return the run's id at a metrics server. A run that is resumed or only validated keeps its earlier id."""
+    if goes_on and path.exists():
         return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(parents=True, exist_ok=True)
     run_id = make()

@@ -13,6 +13,7 @@ from rolemesh.data.dataset import Agents
 from rolemesh.data.pairs import PairDataset
 from rolemesh.data.supervised import SupervisedDataset
 from rolemesh.errors import InvalidConfig
+from rolemesh.services.controller.run.best import check_reportable
 
 Dataset = PromptDataset | SupervisedDataset | PairDataset
 
@@ -34,10 +35,21 @@ def validation_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> Da
     """Return the validation rows; None if the job has no validation.
 
     Raises:
-        InvalidConfig, InvalidData: validation is wanted without data, or its rows cannot be used.
+        InvalidConfig, InvalidData: validation is wanted without data or a reward, its rows cannot be used, or
+            it could not report trainer.save_best.
     """
+    if job.validates and job.generates and "reward" not in job.roles:
+        raise InvalidConfig(
+            f"page {job.page.name} has no reward (its `roles`), so nothing could score a validation of "
+            "data.val_files; set trainer.val_before_train to false and trainer.test_freq to -1, or name reward "
+            "among the page's roles"
+        )
     if job.data.has_validation:
-        return _dataset(job, job.data.val_files, "val", tokenizer, agents)
+        data = _dataset(job, job.data.val_files, "val", tokenizer, agents)
+        if job.trainer.save_best and not job.trainer.val_only:
+            cells = (cell for rows in data.batches(job.data.val_batch_size) for cell in rows["data_source"])
+            check_reportable(job, sorted(set(cells)))
+        return data
     if job.trainer.val_only or job.trainer.test_freq > 0:
         raise InvalidConfig(
             "trainer.val_only or trainer.test_freq requires validation, but data.val_files is empty"

@@ -28,7 +28,7 @@ from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.pages.choice import check_step, page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.run.ahead import Ahead
-from rolemesh.services.controller.run.best import is_best
+from rolemesh.services.controller.run.best import check_reported, is_best
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
 from rolemesh.services.controller.run.data_sets import content_of, training_data, validation_data
 from rolemesh.services.controller.run.decision import named_checkpoint, start_of
@@ -70,7 +70,7 @@ class Run:
         display: Display | None = None,
         status: RunStatus | None = None,
     ) -> None:
-        self.job = job
+        self.job = self._given = job
         self.display = display or Display()
         self.status = status or RunStatus(job.trainer.experiment_name)
         self.status.on_change = self.display.show
@@ -90,10 +90,8 @@ class Run:
         self._val = validation_data(job, tokenizer, self._agents)
         self._files = file_digests(job)  # as the roles begin with them, whatever is edited later
         self.job = with_total_steps(job, total_steps)
-        self.status.total_steps = (
-            total_steps  # set without a notification, because this may run on another thread
-        )
-        check_profile_steps(self.job)
+        # set without a notification, because this may run on another thread
+        self.status.total_steps = total_steps
         self._checkpoints = Checkpoints(
             job.run_dir, job.trainer.max_actor_ckpt_to_keep, spared=named_checkpoint(job)
         )
@@ -139,7 +137,7 @@ class Run:
         context.job.set(self.job.trainer.experiment_name)
         context.step.set(0)
         rollout = roles.rollout
-        if self.job.rollout.multi_turn.enable:
+        if self.job.rollout.multi_turn.enable and self.job.generates:
             await self._meet_agents(roles.environment)
             rollout = Conversing(rollout, roles.environment, self.job, self._tokenizer)
         ahead = Ahead(rollout, self._upcoming, self.job.steps_ahead)
@@ -181,10 +179,10 @@ class Run:
         tools = {agent.name: [json.loads(tool) for tool in agent.tools] for agent in described.agents}
         if any(tools.values()):
             self._tools = tools
-            given = self.job, self._tokenizer, self._agents
+            given = self._given, self._tokenizer, self._agents  # fewer prompts may be short enough with tools
             self._train, self._order, self.status.total_steps = await asyncio.to_thread(training_data, *given)
             self._val = await asyncio.to_thread(validation_data, *given)
-            self.job = with_total_steps(self.job, self.status.total_steps)
+            self.job = with_total_steps(self._given, self.status.total_steps)
 
     # ----------------------------------------------------------------------------------- resuming
 
@@ -216,6 +214,7 @@ class Run:
         trainer = self.job.trainer
         if trainer.val_only or (trainer.val_before_train and start == 0 and self._val):
             self._log(start, await self._validate(start))
+            check_reported("" if trainer.val_only else trainer.save_best, self.status.records[-1])
         last = start if trainer.val_only else self.status.total_steps
         for number in range(start + 1, last + 1):
             if not await self.status.may_begin():
@@ -265,8 +264,8 @@ class Run:
         assert batch is not None, "a page ends with step.report"
         if self.job.algorithm.use_kl_in_reward:
             self._kl.update(metrics[REWARD_KL], len(batch))
-        if self.job.generates:
-            dump(answers(batch, number, self._texts), self.job.trainer.rollout_data_dir, number)
+        if self.job.generates and (directory := self.job.trainer.rollout_data_dir):
+            dump(answers(batch, number, self._texts), directory, number)
         return {
             "training/epoch": float(self._order.epoch(position)),
             **metrics,
@@ -390,9 +389,11 @@ class Run:
 
 
 def with_total_steps(job: JobConfig, total_steps: int) -> JobConfig:
-    """Return the job with its total number of steps set, which the roles' schedules need."""
+    """Return the job with its total number of steps set. Raise InvalidConfig if it profiles a later one."""
     trainer = job.trainer.model_copy(update={"total_training_steps": total_steps})
-    return job.model_copy(update={"trainer": trainer})
+    job = job.model_copy(update={"trainer": trainer})
+    check_profile_steps(job)
+    return job
 
 
 def _path(directory: str | None) -> Path | None:

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,11 @@ class MetricsFile:
         path: of the file.
         resumed_step: the step from which the run resumes. With 0, a new run, an existing file is kept under
             another name.
-        makes_steps: False if the run only validates.
+        makes_steps: False if the run only validates: what is there then stays as it is.
     """
 
     def __init__(self, path: Path, resumed_step: int, makes_steps: bool = True) -> None:
-        if resumed_step == 0 and path.exists():
+        if makes_steps and resumed_step == 0 and path.exists():
             path.rename(path.with_name(f"metrics-until-{time.strftime('%Y%m%dT%H%M%S')}.jsonl"))
         records = read_metrics(path)
         self.records = [r for r in records if not makes_steps or (r[STEP] or 0) <= resumed_step]
@@ -110,9 +110,14 @@ def new_term(run_dir: Path) -> Term:
 
 
 def write_config(job: JobConfig) -> None:
-    """Write the resolved job to config.yaml, from which the same run can be started again."""
+    """Write the resolved job to config.yaml, from which the same run can be started again.
+
+    A run that only validates leaves that of the run whose model it validates.
+    """
     job.run_dir.mkdir(parents=True, exist_ok=True)
-    write_durably(job.run_dir / "config.yaml", job.to_yaml())
+    path = job.run_dir / "config.yaml"
+    if not (job.trainer.val_only and path.exists()):
+        write_durably(path, job.to_yaml())
 
 
 @contextmanager
@@ -131,33 +136,23 @@ def address_shown(run_dir: Path, address: str) -> Iterator[None]:
 def answers(batch: DataProto, step: int, texts: ResponseTexts) -> list[dict[str, Any]]:
     """Convert rows to readable dicts with input, output, gts (the ground truth), score, acc, uid and others.
 
-    Output is as reward functions see it, and input has special tokens if they do.
+    Output is as reward functions see it, and input has special tokens if they do. What is in a column that the
+    batch lacks is left out: a page of a plug-in may score its rows by itself.
     Rows that are conversations also have `conversation`: why it ended, numbers, and what each side said.
     """
-    scores = batch["token_level_scores"].sum(dim=1).tolist()
-    rows = zip(
-        texts.whole(_ids(batch["prompts"], batch["prompt_mask"])),
-        texts(_ids(batch["responses"], written(batch))),
-        batch["reward_model"],
-        scores,
-        batch["acc"].tolist(),
-        batch["uid"],
-        batch["data_source"],
-        strict=True,
-    )
-    dumped = [
-        {
-            "input": prompt,
-            "output": response,
-            "gts": reward_model.get("ground_truth"),
-            "score": score,
-            "acc": acc,
-            "step": step,
-            "uid": uid,
-            "data_source": source,
-        }
-        for prompt, response, reward_model, score, acc, uid, source in rows
-    ]
+    columns: dict[str, Sequence[Any]] = {
+        "input": texts.whole(_ids(batch["prompts"], batch["prompt_mask"])),
+        "output": texts(_ids(batch["responses"], written(batch))),
+    }
+    if "reward_model" in batch:
+        columns["gts"] = [cell.get("ground_truth") for cell in batch["reward_model"]]
+    if "token_level_scores" in batch:
+        columns["score"] = batch["token_level_scores"].sum(dim=1).tolist()
+    if "acc" in batch:
+        columns["acc"] = batch["acc"].tolist()
+    columns["step"] = [step] * len(batch)
+    columns |= {name: batch[name] for name in ("uid", "data_source") if name in batch}
+    dumped = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     if "turns" in batch:
         for row, answer in enumerate(dumped):
             answer["conversation"] = {**batch["conversation"][row], "said": _said(batch, row, texts.tokenizer)}

@@ -12,8 +12,11 @@ from rolemesh.roles import Actor, Roles
 
 
 def bypassing(roles: Roles, job: JobConfig) -> Roles:
-    """Return the roles for a page. With bypass_mode the actor computes nothing before the update."""
-    if not job.algorithm.rollout_correction.bypass_mode:
+    """Return the roles for a page. With bypass_mode the actor computes nothing before the update.
+
+    A page that answers no prompts has nothing of an engine to take.
+    """
+    if not (job.algorithm.rollout_correction.bypass_mode and job.generates):
         return roles
     return replace(roles, actor=BypassingActor(roles.actor))
 

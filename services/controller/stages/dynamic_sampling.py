@@ -21,6 +21,8 @@ from rolemesh.roles import Metrics
 
 log = logging.getLogger(__name__)
 
+EXTRA = "reward_extra_info"
+
 
 @dataclass
 class Search:
@@ -156,7 +158,7 @@ class DynamicSampling:
 
         In the metrics, groups_from_before + groups_answered - groups_without_spread = size + groups_kept.
         """
-        batch = DataProto.concat(self._waiting[: self.size])
+        batch = _joined(self._waiting[: self.size])
         del self._waiting[: self.size]
         search = self.search
         without = search.num_answered - search.num_differing
@@ -181,7 +183,7 @@ class DynamicSampling:
     @property
     def waiting(self) -> DataProto:
         """All waiting groups, for a checkpoint."""
-        return DataProto.concat(self._waiting) if self._waiting else DataProto()
+        return _joined(self._waiting) if self._waiting else DataProto()
 
     def restore(self, num_batches: int, waiting: DataProto, n: int, search: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint.
@@ -200,3 +202,15 @@ class DynamicSampling:
             raise CheckpointFailed(f"the {len(waiting)} waiting rows are not groups of {n} answers to a prompt")
         self.num_batches, self._waiting = num_batches, groups
         self.search = Search(**{"num_before": len(groups), **search})
+
+
+def _joined(groups: Sequence[DataProto]) -> DataProto:
+    """Concatenate groups. The extra information of scores, which only metrics read, is empty where absent.
+
+    After a resume some groups have it and others do not: the run may score with another function now, or
+    validate with several responses (rolemesh.roles.reward_methods).
+    """
+    if any(EXTRA in group for group in groups):
+        extra = [DataProto.from_dict({}, {EXTRA: [{}] * len(group)}) for group in groups]
+        groups = [g if EXTRA in g else g.union(e) for g, e in zip(groups, extra, strict=True)]
+    return DataProto.concat(groups)

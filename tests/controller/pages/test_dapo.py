@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, InvalidData
+from rolemesh.forwarding import Forwarding
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Reward, Roles
 from rolemesh.services.controller.pages.choice import record_step
@@ -258,6 +259,41 @@ async def test_a_resumed_search_beyond_a_lowered_limit_ends_with_its_next_batch(
     with pytest.raises(InvalidData, match=r"0 of 2 groups .* after 5 batches .* to 15 of 15 prompts"):
         await world.step(1, sampling, roles, 2)
     assert len(given.asked) == 1
+
+
+class Terse(Forwarding[Reward]):
+    """A reward of a job whose scores have no extra information."""
+
+    async def compute_scores(self, batch: DataProto) -> DataProto:
+        return without_extra(await self._role.compute_scores(batch))
+
+
+def without_extra(rows: DataProto) -> DataProto:
+    return rows.select_columns([name for name in rows.columns if name != "reward_extra_info"])
+
+
+@pytest.mark.parametrize("size", [3, 5])  # groups in a batch: the waiting ones fill it alone, or they do not
+@pytest.mark.parametrize("now", ["with", "without"])
+async def test_groups_that_waited_for_a_resume_are_learnt_from_though_scores_tell_more_or_less_now(
+    world: World, now: str, size: int
+) -> None:
+    first, resumed = (world.sampling(gen_batch=10, size=size) for _ in range(2))
+    given, roles = world.roles(lambda uid: uid[:12] <= "train-000007")
+    terse = replace(roles, reward=Terse(roles.reward))
+    then, afterwards = (terse, roles) if now == "with" else (roles, terse)
+    first.size = 4
+    await world.step(1, first, then, 2)
+    assert len(first.waiting) == 2 * 4
+    assert ("reward_extra_info" in first.waiting) is (now == "without")
+    resumed.restore(first.num_batches, first.waiting, 2, {})
+    for number in (2, 3):
+        await world.step(number, resumed, afterwards, 2)
+    learnt = [uid for batch in given.learnt for uid in batch["uid"][::2]]
+    waiting = list(resumed.waiting["uid"][::2])
+    assert len(given.learnt[1]) == len(given.learnt[2]) == 2 * size
+    assert len({*learnt, *waiting}) == len(learnt) + len(waiting) == 8 * resumed.num_batches
+    scores = torch.cat([batch["token_level_scores"].sum(dim=1) for batch in given.learnt])
+    assert scores.tolist() == [1, 0] * len(learnt)
 
 
 async def test_just_as_many_batches_as_a_step_may_answer_are_no_error(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -211,3 +212,23 @@ def test_dumps_name_the_batch_in_which_a_prompt_was_answered(unbroken: JobConfig
         assert sum(number <= last for number in batches) == record["sampling/groups_from_before"]
         assert max(batches) <= last + rounds
         last += rounds
+
+
+async def test_a_checkpoint_of_a_run_whose_scores_told_less_is_resumed(
+    unbroken: JobConfig, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its waiting groups lack a column that scores have now, as after an added function or val_kwargs.n."""
+    shutil.copytree(unbroken.run_dir, tmp_path / "run")
+    step = tmp_path / "run" / "global_step_2"
+    job = small_job(
+        tmp_path, tiny_model, "run", *SAVED,
+        "trainer.resume_mode=resume_path", f"trainer.resume_from_path={step}",
+    )  # fmt: skip
+    rows = load_batch(step / "waiting_groups")
+    assert "reward_extra_info" in rows
+    fewer = rows.select_columns([name for name in rows.columns if name != "reward_extra_info"])
+    save_batch(fewer, step / "waiting_groups")
+    await train(job)
+    assert recorded(job) == recorded(unbroken)
+    weights = Path("actor") / "model.safetensors"
+    assert end_of(job)[str(weights)] == end_of(unbroken)[str(weights)]

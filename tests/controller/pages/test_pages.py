@@ -7,24 +7,31 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from in_process import small_job, train, workers
+from in_process import recorded, small_job, train, workers
 from torch.testing import assert_close
 
 from rolemesh.algos.kl import KLController
+from rolemesh.catalog.pages import PAGES, PageSpec
 from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RewardFailed
 from rolemesh.models.loading import load_tokenizer
-from rolemesh.roles import Rollout
+from rolemesh.roles import Metrics, Roles, Rollout
 from rolemesh.services.controller.pages.choice import page_of
 from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.run.run_dir import read_metrics
-from rolemesh.services.controller.stages.experience import fan_out
+from rolemesh.services.controller.stages.advantages import (
+    apply_kl_penalty,
+    apply_rollout_correction,
+    compute_advantages,
+)
+from rolemesh.services.controller.stages.experience import collect, fan_out
 from rolemesh.weights.source import WeightSource
 
 
@@ -295,3 +302,82 @@ async def test_a_job_that_cannot_run_is_an_error_before_the_first_step(
 ) -> None:
     with pytest.raises(InvalidConfig, match=message):
         await train(small_job(tmp_path, tiny_model, "run", *overrides))
+
+
+async def self_scored_step(prompts: DataProto, roles: Roles, step: Step) -> Metrics:
+    """Like grpo_step, but it scores each response by its first token."""
+
+    async def experience(rows: DataProto) -> DataProto:
+        scores = torch.zeros(rows["responses"].shape)
+        scores[:, 0] = rows["responses"][:, 0] % 7
+        old = await roles.actor.compute_log_probs(rows)
+        return rows.union(old, DataProto({"token_level_scores": scores}))
+
+    rows = fan_out(prompts, step.job.rollout.n, step.job.rollout.seed, step.number)
+    batch = await collect(roles.rollout.generate(rows), rows, experience)
+    batch, mismatch = apply_rollout_correction(batch, step.job)
+    batch, kl_metrics = apply_kl_penalty(batch, step.job, step.kl.value)
+    batch = compute_advantages(batch, step.job)
+    actor_metrics = await roles.actor.update(batch)
+    await roles.sync_weights(step.number)
+    return step.report(batch, mismatch, kl_metrics, actor_metrics)
+
+
+SELF_SCORED = PageSpec(name="selfscored", code=self_scored_step, origin="own.py", roles=("actor", "rollout"))
+SELF_SCORING = (
+    "algorithm.page=selfscored",
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=false",
+    "trainer.total_training_steps=1",
+)
+
+
+async def test_a_page_may_score_its_rows_by_itself_and_dumps_have_what_the_batch_has(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with PAGES.adding(SELF_SCORED):
+        job = small_job(
+            tmp_path, tiny_model, "run", *SELF_SCORING, "data.val_files=[]",
+            f"trainer.rollout_data_dir={tmp_path / 'rollouts'}",
+        )  # fmt: skip
+        assert job.roles == ("actor", "rollout")
+        with workers(job) as roles:
+            await Run(job, load_tokenizer(job.actor.model)).train(roles)
+    [record] = recorded(job)
+    rows = [json.loads(line) for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    assert {"input", "output", "score", "step", "uid"} <= set(rows[0])
+    assert "acc" not in rows[0]
+    assert sum(row["score"] for row in rows) / 8 == pytest.approx(record["critic/score/mean"])
+
+
+def test_a_job_that_generates_and_has_no_reward_cannot_validate(tiny_model: Path, tmp_path: Path) -> None:
+    never = ("trainer.val_before_train=false", "trainer.test_freq=-1")
+    with PAGES.adding(SELF_SCORED):
+        job, training = (small_job(tmp_path, tiny_model, "run", *SELF_SCORING, *each) for each in ((), never))
+        tokenizer = load_tokenizer(job.actor.model)
+        with pytest.raises(InvalidConfig, match=r"page selfscored has no reward .*val_before_train to false"):
+            Run(job, tokenizer)
+        Run(training, tokenizer)
+
+
+async def test_without_a_directory_for_dumps_no_text_of_a_step_is_made(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", "trainer.total_training_steps=1", "data.val_files=[]")
+    run = Run(job, load_tokenizer(job.actor.model))
+    with workers(job) as roles, patch.object(run, "_texts", None):  # the reward has its own
+        assert (await run.train(roles)).step == 1
+
+
+async def test_validating_a_run_leaves_its_records_and_its_job_file(tiny_model: Path, tmp_path: Path) -> None:
+    """Also where the run has no checkpoint, so that what is validated is the model that it began with."""
+    job = small_job(tmp_path, tiny_model, "run", "trainer.total_training_steps=1")
+    await train(job)
+    before, written = recorded(job), (job.run_dir / "config.yaml").read_text()
+    await train(
+        small_job(tmp_path, tiny_model, "run", "trainer.total_training_steps=1", "trainer.val_only=true")
+    )
+    assert recorded(job) == [*before, before[0]]
+    assert (job.run_dir / "config.yaml").read_text() == written
+    assert not list(job.run_dir.glob("metrics-until-*"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from float64 import in_float64
 from in_process import recorded, train
 from transformers import AutoModelForCausalLM
 
+from rolemesh.catalog.estimators import ESTIMATORS
 from rolemesh.config import JobConfig
 from rolemesh.config.base import merge
 from rolemesh.config.job import make_job
@@ -23,6 +25,8 @@ from rolemesh.errors import InvalidConfig
 from rolemesh.models import sharded
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.actor.worker import ActorWorker
+from rolemesh.services.controller.pages.choice import check_step
+from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.controller.stages.experience import join
 
 
@@ -174,3 +178,57 @@ def test_the_job_has_the_actor_alone_under_every_placement(tiny_model: Path, tmp
 def test_a_job_that_wants_several_answers_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"rollout\.n is 4, but page sft answers no prompts"):
         sft_job(tmp_path, tiny_model, rollout={"n": 4})
+
+
+async def test_what_is_for_answers_alone_changes_nothing_and_is_warned_of(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The engine's log-probabilities, and conversations: no engine answers here."""
+    trainer = {"total_training_steps": 1, "test_freq": 1}
+    plain = sft_job(tmp_path, tiny_model, "plain", trainer=trainer)
+    correction = {"bypass_mode": True, "rollout_rs": "token_k2", "rollout_rs_threshold": 9}
+    job = sft_job(
+        tmp_path,
+        tiny_model,
+        "merged",
+        trainer=trainer | {"max_rollout_kl": 0.1},
+        algorithm={"rollout_correction": correction},
+        rollout={"multi_turn": {"enable": True}},
+    )
+    warned = {idle.key: idle.reason for idle in job.idle_keys() if idle.is_set}
+    keys = {
+        "trainer.max_rollout_kl",
+        "rollout.multi_turn.enable",
+        *(f"algorithm.rollout_correction.{key}" for key in correction),
+    }
+    assert warned == dict.fromkeys(keys, "algorithm.page sft answers no prompts")
+    for each in (plain, job):
+        await train(each)
+    assert recorded(job) == recorded(plain)
+    assert "val/loss" in recorded(job)[0]
+    weights = [(each.run_dir / "global_step_1/actor/model.safetensors").read_bytes() for each in (plain, job)]
+    assert weights[0] == weights[1]
+    await check_step(sft_job(tmp_path, tiny_model, algorithm={"rollout_correction": {"rollout_is": "token"}}))
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in ESTIMATORS.values() if spec.compares])
+def test_no_estimator_wants_several_responses_where_none_are_answered(
+    name: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """So a recipe of sft can be merged over a job of any algorithm."""
+    components = {"gdpo_reward_keys": ["first", "second"]} if name == "gdpo" else {}
+    merged = {"algorithm": {"adv_estimator": name, **components}, "rollout": {"do_sample": False}}
+    assert sft_job(tmp_path, tiny_model, **merged).roles == ("actor",)
+    with pytest.raises(InvalidConfig, match=r"critic_warmup is 2, but a job .* has no critic"):
+        sft_job(tmp_path, tiny_model, **merged, trainer={"critic_warmup": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"), [("val/loss", True), ("val/sums/loss", True), ("val/sum/loss", False)]
+)
+def test_a_loss_that_validation_lacks_is_refused(
+    name: str, is_known: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = sft_job(tmp_path, tiny_model, trainer={"save_best": name})
+    with nullcontext() if is_known else pytest.raises(InvalidConfig, match=r"only val/loss, .*, val/sums/loss"):
+        Run(job, load_tokenizer(job.actor.model))

@@ -11,8 +11,10 @@ from in_process import recorded, small_job, train
 
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
+from rolemesh.models.loading import load_tokenizer
 from rolemesh.services.controller.run.best import is_best
 from rolemesh.services.controller.run.checkpoints import Checkpoints
+from rolemesh.services.controller.run.loop import Run
 
 METRIC = "val-aux/numbers/reward/mean@4"
 STEPS = 10
@@ -114,3 +116,42 @@ async def test_a_metric_that_validation_lacks_is_named_with_those_it_has(
 def test_the_best_of_no_validation_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match=r"save_best is val/loss, but nothing is .*test_freq is -1"):
         small_job(tmp_path, tiny_model, "run", "trainer.test_freq=-1", "trainer.save_best=val/loss")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [
+        (METRIC, True),
+        ("val-core/digits/acc/mean@4", True),
+        ("val-aux/digits/acc/pass@2", True),
+        ("val-core/numbers/acc/maj@4/mean", True),  # if the reward reports what it found
+        ("val-core/gsm8k/acc/mean@4", False),  # no such data source
+        ("val-core/numbers/acc/mean@1", False),  # each prompt is answered four times
+        ("val-aux/numbers/acc/best@8/mean", False),
+        ("val/loss", False),
+    ],
+)
+def test_a_metric_that_no_validation_could_report_is_refused_before_any_role_is_asked(
+    name: str, is_known: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    job = small_job(tmp_path, tiny_model, "run", *VALIDATED, f"trainer.save_best={name}")
+    tokenizer = load_tokenizer(job.actor.model)
+    if is_known:
+        Run(job, tokenizer)
+        return
+    with pytest.raises(InvalidConfig, match=rf"save_best is {name}, but .* only .*{METRIC}"):
+        Run(job, tokenizer)
+    once = small_job(
+        tmp_path, tiny_model, "run", *VALIDATED, f"trainer.save_best={name}", "trainer.val_only=true"
+    )
+    Run(once, tokenizer)  # it saves nothing
+
+
+async def test_a_majority_vote_that_the_reward_does_not_allow_ends_the_run_before_its_first_step(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    vote = "val-core/numbers/acc/maj@4/mean"
+    job = small_job(tmp_path, tiny_model, "run", *VALIDATED, f"trainer.save_best={vote}")
+    with pytest.raises(InvalidConfig, match=rf"save_best is {vote}, but .* only .*{METRIC}"):
+        await train(job)
+    assert [record["training/global_step"] for record in recorded(job)] == [0]
