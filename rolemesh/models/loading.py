@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
@@ -160,6 +167,11 @@ def load_score_head(directory: Path, hidden_size: int) -> tuple[Tensor, Tensor |
     return None
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a model directory has files of a tokenizer."""
+    return any(directory.glob("tokenizer*")) or (directory / "vocab.json").is_file()
+
+
 def load_tokenizer(config: ModelConfig, role: str = "actor") -> Any:
     """Load the tokenizer of a model directory.
 
@@ -167,7 +179,7 @@ def load_tokenizer(config: ModelConfig, role: str = "actor") -> Any:
         ModelNotFound: the directory has none, or it cannot be read.
     """
     directory = existing_directory(config, role)
-    if not any(directory.glob("tokenizer*")) and not (directory / "vocab.json").is_file():
+    if not has_tokenizer(directory):
         raise ModelNotFound(f"{role}: {directory} has no tokenizer: no tokenizer.json")
     try:
         return AutoTokenizer.from_pretrained(
@@ -322,7 +334,7 @@ def _outline(auto_class: Any, config: ModelConfig, role: str) -> Any:
 
 
 def _without_dropout(settings: Any) -> None:
-    """Set every dropout in a configuration to 0.
+    """Set every dropout in a configuration to 0, also in the configurations of its parts.
 
     With dropout, old log-probabilities and the update would be of different policies. Without it, a role also
     has no random state to save.
@@ -330,6 +342,8 @@ def _without_dropout(settings: Any) -> None:
     for key, value in settings.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(settings, key, 0.0)
+        elif isinstance(part := getattr(settings, key, None), PreTrainedConfig):
+            _without_dropout(part)
 
 
 def vocabulary_in(config: ModelConfig, role: str) -> int:

@@ -41,11 +41,11 @@ BASE_FILE = "base_model.xxh3"
 # Keys of an adapter's configuration that, with the rank, determine the scale of B·A.
 SCALING = ("lora_alpha", "use_rslora", "alpha_pattern")
 # Keys in which the adapter to start from may differ from the job. Any other key changes what the layers
-# compute.
+# compute. peft sets fan_in_fan_out by the kind of each layer.
 ITS_OWN = {
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern",
     "alpha_pattern", "use_rslora", "lora_dropout", "task_type", "inference_mode", "base_model_name_or_path",
-    "revision", "peft_version", "auto_mapping",
+    "revision", "peft_version", "auto_mapping", "fan_in_fan_out",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -22,14 +23,15 @@ from transformers import (
 
 from rolemesh.config.model import ModelConfig, PolicyModelConfig
 from rolemesh.errors import CheckpointFailed, InvalidConfig, ModelNotFound, unreadable
-from rolemesh.models.directory import described_directory
-from rolemesh.models.loading import load_causal_lm, load_tokenizer, load_whole, vocabulary_of
+from rolemesh.models.directory import described_directory, existing_directory
+from rolemesh.models.loading import has_tokenizer, load_causal_lm, load_tokenizer, load_whole, vocabulary_of
 from rolemesh.models.lora import BASE_FILE, CONFIG_FILE, Adapter
 from rolemesh.models.sequence import DTYPES
 
 # By the end of the architecture's name in config.json.
 CLASSES: dict[str, Any] = {
     "ForCausalLM": AutoModelForCausalLM,
+    "LMHeadModel": AutoModelForCausalLM,  # older ones, such as GPT-2's
     "ForTokenClassification": AutoModelForTokenClassification,
     "ForSequenceClassification": AutoModelForSequenceClassification,
 }
@@ -105,20 +107,22 @@ def export(
         raise InvalidConfig(f"{out} exists; name a new directory")
     if dtype not in DTYPES:
         raise InvalidConfig(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
-    has_adapter = (source / CONFIG_FILE).is_file()
-    model, expected = _merged(source, base) if has_adapter else _plain(source, base.trust_remote_code)
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)  # as save_pretrained does later
+    except ValueError as error:
+        raise InvalidConfig(f"max_shard_size is {max_shard_size!r}: {error}") from error
+    own = ModelConfig(path=str(source.absolute()), trust_remote_code=base.trust_remote_code)
+    adapted = _adapted(source, base) if (source / CONFIG_FILE).is_file() else None
+    model, expected = _merged(source, adapted) if adapted else _plain(source, base.trust_remote_code)
     _round(model, DTYPES[dtype])
     rounded = _logits(model)
     if not rounded.isfinite().all():
         raise InvalidConfig(f"the logits of {source} are not finite in {dtype}; try bfloat16 or float32")
     with _written_whole(out) as unfinished:
-        try:
-            save_model(model, unfinished, max_shard_size=max_shard_size)
-        except ValueError as error:
-            raise InvalidConfig(f"max_shard_size is {max_shard_size!r}: {error}") from error
-        if any(source.glob("tokenizer*")):
-            config = ModelConfig(path=str(source), trust_remote_code=base.trust_remote_code)
-            load_tokenizer(config, "export").save_pretrained(unfinished)
+        save_model(model, unfinished, max_shard_size=max_shard_size)
+        named = own if adapted is None or has_tokenizer(source) else adapted  # peft writes none
+        if has_tokenizer(existing_directory(named, "export")):
+            load_tokenizer(named, "export").save_pretrained(unfinished)
         weights = {tensor.data_ptr(): tensor for tensor in model.parameters()}.values()
         num_parameters = sum(tensor.numel() for tensor in weights)
         num_bytes = sum(tensor.nbytes for tensor in weights)
@@ -142,14 +146,14 @@ def _plain(source: Path, trust_remote_code: bool) -> tuple[Any, Tensor]:
     return model, _logits(model)
 
 
-def _merged(source: Path, base: ModelConfig) -> tuple[Any, Tensor]:
-    """Load an adapter and its base model; return both as one model, and the logits of the two."""
+def _adapted(source: Path, base: ModelConfig) -> PolicyModelConfig:
+    """Read which base model an adapter is for, with its rank and scale."""
     try:
         named = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
         given = {"path": base.path, "revision": base.revision} if base.path else {
             "path": named["base_model_name_or_path"] or "", "revision": named.get("revision") or ""
         }  # fmt: skip
-        config = PolicyModelConfig(
+        return PolicyModelConfig(
             **given,
             trust_remote_code=base.trust_remote_code,
             lora_rank=named["r"],
@@ -158,6 +162,10 @@ def _merged(source: Path, base: ModelConfig) -> tuple[Any, Tensor]:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise unreadable(ModelNotFound, error, f"{source / CONFIG_FILE} cannot be read: {error!r}") from error
+
+
+def _merged(source: Path, config: PolicyModelConfig) -> tuple[Any, Tensor]:
+    """Load an adapter and its base model; return both as one model, and the logits of the two."""
     model = load_causal_lm(config, f"the base model of {source}")
     adapter = Adapter(model, config, seed=0)
     try:

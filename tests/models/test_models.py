@@ -14,11 +14,19 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    Gemma3Config,
 )
 
 from rolemesh.config.model import ModelConfig
 from rolemesh.errors import ModelNotFound
-from rolemesh.models.loading import load_causal_lm, load_tokenizer, named_weights, vocabulary_in, vocabulary_of
+from rolemesh.models.loading import (
+    load_causal_lm,
+    load_outline,
+    load_tokenizer,
+    named_weights,
+    vocabulary_in,
+    vocabulary_of,
+)
 from rolemesh.models.reward_model import RewardModel
 
 CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -60,6 +68,14 @@ def test_dropout_is_off(tiny_model: Path, tmp_path: Path) -> None:
     model = load_causal_lm(at(directory), "actor").train()
     ids = torch.arange(8)[None]
     assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_dropout_is_off_in_the_parts_of_a_configuration(tmp_path: Path) -> None:
+    text = {"vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "attention_dropout": 0.5}
+    Gemma3Config(text_config=text).save_pretrained(tmp_path)
+    model = load_outline(at(tmp_path), "actor")
+    assert {getattr(module, "attention_dropout", 0.0) for module in model.modules()} == {0.0}
+    assert model.config.get_text_config().attention_dropout == 0
 
 
 def test_tied_weights_are_named_once(any_model: Path) -> None:

@@ -14,14 +14,18 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
 )
 
-from rolemesh.config.model import ModelConfig
+from rolemesh.config.model import ModelConfig, PolicyModelConfig
 from rolemesh.errors import CheckpointFailed, InvalidConfig, ModelNotFound
 from rolemesh.models import saving
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import load_causal_lm
+from rolemesh.models.lora import Adapter
 from rolemesh.models.saving import export, save_model
+from rolemesh.models.tiny import byte_tokenizer
 from rolemesh.ranks.ranks import Ranks
 
 IDS = torch.arange(3, 40)[None]
@@ -51,8 +55,28 @@ def adapter_of(model: Path, directory: Path, **keys: object) -> Path:
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
     policy.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(model).save_pretrained(directory)
     return directory
+
+
+def tokens_of(directory: Path) -> list[int]:
+    ids: list[int] = AutoTokenizer.from_pretrained(directory)("What is 2 + 3?").input_ids
+    return ids
+
+
+def check_merged(model: Path, tmp_path: Path) -> None:
+    """Compare an export with what peft makes of an adapter of the model."""
+    adapter = adapter_of(model, tmp_path / "adapter")
+    done = export(adapter, tmp_path / "out")
+    assert done.num_files == 1
+    mine = AutoModelForCausalLM.from_pretrained(done.directory)
+    policy = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter)
+    whole = policy.merge_and_unload()
+    assert mine.state_dict().keys() == whole.state_dict().keys()
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in mine.state_dict().items())
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    assert (logits(mine) - logits(plain)).abs().max() > 0.01
+    assert 0 < done.difference < 1e-4  # W + B·A rounds otherwise than two products
+    assert tokens_of(done.directory) == tokens_of(model)
 
 
 def test_settings_that_save_pretrained_refuses_are_kept(sampling_model: Path, tmp_path: Path) -> None:
@@ -77,25 +101,46 @@ def test_an_export_is_the_model_in_its_type(any_model: Path, tmp_path: Path, dty
     assert done.num_parameters == sum(p.numel() for p in theirs.parameters())
     assert done.num_bytes == done.num_parameters * (4 if dtype == "float32" else 2)
     assert (done.difference == 0) == (dtype == "float32")
-    text = "What is 2 + 3?"
-    before, after = (
-        AutoTokenizer.from_pretrained(path)(text).input_ids for path in (any_model, done.directory)
-    )
-    assert before == after
+    assert tokens_of(done.directory) == tokens_of(any_model)
 
 
 def test_an_adapter_of_peft_is_merged_as_peft_does(any_model: Path, tmp_path: Path) -> None:
-    adapter = adapter_of(any_model, tmp_path / "adapter")
-    done = export(adapter, tmp_path / "out")
-    assert done.num_files == 1
-    mine = AutoModelForCausalLM.from_pretrained(done.directory)
-    policy = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(any_model), adapter)
-    whole = policy.merge_and_unload()
-    assert mine.state_dict().keys() == whole.state_dict().keys()
-    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in mine.state_dict().items())
-    plain = AutoModelForCausalLM.from_pretrained(any_model)
-    assert (logits(mine) - logits(plain)).abs().max() > 0.01
-    assert 0 < done.difference < 1e-4  # W + B·A rounds otherwise than two products
+    check_merged(any_model, tmp_path)
+
+
+def test_an_adapter_of_transposed_matrices_is_merged_too(tmp_path: Path) -> None:
+    """Those of GPT-2 (Conv1D), of which peft writes so into the adapter's configuration, and ours does, too."""
+    model = tmp_path / "gpt2"
+    GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=64, n_layer=2, n_head=4)).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    check_merged(model, tmp_path)
+    config = PolicyModelConfig(path=str(model), lora_rank=4)
+    trained, ours = Adapter(load_causal_lm(config, "actor"), config, seed=0), tmp_path / "ours"
+    ours.mkdir()
+    trained.copy()(ours, Ranks.alone())
+    assert json.loads((ours / "adapter_config.json").read_text())["fan_in_fan_out"]
+    export(ours, tmp_path / "ours_out")
+    again = config.model_copy(update={"lora_adapter_path": str(ours)})
+    begun = Adapter(load_causal_lm(again, "actor"), again, seed=1)
+    assert all(torch.equal(tensor, begun.weights[name]) for name, tensor in trained.weights.items())
+
+
+def test_an_adapters_own_tokenizer_is_exported(tiny_model: Path, tmp_path: Path) -> None:
+    adapter = adapter_of(tiny_model, tmp_path / "adapter")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "own"
+    tokenizer.save_pretrained(adapter)
+    export(adapter, tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "own"
+
+
+def test_a_tokenizer_of_two_files_is_exported(tiny_model: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny_model, tmp_path / "source")
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+    byte_tokenizer().backend_tokenizer.model.save(str(source))  # vocab.json and merges.txt
+    export(source, tmp_path / "out")
+    assert tokens_of(tmp_path / "out") == tokens_of(source)
 
 
 def test_a_base_model_that_moved_is_named(tiny_model: Path, tmp_path: Path) -> None:
@@ -159,6 +204,18 @@ def test_another_base_than_the_adapter_was_trained_on_is_refused(tiny_model: Pat
     (adapter / "base_model.xxh3").write_text("0123456789abcdef\n")
     with pytest.raises(InvalidConfig, match="the base model's weights were not those of"):
         export(adapter, tmp_path / "out")
+
+
+def test_an_error_of_the_write_is_not_one_of_the_size(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(model: torch.nn.Module, directory: Path, **how: str) -> None:
+        raise ValueError("tensors share memory")
+
+    monkeypatch.setattr(saving, "save_model", refusing)
+    with pytest.raises(CheckpointFailed, match="out could not be written: tensors share memory"):
+        export(tiny_model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_write_is_noticed_and_deleted(
