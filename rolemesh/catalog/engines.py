@@ -18,6 +18,7 @@ class EngineSpec(Declaration):
         reserves_memory: it holds its weights in rollout.dtype, in which the actor then publishes them, and
             reserves rollout.gpu_memory_utilization of the device; false: float32 weights, and memory as rows
             need it. The planner counts with this.
+        least_temperature: to which it raises a lower one that is not 0; such a temperature is refused.
         check: a function that raises InvalidConfig if the engine is not installed.
     """
 
@@ -26,6 +27,7 @@ class EngineSpec(Declaration):
     keys: tuple[str, ...] = ()
     on_device: bool = True
     reserves_memory: bool = False
+    least_temperature: float = 0.0
     check: Code | None = None
 
     def arguments(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -33,6 +35,7 @@ class EngineSpec(Declaration):
 
 
 ENGINE_ROOM = "rolemesh.services.rollout.engines"
+VLLMS_LEAST_TEMPERATURE = 0.01  # _MAX_TEMP in vllm/sampling_params.py
 
 ENGINES = Catalog(
     EngineSpec,
@@ -51,6 +54,7 @@ ENGINES = Catalog(
             "disable_log_stats",
         ),
         reserves_memory=True,
+        least_temperature=VLLMS_LEAST_TEMPERATURE,
         check=f"{ENGINE_ROOM}.vllm.arguments:check_installed",
         meaning="vLLM in the rollout's process",
     ),
@@ -59,6 +63,7 @@ ENGINES = Catalog(
         code=f"{ENGINE_ROOM}.openai.engine:load_openai",
         keys=("openai",),
         on_device=False,
+        least_temperature=VLLMS_LEAST_TEMPERATURE,  # of vLLM's servers
         meaning="vLLM or SGLang servers of yours (docs/openai-engine.md)",
     ),
 )

@@ -78,11 +78,8 @@ class ValSamplingConfig(SamplingConfig):
         given = [key for key in ("temperature", "top_k", "top_p") if getattr(self, key) != fields[key].default]
         if self.temperature == 0:
             given.remove("temperature")  # greedy, which it says, too
-        if (
-            "do_sample" not in self.model_fields_set
-            and self.temperature
-            and "temperature" in self.model_fields_set
-        ):
+        keys = self.model_fields_set
+        if self.temperature and "temperature" in keys and "do_sample" not in keys:
             given = ["temperature"]
         if given:
             raise ValueError(
@@ -289,17 +286,13 @@ class RolloutConfig(SamplingConfig):
     agent: AgentConfig = AgentConfig()
 
     @model_validator(mode="after")
-    def _who_converses_has_an_environment(self) -> "RolloutConfig":
+    def _agent_has_what_it_needs(self) -> "RolloutConfig":
         agent = self.agent.default_agent_loop
         if AGENTS[agent].converses and not self.multi_turn.enable:
             raise ValueError(
                 f"rollout.agent.default_agent_loop is {agent}, which converses, but rollout.multi_turn.enable "
                 "is false; set enable to true"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _external_has_a_program(self) -> "RolloutConfig":
         if self.agent.default_agent_loop == "external" and not self.agent.external.command:
             raise ValueError(
                 "rollout.agent.default_agent_loop is external, but rollout.agent.external.command is empty; "
@@ -311,8 +304,7 @@ class RolloutConfig(SamplingConfig):
     def _tokens_have_log_probs(self) -> "RolloutConfig":
         if not self.calculate_log_probs:
             raise ValueError(
-                "calculate_log_probs is false, but correction and metrics need log-probabilities; set it to "
-                "true"
+                "calculate_log_probs is false, but correction and metrics need log-probabilities; leave it out"
             )
         return self
 
@@ -342,9 +334,20 @@ class RolloutConfig(SamplingConfig):
         if self.truncates and not 0 < self.top_k <= MAX_KEPT:
             raise ValueError(
                 f"top_p is {self.top_p:g} and top_k {self.top_k}, but the trainer gets at most {MAX_KEPT} "
-                "tokens "
-                f"that could be sampled; set rollout.top_k between 1 and {MAX_KEPT}"
+                f"tokens that could be sampled; set rollout.top_k between 1 and {MAX_KEPT}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_takes_the_temperature(self) -> "RolloutConfig":
+        least = self.engine.least_temperature if self.openai.api == "vllm" else 0.0
+        for key, sampling in (("temperature", self), ("val_kwargs.temperature", self.val_kwargs)):
+            if not sampling.greedy and sampling.temperature < least:
+                raise ValueError(
+                    f"rollout.{key} is {sampling.temperature:g}, but engine {self.name} raises it to "
+                    f"{least:g}, so log-probabilities would not be of the actor's distribution; set it to 0 "
+                    f"(greedy), or to {least:g} or more"
+                )
         return self
 
     @property

@@ -139,6 +139,8 @@ async def test_settings_tell_other_prompts_and_weights_but_not_replicas(
     assert settings(sampled, "placement.replicas.rollout=3", "trainer.total_training_steps=9") == one
     other = settings(sampled, "rollout.val_kwargs.top_k=5", "rollout.seed=3")
     assert {key for key in one if other[key] != one[key]} == {"rollout.val_kwargs.top_k", "rollout.seed"}
+    computed = settings(sampled, "actor.head_dtype=float32", "trainer.deterministic=true")
+    assert {key for key in one if computed[key] != one[key]} == {"actor.head_dtype", "trainer.deterministic"}
     shorter = settings(sampled, "data.val_max_samples=2")
     assert shorter["the prompts' tokens"] != one["the prompts' tokens"]
 

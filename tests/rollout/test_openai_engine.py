@@ -60,6 +60,7 @@ ENVIRONMENT = {
 }
 FLAGS = (
     *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "64"),
+    *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "2048"),
     *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_LOGPROBS)),
     *("--worker-extension-cls", "rolemesh.services.rollout.engines.vllm.extension.RolloutExtension"),
 )
@@ -356,12 +357,13 @@ def test_a_server_that_does_not_suit_the_job(
 @pytest.mark.parametrize(
     ("section", "key", "value", "flag"),
     [
+        ("scheduler_config", "enable_chunked_prefill", True, "--no-enable-chunked-prefill, and with --max-num"),
         ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode processed_logprobs"),
         ("parallel_config", "worker_extension_cls", "", "--worker-extension-cls rolemesh.services.rollout"),
     ],
 )
 def test_the_error_of_a_server_that_lacks_a_flag_names_it(
-    url: str, model: Path, tmp_path: Path, section: str, key: str, value: str, flag: str
+    url: str, model: Path, tmp_path: Path, section: str, key: str, value: Any, flag: str
 ):
     """By what the real server says of itself, with one value as it is without the flag: a second server would
     cost a minute."""

@@ -94,6 +94,16 @@ def test_settings_that_are_missing_are_named(model: Path, tmp_path: Path):
         job_of(model, ["http://x"], tmp_path, enforce_eager=True)
 
 
+def test_settings_that_servers_would_not_follow_are_refused(model: Path, tmp_path: Path):
+    with pytest.raises(
+        InvalidConfig, match=r"rollout.temperature is 0.005, but engine openai raises it to 0.01"
+    ):
+        job_of(model, ["http://x"], tmp_path, temperature=0.005)
+    assert job_of(model, ["http://x"], tmp_path, temperature=0.005, openai={"api": "sglang"})
+    with pytest.raises(InvalidConfig, match=r"rollout.top_k is 260, but the model has 259 tokens"):
+        OpenAIEngine(job_of(model, ["http://x"], tmp_path, top_k=260))
+
+
 class DocumentedSglang(BaseHTTPRequestHandler):
     """What SGLang's documentation says of its endpoints; it writes down what it is asked. Every token is 65 and
     has the log-prob -2 / temperature."""

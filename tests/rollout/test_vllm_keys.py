@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import Qwen3MoeConfig
-from vllm_rollouts import P, T, installed, job_of, make_plain_model, model_with_ends
+from vllm_rollouts import EOS, P, T, installed, job_of, make_plain_model, model_with_ends
 
 from rolemesh.config.job import make_job
 from rolemesh.config.rollout import RolloutConfig, own_rows
 from rolemesh.errors import InvalidConfig
-from rolemesh.models.loading import load_outline
+from rolemesh.models.loading import load_outline, load_tokenizer
 from rolemesh.models.tiny import make_tiny_model
 from rolemesh.planner.devices import GPUS
 from rolemesh.services.rollout.engines import load_engine
@@ -142,9 +142,36 @@ def test_the_keys_reach_vllm(model_directory: Path):
     asked = arguments.sampling_arguments(job, job.rollout, [1, 2])
     assert (asked["top_k"], asked["top_p"], asked["stop"], asked["logprobs"]) == (5, 0.5, ["7"], 5)
     assert asked["ignore_eos"]
+    assert not asked["skip_special_tokens"]  # a text of stop may be one
     assert asked["stop_token_ids"] == []
     greedy = arguments.sampling_arguments(job, job.rollout.val_kwargs, [1, 2])
     assert greedy["temperature"] == greedy["logprobs"] == 0
+
+
+@installed
+def test_a_text_that_ends_a_response_may_be_a_special_token(model_directory: Path):
+    """As vLLM's own detokenizer finds it."""
+    job = job_of(model_directory, stop=["<|im_start|>"])
+    with arguments.restored_environment():
+        arguments.prepare_environment(torch.device("cpu"))
+        params = importlib.import_module("vllm.sampling_params").SamplingParams
+        request = importlib.import_module("vllm.v1.engine").EngineCoreRequest
+        detokenizer = importlib.import_module("vllm.v1.engine.detokenizer").IncrementalDetokenizer
+    asked = request(
+        request_id="0",
+        prompt_token_ids=[65],
+        mm_features=None,
+        sampling_params=params(**arguments.sampling_arguments(job, job.rollout, [EOS])),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    tokenizer = load_tokenizer(job.actor.model)
+    found = detokenizer.from_new_request(tokenizer, asked)
+    assert found.update([66, 67], False) is None
+    assert found.update([tokenizer.convert_tokens_to_ids("<|im_start|>")], False) == "<|im_start|>"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +189,11 @@ def test_the_keys_reach_vllm(model_directory: Path):
         ),
         ({"load_format": "dummy"}, "load_format.*safetensors"),
         ({"name": "hf", "tensor_model_parallel_size": 2}, "is a key of engine vllm, but rollout.name is hf"),
+        ({"temperature": 0.001}, r"rollout.temperature is 0.001, but engine vllm raises it to 0.01"),
+        (
+            {"val_kwargs": {"do_sample": True, "temperature": 0.009}},
+            r"rollout.val_kwargs.temperature is 0.009, but engine vllm raises it to 0.01",
+        ),
         ({"name": "hf", "stop": ["x"]}, "is a key of engine vllm, but rollout.name is hf"),
     ],
 )
@@ -172,6 +204,18 @@ def test_keys_that_cannot_be_followed_are_refused_with_the_reason(rollout: dict[
 
 def test_keys_of_other_job_files_that_ask_for_nothing_are_taken():
     assert job_of(Path("model"), multi_turn={"enable": False}, prompt_length=P, response_length=T)
+
+
+def test_low_temperatures_are_taken_where_they_stay_as_they_are():
+    greedy = {"do_sample": True, "temperature": 0}
+    for rollout in ({"name": "hf", "temperature": 0.001}, {"temperature": 0.01}, {"val_kwargs": greedy}):
+        assert job_of(Path("model"), **rollout)
+
+
+@installed
+def test_a_top_k_above_the_vocabulary_is_refused_at_start(model_directory: Path):
+    with pytest.raises(InvalidConfig, match=r"rollout.top_k is 300, but the model has 259 tokens"):
+        load_engine(job_of(model_directory, top_k=300), None)
 
 
 @installed

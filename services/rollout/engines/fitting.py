@@ -1,4 +1,4 @@
-"""Checks whether tensors fit a model, before the first one is fetched."""
+"""Checks whether tensors fit a model, before the first one is fetched, and whether top_k does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rolemesh.errors import WeightsUnavailable
+from rolemesh.config.rollout import RolloutConfig
+from rolemesh.errors import InvalidConfig, WeightsUnavailable
 
 
 def check_fit(version: int, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
@@ -32,6 +33,18 @@ def check_fit(version: int, tensors: Mapping[str, Tensor], own: Mapping[str, Ten
             f"version {version} does not fit the rollout's model in {len(wrong)} tensors: "
             + "; ".join(sorted(wrong)[:5])
             + ("; name rollout.dtype, which auto decides anew on each device" if only_types else "")
+        )
+
+
+def check_kept(rollout: RolloutConfig, vocabulary: int) -> None:
+    """Refuse a top_k above the vocabulary: vLLM would end when it looks for as many tokens.
+
+    Raises:
+        InvalidConfig: the message has both numbers.
+    """
+    if rollout.num_kept > vocabulary:
+        raise InvalidConfig(
+            f"rollout.top_k is {rollout.top_k}, but the model has {vocabulary} tokens; set it to at most that"
         )
 
 

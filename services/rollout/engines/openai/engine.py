@@ -24,7 +24,7 @@ from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.models.loading import load_outline, load_tokenizer, named_weights, vocabulary_of
 from rolemesh.services.rollout.engines.ending import declared_eos, end_tokens
-from rolemesh.services.rollout.engines.fitting import check_fit
+from rolemesh.services.rollout.engines.fitting import check_fit, check_kept
 from rolemesh.services.rollout.engines.openai.folder import WeightsFolder
 from rolemesh.services.rollout.engines.openai.servers import (
     KINDS,
@@ -79,6 +79,7 @@ class OpenAIEngine:
         outline = load_outline(job.actor.model, "rollout")
         self.weights = named_weights(outline)
         self.vocabulary: int = vocabulary_of(outline)
+        check_kept(job.rollout, self.vocabulary)
         self._ends, self._pad = end_tokens(job, declared_eos(job, outline))
         self._servers = [KINDS[settings.api](url, job) for url in settings.urls]
         self._seats = asyncio.Semaphore(job.rollout.rows * len(self._servers))

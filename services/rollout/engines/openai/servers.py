@@ -193,6 +193,12 @@ class VllmServer(Server):
                 "on a CPU it keeps packed copies of the weights, and an update does not change the copy of a "
                 f"tied head; start it with --worker-extension-cls {EXTENSION}"
             )
+        if self._on_cpu and config["scheduler_config"]["enable_chunked_prefill"]:
+            wrong.append(
+                "on a CPU it ends at the first chunk of a prompt, because it cannot rewind the row's random "
+                "stream; start it with --no-enable-chunked-prefill, and with --max-num-batched-tokens of at "
+                "least --max-model-len"
+            )
         return wrong
 
     async def complete(self, client: httpx.AsyncClient, request: Request) -> Completion:

@@ -17,6 +17,8 @@ from rolemesh.config import JobConfig
 from rolemesh.config.rollout import SamplingConfig, own_rows
 from rolemesh.errors import InvalidConfig
 from rolemesh.models.directory import existing_directory
+from rolemesh.models.loading import vocabulary_of
+from rolemesh.services.rollout.engines.fitting import check_kept
 from rolemesh.services.rollout.engines.vllm import owner
 from rolemesh.workers.devices import resolve_device
 
@@ -153,11 +155,13 @@ def engine_arguments(job: JobConfig, model: Any) -> dict[str, Any]:
         model: the causal LM on the device `meta`.
 
     Raises:
-        InvalidConfig: the installed vLLM does not support trainer.device, the model there, or float32 logits.
+        InvalidConfig: the installed vLLM does not support trainer.device, the model there, or float32 logits,
+            or rollout.top_k is above the vocabulary.
     """
     from vllm.platforms import current_platform
 
     rollout, device = job.rollout, resolve_device(job.trainer.device).type
+    check_kept(rollout, vocabulary_of(model))
     decided = with_rows_and_share(job)
     if device == "cpu":
         _check_head_size(model)
@@ -220,6 +224,7 @@ def sampling_arguments(job: JobConfig, sampling: SamplingConfig, ends: list[int]
         "stop_token_ids": [] if rollout.ignore_eos else ends,
         "stop": list(rollout.stop),
         "detokenize": bool(rollout.stop),
+        "skip_special_tokens": False,  # a text of rollout.stop may be a special token
     }
 
 
