@@ -147,11 +147,10 @@ class Plan:
         others = [role for role in home.roles if role != "rollout" and home.memory[role].total]
         if self.ahead and others:
             return f"rollout.mode async, but rollout shares its group with {', '.join(others)}"
-        trains = any(ROLES[role].trained for role in home.roles)
-        if self.split > 1 and trains and not self.cluster.device.shared:
+        if self.split > 1 and home.ranks > 1:
             return (
-                f"rollout.tensor_model_parallel_size {self.split}, but {home.name} trains, so each of its "
-                "ranks has one GPU and an engine of its own"
+                f"rollout.tensor_model_parallel_size {self.split}, but {home.name} has {home.ranks} ranks, "
+                "each with one GPU and an engine of its own"
             )
         return ""
 
@@ -248,18 +247,26 @@ class Planner:
         Args:
             name: of the plan.
             grouping: of the job's roles.
-            given: replicas and ranks of the groups whose devices are not to be chosen.
+            given: replicas and ranks of the groups whose devices are not to be chosen; of other groups with a
+                model but the rollout's, trainer.n_gpus_per_node and nnodes may give the ranks.
 
         The search is greedy, as in HybridFlow's mapping (arXiv:2409.19256, §6). Every group starts with the
         fewest devices that it can run on. Then groups that do not fit get more, and then those whose growth
         shortens the step the most per device. Groups that run in parallel may shorten the step only together,
         so several groups may grow at once. Devices that would not shorten the step stay idle.
         """
-        given = given or {}
+        given = self._of_world(grouping) | {**(given or {})}
         best = self._plan(name, self._smallest(grouping, given))
         while grown := [plan for plan in self._grown(best, given) if plan.order < best.order]:
             best = max(grown, key=lambda plan: plan.gain_over(best))
         return best
+
+    def _of_world(self, grouping: Grouping) -> dict[str, Counts]:
+        """Return the ranks of groups by trainer.n_gpus_per_node and nnodes, as the job's num_ranks does."""
+        if (world := self.job.trainer.world_size) is None:
+            return {}
+        spread = {role for role in self.job.roles if role != "rollout" and self.job.on_device(role)}
+        return {label: Counts(ranks=world) for label, roles in grouping.items() if spread.intersection(roles)}
 
     def _smallest(self, grouping: Grouping, given: Mapping[str, Counts]) -> dict[str, Group]:
         roles = {
@@ -306,8 +313,7 @@ class Planner:
 
     def _given(self, roles: tuple[str, ...], counts: Counts) -> Group:
         devices = self._fewest(roles) and counts.replicas * counts.ranks
-        split = self.job.rollout.tensor_model_parallel_size if "rollout" in roles else 1
-        return self._group(roles, devices * split, counts.ranks)
+        return self._group(roles, devices * self._split(roles), counts.ranks)
 
     def _group(self, roles: tuple[str, ...], devices: int, ranks: int | None = None) -> Group:
         """Return a group on `devices` devices, in replicas of `ranks` ranks; None: as `_ranks` finds."""
@@ -347,9 +353,12 @@ class Planner:
         )
 
     def _ranks(self, roles: Sequence[str], devices: int) -> int:
-        """Return the ranks of a replica: a trained group's are all devices, another's as few as it fits on."""
+        """Return the ranks of a replica: a trained group's are all devices, another's as few as it fits on.
+
+        An engine in a trained group may be split over devices only if the group has one rank.
+        """
         if any(ROLES[role].trained for role in roles):
-            return devices
+            return max(1, devices // self._split(roles))
         if "rollout" in roles or self.cluster.device.shared:
             return 1
         divisors = [ranks for ranks in range(1, devices + 1) if devices % ranks == 0]
@@ -368,7 +377,11 @@ class Planner:
             return 0
         if any(ROLES[role].trained for role in roles) and not self.cluster.device.shared:
             spread = [role for role in roles if role in self.shapes and role != "rollout"]
-            return lcm(*(smallest(self.job, role) for role in spread))
+            return lcm(*(smallest(self.job, role) for role in spread)) * self._split(roles)
+        return self._split(roles)
+
+    def _split(self, roles: Sequence[str]) -> int:
+        """Return the devices of each rank: those over which an engine of the group is split."""
         return self.job.rollout.tensor_model_parallel_size if "rollout" in roles else 1
 
 

@@ -17,6 +17,7 @@ from rolemesh.errors import InvalidData
 from rolemesh.telemetry.logs import printable
 
 MAX_LINE_BYTES = 64 << 20  # of one row in a dump
+FOLDERS = ("rollout_data_dir", "validation_data_dir")  # keys of the section trainer, the first that is set
 # What the policy sampled is trained on; all else is masked out of the loss.
 SAMPLED, MASKED = "green", "dim cyan"
 
@@ -25,7 +26,8 @@ def show_answers(where: Path, step: int | None, uid: str | None, num_rows: int) 
     """Print rows of a dump.
 
     Args:
-        where: a dump; a folder of dumps; or a run directory, whose job names the folder.
+        where: a dump; a folder of dumps; or a run directory, whose job names the folder; that of
+            validation if it names no other.
         step: whose dump; None: the newest.
         uid: the rows' uid; None: any.
         num_rows: how many rows at most.
@@ -79,11 +81,11 @@ def _dump(where: Path, step: int | None) -> Path:
         return where
     folder = where
     if (config := where / "config.yaml").is_file():
-        key = "trainer.rollout_data_dir"
-        named = read_texts(read_yaml(config), [key])["trainer"].get("rollout_data_dir")
+        trainer = read_texts(read_yaml(config), [f"trainer.{key}" for key in FOLDERS])["trainer"]
+        named = [trainer[key] for key in FOLDERS if trainer.get(key)]
         if not named:
-            raise InvalidData(f"{where}: the run writes no answers; set {key}")
-        folder = Path(named)
+            raise InvalidData(f"{where}: the run writes no answers; set trainer.{' or trainer.'.join(FOLDERS)}")
+        folder = Path(named[0])
     steps = {int(file.stem): file for file in folder.glob("*.jsonl") if file.stem.isdigit()}
     if not steps or (step is not None and step not in steps):
         known = f"; there are steps {min(steps)} to {max(steps)}" if steps else ""

@@ -280,7 +280,7 @@ def plan(
 
     plans = rolemesh.plan(job, gpus=gpus, gpu=gpu, gpu_memory=gpu_memory, search=search)
     if as_json:
-        typer.echo(json.dumps(to_json(plans), indent=2))
+        typer.echo(json.dumps(to_json(job, plans), indent=2))
     else:
         show(job, plans, searched=search)
     if not plans[0].fits:

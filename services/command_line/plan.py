@@ -145,7 +145,7 @@ def _words(name: str) -> str:
 # -------------------------------------------------------------------------------- for machines
 
 
-def to_json(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+def to_json(job: JobConfig, plans: Sequence[Plan]) -> list[dict[str, Any]]:
     """Convert plans to JSON-like data; sizes in bytes, times in seconds."""
     return [
         {
@@ -160,12 +160,14 @@ def to_json(plans: Sequence[Plan]) -> list[dict[str, Any]]:
                 {
                     "name": group.name,
                     "devices": group.devices,
+                    "ranks": group.ranks,
                     "peak_bytes": group.peak_bytes,
                     "host": asdict(group.host) if group.host else {},
                     "roles": {role: memory.parts() for role, memory in group.memory.items()},
                 }
                 for group in plan.groups
             ],
+            "placement": _placement(job, plan),
             "notes": notes(plan),
         }
         for plan in plans
@@ -174,16 +176,23 @@ def to_json(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 def to_yaml(job: JobConfig, plan: Plan) -> str:
     """Return the plan as the placement section of a job file."""
+    return yaml.safe_dump({"placement": _placement(job, plan)}, sort_keys=False)
+
+
+def _placement(job: JobConfig, plan: Plan) -> dict[str, Any]:
+    """Return the section's keys. The launcher, and replicas of roles without a device, are the job file's."""
     placement: dict[str, Any] = {"strategy": plan.name}
     if not strategies().get(plan.name):
         placement = {"strategy": "custom", "groups": {group.name: list(group.roles) for group in plan.groups}}
-    split = job.rollout.tensor_model_parallel_size
-    replicas = {
-        role: count
-        for group in plan.groups
-        for role in group.roles
-        if (count := group.devices // group.ranks // (split if "rollout" in group.roles else 1)) > 1
-    }
+    if job.placement.launcher != "processes":
+        placement["launcher"] = job.placement.launcher
+    replicas: dict[str, int] = {}
+    for group in plan.groups:
+        split = job.rollout.tensor_model_parallel_size if "rollout" in group.roles else 1
+        for role in group.roles:
+            written = job.placement.replicas.get(role, 1)
+            replicas[role] = group.devices // group.ranks // split if group.devices else written
+    replicas = {role: count for role, count in replicas.items() if count > 1}
     ranks = {group.name: group.ranks for group in plan.groups if group.ranks > 1}
     counts = {name: count for name, count in (("replicas", replicas), ("ranks", ranks)) if count}
-    return yaml.safe_dump({"placement": placement | counts}, sort_keys=False)
+    return placement | counts

@@ -79,7 +79,7 @@ def answers_of_run(
 ) -> None:
     """Show the policy's answers, conversations turn by turn, and the tokens that it is trained on.
 
-    Reads the dumps in the job's trainer.rollout_data_dir or trainer.validation_data_dir.
+    Reads the dumps in the job's trainer.rollout_data_dir, or else in its trainer.validation_data_dir.
     """
     from rolemesh.services.command_line.answers import show_answers
 

@@ -135,6 +135,21 @@ def test_the_search_prints_a_placement_that_a_job_takes(job_7b: Path, tmp_path: 
         assert sorted(role for roles in job.groups.values() for role in roles) == sorted(job.roles)
 
 
+def test_the_printed_placement_keeps_what_the_job_says_of_processes(job_7b: Path) -> None:
+    own = ("placement.launcher=ray", "placement.replicas.reward=3", "placement.strategy=standalone")
+    on_8 = ("plan", job_7b, *own, "--gpus", 8, "--gpu-memory", "80GiB", "--search")
+    _, _, text = rolemesh(*on_8).stdout.partition("for the job file:")
+    plans = json.loads(rolemesh(*on_8, "--json").stdout)
+    assert yaml.safe_load(text) == {"placement": plans[0]["placement"]}
+    for plan in plans:
+        placement, groups = plan["placement"], {group["name"]: group for group in plan["groups"]}
+        assert placement["launcher"] == "ray"
+        alone = any(group["roles"].keys() == {"reward"} for group in plan["groups"])
+        assert placement.get("replicas", {}).get("reward", 0) == (3 if alone else 0)
+        ranks = {name: group["ranks"] for name, group in groups.items() if group["ranks"] > 1}
+        assert placement.get("ranks", {}) == ranks
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

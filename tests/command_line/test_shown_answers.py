@@ -76,4 +76,15 @@ def test_a_file_that_is_not_a_dump_is_refused_with_its_line(tmp_path: Path) -> N
     assert said.returncode == 2
     assert f"{file}, line 2: not a row of trainer.rollout_data_dir" in said.stderr
     (tmp_path / "config.yaml").write_text("trainer: {}\n")
-    assert "set trainer.rollout_data_dir" in rolemesh("answers", tmp_path).stderr
+    named = "set trainer.rollout_data_dir or trainer.validation_data_dir"
+    assert named in rolemesh("answers", tmp_path).stderr
+
+
+def test_a_run_that_writes_its_validations_alone_shows_those(run_directory: Path) -> None:
+    (run_directory / "validations").mkdir()
+    (run_directory / "dumps" / "7.jsonl").rename(run_directory / "validations" / "7.jsonl")
+    config, dumps = run_directory / "config.yaml", run_directory / "dumps"
+    both = f"validation_data_dir: {run_directory / 'validations'}, rollout_data_dir: "
+    for rollouts, step in (("null", 7), (dumps, 10)):
+        config.write_text(f"trainer: {{{both}{rollouts}}}\n")
+        assert f"step {step}  sums  row-1" in rolemesh("answers", run_directory).stdout

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from planned import COLLOCATE, H100, LLAMA_7B, MODELLED, STANDALONE, planner, ppo
+from planned import COLLOCATE, H100, HYBRID, LLAMA_7B, MODELLED, STANDALONE, planner, ppo
 
 from rolemesh.config import JobConfig
 from rolemesh.config.job import make_job
@@ -16,6 +16,7 @@ from rolemesh.planner.cost import elapsed, handover_seconds, role_parts
 from rolemesh.planner.devices import GIB, Device
 from rolemesh.planner.memory import role_memory
 from rolemesh.planner.plan import Counts, Plan
+from rolemesh.planner.search import search
 from rolemesh.planner.spread import Spread, exchange_seconds, gather_seconds, sum_seconds
 
 # 100 GB/s between devices, 40 GB/s between machines of 4; 8 µs a call, 2 µs and 10 µs a turn.
@@ -204,3 +205,18 @@ def test_verls_numbers_of_gpus_are_the_job_files_ranks() -> None:
         "critic": Counts(1, 2),
     }
     assert given_counts(make_job({})) == {}
+
+
+def test_verls_numbers_of_gpus_hold_in_every_placement() -> None:
+    plans = planner(gpus=32, trainer={"n_gpus_per_node": 4, "nnodes": 2})
+    found = ranks_of(plans.plan("standalone", STANDALONE))
+    assert {role: found[role] for role in ("actor", "critic", "reference")} == dict.fromkeys(
+        ("actor", "critic", "reference"), (8, 8)
+    )
+    assert found["rollout"][1] == 1
+    for plan in (plans.plan("hybrid", HYBRID), search(plans)):
+        placed = {"strategy": "custom", "groups": {group.name: group.roles for group in plan.groups}}
+        job = ppo(trainer={"n_gpus_per_node": 4, "nnodes": 2}, placement=placed)
+        assert {g.name: g.ranks for g in plan.groups} == {group: job.num_ranks(group) for group in job.groups}
+    few = planner(gpus=8, trainer={"n_gpus_per_node": 8}).plan("standalone", STANDALONE)
+    assert (few.verdict, few.missing_devices) == ("does not fit", 3 * 8 + 1 - 8)

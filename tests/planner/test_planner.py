@@ -77,13 +77,21 @@ def test_vllm_takes_most_of_a_gpu_alone_and_keeps_a_part_of_a_shared_one_asleep(
 
 
 def test_an_engine_over_several_gpus_needs_a_group_without_ranks() -> None:
-    for split, words in ((1, ""), (2, "policy trains, so each of its ranks has one GPU")):
+    for split, gpus, words in (
+        (1, 2, ""),
+        (2, 2, ""),
+        (2, 4, "policy has 2 ranks, each with one GPU and an eng"),
+    ):
         rollout = {"name": "vllm", "tensor_model_parallel_size": split}
         groups = {"policy": ["actor", "rollout", "reference"], "critic": ["critic"], "reward": ["reward"]}
-        planned = planner(LLAMA_1B, gpus=3, rollout=rollout)
-        plan = planned.divided("hybrid", groups, {"policy": 2, "critic": 1, "reward": 0})
+        planned = planner(LLAMA_1B, gpus=gpus + 1, rollout=rollout)
+        plan = planned.divided("hybrid", groups, {"policy": gpus, "critic": 1, "reward": 0})
         assert words in plan.blocked
         assert plan.verdict == ("is refused" if words else "fits")
+        if split == 2:  # one rank and both GPUs of its engine, as `rolemesh run` starts it, and never more
+            chosen = planned.plan("hybrid", groups)
+            assert chosen.fits
+            assert {g.name: (g.devices, g.ranks) for g in chosen.groups}["policy"] == (2, 1)
 
 
 @settings(max_examples=60, deadline=None)
