@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rolemesh.agents.environment import Agent, Chat, Conversation, Episode, Observation, Outcome
@@ -70,9 +70,11 @@ class GymnasiumConversation:
     ) -> None:
         self._make_env, self._threads, self._seed, self._options = make_env, threads, seed, options
         self._env: Any = None
+        self._resetting: Future[Any] | None = None
 
     async def begin(self) -> Chat:
-        return _said(await self._run(self._reset))
+        self._resetting = self._threads.submit(_called, self._reset)
+        return _said(await asyncio.wrap_future(self._resetting))
 
     async def act(self, turn: dict[str, Any]) -> Observation:
         observation, reward, terminated, truncated, _ = await self._run(self._env.step, turn["content"])
@@ -81,9 +83,15 @@ class GymnasiumConversation:
         return Observation(messages=_said(observation), reward=float(reward))
 
     async def close(self) -> Outcome:
-        if self._env is not None:
-            await self._run(self._env.close)
+        if self._resetting is not None and not self._resetting.done():  # begin was cancelled
+            self._resetting.add_done_callback(lambda _: self._close_env())
+        elif self._env is not None:
+            await self._run(self._close_env)
         return Outcome()
+
+    def _close_env(self) -> None:
+        if self._env is not None:
+            self._env.close()
 
     def _reset(self) -> Any:
         self._env = self._make_env()

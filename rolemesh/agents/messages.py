@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rolemesh.agents.environment import Chat, Observation, Outcome, Prompt
+from rolemesh.agents.environment import ToolUse as UsedTool
 from rolemesh.errors import InvalidBatch, RolemeshError
 from rolemesh.v1 import environment_pb2
 from rolemesh.v1.environment_pb2 import (
@@ -35,16 +36,19 @@ ANSWER_MARGIN = 64 << 10  # of an answer's bytes, left for what stands around te
 
 
 @contextmanager
-def invalid_as(error: type[RolemeshError], where: str = "") -> Iterator[None]:
-    """Within the block, InvalidBatch is about what an environment said: raise it as another error.
+def invalid_as(
+    error: type[RolemeshError], where: str = "", kind: type[RolemeshError] = InvalidBatch
+) -> Iterator[None]:
+    """Within the block, an error of a kind is about what an environment said: raise it as another one.
 
     Args:
         error: the class to raise.
         where: the message begins with it.
+        kind: the class to catch.
     """
     try:
         yield
-    except InvalidBatch as invalid:
+    except kind as invalid:
         raise error(f"{where}: {invalid}" if where else str(invalid)) from invalid
 
 
@@ -183,7 +187,7 @@ def opening_of(said: Chat | Prompt, what: str) -> OpenEpisodeResponse:
     """Return what is said first, or a prompt, as a message. Raises InvalidBatch as `answer_of`."""
     if not isinstance(said, Prompt):
         return OpenEpisodeResponse(messages=messages_of(said, what))
-    opening = OpenEpisodeResponse(prompt=_prompt(said, what), max_tokens=said.max_tokens)
+    opening = OpenEpisodeResponse(prompt=_prompt(said, what), max_tokens=_max_tokens(said.max_tokens, what))
     _check_size(opening, what)
     return opening
 
@@ -191,24 +195,39 @@ def opening_of(said: Chat | Prompt, what: str) -> OpenEpisodeResponse:
 def _prompt(said: Prompt, what: str) -> environment_pb2.Prompt:
     if not isinstance(said, Prompt):
         raise InvalidBatch(f"{what} should be a Prompt; got {reprlib.repr(said)} ({type(said).__name__})")
-    if len(said.tools) > MAX_TOOLS:
-        raise InvalidBatch(f"{what} has {len(said.tools)} tools; at most {MAX_TOOLS} are sent")
+    _check_list(said.tools, Mapping, f"{what}: tools")
+    try:
+        tools = [json.dumps(tool) for tool in said.tools]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidBatch(f"{what} has a tool that is not JSON: {error}") from error
     return environment_pb2.Prompt(
-        messages=messages_of(said.messages, what),
-        tools=[_text(json.dumps(tool), f"{what}: a tool") for tool in said.tools],
+        messages=messages_of(said.messages, what), tools=[_text(tool, f"{what}: a tool") for tool in tools]
     )
+
+
+def _check_list(values: Any, kind: type, what: str) -> None:
+    if not isinstance(values, list | tuple) or not all(isinstance(value, kind) for value in values):
+        raise InvalidBatch(f"{what} should be a list, each a {kind.__name__}; got {reprlib.repr(values)}")
+    if len(values) > MAX_TOOLS:
+        raise InvalidBatch(f"{what} has {len(values)}; at most {MAX_TOOLS} are sent")
+
+
+def _max_tokens(value: Any, what: str) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 32:
+        raise InvalidBatch(f"{what}: max_tokens is {reprlib.repr(value)}; a number of tokens, or 0, expected")
+    return value
 
 
 def answer_of(said: Observation, what: str) -> ActResponse:
     """Return an observation as a message.
 
     Raises:
-        InvalidBatch: it is no Observation, a message is none (`messages_of`), or a number is not finite.
+        InvalidBatch: it is no Observation, one of its fields has another type, a message is none
+            (`messages_of`), or a number is not finite.
     """
     if not isinstance(said, Observation):
         raise InvalidBatch(f"{what} should be an Observation; got {reprlib.repr(said)} ({type(said).__name__})")
-    if len(said.tools) > MAX_TOOLS:
-        raise InvalidBatch(f"{what} names {len(said.tools)} tools; at most {MAX_TOOLS} are sent")
+    _check_list(said.tools, UsedTool, f"{what}: tools")
     uses = [
         ToolUse(
             name=_text(use.name, f"{what}: a tool's name")[:100],
@@ -224,7 +243,7 @@ def answer_of(said: Observation, what: str) -> ActResponse:
         done=bool(said.done),
         why=_text(said.why, f"{what}: why")[:100],
         tools=uses,
-        max_tokens=said.max_tokens,
+        max_tokens=_max_tokens(said.max_tokens, what),
     )
     _check_size(answer, what)
     return answer
@@ -236,6 +255,8 @@ def end_of(outcome: Outcome, what: str) -> CloseEpisodeResponse:
         raise InvalidBatch(
             f"{what} should be an Outcome; got {reprlib.repr(outcome)} ({type(outcome).__name__})"
         )
+    if not isinstance(outcome.metrics, Mapping):
+        raise InvalidBatch(f"{what}: metrics should be a dict of numbers; got {reprlib.repr(outcome.metrics)}")
     if len(outcome.metrics) > MAX_NUMBERS:
         raise InvalidBatch(f"{what} has {len(outcome.metrics)} metrics; at most {MAX_NUMBERS} are sent")
     end = CloseEpisodeResponse(

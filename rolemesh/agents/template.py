@@ -44,7 +44,7 @@ class Template:
             messages: what is said to the policy.
             end: text of the token with which the policy ended its turn; "" if it was ended without one.
         """
-        return self._ids(self._ends_turn.removeprefix(end) + self._added(messages))
+        return self._ids(_after_end(self._ends_turn + self._added(messages), end))
 
     def after_all(self, prompt: list[int], said: Chat, messages: Chat, end: str) -> tuple[bool, list[int]]:
         """Return whether the template writes anew what was said, and the ids: if so, of the whole conversation;
@@ -60,7 +60,7 @@ class Template:
         begun = self._render([ASKS, *said[:-1]], opens=True) + str(said[-1]["content"])
         whole = self._render([ASKS, *said, *messages], opens=True)
         if whole.startswith(begun):
-            return False, self._ids(whole[len(begun) :].removeprefix(end))
+            return False, self._ids(_after_end(whole[len(begun) :], end))
         asked, opened = self._render([ASKS], opens=False), self._render([ASKS], opens=True)
         if not (whole.startswith(asked) and opened.startswith(asked)):
             raise self._refused(f"{_kinds(messages)} after a turn of the policy changes the prompt")
@@ -96,7 +96,8 @@ class Template:
                 **self._variables,
             )
         except Exception as error:  # the template is the model's code and may raise anything
-            raise self._refused(f"it refuses {_kinds(messages)}: {error}") from error
+            name = self._tokenizer.name_or_path
+            raise InvalidConfig(f"the chat template of {name!r} refuses {_kinds(messages)}: {error}") from error
         return text
 
     def _ids(self, text: str) -> list[int]:
@@ -142,6 +143,15 @@ class Template:
     def _refused(self, why: str) -> InvalidConfig:
         name = self._tokenizer.name_or_path
         return InvalidConfig(f"the chat template of {name!r} cannot be continued token by token: {why}")
+
+
+def _after_end(following: str, end: str) -> str:
+    """Return what follows a turn after the token that the policy has written.
+
+    This is the turn's end or, as in GLM-4, the begin of the next message. Llama 2's has a blank before.
+    """
+    bare = following.lstrip()
+    return bare.removeprefix(end) if end and bare.startswith(end) else following
 
 
 def _near(text: str, at: int) -> str:

@@ -39,6 +39,10 @@ class ToolSchema(BaseModel):
         return self.model_dump(exclude_unset=True, exclude_none=True) | {"type": "function"}
 
 
+class WrongArguments(ValueError):
+    """A call's arguments are wrong. The policy reads why, also with rollout.multi_turn.on_tool_error: fail."""
+
+
 class ToolResponse(BaseModel):
     """The answer of a tool: a text."""
 
@@ -69,7 +73,11 @@ class BaseTool:
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse | str, float, dict[str, Any]]:
-        """Run one call. Return its answer, its reward, and numbers about it. `kwargs`: execute_kwargs."""
+        """Run one call. Return its answer, its reward, and numbers about it. `kwargs`: execute_kwargs.
+
+        Raises:
+            WrongArguments: the policy's mistake. Any other error is a failure of the tool.
+        """
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:

@@ -209,7 +209,7 @@ ROLES = Catalog(
             *("rollout.multi_turn.mcp_servers", "rollout.multi_turn.call_timeout_s"),
             *("rollout.multi_turn.episode_timeout_s", "rollout.multi_turn.on_tool_error"),
             *("rollout.multi_turn.max_episodes", "rollout.agent.default_agent_loop", "rollout.agent.external"),
-            *("reward.sandbox.timeout_s", "reward.sandbox.memory_limit_mb", *COMPUTING),
+            *("reward.sandbox.timeout_s", "reward.sandbox.memory_limit_mb", "reward.answer_chars", *COMPUTING),
         ),
         reads_files=("rollout.multi_turn.tool_config_path", "rollout.multi_turn.interaction_config_path"),
         meaning="the other side of conversations: tools and interactions",

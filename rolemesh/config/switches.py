@@ -91,7 +91,8 @@ def _overruled(job: JobConfig) -> Iterator[tuple[str, str]]:
         if sampling.do_sample and sampling.temperature == 0:
             yield from ((f"{section}.{key}", f"{section}.temperature is 0") for key in ("top_k", "top_p"))
     if path := job.reward.custom_reward_function.path:  # a manager of a plug-in is given the rules without one
-        yield from ((key, f"{OWN}.path is {path}") for key in OF_RULES)
+        of_gsm8k = {"reward.answer_chars"} if job.rollout.multi_turn.enable else set()  # the interaction's, too
+        yield from ((key, f"{OWN}.path is {path}") for key in OF_RULES if key not in of_gsm8k)
     if job.algorithm.use_pf_ppo and (method := job.algorithm.pf_ppo.reweight_method) != "pow":
         yield "algorithm.pf_ppo.weight_pow", f"algorithm.pf_ppo.reweight_method is {method}"
     used, reason = {*job.estimator.keys, *OF_SEVERAL}, f"algorithm.adv_estimator is {job.estimator.name}"

@@ -135,8 +135,9 @@ def converse(link: socket.socket) -> None:
     """Run the code in standard input each time that a byte comes on `link`, and answer with a byte.
 
     All code runs in one namespace, as at Python's prompt. Standard output gets the printed text, the repr of a
-    last expression, and the traceback of an error.
+    last expression, the traceback of an error, and what Python writes to standard error.
     """
+    sys.stderr = sys.stdout
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     builtins.__dict__.update(exit=sys.exit, quit=sys.exit)
@@ -186,4 +187,5 @@ def _flush() -> None:
     try:
         sys.stdout.flush()
     except BaseException:
-        sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        output = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+        sys.stdout = sys.stderr = output

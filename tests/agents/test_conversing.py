@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from echoing import TALKS, TOKENS
 from in_process import small_job, workers
 from seen import Seen
+from transformers import AutoTokenizer
 
 from rolemesh.agents.template import Template
 from rolemesh.agents.turns import written
@@ -24,6 +27,7 @@ from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Environment, Rollout
 from rolemesh.services.controller.conversations.conversing import Conversing
 from rolemesh.services.controller.stages.experience import collect, fan_out
+from rolemesh.telemetry import metrics
 
 
 async def talked(job: JobConfig, rollout: Rollout, environment: Environment, n: int = 3) -> DataProto:
@@ -154,6 +158,58 @@ async def test_an_environment_that_speaks_first_is_heard_before_the_first_turn(
         said = [*batch["messages"][row], {"role": "user", "content": f"[{int(batch['seeds'][row]) % 1000}]"}]
         whole = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
         assert prompt + first == whole
+
+
+@pytest.mark.parametrize(
+    ("agent", "what", "roles"),
+    [
+        ("riddler", "what it says first", "user"),
+        ("stutterer", "the answer to turn 1", "user, assistant"),
+        ("director", "its prompt", "system, user"),
+    ],
+)
+async def test_messages_that_the_chat_template_refuses_name_the_row_and_its_agent(
+    tmp_path: Path, talkative_model: Path, agent: str, what: str, roles: str
+) -> None:
+    """As Gemma's and Mistral's templates do."""
+    model = tmp_path / "model"
+    shutil.copytree(talkative_model, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template += (
+        "{% for m in messages %}{% if m.role == 'system' or loop.previtem and loop.previtem.role == m.role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+    )
+    tokenizer.save_pretrained(model)
+    said = (
+        rf"row train-\d+: agent {agent}: {what}: the chat template of '.*' refuses messages of {roles}: roles"
+    )
+    default = f"rollout.agent.default_agent_loop={agent}"
+    with roles_of(tmp_path, model, default) as (job, of_job), pytest.raises(EnvironmentFailed, match=said):
+        await talked(job, of_job.rollout, of_job.environment)
+
+
+class Slow(Forwarding[Rollout]):
+    """Takes as long for a turn as one that has many rows before this one."""
+
+    async def generate(self, prompts: DataProto) -> Any:
+        await asyncio.sleep(1.5)
+        async for rows in self._role.generate(prompts):
+            yield rows
+
+
+async def test_a_turn_longer_than_the_episode_may_take_ends_the_row_with_its_reward(
+    tmp_path: Path, talkative_model: Path
+) -> None:
+    """Though its replica would have dropped the episode by the end of the turn: it is closed before."""
+    lost = metrics.EPISODES_LOST._value.get()
+    with roles_of(tmp_path, talkative_model, "rollout.multi_turn.episode_timeout_s=0.5") as (job, roles):
+        batch = await talked(job, Slow(roles.rollout), roles.environment)
+    for row, facts in enumerate(batch["conversation"]):
+        assert (facts["why"], facts["turns"], facts["characters"]) == ("episode_timeout_s", 1.0, 0.0)
+        last = int((batch["turns"][row] == 1).nonzero()[-1])
+        assert batch["environment_rewards"][row].nonzero().flatten().tolist() == [last]
+        assert batch["environment_rewards"][row, last] == 1.0  # of the conversation; no turn has been answered
+    assert metrics.EPISODES_LOST._value.get() == lost
 
 
 class Losing(Forwarding[Environment]):

@@ -35,6 +35,18 @@ THOUGHTLESS = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 
+# As GLM-4's: nothing ends a turn but the begin of the next message, which the policy writes, too.
+GLM = (
+    "{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+LLAMA_2 = (
+    "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} </s>"
+    "{% else %}<s>[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}"
+)
+
+NO_CONTINUING = "cannot be continued token by token: "
+
 
 def tokenizer_with(template: str) -> Any:
     tokenizer = byte_tokenizer()
@@ -55,6 +67,29 @@ def test_a_turn_that_the_policy_ended_is_not_ended_twice() -> None:
     assert text(tokenizer, template.after_turn(answer, END)) == added
     assert text(tokenizer, template.after_turn(answer, "")) == END + added
     assert text(tokenizer, template.after_turn(answer, "<|endoftext|>")) == END + added
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "added"),
+    [
+        (GLM, "<|observation|>", "\n42<|assistant|>\n"),
+        (GLM, "<|user|>", "<|observation|>\n42<|assistant|>\n"),
+        (GLM, "", "<|observation|>\n42<|assistant|>\n"),
+        (LLAMA_2, "</s>", "<s>[INST] 42 [/INST]"),
+        (LLAMA_2, "", " </s><s>[INST] 42 [/INST]"),
+    ],
+)
+def test_what_the_policy_wrote_at_its_turns_end_is_not_written_twice(
+    template: str, end: str, added: str
+) -> None:
+    tokenizer = tokenizer_with(template)
+    appending, answer = Template(tokenizer), [{"role": "tool", "content": "42"}]
+    assert text(tokenizer, appending.after_turn(answer, end)) == added
+    if template == GLM:
+        appending.check()
+        said = [{"role": "assistant", "content": "I ask."}]
+        is_anew, ids = appending.after_all([], said, answer, end)
+        assert (is_anew, text(tokenizer, ids)) == (False, added)
 
 
 def test_variables_of_the_template_are_in_what_is_appended() -> None:
@@ -123,17 +158,20 @@ def test_split_shows_what_the_template_makes_of_the_whole_conversation(
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{{ messages[0].content }}", "does not contain the text of the policy's turn unchanged"),
+        (
+            "{{ messages[0].content }}",
+            f"{NO_CONTINUING}its output does not contain the text of the policy's turn unchanged",
+        ),
         (
             "{{ messages | length }}" + CHATML,
-            "messages of user after a turn of the policy changes what came before",
+            f"{NO_CONTINUING}messages of user after a turn of the policy changes what came before",
         ),
         (
             CHATML + "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}",
-            "no tools",
+            "refuses messages of user, assistant, tool: no tools",
         ),
     ],
 )
 def test_a_template_that_cannot_be_continued_is_refused_with_the_reason(template: str, why: str) -> None:
-    with pytest.raises(InvalidConfig, match=rf"cannot be continued token by token: .*{why}"):
+    with pytest.raises(InvalidConfig, match=f"the chat template of '.*' {why}"):
         Template(tokenizer_with(template)).check()

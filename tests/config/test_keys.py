@@ -308,6 +308,9 @@ def test_a_value_that_another_key_switches_off_is_warned_of_and_a_default_is_not
     assert warned(own, "reward.rules=verl", "reward.custom_reward_function.name=score") == {
         "reward.rules": "reward.custom_reward_function.path is mine.py"
     }
+    chars = "reward.answer_chars=9"
+    assert warned(own, chars) == {"reward.answer_chars": "reward.custom_reward_function.path is mine.py"}
+    assert warned(own, chars, "rollout.multi_turn.enable=true") == {}  # the interaction gsm8k reads it
     manager = RewardManagerSpec(name="own", code=lambda compute_score, rows: [])
     with REWARD_MANAGERS.adding(manager):  # it is given the rules
         assert warned("reward={reward_manager: own, rules: verl, format_score: 0.1}") == {}

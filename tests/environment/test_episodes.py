@@ -277,6 +277,12 @@ async def test_one_that_waits_for_room_gets_it_however_long_the_others_are_answe
         ("exit 3", r"turn 1 raised RuntimeError: it called sys.exit\('3'\)"),
         ("none", r"should be a list of messages; got None"),
         ("nonsense", r"should be a list of messages; got 17"),
+        ("odd negative", r"turn 1: max_tokens is -1; a number of tokens, or 0, expected"),
+        ("odd fraction", r"turn 1: max_tokens is 0.5;"),
+        ("odd no tools", r"turn 1: tools should be a list, each a ToolUse; got None"),
+        ("odd names", r"turn 1: tools should be a list, each a ToolUse; got \['x'\]"),
+        ("odd prompt", r"its prompt: tools should be a list, each a Mapping; got None"),
+        ("odd set", r"its prompt has a tool that is not JSON: "),
         ("hang", r"turn 1: it took longer than 0.5 s \(rollout.multi_turn.call_timeout_s\)"),
         ("resist", r"turn 1: it took longer than 0.5 s"),
     ],
@@ -311,6 +317,9 @@ async def test_errors_of_begin_and_close_name_the_row_too(tiny_model: Path, tmp_
         await client.open_episode(opening("d", log=str(log), outcome=float("inf")))
         with pytest.raises(EnvironmentFailed, match=r"row row-d .*what close returned: the reward is inf"):
             await client.close_episode(closing("d"))
+        await client.open_episode(opening("f", log=str(log), metrics=[1]))
+        with pytest.raises(EnvironmentFailed, match=r"row row-f .*metrics should be a dict of numbers; got"):
+            await client.close_episode(closing("f"))
         await client.open_episode(opening("e", log=str(log), close="raise y"))
         with pytest.raises(EnvironmentFailed, match=r"row row-e .*close raised LookupError: y"):
             await client.close_episode(closing("e"))

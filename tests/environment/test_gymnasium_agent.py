@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from environments import closing, job_with, opening, turn
@@ -16,13 +18,14 @@ from rolemesh.roles import methods
 from rolemesh.rpc.calling.episodes import EnvironmentClient
 
 PLUGIN = '''
+import time
+from pathlib import Path
+
 import gymnasium
 from gymnasium.spaces import Text
 
 from rolemesh.agents.gymnasium import gymnasium_agent
 from rolemesh.plugins import agent
-
-closed = []
 
 
 class Guess(gymnasium.Env):
@@ -34,6 +37,9 @@ class Guess(gymnasium.Env):
         super().reset(seed=seed)
         self.below = options.get("below", 100)
         self.number = int(self.np_random.integers(self.below))
+        self.folder = options.get("folder")
+        while self.folder and not Path(self.folder, "go").exists():
+            time.sleep(0.01)
         return f"a number below {self.below}", {}
 
     def step(self, action):
@@ -48,7 +54,8 @@ class Guess(gymnasium.Env):
         return "wrong", -0.25, False, True, {}
 
     def close(self):
-        closed.append(self.number)
+        if self.folder:
+            Path(self.folder, "closed").touch()
 
 
 agent("guess", speaks_first=True)(gymnasium_agent(Guess))
@@ -63,9 +70,11 @@ def plugin(tmp_path: Path) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def guessing(tmp_path: Path, model: Path, plugin: str) -> AsyncIterator[EnvironmentClient]:
+async def guessing(
+    tmp_path: Path, model: Path, plugin: str, **multi_turn: Any
+) -> AsyncIterator[EnvironmentClient]:
     sections = {"plugins": [plugin], "rollout": {"agent": {"default_agent_loop": "guess"}}}
-    job = job_with(tmp_path, model, sections)
+    job = job_with(tmp_path, model, sections, **multi_turn)
     async with served("environment", job) as addresses, EnvironmentClient(addresses, methods(job)) as client:
         await client.wait_until_ready(120)
         yield client
@@ -107,3 +116,16 @@ async def test_an_observation_that_is_not_text_and_an_exception_name_the_row(
             await client.act(turn("d", 1, "next"))
         with pytest.raises(InvalidData, match=r"row row-c .*env_kwargs should be a dict; got \[1\]"):
             await client.open_episode(opening("c", "guess", env_kwargs=[1]))
+
+
+async def test_an_environment_whose_reset_ends_after_its_episode_is_closed(
+    tiny_model: Path, tmp_path: Path, plugin: str
+) -> None:
+    async with guessing(tmp_path, tiny_model, plugin, call_timeout_s=0.3) as client:
+        with pytest.raises(EnvironmentFailed, match=r"row row-a .*begin: it took longer than 0.3 s"):
+            await client.open_episode(opening("a", "guess", env_kwargs={"folder": str(tmp_path)}))
+        assert not (tmp_path / "closed").exists()
+        (tmp_path / "go").touch()
+        async with asyncio.timeout(60):
+            while not (tmp_path / "closed").exists():  # noqa: ASYNC110  # a thread's work
+                await asyncio.sleep(0.01)

@@ -104,8 +104,8 @@ async def test_a_servers_tools_are_offered_and_answer(tiny_model: Path, tmp_path
         assert tools["add"]["parameters"]["required"] == ["a"]
         assert tools["add"]["parameters"]["properties"]["a"]["type"] == "integer"
         assert await call("add", a=40) == ("42", False)
-        assert await call("add", a="x") == ("Error: ValueError: a: 'x' is not of type 'integer'", True)
-        assert await call("add") == ("Error: ValueError: 'a' is a required property", True)
+        assert await call("add", a="x") == ("Error: a: 'x' is not of type 'integer'", True)
+        assert await call("add") == ("Error: 'a' is a required property", True)
         text, is_error = await call("fail", how="lost")
         assert text.startswith("Error: ToolError: ")
         assert "lost" in text
@@ -154,7 +154,7 @@ async def test_arguments_that_json_cannot_have_fail_their_call_alone(
 
         async def half_a_pair() -> None:
             text, is_error = await call("note", text="\ud800")
-            assert text.startswith("Error: ValueError: the arguments cannot be sent: ")
+            assert text.startswith("Error: the arguments cannot be sent: ")
             assert is_error
             assert await call("add", a=1) == ("3", False)
 

@@ -61,6 +61,15 @@ async def test_variables_stay_within_an_episode_and_not_beyond(tiny_model: Path,
         assert await run("x") == "20\n"
 
 
+async def test_what_is_written_to_standard_error_is_in_the_answer(tiny_model: Path, tmp_path: Path) -> None:
+    async with talking(tmp_path, tiny_model) as run:
+        assert await run("import sys\nprint(1)\nprint(2, file=sys.stderr)\nprint(3)") == "1\n2\n3\n"
+        caught = "import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()"
+        assert (await run(caught)).endswith("ZeroDivisionError: division by zero\n")
+        assert await run("import logging; logging.warning('hot')") == "WARNING:root:hot\n"
+        assert "UserWarning: old" in await run("import warnings; warnings.warn('old')")
+
+
 async def test_calls_of_one_turn_run_in_their_order(tiny_model: Path, tmp_path: Path) -> None:
     async with talking(tmp_path, tiny_model) as run:
         codes = ("import time; time.sleep(0.2); x = 1", "x = x + 1", "x * 10")
@@ -70,7 +79,7 @@ async def test_calls_of_one_turn_run_in_their_order(tiny_model: Path, tmp_path: 
         "(no output)",
         "(no output)",
         "20\n",
-        "Error: ValueError: python takes one argument, code, a text; it got ['program']",
+        "Error: python takes one argument, code, a text; it got ['program']",
     ]
 
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from environments import calling, closing, turn
+from environments import calling, closing, job_with, turn
 from tool_plugins import agent, opened
 
 from rolemesh.agents.truncation import truncated
 from rolemesh.errors import EnvironmentFailed
+from rolemesh.models.loading import load_tokenizer
+from rolemesh.services.controller.conversations.conversation import Speech
 from rolemesh.services.environment.agents import tool_agent
 from rolemesh.telemetry import metrics
-from rolemesh.v1.environment_pb2 import DescribeRequest
+from rolemesh.v1.environment_pb2 import ActRequest, DescribeRequest
 
 
 async def test_calls_are_answered_in_their_order_by_name_and_id(
@@ -86,8 +88,8 @@ async def test_the_policy_gets_the_error_of_a_call_that_cannot_be_run(
     assert [message.content for message in answer.messages] == [
         "Error: there is no tool 'calculate'; the tools are calculator, broken, repeat, hangs",
         "Error: the call cannot be read: expected '}' at character 7",
-        "Error: ValueError: division by zero",
-        "Error: ValueError: missing a required argument: 'text'; the arguments are text, times",
+        "Error: division by zero",
+        "Error: missing a required argument: 'text'; the arguments are text, times",
         "Error: LookupError: lost",
         "Error: RuntimeError: SystemExit: 3",
         "Error: RuntimeError: StopIteration: ",
@@ -101,10 +103,30 @@ async def test_the_policy_gets_the_error_of_a_call_that_cannot_be_run(
     assert metrics.TOOL_ERRORS.labels("broken")._value.get() == before + 3
 
 
+async def test_the_policy_reads_why_its_call_is_malformed(tiny_model: Path, tmp_path: Path) -> None:
+    """As a format reads it: neither it nor the environment knows the name of such a call."""
+    job = job_with(tmp_path, tiny_model, {"rollout": {"agent": {"default_agent_loop": "tool_agent"}}})
+    written = (
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "1",}}</tool_call>'
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
+        '<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>'
+    )
+    message = Speech(job, load_tokenizer(job.actor.model)).parse_turn(written, 1)
+    async with agent(tmp_path, tiny_model, tools=["calculator"], max_parallel_calls=2) as client:
+        await opened(client)
+        answer = await client.act(ActRequest(episode="a", attempt=1, turn=1, message=message))
+    not_json, right, no_object = answer.messages
+    assert not_json.content.startswith("Error: the call cannot be read: not JSON: ")
+    assert right.content == "1"
+    assert "expected \"arguments\" of 'calculator' to be an object" in no_object.content
+    assert [message.name for message in answer.messages] == ["none", "calculator", "none"]
+    assert [use.name for use in answer.tools] == ["none", "calculator", "none"]
+
+
 async def test_a_tool_that_fails_ends_the_run_where_the_job_says_so(
     tiny_model: Path, tmp_path: Path, parts: str
 ) -> None:
-    tools = {"tools": ["broken", "hangs"], "on_tool_error": "fail"}
+    tools = {"tools": ["broken", "hangs", "calculator"], "on_tool_error": "fail", "max_parallel_calls": 3}
     async with agent(tmp_path, tiny_model, parts, **tools) as client:
         await opened(client)
         with pytest.raises(EnvironmentFailed, match=r"row row-a \(agent tool_agent\): tool broken: .* lost"):
@@ -112,6 +134,13 @@ async def test_a_tool_that_fails_ends_the_run_where_the_job_says_so(
         await opened(client, "c")  # what the policy does wrong is no failure of a tool
         answer = await client.act(turn("c", 1, "", calling("unknown", {})))
         assert answer.messages[0].content.startswith("Error: there is no tool 'unknown'")
+        wrong = ({"expr": "1"}, {"expression": "1 +"}, {"expression": 1})
+        answer = await client.act(turn("c", 2, "", *(calling("calculator", each) for each in wrong)))
+        assert [message.content for message in answer.messages] == [
+            "Error: missing a required argument: 'expression'; the arguments are expression",
+            "Error: '1 +' is no arithmetic expression (invalid syntax)",
+            "Error: expression should be a text; got 1",
+        ]
     async with agent(tmp_path, tiny_model, parts, **tools, call_timeout_s=1.0) as client:
         await opened(client, "b")
         with pytest.raises(EnvironmentFailed, match=r"row row-b .*tool hangs: it took longer than 0.9 s"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from tool_plugins import SCHEMA, agent, opened, tools_file
 
 from rolemesh.catalog.loading import forget
 from rolemesh.config.job import make_job
+from rolemesh.config.reward import RewardConfig
 from rolemesh.errors import EnvironmentFailed, InvalidConfig, InvalidData
 from rolemesh.services.environment.agents.tool_agent import ToolAgent
+from rolemesh.services.reward.functions import default_compute_score
 from rolemesh.v1.environment_pb2 import DescribeRequest
 
 # --------------------------------------------------------------------------------------- tools
@@ -147,6 +150,43 @@ async def test_the_gsm8k_interaction_says_what_was_wrong_until_it_is_right(
         (True, 0.0, []),
     ]
     assert (answer.why, end.reward, end.metrics["interaction_score"]) == ("interaction ended", 1.0, 1.0)
+
+
+@pytest.mark.parametrize("rules", ["rolemesh", "verl"])
+async def test_no_rule_takes_the_words_of_the_interaction_for_an_answer(
+    tiny_model: Path, tmp_path: Path, rules: Any
+) -> None:
+    """The text that a rule gets is the whole row: the turns, and what the interaction says between them."""
+    said = ["I think we add them.", "#### 3", "#### nine", "Sorry, I do not know."]
+    async with agent(tmp_path, tiny_model) as client:
+        await opened(client, interaction_kwargs={"name": "gsm8k", "ground_truth": "42"})
+        answers = [await client.act(turn("a", number, words)) for number, words in enumerate(said, start=1)]
+    no_answer, wrong, no_number, sorry = (answer.messages[0].content for answer in answers)
+    assert no_answer == no_number == sorry != wrong
+    config = RewardConfig(rules=rules, format_score=0.1)
+    for truth, row in (("42", f"{said[0]}{no_answer}{said[3]}"), ("3", f"{said[0]}{wrong}{said[3]}")):
+        scored = default_compute_score("openai/gsm8k", row, truth, config=config)
+        assert isinstance(scored, Mapping)
+        assert scored["score"] == scored["acc"] == 0.0
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+async def test_the_interaction_looks_for_the_answer_where_the_reward_does(
+    tiny_model: Path, tmp_path: Path, by_file: bool
+) -> None:
+    file = tmp_path / "interactions.yaml"
+    entry = {"class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
+    file.write_text(yaml.safe_dump({"interaction": [entry]}))
+    path = {"interaction_config_path": str(file)} if by_file else {}
+    seen = []
+    for answer_chars in (300, None, 400):
+        async with agent(
+            tmp_path, tiny_model, sections={"reward": {"answer_chars": answer_chars}}, **path
+        ) as client:
+            await opened(client, interaction_kwargs={"name": "gsm8k", "ground_truth": "5"})
+            answer = await client.act(turn("a", 1, "#### 5\n" + 300 * "."))
+            seen.append((answer.done, (await client.close_episode(closing("a"))).reward))
+    assert seen == [(False, 0.0), (True, 1.0), (True, 1.0)]
 
 
 async def test_an_interaction_of_ones_own(tiny_model: Path, tmp_path: Path, parts: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from rolemesh.agents.truncation import truncated
 from rolemesh.catalog.agents import AGENTS
 from rolemesh.catalog.call_formats import CALL_FORMATS
 from rolemesh.config import JobConfig
-from rolemesh.errors import EnvironmentFailed, InvalidBatch
+from rolemesh.errors import EnvironmentFailed, InvalidBatch, InvalidConfig
 from rolemesh.roles import Environment
 from rolemesh.services.controller.conversations.rows import Rows
 from rolemesh.services.controller.conversations.turns import Turns
@@ -26,6 +27,7 @@ from rolemesh.v1.environment_pb2 import (
     ActRequest,
     ActResponse,
     CloseEpisodeRequest,
+    CloseEpisodeResponse,
     Message,
     OpenEpisodeRequest,
     OpenEpisodeResponse,
@@ -35,6 +37,7 @@ from rolemesh.wire.limits import MAX_CONTEXTS
 
 NO_ROOM = "max_response_length"
 TOO_MANY_PROMPTS = "max_contexts"
+LATE = "episode_timeout_s"
 CLOCK = "environment_s"  # seconds that a conversation waited for its environment
 
 
@@ -153,6 +156,7 @@ class Conversation:
     _was_truncated: bool = field(default=False, init=False)  # the last turn was truncated to that limit
     _said: Chat = field(default_factory=list, init=False)  # messages after the prompt
     _prompt: list[int] = field(default_factory=list, init=False)  # the last prompt that the environment set
+    _closing: asyncio.Task[CloseEpisodeResponse] | None = field(default=None, init=False)  # during a long turn
 
     async def run(self) -> dict[str, str | float]:
         """Hold the conversation. Return why it ended and numbers about it.
@@ -169,19 +173,42 @@ class Conversation:
                 await opening
             ended = False
             while not ended:
-                ids = await self.turns.next_turn(self.row)  # the first turn, while the episode opens
+                ids = await self._next_turn(opening)  # the first turn, while the episode opens
                 self.numbers["turns"] += 1
                 await opening
-                ended = await self._answer_turn(self._truncated_turn(ids))
+                ids = self._truncated_turn(ids)
+                ended = self._ended(LATE) if self._closing else await self._answer_turn(ids)
+            closed = await (self._closing or self._close(opening))
         except BaseException:
-            opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)  # retrieves its error, if any
+            tasks = [task for task in (opening, self._closing) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # retrieves their errors, if any
             raise
-        closed = await self._timed(
-            self.environment.close_episode(CloseEpisodeRequest(episode=self.name, attempt=self.attempt))
-        )
         self.rows.reward(self.row, self.job.rollout.multi_turn.episode_reward_weight * closed.reward)
         return {**closed.metrics, **self.numbers, "why": self.why}
+
+    async def _next_turn(self, opening: asyncio.Task[None]) -> list[int]:
+        """Generate the next turn. If it takes longer than a conversation may, close the episode meanwhile.
+
+        Nobody asks its replica during a turn, so the replica would drop it.
+        """
+
+        def close() -> None:
+            self._closing = asyncio.create_task(self._close(opening))
+
+        most_s = self.job.rollout.multi_turn.episode_timeout_s
+        timer = asyncio.get_running_loop().call_later(most_s, close)
+        try:
+            return await self.turns.next_turn(self.row)
+        finally:
+            timer.cancel()
+
+    async def _close(self, opening: asyncio.Task[None]) -> CloseEpisodeResponse:
+        await opening
+        request = CloseEpisodeRequest(episode=self.name, attempt=self.attempt)
+        closed: CloseEpisodeResponse = await self._timed(self.environment.close_episode(request))
+        return closed
 
     async def _open(self) -> None:
         prompts, at = self.rows.prompts, self.row
@@ -211,7 +238,8 @@ class Conversation:
             )
         if opened.messages:
             self._said = self._chat(opened.messages, "what it says first")
-            ids = self.speech.ids_before(self._said)
+            with self._rendering("what it says first"):
+                ids = self.speech.ids_before(self._said)
             if len(ids) >= self.rows.room(at):
                 raise self._failed(
                     f"spoke {len(ids)} tokens before the policy's first turn; data.max_response_length is "
@@ -232,7 +260,9 @@ class Conversation:
 
     def _ids_of(self, prompt: environment_pb2.Prompt) -> list[int]:
         with invalid_as(EnvironmentFailed):
-            self._prompt, self._said = self.speech.prompt(prompt_of(prompt, self._who("its prompt"))), []
+            read = prompt_of(prompt, self._who("its prompt"))
+        with self._rendering("its prompt"):
+            self._prompt, self._said = self.speech.prompt(read), []
         return self._prompt
 
     def _replace_context(self, ids: list[int]) -> bool:
@@ -273,22 +303,25 @@ class Conversation:
         if config.max_user_turns and number > config.max_user_turns:
             return self._ended("max_user_turns")
         if time.monotonic() - self._began > config.episode_timeout_s:
-            return self._ended("episode_timeout_s")
+            return self._ended(LATE)
         self._max_turn_tokens = answer.max_tokens
         if answer.HasField("prompt"):
             return self._replace_context(self._ids_of(answer.prompt))
-        chat = self._chat(answer.messages, f"the answer to turn {number}")
+        what = f"the answer to turn {number}"
+        chat = self._chat(answer.messages, what)
         if not chat:
             raise self._failed("neither said anything nor ended the conversation")
         if self.speech.splits:
             said = [*self._said, {"role": "assistant", "content": self.speech.text_of(ids)}]
             self._said = [*said, *chat]
             prompt = self._prompt or self.rows.prompt(self.row)
-            is_anew, following = self.speech.ids_after_all(prompt, said, chat, end)
+            with self._rendering(what):
+                is_anew, following = self.speech.ids_after_all(prompt, said, chat, end)
             if is_anew:
                 return self._replace_context(following)
         else:
-            following = self.speech.ids_after(chat, end)
+            with self._rendering(what):
+                following = self.speech.ids_after(chat, end)
         if len(following) >= self.rows.room(self.row):
             return self._ended(NO_ROOM)
         self.rows.append(self.row, following)
@@ -308,6 +341,10 @@ class Conversation:
     def _chat(self, messages: Sequence[Message], what: str) -> Chat:
         with invalid_as(EnvironmentFailed):
             return self.speech.to_chat(messages, self._who(what), cuts=not AGENTS[self.agent].calls)
+
+    def _rendering(self, what: str) -> AbstractContextManager[None]:
+        """Within the block, a chat template that refuses messages is an error of what the environment said."""
+        return invalid_as(EnvironmentFailed, self._who(what), InvalidConfig)
 
     def _ended(self, why: str) -> bool:
         self.why = why

@@ -14,7 +14,7 @@ from typing import Any
 
 from rolemesh.agents.environment import Chat, Episode, Observation, Outcome, ToolUse
 from rolemesh.agents.interactions import BaseInteraction
-from rolemesh.agents.tools import BaseTool
+from rolemesh.agents.tools import BaseTool, WrongArguments
 from rolemesh.agents.truncation import truncated
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import MultiTurnConfig
@@ -34,7 +34,7 @@ from rolemesh.tasks import gather
 # Share of rollout.multi_turn.call_timeout_s for a tool. The rest is time to report the error of a tool that
 # hangs.
 TOOL_SHARE = 0.9
-NO_TOOL = "none"  # name in ToolUse of a tool that does not exist
+NO_TOOL = "none"  # name of a tool that does not exist, or that a malformed call does not tell
 
 
 class ToolAgent:
@@ -57,7 +57,7 @@ class ToolAgent:
     ) -> None:
         self.settings = job.rollout.multi_turn
         self.known = tools_of(job) if tools is None else tools
-        self.interactions = interactions_of(self.settings) if interactions is None else interactions
+        self.interactions = interactions_of(job) if interactions is None else interactions
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -214,12 +214,12 @@ class ToolConversation:
     async def _answer(self, call: Mapping[str, Any], index: int) -> _Answered:
         name, most = call["function"]["name"], self._settings.max_parallel_calls
         tool = self._agent.known.get(name)
+        if call.get("malformed"):  # its name cannot be read either
+            return self._failed(call, name or NO_TOOL, f"the call cannot be read: {call['malformed']}")
         if tool is None:
             return self._failed(call, NO_TOOL, f"there is no tool {name!r:.100}; {self._agent.said_known()}")
         if index >= most:
             return self._failed(call, name, f"at most {most} calls in a turn are run, so this one was not")
-        if call.get("malformed"):
-            return self._failed(call, name, f"the call cannot be read: {call['malformed']}")
         began = time.perf_counter()
         seconds = TOOL_SHARE * self._settings.call_timeout_s
         kwargs = _dict(self._tools_kwargs.get(name, {}), "execute_kwargs")
@@ -229,8 +229,8 @@ class ToolConversation:
                 seconds, executed(tool, self._id, dict(call["function"]["arguments"]), kwargs)
             )
         except Exception as error:
-            said = str(error) if isinstance(error, TookTooLong) else _said(error)
-            if self._settings.on_tool_error == "fail":
+            said = str(error) if isinstance(error, TookTooLong | WrongArguments) else _said(error)
+            if self._settings.on_tool_error == "fail" and not isinstance(error, WrongArguments):
                 raise EnvironmentFailed(f"tool {name}: {said}") from error
             return self._failed(call, name, said, time.perf_counter() - began)
         use = ToolUse(name, time.perf_counter() - began)
@@ -244,7 +244,7 @@ class ToolConversation:
         return {
             "role": "tool",
             "content": truncated(text, most, side),
-            "name": call["function"]["name"],
+            "name": call["function"]["name"] or NO_TOOL,  # some chat templates require a name
             "tool_call_id": call["id"],
         }
 

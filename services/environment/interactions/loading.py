@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rolemesh.agents.interactions import BaseInteraction
-from rolemesh.config.rollout import MultiTurnConfig
+from rolemesh.config import JobConfig
 from rolemesh.config.yaml_file import one_line
 from rolemesh.errors import InvalidConfig
 from rolemesh.services.environment.interactions.gsm8k import Gsm8kInteraction
@@ -19,18 +19,21 @@ COUNTERPARTS = {
 }
 
 
-def interactions_of(settings: MultiTurnConfig) -> dict[str, BaseInteraction]:
+def interactions_of(job: JobConfig) -> dict[str, BaseInteraction]:
     """Return the job's interactions by name.
 
     The file rollout.multi_turn.interaction_config_path has them in `interaction`, a list of name, class_name
-    and config. Without a file the only one is gsm8k.
+    and config. Without a file the only one is gsm8k. It finds answers where the reward does
+    (reward.answer_chars).
 
     Raises:
         InvalidConfig: one cannot be made, or two have one name; the message names the file.
     """
-    if settings.interaction_config_path is None:
-        return {"gsm8k": Gsm8kInteraction({"name": "gsm8k"})}
-    file = Path(settings.interaction_config_path)
+    of_gsm8k = {"answer_chars": job.reward.answer_chars}
+    path = job.rollout.multi_turn.interaction_config_path
+    if path is None:
+        return {"gsm8k": Gsm8kInteraction({**of_gsm8k, "name": "gsm8k"})}
+    file = Path(path)
     made: dict[str, BaseInteraction] = {}
     for index, entry in enumerate(entries_of(file, "interaction", ("name", "class_name", "config"))):
         where = f"{file}: interaction {index + 1}"
@@ -39,7 +42,8 @@ def interactions_of(settings: MultiTurnConfig) -> dict[str, BaseInteraction]:
         if name in made:
             raise InvalidConfig(f"{where}: there are two interactions {name!r}; give them names of their own")
         try:
-            made[name] = cls({**(entry.get("config") or {}), "name": name})
+            of_job = of_gsm8k if cls is Gsm8kInteraction else {}
+            made[name] = cls({**of_job, **(entry.get("config") or {}), "name": name})
         except Exception as error:
             said = one_line(f"{type(error).__name__}: {error}")
             raise InvalidConfig(f"{where}, {entry['class_name']}: {said}") from error

@@ -10,7 +10,7 @@ from jsonschema.protocols import Validator
 from mcp_types import CallToolResult, JSONRPCRequest, TextContent, Tool
 from referencing import Registry
 
-from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSchema
+from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSchema, WrongArguments
 from rolemesh.config.rollout import MultiTurnConfig
 from rolemesh.config.yaml_file import one_line
 from rolemesh.errors import InvalidConfig
@@ -49,7 +49,7 @@ class McpTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         if (wrong := next(self._validator.iter_errors(parameters), None)) is not None:
             at = "".join(f"{part}: " for part in wrong.absolute_path)
-            raise ValueError(f"{at}{one_line(wrong.message)}")
+            raise WrongArguments(f"{at}{one_line(wrong.message)}")
         _check_that_json_has(self.name, parameters)
         try:
             result = await self._servers.call(self._server, self.name, parameters)
@@ -83,13 +83,13 @@ def _check_that_json_has(name: str, parameters: dict[str, Any]) -> None:
     """Refuse arguments that the transport cannot write. Its failure would end the session of all calls.
 
     Raises:
-        ValueError: a lone surrogate, or 255 levels of nesting.
+        WrongArguments: a lone surrogate, or 255 levels of nesting.
     """
     params = {"name": name, "arguments": parameters, "_meta": {}}
     try:
         JSONRPCRequest(jsonrpc="2.0", id=0, method="tools/call", params=params).model_dump_json()
     except ValueError as error:
-        raise ValueError(f"the arguments cannot be sent: {one_line(str(error))}") from error
+        raise WrongArguments(f"the arguments cannot be sent: {one_line(str(error))}") from error
 
 
 def _text_of(result: CallToolResult) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from decimal import ROUND_FLOOR, Context, Decimal, DecimalException, DivisionByZero, InvalidOperation, Overflow
 
+from rolemesh.agents.tools import WrongArguments
 from rolemesh.rules.numbers import spelling
 
 MAX_CHARACTERS = 2000
@@ -35,10 +36,12 @@ def computed(expression: str, rewritten: Callable[[ast.expr], ast.expr]) -> str:
         rewritten: returns the tree to compute.
 
     Raises:
-        ValueError: it is no arithmetic expression, or its result is too large or undefined.
+        WrongArguments: it is no arithmetic expression, or its result is too large or undefined.
     """
+    if not isinstance(expression, str):  # a policy wrote it
+        raise WrongArguments(f"expression should be a text; got {expression!r:.100}")
     if len(expression) > MAX_CHARACTERS:
-        raise ValueError(
+        raise WrongArguments(
             f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are computed"
         )
     text = THOUSANDS.sub("", expression).strip()
@@ -47,11 +50,13 @@ def computed(expression: str, rewritten: Callable[[ast.expr], ast.expr]) -> str:
         return _spelling(_value(rewritten(tree.body), text))
     except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: parentheses in parentheses
         why = f" ({error.msg})" if isinstance(error, SyntaxError) else ", or nests too deep"
-        raise ValueError(f"{expression[:100]!r} is no arithmetic expression{why}") from None
+        raise WrongArguments(f"{expression[:100]!r} is no arithmetic expression{why}") from None
     except (ZeroDivisionError, DivisionByZero):
-        raise ValueError("division by zero") from None
+        raise WrongArguments("division by zero") from None
     except DecimalException as error:
-        raise ValueError(f"the result is too large or undefined ({type(error).__name__})") from None
+        raise WrongArguments(f"the result is too large or undefined ({type(error).__name__})") from None
+    except ValueError as error:
+        raise WrongArguments(str(error)) from None
 
 
 def _value(node: ast.expr, text: str) -> Number:

@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSchema
+from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSchema, WrongArguments
 from rolemesh.catalog.tools import TOOLS
 from rolemesh.config import JobConfig
 from rolemesh.config.rollout import MultiTurnConfig
@@ -183,7 +183,7 @@ class FunctionTool(BaseTool):
             signature(self._function).bind(**parameters)
         except TypeError as error:
             expected = ", ".join(self.tool_schema.function.parameters.get("properties", {}))
-            raise ValueError(f"{error}; the arguments are {expected or 'none'}") from None
+            raise WrongArguments(f"{error}; the arguments are {expected or 'none'}") from None
         if iscoroutinefunction(self._function):
             answer = await self._function(**parameters)
         else:

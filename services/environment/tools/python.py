@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSchema
+from rolemesh.agents.tools import BaseTool, FunctionSchema, ToolResponse, ToolSchema, WrongArguments
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig
 from rolemesh.sandbox.box import Limits, SandboxUnavailable
@@ -75,7 +75,7 @@ class PythonTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         code = parameters.get("code")
         if not isinstance(code, str) or len(parameters) != 1:
-            raise ValueError(f"python takes one argument, code, a text; it got {sorted(parameters)}")
+            raise WrongArguments(f"python takes one argument, code, a text; it got {sorted(parameters)}")
         interpreter = self._interpreters[instance_id]
         async with interpreter.turn:
             before = FRESH if interpreter.was_lost else ""

@@ -61,6 +61,29 @@ class RiddlerTalk(EchoTalk):
         return [{"role": "user", "content": f"[{self._seed % 1000}]"}]
 
 
+@agent("stutterer", meaning="an echo that answers twice")
+class Stutterer(Echo):
+    def open(self, episode: Episode) -> StutterersTalk:
+        return StutterersTalk(episode)
+
+
+class StutterersTalk(EchoTalk):
+    async def act(self, turn: dict[str, Any]) -> Observation:
+        return Observation([{"role": "user", "content": "what?"}] * 2)
+
+
+@agent("director", meaning="gives the policy a prompt with a message of the system")
+class Director(Echo):
+    def open(self, episode: Episode) -> DirectorsTalk:
+        return DirectorsTalk(episode)
+
+
+class DirectorsTalk(EchoTalk):
+    async def act(self, turn: dict[str, Any]) -> Observation:
+        chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "what?"}]
+        return Observation(prompt=Prompt(chat))
+
+
 @agent("condenser", meaning="an echo that lets the policy see a summary alone")
 class Condenser(Echo):
     """Gives the policy another prompt after each turn."""

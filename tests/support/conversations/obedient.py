@@ -6,9 +6,18 @@ import asyncio
 import os
 import sys
 
-from rolemesh.agents.environment import Observation, Outcome, ToolUse
+from rolemesh.agents.environment import Observation, Outcome, Prompt, ToolUse
 from rolemesh.errors import InvalidData
 from rolemesh.plugins import agent
+
+ODD = {
+    "negative": Observation(max_tokens=-1),
+    "fraction": Observation(max_tokens=0.5),
+    "no tools": Observation(tools=None),
+    "names": Observation(tools=["x"]),
+    "prompt": Observation(prompt=Prompt([], None)),
+    "set": Observation(prompt=Prompt([], [{"x": {1}}])),
+}
 
 
 @agent("obedient", meaning="does what the policy says")
@@ -65,6 +74,8 @@ class Conversation:
             return [{"role": "user", "content": ""}] * int(rest)
         if what == "tool":
             return Observation(tools=[ToolUse(rest, 0.5, "broken")])
+        if what == "odd":
+            return ODD[rest]
         if what == "raise":
             raise LookupError(rest)
         if what == "exit":
@@ -91,4 +102,4 @@ class Conversation:
         self.write("close")
         if "close" in self.extra:
             await self.obey(self.extra["close"])
-        return Outcome(self.extra.get("outcome", 0.25), {"turns": self.turns})
+        return Outcome(self.extra.get("outcome", 0.25), self.extra.get("metrics", {"turns": self.turns}))
