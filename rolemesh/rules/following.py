@@ -74,9 +74,10 @@ JOINTS = (
 JOINED = rf"(?:(?:{'|'.join(JOINTS)})[.,]?[0-9{SIGNS}][0-9.,{SIGNS}]*)*"
 # A word that begins another one, or a label such as "two-liter bottles", is no multiple: "5 pieces", "20 M&Ms".
 NUMBER_WORD = rf"{QUANTITY}(?!{LETTER})"
+LARGE = "hundred|thousand|million|billion|trillion|dozen"
 MULTIPLE = (
     rf"π|(?:\\?pi|bn)(?!{LETTER}|-[A-Za-z])|[kKMB](?!{LETTER}|['’&-]{LETTER})"
-    rf"|{NUMBER_WORD}(?:-{NUMBER_WORD})*+(?!-(?!plus|odd|ish|fold)[A-Za-z])"
+    rf"|(?:-(?=(?i:{LARGE})))?{NUMBER_WORD}(?:-{NUMBER_WORD})*+(?!-(?!plus|odd|ish|fold)[A-Za-z])"
     rf"|quarters? of (?:an?|the|one)(?!{LETTER})"
 )
 CLOSING = r"[*_`$}\"”’)）\]]|\\[)\]]"

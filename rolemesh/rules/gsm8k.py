@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from typing import Any
 
 from rolemesh.rules.finding import marked_number
 from rolemesh.rules.ground_truth import right_answers
-from rolemesh.rules.normal_form import read_answer
+from rolemesh.rules.normal_form import Answer, agrees, read_answer
 from rolemesh.rules.numbers import number, spelling
+
+OPERATION = re.compile(r"[0-9)}][-+*/^]|\\(?:times|cdot|div|frac)(?![A-Za-z])")
 
 
 def compute_score(
@@ -17,15 +20,16 @@ def compute_score(
     """Score 1.0 if the answer is correct, format_score if it is wrong, 0.0 if there is none.
 
     The answer is the number after the last "####" that is followed by one, within the last `answer_chars`
-    characters (None: anywhere). "#### 1,234", "#### $1234" and "#### **1234.00**" are equal. "#### ," is a
-    wrong answer, and so is "#### 12,34". pred is the number in its normal spelling, "" if there is none.
+    characters (None: anywhere). "#### 1,234", "#### $1234", "#### **1234.00**" and "#### 617 * 2 = 1234" are
+    equal. "#### ," is a wrong answer, and so is "#### 12,34". pred is the number in its normal spelling, "" if
+    there is none.
 
     Raises:
         ValueError: the ground truth is not a number.
     """
     answers = right_numbers(ground_truth)
     found = marked_number(solution_str if answer_chars is None else solution_str[-answer_chars:])
-    given = None if found is None else _number(found)
+    given = None if found is None else _given(found)
     right = given is not None and given in answers
     score = 1.0 if right else format_score if found is not None else 0.0
     return {"score": score, "acc": float(right), "pred": "" if given is None else spelling(given)}
@@ -42,6 +46,17 @@ def right_numbers(ground_truth: Any) -> list[Decimal]:
     if len(numbers) < len(answers):
         raise ValueError(f"ground_truth {ground_truth!r:.200} is not a number, which gsm8k's rule compares")
     return numbers
+
+
+def _given(text: str) -> Decimal | None:
+    """Return the number that a response gives, also after its calculation: 18 of "9 * 2 = 18", not "9 = 18"."""
+    value = read_answer(text).value
+    *left, right = value.split("=")
+    given = number(right)
+    if given is None or not left:
+        return given
+    computes = all(OPERATION.search(side) or number(side) == given for side in left)
+    return given if computes and agrees(Answer(value), Answer(spelling(given))) else None
 
 
 def _number(text: str) -> Decimal | None:

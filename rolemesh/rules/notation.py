@@ -53,10 +53,11 @@ CHARACTERS = FULL_WIDTH | str.maketrans(
     }
 )
 FONTS = ("bf", "rm", "it", "sf")  # "{\\bf 5}"; "\\bf{5}" is a wrapper
+SIZES = ("small", "normalsize", "large", "Large", "LARGE", "huge", "Huge")
 COMMANDS = {
     **dict.fromkeys(("dfrac", "tfrac", "cfrac"), r"\frac"),
     **dict.fromkeys(("left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "limits"), ""),
-    **dict.fromkeys(("displaystyle", "textstyle", *FONTS), ""),
+    **dict.fromkeys(("displaystyle", "textstyle", *FONTS, *SIZES), ""),
     **dict.fromkeys(("quad", "qquad", "enspace", "thinspace"), " "),
     **dict.fromkeys(("leq", "leqslant"), r"\le"),
     **dict.fromkeys(("geq", "geqslant"), r"\ge"),
@@ -116,6 +117,10 @@ FUNCTION = re.compile(  # of one symbol, which needs no brackets: \ln(5), \sin(2
 ARRAY = re.compile(
     r"[(\[] ?\\begin\{(?:array\} ?\{[clr]+|matrix)\}((?:(?!\\begin|\\end).)*)\\end\{(?:array|matrix)\} ?[)\]]"
 )
+LAST_ROW = re.compile(r"\\\\ ?(?=\\end\{(?:[a-z]?matrix|array)\})")  # a row's end before the matrix's
+# The sign of one term is the fraction's: \frac{-x}{2}, but not \frac{-x+1}{2} and 3\frac{-x}{2}.
+TERM = r"(?:[0-9A-Za-z]|[_^]\{[^{}]*\}|\\sqrt\{[^{}]*\}|\\pi(?![A-Za-z]) ?)+"
+NEGATED = re.compile(BEGINS + rf"\\frac\{{-({TERM})\}}(\{{[^{{}}]*\}})" + ENDS)
 FRACTION = re.compile(BEGINS + r"(-?)\\frac\{(-?)([0-9]{1,15})\}\{(-?)([0-9]{1,15})\}" + ENDS)
 SIGN = re.compile(BEGINS + r"\+(?=[0-9\\.(A-Za-z])")
 NO_ZERO = re.compile(BEGINS + "-0" + ENDS)
@@ -142,7 +147,8 @@ def in_one_spelling(text: str) -> str:
     text = RELATION.sub(lambda found: r"\le " if found[1] == "<" else r"\ge ", text)
     text = THOUSANDS_SIGN.sub(",", text).replace("{,}", ",").replace(r",\!", ",")
     text = COMMAND.sub(_command, RANGE.sub("∼", LIST.sub(", ", text)))
-    text = ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", LABEL_IN_LIST.sub("", BLANKS.sub(" ", text)))
+    text = LAST_ROW.sub("", LABEL_IN_LIST.sub("", BLANKS.sub(" ", text)))
+    text = ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     return PRODUCT.sub(r"\\cdot ", text).strip()
 
 
@@ -254,7 +260,9 @@ def with_fractions(text: str) -> str:
         text = rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"
     if "/" in text:
         text = SLASHED.sub(lambda found: rf"{found[1]}\frac{{{found[2] or found[3]}}}{{{found[4]}}}", text)
-    return FRACTION.sub(_decimal, WHOLE.sub(_improper, text)) if r"\frac" in text else text
+    if r"\frac" not in text:
+        return text
+    return FRACTION.sub(_decimal, NEGATED.sub(r"-\\frac{\1}\2", WHOLE.sub(_improper, text)))
 
 
 def _improper(found: re.Match[str]) -> str:

@@ -53,6 +53,8 @@ def check_tests(ground_truth: Any, most: int | None = None) -> None:
             _text(right)
         elif isinstance(each, str):
             _call(each, right)
+        else:
+            _check_arguments(each)
 
 
 def _tests(ground_truth: Any) -> tuple[Sequence[Any], Sequence[Any], str | None]:
@@ -80,12 +82,18 @@ def _text(value: Any) -> str:
     return text
 
 
+def _check_arguments(arguments: Any) -> None:
+    if not isinstance(arguments, list | tuple):
+        raise ValueError(f"ground_truth has fn_name, so an input should be a list; it is {arguments!r:.200}")
+
+
 def _call(arguments: Any, result: Any) -> tuple[str, str]:
     """Return both as JSON. If arguments are text, with a JSON value per line, a result in text is JSON already.
 
     What is JSON already is parsed to check it, and not written anew.
     """
     if not isinstance(arguments, str):
+        _check_arguments(arguments)
         return json.dumps(arguments), json.dumps(result)
     lines = [line for line in arguments.split("\n") if line.strip()]
     for line in lines:

@@ -83,6 +83,7 @@ NO_LABEL = {
     *("quarter", "quarters", "pair", "pairs", "score", "scores", "gross"),
     *("sin", "cos", "tan", "cot", "csc", "log"),
     *("ln", "exp", "sqrt", "gcd", "lcm", "max", "pi", "alpha", "beta", "gamma", "delta", "theta"),
+    *("at", "least", "most", "approx", "approximately", "repeating", "recurring"),
     *("phi", "am", "pm", "bc", "ad", "bce", "ce", "north", "south", "east", "west", "left", "right"),
 }
 # Number words in any form: "sevenths", "millions", "six".

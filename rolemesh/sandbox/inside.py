@@ -242,6 +242,8 @@ def run(program: str, names: dict[str, Any], function: str | None) -> None:
     if function is not None:
         arguments = json.load(sys.stdin)
         sys.stdout = sys.stderr  # printed text is not the result
+    # The prelude's are those that this process had before confine.
+    main_module.__dict__.update(stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)
     exec(compile(program, "answer.py", "exec"), main_module.__dict__)
     if function is not None:
         found = main_module.__dict__

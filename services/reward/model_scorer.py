@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from rolemesh.ranks.ranks import Ranks
 from rolemesh.ranks.sharding import Root
 from rolemesh.threads import progress
 from rolemesh.workers.devices import resolve_device
+
+log = logging.getLogger(__name__)
 
 
 class ModelScorer:
@@ -45,6 +48,11 @@ class ModelScorer:
         # A policy's embedding is often larger than its tokenizer's vocabulary, and it may sample any id of it.
         same_tokens = self._tokenizer.get_vocab() == policy_tokenizer.get_vocab()
         self._same_ids = same_tokens and vocabulary <= vocabulary_of(self._scores.model.body)
+        if not self._same_ids and policy_tokenizer.chat_template and ranks.rank == 0:
+            log.warning(
+                "reward.reward_model: its tokens are not those of the policy, so it scores texts without "
+                "special tokens and without a chat format. A model of chats was trained on other texts"
+            )
 
     @property
     def root(self) -> Root:

@@ -2,12 +2,13 @@
 
 Each thread of the pool has its own process, started with the thread's first row. The thread sends the process
 one call at a time and waits for its scores. If a process dies or does not answer in time, its call fails, and
-the thread starts a new process for its next call.
+the thread starts a new process for its next call, as it does if the process has died between two calls.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -29,6 +30,8 @@ from rolemesh.cpus import usable_cpus
 from rolemesh.errors import InvalidConfig, RewardFailed
 from rolemesh.sandbox.parent import group_that_dies_with_me
 from rolemesh.services.reward.scoring_call import RowScore
+
+log = logging.getLogger(__name__)
 
 STARTING_S = 300.0  # at least, to import the function's file; reward.timeout_s begins afterwards
 MOST_BY_THEMSELVES = 8  # limit of the default number: a container without a quota may use all CPUs of its node
@@ -166,6 +169,10 @@ class ScoringPool:
     def _process_of_thread(self) -> _ScoringProcess:
         """Return this thread's process; start it if there is none."""
         process: _ScoringProcess | None = getattr(self._of_thread, "process", None)
+        if process is not None and process.has_ended():  # not by the row that would come to it now
+            log.warning("a scoring process ended between two rows; another one is started")
+            self._end(process)
+            process = None
         if process is None:
             with self._lock:
                 if self._closed:
@@ -290,6 +297,16 @@ class _ScoringProcess:
                 raise EOFError
             found += part
         return bytes(found)
+
+    def has_ended(self) -> bool:
+        """Return whether the process has closed its connection. It says nothing between two messages."""
+        self._connection.setblocking(False)
+        try:
+            return self._connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def kill(self) -> None:
         """End the process and what it has started. Calls that wait for it fail."""

@@ -154,6 +154,21 @@ def test_the_program_is_the_last_python_block() -> None:
     assert program_of("```python\nprint(1)\n``` Python prints 1") == "\nprint(1)\n"
 
 
+def test_a_program_may_stand_in_a_list_or_below_a_title() -> None:
+    truth = {"inputs": ["3\n"], "outputs": ["0\n1\n2\n"]}
+    program = "for i in range(int(input())):\n    print(i)\n"
+    in_list = "".join(f"   {line}\n" for line in program.splitlines())
+    for opening in ("```python", '```python title="a.py"', "```python {1,3}", "```python:src/a.py", "```py"):
+        for solution in (f"1. So:\n   {opening}\n{in_list}   ```\n2. Done.", f"So:\n{opening}\n{program}```"):
+            assert compute_score(solution, truth, config=RewardConfig())["acc"] == 1.0
+    only_the_fence_is_indented = f"   ```python\n{program}```"
+    for solution in (f"   ```\n{in_list}   ```", only_the_fence_is_indented):
+        assert compute_score(solution, truth, config=RewardConfig())["acc"] == 1.0
+    as_it_is = '\nprint("""a\n   \n  b""")\n'
+    assert program_of(f"```python{as_it_is}```") == as_it_is
+    assert program_of("```python\nx = 1\n  y = 2\n```") == "\nx = 1\n  y = 2\n"  # stays an error
+
+
 def test_continuous_is_the_share_of_the_first_ten_tests() -> None:
     """Right for numbers below 7: of 0 to 11 the first ten have seven of these."""
     truth = {"inputs": [f"{i}\n" for i in range(12)], "outputs": [f"{i * i}\n" for i in range(12)]}
@@ -248,6 +263,15 @@ def test_a_test_that_is_never_run_is_not_read() -> None:
     ):
         with pytest.raises(ValueError, match=r"Expecting value|Extra data"):
             check_ground_truth("prime_code", of_rows, every)
+
+
+@pytest.mark.parametrize("given", [5, {"x": 5}, None])
+def test_a_functions_input_that_is_no_list_of_arguments_is_refused(given: Any) -> None:
+    truth = {"fn_name": "f", "inputs": [[5], given], "outputs": [6, 6]}
+    for read in (cases_of, check_tests):
+        with pytest.raises(ValueError, match="ground_truth has fn_name, so an input should be a list; it is"):
+            read(truth)
+        read(truth, 1)
 
 
 def test_outputs_are_compared_word_by_word() -> None:

@@ -22,6 +22,7 @@ def accuracy(source: str, response: str, truth: Any, config: RewardConfig | None
     return (scored["acc"] if isinstance(scored, dict) else scored) == 1.0
 
 
+MATRIX = r"\begin{pmatrix} -1 \\ 2 \end{pmatrix}"
 # Reports from elsewhere: (data source, ground truth, response, right, right in verl 0.9.1).
 REPORTED = [
     ("aime24", "033", "Answer: 33", True, False),
@@ -39,6 +40,29 @@ REPORTED = [
     ("math_dapo", "123", "Answer: 1,2,3", False, True),
     ("openai/gsm8k", "12", "#### 1,2", False, True),
     ("HuggingFaceH4/MATH-500", "5", r"\boxed {5}", True, False),
+    ("openai/gsm8k", "18", "#### 9*2 = 18", True, False),
+    ("openai/gsm8k", "9", "#### 9*2 = 18", False, True),
+    ("openai/gsm8k", "5", "#### 5-million", False, True),
+    ("openai/gsm8k", "5", "#### 5-pound bags", True, True),
+    ("math_dapo", "5", "Answer: The answers are $5$ as well as $6$", False, True),
+    ("math_dapo", "5", "Answer: The answer is $5$ as 2 + 3 = 5", True, True),
+    ("math", "5", r"\boxed{5\text{ at least}}", False, False),
+    ("math", "5", r"\boxed{5 \text{ people at most}}", False, False),
+    ("math", "5", r"\boxed{5\text{ approx.}}", False, False),
+    ("math", "0.5", r"\boxed{0.5\text{ repeating}}", False, False),
+    ("math", r"-\frac{x}{2}", r"\boxed{\frac{-x}{2}}", True, False),
+    ("math", r"-\frac{\sqrt{3}}{2}", r"\boxed{y = \dfrac{-\sqrt3}{2}}", True, False),
+    ("math", r"(-\frac{x}{2}, 3)", r"\boxed{(\frac{-x}{2}, 3)}", True, False),
+    ("math", r"\frac{x}{2}", r"\boxed{\frac{-x}{2}}", False, False),
+    ("math", r"-\frac{x+1}{2}", r"\boxed{\frac{-x+1}{2}}", False, False),
+    ("math", r"-\frac{b \pm c}{2}", r"\boxed{\frac{-b \pm c}{2}}", False, False),
+    ("math", r"3-\frac{x}{2}", r"\boxed{3\frac{-x}{2}}", False, False),
+    ("math", "10", r"\boxed{\large 10}", True, False),
+    ("math", "10", r"\boxed{\Large{10}}", True, False),
+    ("math", "10", r"\boxed{1\large 0}", False, False),
+    ("math", MATRIX, r"\boxed{\begin{pmatrix} -1 \\ 2 \\ \end{pmatrix}}", True, False),
+    ("math", MATRIX, r"\boxed{\left[\begin{array}{c} -1 \\ 2 \\ \end{array}\right]}", True, False),
+    ("math", MATRIX, r"\boxed{\begin{pmatrix} -1 \\ 2 \\ 3 \end{pmatrix}}", False, False),
     # More of each kind.
     ("math_dapo", "0", "Answer: 00", True, False),
     ("math_dapo", "-7", "Answer: -007", True, False),

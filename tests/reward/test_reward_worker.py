@@ -232,11 +232,14 @@ async def test_the_model_scores_what_the_policy_saw_last_and_said_to_it(
         await worker.compute_scores(whole)
 
 
-async def test_a_model_with_another_tokenizer_reads_the_text(tiny_model: Path, tmp_path: Path) -> None:
+async def test_a_model_with_another_tokenizer_reads_the_text(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["answer"])
     path = make_reward_model(tmp_path / "rm", tokenizer)
     worker = RewardWorker(job(tiny_model, **with_model(path)))
+    assert "without a chat format" in caplog.text
     rows = batch(*texts(3), style="model")
     together = (await worker.compute_scores(rows))["acc"]
     model = Qwen2ForSequenceClassification.from_pretrained(path)

@@ -298,6 +298,13 @@ def test_a_function_is_called_with_the_arguments_and_its_prints_are_no_result(sa
     assert sandbox.run("g = 1", "[]", LIMITS, function="f").status == 1
 
 
+def test_the_prelude_has_the_streams_of_the_program(sandbox: Sandbox) -> None:
+    program = "stdout.write('1\\n')\nprint(2)\nstdout.write(stdin.readline())\nprint(stdin is sys.stdin)"
+    assert attempt(sandbox, program, "3\n").output == "1\n2\n3\nTrue\n"
+    prints = "def f(x):\n    stdout.write('debug')\n    stderr.write('debug')\n    return x"
+    assert sandbox.run(prints, "[5]", LIMITS, function="f") == Outcome(0, "5")
+
+
 # ------------------------------------------------------------------------------ its own end
 
 

@@ -112,6 +112,23 @@ async def test_a_function_that_ends_its_process_or_hangs_costs_its_row_alone(
     assert not children()
 
 
+def children_of(process: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+async def test_a_process_that_dies_between_two_rows_costs_none(tiny_model: Path, tmp_path: Path) -> None:
+    """As one that the system kills for its memory."""
+    source = "def compute_score(**row):\n    return 1.0\n"
+    async with working(tiny_model, num_workers=1, **custom(tmp_path, source)) as worker:
+        assert await scores(worker, "first") == [1.0]
+        [before] = children()
+        [inner] = await asyncio.to_thread(children_of, before)
+        os.kill(inner, signal.SIGKILL)
+        assert await asyncio.to_thread(has_ended, os.pidfd_open(before))
+        assert await scores(worker, "second", "third") == [1.0, 1.0]
+        assert before not in children()
+
+
 def test_a_rows_time_begins_when_its_process_has_loaded_the_function(tmp_path: Path) -> None:
     """The process starts, though a new interpreter takes longer than a millisecond."""
     function = custom(tmp_path, "def compute_score(**row): return 1.0\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import textwrap
 import time
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ LANGUAGE = r"(?:python|py)[0-9.]*"
 OPENING = re.compile(
     rf"```(?:{LANGUAGE}(?![A-Za-z0-9_])|[ \t]+{LANGUAGE}[ \t]*$)", re.IGNORECASE | re.MULTILINE
 )  # after a blank only alone on its line: a closing fence may have words behind it
+# Behind a fence's language: title="a.py", {1,3} or :a.py.
+TITLE = re.compile(r"(?:[ \t]++(?:\{[^\n]*\}|[A-Za-z][\w-]*+=[^\n]*)|:[\w./-]++)(?=\n)")
 WHOLE = re.compile(r"[-+]?[\d_]+")
 SPARE_OUTPUT = 1 << 16  # bytes allowed beyond twice the expected output: blanks, and longer numbers
 
@@ -58,10 +61,18 @@ def compute_score(solution_str: str, ground_truth: Any, *, config: RewardConfig)
 def program_of(solution_str: str) -> str:
     """Return the last ```python (```py, ```Python3) block; or the last block that names no language; or all.
 
-    If the fences are no pairs, the prompt may have opened the first block: it ends at the first fence.
+    If the fences are no pairs, the prompt may have opened the first block: it ends at the first fence. A block
+    in a list is indented, which is not part of its program, and neither is the title of a fence.
     """
+    block = _block_of(solution_str)
+    return textwrap.dedent(block) if block.lstrip("\n")[:1] in (" ", "\t") else block
+
+
+def _block_of(solution_str: str) -> str:
     if openings := list(OPENING.finditer(solution_str)):
-        return solution_str[openings[-1].end() :].partition(FENCE)[0]
+        begin = openings[-1].end()
+        titled = TITLE.match(solution_str, begin)
+        return solution_str[titled.end() if titled else begin :].partition(FENCE)[0]
     parts = solution_str.split(FENCE)
     if len(parts) % 2 == 0:
         return parts[0] if parts[0].strip() else parts[-1]
