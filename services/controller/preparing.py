@@ -87,20 +87,18 @@ def _is_there(creates: Path) -> bool:
 async def _run(command: Sequence[str], creates: Path, attempts: Attempts, final: int | None) -> None:
     """Run the command to its end. It gets the signals of this process, which then ends as by the signal."""
     shown = shlex.join(command)
-    try:
-        process = await asyncio.create_subprocess_exec(*command)
-    except OSError as error:
-        failed = InvalidConfig if error.errno in OF_INPUT else NotPrepared
-        raise failed(
-            f"the step of prepare that creates {creates} cannot start `{shown}`: {not_started(command, error)}"
-        ) from error
     got: list[int] = []
+    process: asyncio.subprocess.Process | None = None
 
     def pass_on(number: int) -> None:
         got.append(number)
         attempts.forgive()
-        with suppress(ProcessLookupError):
-            process.send_signal(number)
+        send(number)
+
+    def send(number: int) -> None:
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
 
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -108,7 +106,15 @@ async def _run(command: Sequence[str], creates: Path, attempts: Attempts, final:
     for number in numbers:
         loop.add_signal_handler(number, pass_on, number)
     try:
+        process = await asyncio.create_subprocess_exec(*command)
+        for early in got:  # while it was being started
+            send(early)
         status = await process.wait()
+    except OSError as error:
+        failed = InvalidConfig if error.errno in OF_INPUT else NotPrepared
+        raise failed(
+            f"the step of prepare that creates {creates} cannot start `{shown}`: {not_started(command, error)}"
+        ) from error
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
