@@ -116,6 +116,21 @@ def _logging_as_before() -> Iterator[None]:
             logging.root.removeHandler(handler)
 
 
+@pytest.fixture(autouse=True)
+def _plugins_as_before() -> Iterator[None]:
+    """Plug-ins that a test loads are nobody else's: their names, and what a job with them may say."""
+    from rolemesh.catalog.catalog import BUILT_IN
+    from rolemesh.catalog.loading import NAMED, forget
+
+    def origins() -> set[str]:
+        return {part.origin for catalog in NAMED.values() for part in catalog.values()} - {BUILT_IN}
+
+    before = origins()
+    yield
+    for origin in origins() - before:
+        forget(origin)
+
+
 @pytest.fixture
 def differing_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's controller compares no fingerprints: a replica has another job on purpose, e.g. to die."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -206,16 +207,18 @@ def _prompt(said: Prompt, what: str) -> environment_pb2.Prompt:
 
 
 def _check_list(values: Any, kind: type, what: str) -> None:
-    if not isinstance(values, list | tuple) or not all(isinstance(value, kind) for value in values):
+    is_list = isinstance(values, Collection) and not isinstance(values, str | bytes | Mapping)
+    if not is_list or not all(isinstance(value, kind) for value in values):
         raise InvalidBatch(f"{what} should be a list, each a {kind.__name__}; got {reprlib.repr(values)}")
     if len(values) > MAX_TOOLS:
         raise InvalidBatch(f"{what} has {len(values)}; at most {MAX_TOOLS} are sent")
 
 
 def _max_tokens(value: Any, what: str) -> int:
-    if not isinstance(value, int) or not 0 <= value < 1 << 32:
+    whole = operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else -1
+    if not 0 <= whole < 1 << 32:
         raise InvalidBatch(f"{what}: max_tokens is {reprlib.repr(value)}; a number of tokens, or 0, expected")
-    return value
+    return whole
 
 
 def answer_of(said: Observation, what: str) -> ActResponse:

@@ -150,7 +150,7 @@ def _after_end(following: str, end: str) -> str:
 
     This is the turn's end or, as in GLM-4, the begin of the next message. Llama 2's has a blank before.
     """
-    bare = following.lstrip()
+    bare = following if following.startswith(end) else following.lstrip()
     return bare.removeprefix(end) if end and bare.startswith(end) else following
 
 

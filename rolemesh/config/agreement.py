@@ -212,7 +212,7 @@ def _check_greedy(job: JobConfig) -> None:
 
 def _check_equal_answers(job: JobConfig) -> None:
     for key, is_used in (("rollout", job.generates), ("rollout.val_kwargs", job.generates and job.validates)):
-        if is_used and (reason := equal_answers(job, key)):
+        if is_used and (reason := job.rollout.raised_temperature(key) or equal_answers(job, key)):
             raise ValueError(reason)
 
 

@@ -338,17 +338,17 @@ class RolloutConfig(SamplingConfig):
             )
         return self
 
-    @model_validator(mode="after")
-    def _engine_takes_the_temperature(self) -> "RolloutConfig":
+    def raised_temperature(self, key: str) -> str:
+        """Return why the engine would not sample at the temperature of `rollout` or `rollout.val_kwargs`."""
+        sampling = self.val_kwargs if key == "rollout.val_kwargs" else self
         least = self.engine.least_temperature if self.openai.api == "vllm" else 0.0
-        for key, sampling in (("temperature", self), ("val_kwargs.temperature", self.val_kwargs)):
-            if not sampling.greedy and sampling.temperature < least:
-                raise ValueError(
-                    f"rollout.{key} is {sampling.temperature:g}, but engine {self.name} raises it to "
-                    f"{least:g}, so log-probabilities would not be of the actor's distribution; set it to 0 "
-                    f"(greedy), or to {least:g} or more"
-                )
-        return self
+        if sampling.greedy or sampling.temperature >= least:
+            return ""
+        return (
+            f"{key}.temperature is {sampling.temperature:g}, but engine {self.name} raises it to {least:g}, so "
+            "log-probabilities would not be of the actor's distribution; set it to 0 (greedy), or to "
+            f"{least:g} or more"
+        )
 
     @property
     def engine(self) -> EngineSpec:

@@ -36,7 +36,7 @@ LABEL = re.compile(r"answer[\s*_}]*[:：]", re.IGNORECASE)
 FORMULA = r"\$[^$]+\$|\\\((?:(?!\\[()]).)+\\\)|\\boxed ?\{[^{}]*+(?:\{[^{}]*\}[^{}]*+)*+\}"
 SENTENCE = re.compile(
     rf"(?:[A-Za-z]+(?: [A-Za-z]+){{0,9}} (?:is|are|equals):? )?({FORMULA})"
-    r"(?:[.,;]? (?:because|since|as(?! well(?![A-Za-z])))(?![A-Za-z]).*|\.(?: [^$\\0-9]*)?)?"
+    r"(?:[.,;]? (?:because|since|as(?! +well +as(?![A-Za-z])))(?![A-Za-z]).*|\.(?: [^$\\0-9]*)?)?"
 )
 DISPLAYED = re.compile(r"(?:(?:\\\[.*?\\\]|\$\$.*?\$\$)[ \t]*+)+", re.DOTALL)
 

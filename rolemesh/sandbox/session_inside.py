@@ -150,7 +150,10 @@ def converse(link: socket.socket) -> None:
             code = file.read()
         _run(code, f"<call {number}>", main.__dict__)
         _flush()
-        os.write(link_file, b"d")
+        try:
+            os.write(link_file, b"d")
+        except OSError:  # the code has closed it
+            os._exit(1)
 
 
 def _run(code: str, name: str, names: dict[str, Any]) -> None:

@@ -40,8 +40,7 @@ from rolemesh.workers.seat import Seat
 log = logging.getLogger(__name__)
 
 REMEMBERED_S = 60.0  # seconds in which the close of an episode may be repeated
-# Times episode_timeout_s. A controller that lives closes an episode before, if a turn takes that long.
-ABANDONED_AFTER = 2
+SPARE_S = 120.0  # beyond episode_timeout_s, after which a controller that lives closes an episode
 OTHER = "other"  # label in metrics for agents and tools that the job does not have
 
 
@@ -65,7 +64,7 @@ class EnvironmentWorker(LocalWorker):
         self.validator = BatchValidator({})
         self._job = job
         settings = job.rollout.multi_turn
-        self._limits = Limits(settings.call_timeout_s, ABANDONED_AFTER * settings.episode_timeout_s)
+        self._limits = Limits(settings.call_timeout_s, settings.episode_timeout_s + SPARE_S)
         self._max_episodes = settings.max_episodes
         self._agents: dict[str, Agent] = {}
         self._server = Server()

@@ -14,6 +14,7 @@ from echoing import TALKS
 from in_process import recorded, small_job, train, workers
 
 from rolemesh.agents.turns import written
+from rolemesh.catalog.loading import forget
 from rolemesh.config import load_job
 from rolemesh.config.model import ModelConfig
 from rolemesh.data.dataset import Agents, PromptDataset
@@ -163,9 +164,14 @@ async def test_epochs_are_counted_over_the_prompts_that_are_short_enough_with_th
         "rollout.agent.default_agent_loop=measurer", "data.val_files=[]", "data.filter_overlong_prompts=true",
         f"data.train_files={write_rows(tmp_path / 'own.parquet', rows)}",
         f"data.max_prompt_length={len(longest)}",
-        "trainer.total_training_steps=null", "trainer.total_epochs=2",
+        "trainer.total_training_steps=null", "trainer.total_epochs=2", "trainer.save_freq=2",
     )  # fmt: skip
     assert Run(job, load_tokenizer(job.actor.model)).status.total_steps == 5
     summary = await train(job)
     assert (summary.step, summary.total_steps) == (3, 3)
     assert load_job(job.run_dir / "config.yaml").trainer.total_training_steps == 3
+    again = Run(job, load_tokenizer(job.actor.model))
+    finished = again.finished()  # by the number of prompts that the checkpoint has: no role need start for it
+    assert finished is not None
+    assert (finished.step, finished.total_steps) == (3, 3)
+    forget(str(tmp_path / "measurer.py"))

@@ -178,8 +178,9 @@ async def test_a_later_attempt_ends_the_one_before(tiny_model: Path, tmp_path: P
 
 
 async def test_an_episode_that_nobody_asks_about_is_closed_and_lost(
-    tiny_model: Path, tmp_path: Path, log: Path
+    tiny_model: Path, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worker_module, "SPARE_S", 0.0)
     abandoned = metrics.ENVIRONMENT_ENDED.labels("obedient", "abandoned")._value
     before = abandoned.get()
     async with environment(environment_job(tmp_path, tiny_model, episode_timeout_s=0.3)) as client:

@@ -160,7 +160,8 @@ def test_a_program_may_stand_in_a_list_or_below_a_title() -> None:
     in_list = "".join(f"   {line}\n" for line in program.splitlines())
     for opening in ("```python", '```python title="a.py"', "```python {1,3}", "```python:src/a.py", "```py"):
         for solution in (f"1. So:\n   {opening}\n{in_list}   ```\n2. Done.", f"So:\n{opening}\n{program}```"):
-            assert compute_score(solution, truth, config=RewardConfig())["acc"] == 1.0
+            for text in (solution, solution.replace("\n", "\r\n")):
+                assert compute_score(text, truth, config=RewardConfig())["acc"] == 1.0
     only_the_fence_is_indented = f"   ```python\n{program}```"
     for solution in (f"   ```\n{in_list}   ```", only_the_fence_is_indented):
         assert compute_score(solution, truth, config=RewardConfig())["acc"] == 1.0

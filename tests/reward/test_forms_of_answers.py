@@ -45,6 +45,8 @@ REPORTED = [
     ("openai/gsm8k", "5", "#### 5-million", False, True),
     ("openai/gsm8k", "5", "#### 5-pound bags", True, True),
     ("math_dapo", "5", "Answer: The answers are $5$ as well as $6$", False, True),
+    ("math_dapo", "5", "Answer: The answers are $5$ as  well as $6$", False, True),
+    ("math_dapo", "5", "Answer: The answer is $5$ as well.", True, True),
     ("math_dapo", "5", "Answer: The answer is $5$ as 2 + 3 = 5", True, True),
     ("math", "5", r"\boxed{5\text{ at least}}", False, False),
     ("math", "5", r"\boxed{5 \text{ people at most}}", False, False),

@@ -190,16 +190,21 @@ def test_a_text_that_ends_a_response_may_be_a_special_token(model_directory: Pat
         ({"load_format": "dummy"}, "load_format.*safetensors"),
         ({"name": "hf", "tensor_model_parallel_size": 2}, "is a key of engine vllm, but rollout.name is hf"),
         ({"temperature": 0.001}, r"rollout.temperature is 0.001, but engine vllm raises it to 0.01"),
-        (
-            {"val_kwargs": {"do_sample": True, "temperature": 0.009}},
-            r"rollout.val_kwargs.temperature is 0.009, but engine vllm raises it to 0.01",
-        ),
         ({"name": "hf", "stop": ["x"]}, "is a key of engine vllm, but rollout.name is hf"),
     ],
 )
 def test_keys_that_cannot_be_followed_are_refused_with_the_reason(rollout: dict[str, Any], message: str):
     with pytest.raises(InvalidConfig, match=message):
         job_of(Path("model"), **rollout)
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused_where_something_is_sampled_at_it():
+    job = {"rollout": {"name": "vllm", "val_kwargs": {"do_sample": True, "temperature": 0.009}}}
+    said = r"rollout.val_kwargs.temperature is 0.009, but engine vllm raises it to 0.01"
+    with pytest.raises(InvalidConfig, match=said):
+        make_job(job | {"data": {"val_files": ["a"]}})
+    assert make_job(job)  # it validates nothing
+    assert make_job({"algorithm": {"page": "sft"}, "rollout": {"name": "vllm", "temperature": 0.001}})
 
 
 def test_keys_of_other_job_files_that_ask_for_nothing_are_taken():

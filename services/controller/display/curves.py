@@ -39,11 +39,23 @@ FROM_ZERO = ("Entropy, nats", "Response length, tokens")  # axes that start at 0
 def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
     """Draw up to six panels over steps; panels without any metric of the job are left out.
 
+    What fails is logged: a missing picture must not hide how a run ended.
+
     Args:
         records: the lines of metrics.jsonl.
         path: path of the PNG.
         title: the job's name.
     """
+    try:
+        _draw(records, path, title)
+    except Exception as error:
+        log.warning("%s could not be written: %s", path, error)
+
+
+def _draw(records: Sequence[Record], path: Path, title: str) -> None:
+    records = sorted(
+        records, key=lambda record: record[STEP] or 0
+    )  # a later validation may be of an earlier step
     panels = [(name, lines) for name, keys in PANELS.items() if (lines := _lines(records, keys))]
     if not panels:
         return
@@ -79,10 +91,7 @@ def draw_curves(records: Sequence[Record], path: Path, title: str) -> None:
             axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         if len(lines) > 1 or name == "Validation accuracy":
             axes.legend(fontsize=8, frameon=False)
-    try:
-        canvas.print_png(path)
-    except Exception as error:  # a missing picture must not hide how the run ended
-        log.warning("%s could not be written: %s", path, error)
+    canvas.print_png(path)
 
 
 def _plain(text: str) -> str:

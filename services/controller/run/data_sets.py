@@ -27,8 +27,13 @@ def training_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> tupl
     if job.data.source.reads_files and not job.data.train_files:
         raise InvalidConfig("data.train_files is empty; expected one Parquet file or more")
     data = _dataset(job, job.data.train_files, "train", tokenizer, agents)
-    order = PromptOrder(len(data), job.data)
-    return data, order, job.trainer.total_training_steps or order.total_steps(job.trainer.total_epochs)
+    return data, PromptOrder(len(data), job.data), num_steps(job, len(data))
+
+
+def num_steps(job: JobConfig, num_rows: int) -> int:
+    """Return how many steps the job makes with so many training rows."""
+    trainer = job.trainer
+    return trainer.total_training_steps or PromptOrder(num_rows, job.data).total_steps(trainer.total_epochs)
 
 
 def validation_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> Dataset | None:

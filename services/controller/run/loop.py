@@ -30,9 +30,9 @@ from rolemesh.services.controller.pages.step import Step
 from rolemesh.services.controller.run.ahead import Ahead
 from rolemesh.services.controller.run.best import check_reported, is_best
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
-from rolemesh.services.controller.run.data_sets import content_of, training_data, validation_data
+from rolemesh.services.controller.run.data_sets import content_of, num_steps, training_data, validation_data
 from rolemesh.services.controller.run.decision import named_checkpoint, start_of
-from rolemesh.services.controller.run.kept_settings import file_digests, settings_to_keep
+from rolemesh.services.controller.run.kept_settings import NUM_PROMPTS, file_digests, settings_to_keep
 from rolemesh.services.controller.run.profile import check_profile_steps, profiled
 from rolemesh.services.controller.run.run_dir import MetricsFile, answers, dump, read_metrics, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
@@ -90,11 +90,9 @@ class Run:
         self._val = validation_data(job, tokenizer, self._agents)
         self._files = file_digests(job)  # as the roles begin with them, whatever is edited later
         self.job = with_total_steps(job, total_steps)
-        # set without a notification, because this may run on another thread
-        self.status.total_steps = total_steps
-        self._checkpoints = Checkpoints(
-            job.run_dir, job.trainer.max_actor_ckpt_to_keep, spared=named_checkpoint(job)
-        )
+        self.status.total_steps = total_steps  # without a notification: this may run on another thread
+        keep = job.trainer.max_actor_ckpt_to_keep
+        self._checkpoints = Checkpoints(job.run_dir, keep, spared=named_checkpoint(job))
         self._saved = (0, 0)  # steps, and batches answered by dynamic sampling, at the last save
         self._committing: asyncio.Task[None] | None = None  # commits the last checkpoint, behind the steps
         self._answers: list[dict[str, Any]] = []
@@ -118,11 +116,13 @@ class Run:
         if chosen is None or self.job.trainer.val_only:
             return None
         has_tools = self.job.rollout.multi_turn.enable  # whose descriptions are not in the prompts yet
-        step = self._checkpoints.read(chosen, self._settings_to_keep(), prompts_are_known=not has_tools).step
-        if step < self.status.total_steps:
+        state = self._checkpoints.read(chosen, self._settings_to_keep(), prompts_are_known=not has_tools)
+        if has_tools:
+            self.status.total_steps = num_steps(self._given, state.kept_settings[NUM_PROMPTS])
+        if state.step < self.status.total_steps:
             return None
         self.status.add(*read_metrics(self.job.run_dir / "metrics.jsonl"))
-        self.status.set(state=State.FINISHED, step=step)
+        self.status.set(state=State.FINISHED, step=state.step)
         return self._summary()
 
     async def train(self, roles: Roles) -> Summary:

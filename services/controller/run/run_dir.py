@@ -15,6 +15,7 @@ from typing import Any
 from rolemesh.agents.turns import written
 from rolemesh.config import JobConfig
 from rolemesh.config.base import absolute_path
+from rolemesh.config.yaml_file import read_yaml
 from rolemesh.data.texts import ResponseTexts
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RolemeshError
@@ -116,7 +117,8 @@ def write_config(job: JobConfig) -> None:
     """
     job.run_dir.mkdir(parents=True, exist_ok=True)
     path = job.run_dir / "config.yaml"
-    if not (job.trainer.val_only and path.exists()):
+    trained = path.exists() and not read_yaml(path).get("trainer", {}).get("val_only")
+    if not (job.trainer.val_only and trained):
         write_durably(path, job.to_yaml())
 
 

@@ -64,7 +64,7 @@ def program_of(solution_str: str) -> str:
     If the fences are no pairs, the prompt may have opened the first block: it ends at the first fence. A block
     in a list is indented, which is not part of its program, and neither is the title of a fence.
     """
-    block = _block_of(solution_str)
+    block = _block_of(solution_str.replace("\r\n", "\n"))
     return textwrap.dedent(block) if block.lstrip("\n")[:1] in (" ", "\t") else block
 
 

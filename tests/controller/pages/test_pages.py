@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from rolemesh.algos.kl import KLController
 from rolemesh.catalog.pages import PAGES, PageSpec
-from rolemesh.config import JobConfig
+from rolemesh.config import JobConfig, load_job
 from rolemesh.data import PromptDataset
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import InvalidConfig, RewardFailed
@@ -287,6 +287,9 @@ async def test_val_only_validates_and_trains_nothing(tiny_model: Path, tmp_path:
     assert [record["training/global_step"] for record in summary.records] == [0]
     assert "val-core/digits/acc/mean@1" in summary.records[0]
     assert summary.checkpoint is None
+    again = small_job(tmp_path, tiny_model, "run", "trainer.val_only=true", "data.val_batch_size=3")
+    await train(again)
+    assert load_job(job.run_dir / "config.yaml").data.val_batch_size == 3  # no run of steps was ever here
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rolemesh.plugins import agent
 ODD = {
     "negative": Observation(max_tokens=-1),
     "fraction": Observation(max_tokens=0.5),
+    "truth": Observation(max_tokens=True),
     "no tools": Observation(tools=None),
     "names": Observation(tools=["x"]),
     "prompt": Observation(prompt=Prompt([], None)),
