@@ -5,7 +5,6 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders.dashboard import Dashboard
 
 from monitoring.panels import (
-    WINDOW,
     Panel,
     Query,
     board,
@@ -18,6 +17,8 @@ from monitoring.panels import (
 )
 
 DESCRIPTION = "Does the policy learn, how fast, and how much could a failure lose."
+# Seconds of a step. Those of one are shown until the next one ends, so there is a mean though it takes hours.
+PACE = "max(avg_over_time({}[30m]))".format(run("rolemesh_step_metric", 'name="timing_s/step"'))
 
 
 def job() -> Dashboard:
@@ -30,7 +31,6 @@ def _now() -> list[Panel]:
     """Panels on the run's current state."""
     made = f"max({run('rolemesh_training_step')})"
     planned = f"max({run('rolemesh_training_steps_planned')})"
-    pace = f"rate({run('rolemesh_step_seconds_sum')}[30m]) / rate({run('rolemesh_step_seconds_count')}[30m])"
     return [
         number(
             "State",
@@ -40,7 +40,7 @@ def _now() -> list[Panel]:
         ),
         number("Step", "Number of completed steps.", Query(made)),
         number("Steps planned", "Total number of steps of the job.", Query(planned)),
-        number("Left", "Time at the last half hour's pace.", Query(f"({planned} - {made}) * max({pace})"), "s"),
+        number("Left", "Time at the last half hour's pace.", Query(f"({planned} - {made}) * {PACE}"), "s"),
         number("Last reward", "Mean score of the last step's responses.", step("critic/score/mean", "")),
         number(
             "Last accuracy",
@@ -50,7 +50,7 @@ def _now() -> list[Panel]:
         ),
         number(
             "Since the last step",
-            "Time since the last step ended.",
+            "Time since the last step, or a pause after it, ended.",
             Query(f"time() - max({run('rolemesh_step_ended_timestamp_seconds')} > 0)"),
             "s",
         ),
@@ -155,8 +155,8 @@ def _speed() -> list[Panel]:
         ),
         lines(
             "Steps per hour",
-            "Rate over the last minutes.",
-            Query(f"3600 * sum(rate({run('rolemesh_step_seconds_count')}{WINDOW}))", "steps/h"),
+            "At the pace of the last half hour.",
+            Query(f"3600 / {PACE}", "steps/h"),
             least=0,
         ),
         timeline(
@@ -166,7 +166,7 @@ def _speed() -> list[Panel]:
         ),
         lines(
             "Time since",
-            "Time since the last step ended, and since the last checkpoint was written.",
+            "Time since the last step, or a pause after it, ended, and since the last checkpoint was written.",
             Query(f"time() - max({run('rolemesh_step_ended_timestamp_seconds')} > 0)", "step"),
             Query(f"time() - max({run('rolemesh_checkpoint_timestamp_seconds')} > 0)", "checkpoint"),
             unit="s",

@@ -41,7 +41,7 @@ def _there() -> list[Panel]:
         lines(
             "Replicas",
             "Replicas that report ready (serve), and replicas that the controller sends work to (used).",
-            Query(f"sum by (role) ({role('rolemesh_role_ready')})", "{{role}} serve"),
+            Query("sum by (role) ({})".format(role("rolemesh_role_ready", 'rank="0"')), "{{role}} serve"),
             Query(f"max by (role) ({role('rolemesh_replicas_live')})", "{{role}} used"),
             least=0,
         ),
@@ -189,7 +189,7 @@ def _taken() -> list[Panel]:
     return [
         lines(
             "Memory",
-            "Resident memory of the process.",
+            "Resident memory of the process, without that of vLLM's own processes and of /dev/shm.",
             Query(process("process_resident_memory_bytes"), "{{pod}}"),
             unit="bytes",
             least=0,

@@ -18,7 +18,11 @@ SERVER_BYTES = Counter(
     "rolemesh_rpc_server_bytes", "Message bytes by direction, in or out", ["role", "method", "direction"]
 )
 SERVER_IN_FLIGHT = Gauge("rolemesh_rpc_server_in_flight", "Calls in progress", ["role", "method"])
-ROLE_READY = Gauge("rolemesh_role_ready", "1 while the role serves, 0 while it loads or drains", ["role"])
+ROLE_READY = Gauge(
+    "rolemesh_role_ready",
+    "1 while the role serves, 0 while it loads or drains; above rank 0: 1 once its part is loaded",
+    ["role", "rank"],
+)
 ROLE_LOAD_SECONDS = Gauge("rolemesh_role_load_seconds", "Time the role took to load", ["role"])
 DEVICE_BYTES = Gauge("rolemesh_device_bytes", "GPU memory held by this process's torch; 0 without a GPU")
 NONFINITE_GRADIENTS = Counter(
@@ -143,7 +147,9 @@ PHASE_RUNNING = Gauge(
     "rolemesh_phase_running", "1 while this phase of the step runs", ["phase"], registry=CONTROLLER
 )
 STEP_ENDED = Gauge(
-    "rolemesh_step_ended_timestamp_seconds", "End of the last step, or start of the run", registry=CONTROLLER
+    "rolemesh_step_ended_timestamp_seconds",
+    "End of the last step, or of a pause after it, or start of the run",
+    registry=CONTROLLER,
 )
 CHECKPOINT_WRITTEN = Gauge(
     "rolemesh_checkpoint_timestamp_seconds",

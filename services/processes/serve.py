@@ -218,7 +218,7 @@ async def serve(
         job: the job.
         listen: host:port; port 0 selects a free one.
         metrics_listen: host:port of /metrics; None: no metrics.
-        health_listen: host:port for health only, never TLS; None: health is served only on `listen`.
+        health_listen: host:port for health only, never TLS, of rank 0; None: health is served only on `listen`.
         tls_dir: directory of the TLS keys; None: no TLS.
         address_file: written as JSON {"address", "metrics", "health", "pid"} once all ports are bound.
         exit_with_parent: also end when standard input closes, i.e. when the launcher ends.
@@ -244,13 +244,14 @@ async def serve(
     ending.with_device()
     metrics_address = serve_metrics(metrics_listen) if metrics_listen else None
     metrics.DEVICE_BYTES.set_function(torch.cuda.memory_reserved)  # 0 until something is on a GPU
-    health_address = await server.start_health(health_listen) if health_listen else None
-    address = await server.start(listen) if rendezvous.rank == 0 else ""
+    leads = rendezvous.rank == 0  # the others answer no calls
+    health_address = await server.start_health(health_listen) if health_listen and leads else None
+    address = await server.start(listen) if leads else ""
     if address_file is not None:
         bound = {"address": address, "metrics": metrics_address, "health": health_address, "pid": os.getpid()}
         _write_whole(address_file, bound)
     log.info("listening on %s, metrics on %s", address or "no port", metrics_address or "no port")
-    if rendezvous.rank:
+    if not leads:
         await _follow(roles, job, rendezvous, ending, Holder(rendezvous, listen, asyncio.get_running_loop()))
 
     leader = Leader(roles, rendezvous) if rendezvous.size > 1 else None
@@ -316,6 +317,7 @@ async def _follow(
     seats = {role: replace(Seat.of(job, role), holder=holder) for role in roles if job.on_device(role)}
     workers: dict[str, LocalWorker] = {}
     loop, watches = asyncio.get_running_loop(), []
+    shown = {role: metrics.ROLE_READY.labels(role, rendezvous.rank) for role in seats}  # as 0
 
     async def watch(worker: LocalWorker) -> None:
         try:
@@ -326,6 +328,7 @@ async def _follow(
 
     def load_own(role: str, rows: DataProto) -> DataProto:
         workers[role], _ = load_role(role, job, WeightStore(), _with_ranks(role, seats[role], job, rendezvous))
+        shown[role].set(1)
         log.info("%s is loaded", role)
         watches.append(asyncio.run_coroutine_threadsafe(watch(workers[role]), loop))
         return rows
@@ -338,6 +341,8 @@ async def _follow(
     asked = asyncio.create_task(ending.begun.wait())
     await asyncio.wait({following, asked}, return_when=asyncio.FIRST_COMPLETED)
     if asked.done():
+        for ready in shown.values():
+            ready.set(0)
         if not ending.code:
             log.info("%s: following until rank 0 ends, for %.0f s at most", ending.reason, ending.grace_s)
         end_in(ending.grace_s + (0 if ending.code else LAST_WORDS_S), ending.code)

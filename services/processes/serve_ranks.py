@@ -65,7 +65,7 @@ async def serve_ranks(
         listen: host:port of rank 0.
         metrics_listen: host:port of /metrics for the first rank of a machine; the next ranks take the next
             ports.
-        health_listen: host:port of health for the first rank of a machine.
+        health_listen: host:port of health for rank 0.
         address_file: written by rank 0, as by `serve`.
         exit_with_parent: also end when standard input closes.
         drain_s: seconds for running calls after the first signal.
@@ -83,7 +83,7 @@ async def serve_ranks(
         own = [*arguments, "--exit-with-parent", "--listen", listen]
         if metrics_listen:
             own += ["--metrics-listen", _port_after(metrics_listen, local_rank)]
-        if health_listen and local_rank == 0:
+        if health_listen and rank == 0:
             own += ["--health-listen", health_listen]
         return own + (["--address-file", str(address_file)] if address_file and rank == 0 else [])
 

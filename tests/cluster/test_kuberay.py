@@ -72,6 +72,7 @@ def test_both_pods_of_an_actor_send_their_parts_of_a_version(kuberay: None, name
         text = namespace.kubectl("exec", name, "--", "python", "-c", METRICS)
         found = re.findall(r'^rolemesh_weights_sent_bytes_total\{role="actor"\} (\S+)$', text, re.MULTILINE)
         sent[pod["metadata"]["labels"]["ray.io/node-type"]] = float(found[0]) if found else 0.0
+        assert re.search(r'^rolemesh_role_ready\{rank="\d",role="actor"\} 1\.0$', text, re.MULTILINE), name
     assert sent.keys() == {"head", "worker"}
     assert min(sent.values()) >= 16 << 20, sent
     job.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from rolemesh.services.controller.service.status import RunStatus, State
 from rolemesh.services.controller.stages.advantages import apply_kl_penalty, compute_advantages
 from rolemesh.services.controller.stages.batch_metrics import batch_metrics, staleness_metrics, throughput
 from rolemesh.services.controller.stages.validation import validation_metrics
+from rolemesh.telemetry.metrics import CONTROLLER, STEP_ENDED
 
 MASK = tensor([[True, True, True], [True, False, False]])
 
@@ -238,8 +240,11 @@ async def test_a_paused_run_begins_no_step_until_it_is_resumed_or_stopped() -> N
     begins = asyncio.create_task(status.may_begin())
     done, _ = await asyncio.wait([begins], timeout=0.01)
     assert not done
+    STEP_ENDED.set(0)  # long ago
     status.resume()
     assert await begins
+    now = CONTROLLER.get_sample_value("rolemesh_step_ended_timestamp_seconds")
+    assert now == pytest.approx(time.time(), abs=60)  # a pause is no step that takes long
     status.pause()
     status.request_stop()
     assert status.state is State.STOPPING

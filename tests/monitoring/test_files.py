@@ -11,7 +11,7 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
-from questions import boards, is_of_gpus, of_rules, panels, rules
+from questions import boards, is_of_gpus, of_panels, of_rules, panels, rules
 from real_prometheus import ROOT, promtool
 
 from monitoring.dashboards import DIRECTORY, generated
@@ -88,6 +88,30 @@ def test_runbooks_are_of_alerts() -> None:
 
 def test_alerts_fire_when_they_should_and_only_then() -> None:
     promtool("test", "rules", str(CASES))
+
+
+def test_panels_know_the_pace_of_steps_that_are_longer_than_they_look_back(tmp_path: Path) -> None:
+    """The third step of forty minutes runs, of ten."""
+    asked = {
+        question.where: question.expr
+        for question in of_panels({"namespace": "n", "job": "j", "role": ".+", "__rate_interval": "1m"})
+    }
+    shown = {
+        'rolemesh_step_metric{namespace="n",rolemesh_job="j",name="timing_s/step"}': "_x40 2400x80",
+        'rolemesh_training_step{namespace="n",rolemesh_job="j"}': "0x39 1x39 2x39",
+        'rolemesh_training_steps_planned{namespace="n",rolemesh_job="j"}': "10x120",
+    }
+    expected = {"job / Steps per hour / A": 1.5, "job / Left / A": 8 * 2400}
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": series, "values": values} for series, values in shown.items()],
+        "promql_expr_test": [
+            {"expr": asked[where], "eval_time": "115m", "exp_samples": [{"labels": "{}", "value": value}]}
+            for where, value in expected.items()
+        ],
+    }
+    (tmp_path / "paces.yaml").write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [case]}))
+    promtool("test", "rules", str(tmp_path / "paces.yaml"))
 
 
 def test_prometheus_takes_the_configurations(tmp_path: Path) -> None:

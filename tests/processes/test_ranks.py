@@ -29,6 +29,7 @@ NOTICED_S = 2 * KEEPALIVE_S  # until a rank that is silent is known to be
 OTHERS_S = 2.0  # of these groups, too
 ENDS_S = ORPHAN_DRAIN_S + LAST_WORDS_S
 BUSY_S = 20  # that a machine with other work may take longer
+READY = "rolemesh_role_ready"
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,11 @@ async def client_of(started: Group) -> AsyncIterator[DrillClient]:
     async with client:
         await client.wait_until_ready(120)
         yield client
+
+
+def are_ready(rank: int, value: int) -> list[str]:
+    """What a rank shows of its one role."""
+    return [f'{READY}{{rank="{rank}",role="drill"}} {value:.1f}']
 
 
 async def said(started: Group, rank: int, words: str) -> None:
@@ -62,10 +68,13 @@ async def test_ranks_compute_together_and_drain_together(tmp_path: Path) -> None
             assert {part.rank for call in seen for part in call.parts} == {None, 0, 1, 2}
             with pytest.raises(UpdateFailed, match="UpdateFailed on purpose on rank 0"):
                 await client.drill(raises=[0, 1, 2], error="UpdateFailed")
+            for rank in range(3):
+                assert await started.shown(rank, READY) == are_ready(rank, 1)
             # A follower that is asked to end goes on until rank 0 ends: it drains, and calls may still run.
             started.kill(1, SIGTERM)
             await said(started, 1, "following until rank 0 ends")
             await client.drill(meets=[0, 1, 2])
+            assert await started.shown(1, READY) == are_ready(1, 0)
         started.kill(0, SIGTERM)
         assert await started.ended() == [0, 0, 0]
         assert started.notes(0) == started.notes(1) == started.notes(2)
@@ -89,6 +98,7 @@ async def test_a_group_serves_when_every_rank_has_loaded_and_names_those_that_it
             replica = Replica(await started.address(), "drill")
             assert words.replace("waiting", "waits") in await replica.health()
             await replica.close()
+            assert [await started.shown(rank, READY) for rank in (0, 1)] == [are_ready(0, 0), are_ready(1, 0)]
 
 
 async def test_a_rank_that_cannot_load_ends_the_group_with_its_reason(tmp_path: Path) -> None:

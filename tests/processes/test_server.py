@@ -46,7 +46,7 @@ async def test_a_role_ends_with_its_launcher_though_it_computes(tiny_model: Path
             page = await asyncio.to_thread(
                 lambda: urllib.request.urlopen(f"http://{role.metrics}/metrics").read()
             )
-            assert b'rolemesh_role_ready{role="reward"} 1.0' in page
+            assert b'rolemesh_role_ready{rank="0",role="reward"} 1.0' in page
             running = asyncio.create_task(client.compute_scores(reward_batch(1)))
             await started.passed(running)
             role.process.stdin.close()

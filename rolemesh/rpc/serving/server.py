@@ -252,7 +252,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
 
     def _show_ready(self, ready: bool) -> None:
         for role in self._role_of.values():
-            metrics.ROLE_READY.labels(role).set(ready)
+            metrics.ROLE_READY.labels(role, "0").set(ready)
 
     # ------------------------------------------------------------ grpc.GenericRpcHandler
 

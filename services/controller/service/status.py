@@ -8,7 +8,7 @@ from contextlib import suppress
 from enum import Enum
 
 from rolemesh.services.controller.record import STEP, Record
-from rolemesh.telemetry.metrics import RUN_STATE
+from rolemesh.telemetry.metrics import RUN_STATE, STEP_ENDED
 
 
 class State(Enum):
@@ -105,6 +105,7 @@ class RunStatus:
         if self._paused and not self.stop_requested:
             self.on_pause()
             await self._until(lambda: self.stop_requested or not self._paused)
+            STEP_ENDED.set_to_current_time()  # or the next step would seem to have begun before the pause
             self.on_pause()
         return not self.stop_requested
 

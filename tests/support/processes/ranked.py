@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import torch
 from forks import fork_calling
@@ -129,6 +130,12 @@ class Group:
         while not path.exists():  # noqa: ASYNC110  # another process's file
             await asyncio.sleep(0.02)
         return str(json.loads(path.read_text())["address"])
+
+    async def shown(self, rank: int, name: str) -> list[str]:
+        """A rank's lines at /metrics of this name."""
+        address = json.loads((self.directory / f"address-{rank}.json").read_text())["metrics"]
+        page = await asyncio.to_thread(lambda: urlopen(f"http://{address}/metrics").read().decode())
+        return [line for line in page.splitlines() if line.startswith(f"{name}{{")]
 
     async def started(self, count: int) -> None:
         """Wait until so many ranks have said that they begin."""
@@ -307,7 +314,7 @@ def serve_rank(
         messages.KEEPALIVE[key] = int(keepalive_s * 1000)
     address = directory / f"address-{environment['RANK']}.json"
     try:
-        asyncio.run(serve(roles, job, "127.0.0.1:0", address_file=address))
+        asyncio.run(serve(roles, job, "127.0.0.1:0", metrics_listen="127.0.0.1:0", address_file=address))
     except errors.RolemeshError as error:
         print(error, file=sys.stderr)
         sys.exit(1)
