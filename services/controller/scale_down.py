@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.kubernetes import Absent, Cluster, Unreachable
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 NO_REPLICAS = {"spec": {"replicas": 0}}
 REPLICAS = "rolemesh.dev/replicas"  # on a workload: how many pods its values ask for
 PAUSED = "autoscaling.keda.sh/paused-replicas"
 # What undoes the end of an earlier run, of the kinds for which Helm does not.
-RESUMED: dict[str, dict[str, Any]] = {
-    "scaledobject": {"metadata": {"annotations": {PAUSED: None}}},
-    "raycluster": {"spec": {"suspend": False}},
-}
+UNPAUSED = {"metadata": {"annotations": {PAUSED: None}}}
+RESUMED = {"spec": {"suspend": False}}
 # Kind to its API path, the patch that scales it to zero (None: it is deleted), and the equivalent command.
 # Scalers come first: a running scaler would restore the replicas of its workload.
 KINDS: dict[str, tuple[str, dict[str, Any] | None, str]] = {
@@ -61,8 +63,9 @@ _BRINGS_BACK = {
     "statefulset": _SCALE,
     "raycluster": """kubectl -n {} patch {} --type=merge -p '{{"spec": {{"suspend": false}}}}'""",
 }
-ATTEMPTS = 5
-RETRY_S = 1.0
+PATIENCE_S = 600.0  # managed control planes are away for minutes during an upgrade
+RETRY_S = 1.0  # doubled after each attempt, up to LONGEST_RETRY_S
+LONGEST_RETRY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,19 @@ def workloads(given: Iterable[str]) -> list[Workload]:
 
 
 async def scale_down(to_zero: Sequence[Workload], cluster: Cluster) -> None:
-    """Scale each workload to zero. A failure is only logged, with the command to run: the run has succeeded."""
+    """Scale each workload to zero. A failure is only logged, with the command to run: the run has succeeded.
+
+    While the API server does not answer, this tries for PATIENCE_S, as nobody else would release the GPUs.
+    """
+    deadline = time.monotonic() + PATIENCE_S
     for workload in to_zero:
         path, change, by_hand = KINDS[workload.kind]
         where = {"namespace": cluster.namespace, "name": workload.name}
         try:
             if change is None:
-                await _delete(cluster, path.format(**where))
+                await _delete(cluster, path.format(**where), deadline)
                 continue
-            await _patch(cluster, path.format(**where), change)
+            await _patch(cluster, path.format(**where), change, deadline)
             log.info("scaled down %s %s", workload.kind, workload.name)
         except RolemeshError as error:
             log.warning(
@@ -133,17 +140,23 @@ async def scale_up(workloads: Sequence[Workload], cluster: Cluster, *, sets_repl
         sets_replicas: scale Deployments and StatefulSets with fewer pods than their annotation REPLICAS up to
             it. False: Helm does it. Those that have more, because somebody scaled them, keep them.
     """
+    deadline = time.monotonic() + PATIENCE_S
     for workload in workloads:
         where = {"namespace": cluster.namespace, "name": workload.name}
         path = KINDS[workload.kind][0].format(**where)
         try:
-            if change := RESUMED.get(workload.kind):
-                await _patch(cluster, path, change)
+            if workload.kind == "scaledobject":
+                await _patch(cluster, path, UNPAUSED, deadline)
+            elif workload.kind == "raycluster":
+                # Only if it is suspended: KubeRay replaces all pods when a field that was absent becomes false.
+                found = await _retried(partial(cluster.get, path), deadline)
+                if found["spec"].get("suspend"):
+                    await _patch(cluster, path, RESUMED, deadline)
             elif sets_replicas and path.endswith("/scale"):
                 found = await cluster.get(path.removesuffix("/scale"))
                 wanted = int(found["metadata"].get("annotations", {}).get(REPLICAS, "1"))
                 if found["spec"].get("replicas", 1) < wanted:
-                    await _patch(cluster, path, {"spec": {"replicas": wanted}})
+                    await _patch(cluster, path, {"spec": {"replicas": wanted}}, deadline)
                     log.info("scaled %s %s up to %d", workload.kind, workload.name, wanted)
         except (RolemeshError, ValueError) as error:  # ValueError: REPLICAS is no number
             log.warning("could not scale up %s %s: %s", workload.kind, workload.name, error)
@@ -170,20 +183,25 @@ async def refuse_scaled_down(needed: Sequence[Workload], cluster: Cluster) -> No
         )
 
 
-async def _patch(cluster: Cluster, path: str, change: dict[str, Any]) -> None:
-    await _retried(lambda: cluster.patch(path, change))
+async def _patch(cluster: Cluster, path: str, change: dict[str, Any], deadline: float) -> None:
+    await _retried(lambda: cluster.patch(path, change), deadline)
 
 
-async def _delete(cluster: Cluster, path: str) -> None:
+async def _delete(cluster: Cluster, path: str, deadline: float) -> None:
     with suppress(Absent):  # disruptionBudgets is false, or an earlier attempt deleted it
-        await _retried(lambda: cluster.delete(path))
+        await _retried(lambda: cluster.delete(path), deadline)
 
 
-async def _retried(request: Callable[[], Awaitable[None]]) -> None:
-    for attempts_left in reversed(range(ATTEMPTS)):
+async def _retried(request: Callable[[], Awaitable[T]], deadline: float) -> T:
+    """Return the request's answer. While the API server does not answer, repeat it until the deadline."""
+    wait_s = RETRY_S
+    while True:
         try:
             return await request()
-        except Unreachable:
-            if not attempts_left:
+        except Unreachable as error:
+            left_s = deadline - time.monotonic()
+            if left_s < wait_s:
                 raise
-            await asyncio.sleep(RETRY_S)
+            log.info("trying for another %.0f s: %s", left_s, error)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_RETRY_S)

@@ -90,10 +90,11 @@ async def patched(api: ApiServer, path: str) -> tuple[Request, Any]:
     return request, json.loads(request.body)
 
 
-async def asked(api: ApiServer, workload: str) -> Request:
-    """The next request, which reads this."""
+async def asked(api: ApiServer, path: str) -> Request:
+    """The next request, which reads this: a path, or a workload of the API apps."""
     request = await api.next()
-    assert (request.method, request.path) == ("GET", f"/apis/apps/v1/namespaces/here/{workload}")
+    assert request.method == "GET"
+    assert request.path == (path if path[0] == "/" else f"/apis/apps/v1/namespaces/here/{path}")
     return request
 
 
@@ -123,6 +124,7 @@ async def test_replicas_that_somebody_has_added_are_kept_and_a_workload_that_is_
 async def test_whatever_keeps_pods_from_being_scaled_down_is_only_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(scale_down, "PATIENCE_S", 0.05)
     monkeypatch.setattr(scale_down, "RETRY_S", 0.01)
     some = workloads(["deployment/a"])
     async with api_server(tmp_path) as api:
@@ -141,26 +143,47 @@ async def test_whatever_keeps_pods_from_being_scaled_down_is_only_logged(
         assert re.match(f"could not scale down deployment a: {reason}", message)
 
 
+async def test_while_the_api_server_is_away_after_a_run_the_controller_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody else would scale down: the Job is then complete."""
+    monkeypatch.setattr(scale_down, "RETRY_S", 0.001)
+    monkeypatch.setattr(scale_down, "LONGEST_RETRY_S", 0.004)
+    caplog.set_level("INFO", scale_down.log.name)
+    async with api_server(tmp_path) as api:
+        scaling = asyncio.create_task(scale_down.scale_down(workloads(["deployment/a"]), api.cluster))
+        for code in [503] * 12 + [200]:
+            request, _ = await patched(api, "/apis/apps/v1/namespaces/here/deployments/a/scale")
+            await request.answer({"message": "not now"}, code)
+        await scaling
+    said = [record.message for record in caplog.records if record.name == scale_down.log.name]
+    assert re.match(r"trying for another (600|59\d) s: 503: not now", said[0])
+    assert said[12:] == ["scaled down deployment a"]
+
+
 async def test_a_ray_cluster_is_suspended_and_goes_on_and_one_that_is_suspended_is_not_waited_for(
     tmp_path: Path,
 ) -> None:
     cluster, path = workloads(["raycluster/job-actor"]), "/apis/ray.io/v1/namespaces/here/rayclusters/job-actor"
     async with api_server(tmp_path) as api:
-        for is_suspended in (True, False):
-            scaling = asyncio.create_task(
-                scale_down.scale_down(cluster, api.cluster)
-                if is_suspended
-                else scale_down.scale_up(cluster, api.cluster, sets_replicas=False)
-            )
-            request, change = await patched(api, path)
-            assert change == {"spec": {"suspend": is_suspended}}
-            await request.answer({})
+        scaling = asyncio.create_task(scale_down.scale_down(cluster, api.cluster))
+        request, change = await patched(api, path)
+        assert change == {"spec": {"suspend": True}}
+        await request.answer({})
+        await scaling
+        # KubeRay would replace all pods of one that never was suspended, if the field came to be there.
+        for spec in ({"suspend": True}, {"suspend": False}, {}):
+            scaling = asyncio.create_task(scale_down.scale_up(cluster, api.cluster, sets_replicas=False))
+            await (await asked(api, path)).answer({"spec": spec})
+            if spec.get("suspend"):
+                request, change = await patched(api, path)
+                assert change == {"spec": {"suspend": False}}
+                await request.answer({})
             await scaling
+            assert api.requests.empty()
         for is_suspended in (False, True):
             asking = asyncio.create_task(scale_down.refuse_scaled_down(cluster, api.cluster))
-            request = await api.next()
-            assert (request.method, request.path) == ("GET", path)
-            await request.answer({"spec": {"suspend": is_suspended}})
+            await (await asked(api, path)).answer({"spec": {"suspend": is_suspended}})
             words = r"raycluster/job-actor in .* -n here patch raycluster/job-actor .*\"suspend\": false"
             with pytest.raises(InvalidConfig, match=words) if is_suspended else nullcontext():
                 await asking
