@@ -297,6 +297,39 @@ def test_notes_of_a_scaled_role_tell_of_the_most(tmp_path: Path) -> None:
     assert "It uses 20 GPUs (nvidia.com/gpu) in total, and up to 23 when scaled up." in said
 
 
+def on_cluster(into: Path, condition: str, *, pods: int, asked: int = 1) -> Path:
+    """Copy the chart, with what `lookup` would find: a Job with this condition, and the pods of each group."""
+    notes({}, into)
+    commands = into / "chart" / "templates" / "_commands.tpl"
+    annotated = f'dict "annotations" (dict "rolemesh.dev/replicas" "{asked}")'
+    live = f'dict "metadata" ({annotated}) "spec" (dict "replicas" {pods})'
+    text = commands.read_text(encoding="utf-8")
+    text = text.replace('lookup "apps/v1" $group.kind $namespace $group.workload', live)
+    job = f'dict "status" (dict "conditions" (list (dict "type" "{condition}" "status" "True")))'
+    text, num_jobs = re.subn('lookup "batch/v1" .*?(?= }})', job, text)
+    assert (live in text, num_jobs) == (True, 2)
+    commands.write_text(text, encoding="utf-8")
+    return into / "chart"
+
+
+@pytest.mark.parametrize("condition", ["Complete", "Failed", "Suspended"])
+def test_after_its_run_an_upgrade_starts_no_pods_and_notes_say_so(condition: str, tmp_path: Path) -> None:
+    chart, has_ended = on_cluster(tmp_path, condition, pods=0), condition != "Suspended"
+    values = {"placement": {"replicas": {"reward": 2}}}
+    assert ("THE RUN HAS ENDED" in notes(values, tmp_path)) == has_ended
+    counts = [thing["spec"]["replicas"] for thing in workloads(objects(values, chart=chart))]
+    assert sorted(counts) == [0, 0, 0, 0 if has_ended else 2]
+
+
+@pytest.mark.parametrize(("pods", "members"), [(1, 4), (2, 5), (5, 6), (0, 6)])
+def test_a_gang_asks_for_no_more_pods_than_an_upgrade_leaves(pods: int, members: int, tmp_path: Path) -> None:
+    """Of the reward's three: somebody has scaled it, or the run has ended."""
+    chart = on_cluster(tmp_path, "Suspended", pods=pods, asked=3)
+    values = {"gang": {"scheduler": "volcano"}, "placement": {"replicas": {"reward": 3}}}
+    (gang,) = of_kind(objects(values, chart=chart), "PodGroup")
+    assert gang["spec"]["minMember"] == members
+
+
 def test_notes_tell_what_brings_the_alerts(tmp_path: Path) -> None:
     assert "Install the Prometheus operator" in notes({}, tmp_path, apis=())
     assert "A PodMonitor makes Prometheus scrape" in notes({}, tmp_path)

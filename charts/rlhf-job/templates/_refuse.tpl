@@ -67,10 +67,9 @@
 {{- if and (get $.Values.autoscaling $role) (gt (len $group.roles) 1) }}
 {{- fail (printf "autoscaling.%s is set, but %s shares the pods of group %s with %s, which would be scaled with it: give %s a group of its own (placement.strategy), or remove autoscaling.%s" $role $role $group.name (without $group.roles $role | join ", ") $role $role) }}
 {{- end }}
-{{- if hasKey (dig "resources" "limits" dict (index $.Values.roles $role)) $.Values.gpu.resource }}
-{{- fail (printf "roles.%s.resources has %s: set roles.%s.gpus instead" $role $.Values.gpu.resource $role) }}
+{{- include "rlhf-job.refuse.gpus" (list $ (printf "roles.%s" $role) (index $.Values.roles $role)) }}
 {{- end }}
-{{- end }}
+{{- include "rlhf-job.refuse.gpus" (list $ (printf "groups.%s" $group.name) (get $.Values.groups $group.name)) }}
 {{- if and $group.scaler (gt (int ($group.scaler.minReplicas | default 1)) (int $group.scaler.maxReplicas)) }}
 {{- fail (printf "autoscaling.%s.minReplicas is more than its maxReplicas: lower it" (first $group.roles)) }}
 {{- end }}
@@ -274,6 +273,7 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- if and .Values.controller.scaleUp (not (and .Values.controller.scaleDown .Values.controller.rbac)) }}
 {{- fail "controller.scaleUp is true, but the controller scales up what it scales down: set controller.scaleDown and controller.rbac to true" }}
 {{- end }}
+{{- include "rlhf-job.refuse.gpus" (list . "controller" .Values.controller) }}
 {{- $attempts := int .Values.controller.maxAttempts }}{{ $restarts := int .Values.controller.backoffLimit }}
 {{- if and .Values.controller.scaleDown .Values.controller.rbac (lt $restarts $attempts) }} {{- /* else nothing is scaled down anyway */}}
 {{- $fewer := gt $restarts 0 | ternary (printf ", or maxAttempts to %d or less" $restarts) "" }}
@@ -283,6 +283,7 @@ are, even if this object does not have them, because NetworkPolicies and Service
 {{- fail "storage.workspace has neither a size nor an existingClaim: set one, because the run directory is there" }}
 {{- end }}
 {{- include "rlhf-job.refuse.access" . }}
+{{- include "rlhf-job.refuse.mounts" . }}
 {{- if .Values.rewardFunction.code }}
 {{- $path := (include "rlhf-job.job" . | fromJson).reward.custom_reward_function.path }}
 {{- if or (ne (toString $path) "/etc/rolemesh-reward/reward.py") .Values.rewardFunction.configMap }}

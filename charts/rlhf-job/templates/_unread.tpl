@@ -5,7 +5,7 @@ cluster (gpu, monitoring, networkPolicy) may be set though a job has no use for 
 {{- define "rlhf-job.refuse.unread" -}}
 {{- $ := first . }}{{ $values := $.Values }}
 {{- include "rlhf-job.refuse.unreadRanks" . }}
-{{- include "rlhf-job.refuse.unreadScalers" $ }}
+{{- include "rlhf-job.refuse.unreadScalers" . }}
 {{- include "rlhf-job.refuse.unreadClaims" $ }}
 {{- if $values.storage.caches.readOnly }}
 {{- fail "storage.caches.readOnly is true, but pods write what they compile there: set it to false" }}
@@ -48,10 +48,11 @@ cluster (gpu, monitoring, networkPolicy) may be set though a job has no use for 
 {{- end }}
 {{- end }}
 
-{{/* Refuse values of a scaler that the other kind of scaler reads, and a number of pods beside a scaler. */}}
+{{/* Refuse values of a scaler that the other kind of scaler reads, a number of pods beside a scaler, and a scaler by CPU where
+no CPU is requested, of (list $ GROUPS). */}}
 {{- define "rlhf-job.refuse.unreadScalers" -}}
-{{- $ := . }}
-{{- range $role, $scaler := .Values.autoscaling }}
+{{- $all := . }}{{ $ := first . }}
+{{- range $role, $scaler := $.Values.autoscaling }}
 {{- if $scaler }}
 {{- $count := get $.Values.placement.replicas $role | int }}
 {{- if gt $count 1 }}
@@ -59,6 +60,10 @@ cluster (gpu, monitoring, networkPolicy) may be set though a job has no use for 
 {{- end }}
 {{- if and (eq $scaler.scaler "hpa") (hasKey $scaler "pendingPerReplica") }}
 {{- fail (printf "autoscaling.%s.pendingPerReplica is set, but its scaler is hpa, which does not count rows: set the scaler to keda, or leave it out" $role) }}
+{{- end }}
+{{- $group := dict "resources" dict }}{{ range last $all }}{{ if has $role .roles }}{{ $group = . }}{{ end }}{{ end }}
+{{- if and (eq $scaler.scaler "hpa") (not $scaler.metrics) (not (or (dig "requests" "cpu" "" $group.resources) (dig "limits" "cpu" "" $group.resources))) }}
+{{- fail (printf "autoscaling.%s.scaler is hpa, which scales by the share of the requested CPU that is used, but a pod of group %s requests none: set requests.cpu in roles.%s.resources or groups.%s.resources, or autoscaling.%s.metrics" $role $group.name $role $group.name $role) }}
 {{- end }}
 {{- if and (eq $scaler.scaler "keda") $scaler.metrics }}
 {{- fail (printf "autoscaling.%s.metrics is set, but its scaler is keda, which counts pending rows alone: set the scaler to hpa, or leave them out" $role) }}
@@ -81,11 +86,40 @@ cluster (gpu, monitoring, networkPolicy) may be set though a job has no use for 
 {{- end }}
 {{- end }}
 
+{{/* Refuse claims that have one mountPath, or that of a volume of the chart: the API server takes no such pod. */}}
+{{- define "rlhf-job.refuse.mounts" -}}
+{{- $by := dict }}
+{{- range include "rlhf-job.mountPaths" . | fromJsonArray }}{{ $_ := set $by . "reserved for the chart: set another path" }}{{ end }}
+{{- range $name, $claim := omit .Values.storage "singleNode" }}
+{{- if or $claim.existingClaim $claim.size }}
+{{- $path := clean $claim.mountPath }}
+{{- with get $by $path }}{{ fail (printf "storage.%s.mountPath is %s, which is %s" $name $claim.mountPath .) }}{{ end }}
+{{- $_ := set $by $path (printf "that of storage.%s, too: set another path for one of them" $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Where every pod may have volumes of the chart's own besides claims, as a list in JSON. */}}
+{{- define "rlhf-job.mountPaths" -}}
+{{- list "/etc/rolemesh" "/etc/rolemesh-tls" "/etc/rolemesh-reward" "/etc/rolemesh-plugins" "/etc/rolemesh-hub" "/tmp" "/dev/shm" | toJson }}
+{{- end }}
+
+{{/* Refuse GPUs among the resources of a role, a group or the controller, of (list $ KEY VALUES): only `gpus` gives a pod the
+tolerations, the nodes and the device that belong to them. */}}
+{{- define "rlhf-job.refuse.gpus" -}}
+{{- $key := index . 1 }}{{ $gpu := (first .).Values.gpu.resource }}{{ $resources := dig "resources" dict (index . 2 | default dict) }}
+{{- range $part := list "requests" "limits" }}
+{{- if hasKey (get $resources $part | default dict) $gpu }}
+{{- fail (printf "%s.resources has %s: %s" $key $gpu (eq $key "controller" | ternary "leave it out, as the controller uses no GPU" (printf "set %s.gpus instead" $key))) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* Refuse settings of pods that name what the chart has itself, or one thing twice, of (list $ OF SETTINGS). The API server
 takes the last of two variables of one name, and refuses two volumes. Three variables may be replaced (_pod.tpl). */}}
 {{- define "rlhf-job.refuse.settings" -}}
 {{- $ := index . 0 }}{{ $of := index . 1 }}{{ $settings := index . 2 }}
-{{- $claims := list }}{{ $paths := list "/etc/rolemesh" "/etc/rolemesh-tls" "/etc/rolemesh-reward" "/etc/rolemesh-plugins" "/etc/rolemesh-hub" "/tmp" "/dev/shm" }}
+{{- $claims := list }}{{ $paths := include "rlhf-job.mountPaths" $ | fromJsonArray }}
 {{- range $name, $claim := omit $.Values.storage "singleNode" }}
 {{- if or $claim.existingClaim $claim.size }}
 {{- $claims = append $claims $name }}{{ $paths = append $paths (trimSuffix "/" $claim.mountPath) }}

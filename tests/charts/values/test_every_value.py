@@ -101,6 +101,7 @@ def test_no_value_is_idle_everywhere() -> None:
 
 HPA = {"scaler": "hpa", "maxReplicas": 4}
 KEDA = HPA | {"scaler": "keda"}
+GPUS = {"nvidia.com/gpu": 4}
 UNREAD: dict[str, tuple[Object, str]] = {
     "replicas beside a scaler": (
         {"placement": {"replicas": {"reward": 3}}, "autoscaling": {"reward": HPA}},
@@ -114,6 +115,31 @@ UNREAD: dict[str, tuple[Object, str]] = {
     "metrics for a scaler that counts rows": (
         {"autoscaling": {"reward": KEDA | {"metrics": [{"type": "Resource"}]}}},
         "autoscaling.reward.metrics is set, but its scaler is keda, which counts pending rows alone",
+    ),
+    "a share of no CPU": (
+        {"autoscaling": {"reward": HPA}, "groups": {"reward": {"resources": {"limits": {"memory": "4Gi"}}}}},
+        "autoscaling.reward.scaler is hpa, which scales by the share of the requested CPU that is used, but a "
+        "pod of group reward requests none: set requests.cpu in roles.reward.resources or groups.reward",
+    ),
+    "GPUs of a role beside its gpus": (
+        {"roles": {"actor": {"resources": {"requests": GPUS}}}},
+        "roles.actor.resources has nvidia.com/gpu: set roles.actor.gpus instead",
+    ),
+    "GPUs of a group beside its gpus": (
+        {"groups": {"rollout": {"gpus": 1, "resources": {"limits": GPUS}}}},
+        "groups.rollout.resources has nvidia.com/gpu: set groups.rollout.gpus instead",
+    ),
+    "GPUs of the controller": (
+        {"controller": {"resources": {"requests": GPUS}}},
+        "controller.resources has nvidia.com/gpu: leave it out, as the controller uses no GPU",
+    ),
+    "two claims at one path": (
+        {"storage": {"data": {"existingClaim": "a"}, "models": {"size": "1Gi", "mountPath": "/data/"}}},
+        "storage.models.mountPath is /data/, which is that of storage.data, too: set another path for one",
+    ),
+    "a claim where the chart has a volume": (
+        {"storage": {"data": {"existingClaim": "a", "mountPath": "/etc/rolemesh"}}},
+        "storage.data.mountPath is /etc/rolemesh, which is reserved for the chart: set another path",
     ),
     "ranks of nobody": (
         {"placement": {"ranks": {"actors": 2}}},

@@ -192,6 +192,8 @@ def filled(base: Object, text: Callable[[str], str], key: str = "k") -> Object:
         if HELD_AGAINST_NAMES.match(at) or REFUSED[base["tls"]["mode"]].match(at):
             return None
         forms = (text(at), f"/{text(at)}", f"{text(at)}/")
+        if claim := re.fullmatch("(/storage/[a-z]+)/mountPath", at):  # no two have one path
+            forms = (f"{claim[1]}/{text(at)}",)
         return next((form for form in forms if all(re.search(pattern, form) for pattern in patterns)), None)
 
     return dict(merged(base, values(fitting, key)))
