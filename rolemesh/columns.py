@@ -20,13 +20,14 @@ class Column:
     Args:
         axes: one letter for each axis.
         dtype: of a tensor; None for a column of Python objects. Floats must be finite. In columns [B, T] this
-            holds where response_mask is True, as no method reads the other cells.
+            holds where response_mask is True, as no method reads the other cells of most columns.
         meaning: for people.
         values: the valid range, as least value and first value beyond it, each a number or the size of an axis;
             None for any.
         cells: the type of each cell, for a column without dtype.
         entries: the types of values in a cell's dict, by key, with OTHER for every other key. float also takes
             an int in float32's range. Empty for anything.
+        zero_elsewhere: of a float column [B, T] whose rows are summed: 0 where response_mask is False.
     """
 
     axes: str
@@ -35,6 +36,7 @@ class Column:
     values: tuple[int, int | str] | None = None
     cells: type = dict
     entries: Mapping[str, type[str] | type[float]] = field(default_factory=dict)
+    zero_elsewhere: bool = False
 
 
 OTHER = "*"
@@ -95,7 +97,12 @@ COLUMNS: dict[str, Column] = {
     "sum_pi_squared": Column("BT", torch.float32, "the squared probabilities of all tokens, summed"),
     "ref_log_probs": Column("BT", torch.float32, "the reference policy's"),
     "values": Column("BT", torch.float32, "the critic's value before token t is sampled"),
-    "token_level_scores": Column("BT", torch.float32, "the reward, as a rule on the last response token"),
+    "token_level_scores": Column(
+        "BT",
+        torch.float32,
+        "the reward, as a rule on the last response token; 0 on all that the policy did not sample",
+        zero_elsewhere=True,
+    ),
     "acc": Column("B", torch.float32, "1 where the answer is right (the score itself where none says)"),
     "reward_components": Column("BC", torch.float32, "the parts of the reward, by algorithm.gdpo_reward_keys"),
     "reward_extra_info": Column(

@@ -103,14 +103,49 @@ class BatchValidator:
         meta = {key: _one_of(where, key, known, batch.meta_info) for key, known in method.meta.items()}
         return DataProto(batch.tensors, batch.non_tensors, meta)
 
+    def check_answer_header(
+        self,
+        rpc: str,
+        num_rows: int,
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        request: DataProto,
+    ) -> None:
+        """Check the header of an arriving answer, or of a part of a streamed one: its rows, and its tensors.
+
+        Args:
+            rpc: name of the rpc.
+            num_rows: rows of the answer.
+            tensors: dtype and shape, by name.
+            request: the request.
+
+        Raises:
+            RoleFailed: `check_answer` would refuse any answer with this header, or it has more rows than the
+                request.
+        """
+        method = self.methods[rpc]
+        where, expected = f"the answer of {method.role}.{method.name}", method.answers(request.meta_info)
+        sizes = {**method.sizes, "B": num_rows}
+        try:
+            if foreign := sorted(set(tensors) - set(expected)):
+                raise InvalidBatch(f"{where} has columns {foreign} besides {sorted(expected)}")
+            if missing := [name for name in expected if COLUMNS[name].dtype and name not in tensors]:
+                raise InvalidBatch(f"{where} lacks tensors {missing}; got {sorted(tensors)}")
+            least = 1 if "row" in expected else len(request)
+            if not least <= num_rows <= len(request):
+                raise InvalidBatch(f"{where}: {len(request)} rows were asked for, {num_rows} came")
+            for name, (dtype, shape) in tensors.items():
+                _check_tensor(f"{where}: column {name!r}", COLUMNS[name], dtype, shape, sizes)
+        except InvalidBatch as error:
+            raise RoleFailed(str(error)) from error
+
     def check_answer(self, rpc: str, answer: DataProto, request: DataProto) -> None:
         """Check an answer, or a part of a streamed answer, whose column `row` names the request's rows.
 
         Args:
             rpc: name of the rpc.
             answer: the answer or part.
-            request: the request. In columns [B, T], floats must be finite where response_mask is True. The mask
-                is the answer's, if it has one, else the request's.
+            request: the request. In columns [B, T], floats must be finite where response_mask is True, and
+                scores 0 elsewhere. The mask is the answer's, if it has one, else the request's.
 
         Raises:
             RoleFailed: the answer does not match the declaration: a column is missing, undeclared or invalid,
@@ -191,7 +226,10 @@ def _check_entries(what: str, kinds: Mapping[str, type], cell: Any) -> None:
 def _check_values(
     what: str, column: Column, tensor: Tensor, sizes: Mapping[str, int], sampled: Tensor | None
 ) -> None:
-    """Check that integers are in their range, and that floats are finite where tokens were sampled."""
+    """Check that integers are in their range, and that floats are finite where tokens were sampled.
+
+    A column that is `zero_elsewhere` must be 0 in all other cells.
+    """
     if column.values is None and not tensor.is_floating_point():
         return
     cells = tensor.numpy()
@@ -209,6 +247,9 @@ def _check_values(
         if wrong.any():
             at = np.argwhere(wrong)[0]
             raise InvalidBatch(f"{_at(what, at)} is {cells[tuple(at)]}; a finite number expected")
+    if column.zero_elsewhere and sampled is not None and (wrong := ~sampled.numpy() & (cells != 0)).any():
+        at = np.argwhere(wrong)[0]
+        raise InvalidBatch(f"{_at(what, at)} is {cells[tuple(at)]}; 0 expected where response_mask is False")
 
 
 def _at(what: str, index: NDArray[Any]) -> str:

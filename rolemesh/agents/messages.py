@@ -15,8 +15,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from pydantic import ValidationError
+
 from rolemesh.agents.environment import Chat, Observation, Outcome, Prompt
 from rolemesh.agents.environment import ToolUse as UsedTool
+from rolemesh.agents.tools import ToolSchema
+from rolemesh.config.yaml_file import one_line
 from rolemesh.errors import InvalidBatch, RolemeshError
 from rolemesh.v1 import environment_pb2
 from rolemesh.v1.environment_pb2 import (
@@ -304,6 +308,19 @@ def check_opening(opening: OpenEpisodeResponse, what: str) -> None:
     check_messages(opening.messages, what)
     if opening.HasField("prompt"):
         prompt_of(opening.prompt, f"the prompt of {what}")
+
+
+def check_tools(tools: Sequence[str], what: str) -> None:
+    """Raise InvalidBatch unless each is a tool as OpenAI's API takes it, and there are not too many."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidBatch(f"{what} has {len(tools)} tools; at most {MAX_TOOLS} expected")
+    for number, tool in enumerate(tools):
+        try:
+            ToolSchema.model_validate(object_of(tool, f"{what}: tool {number}"))
+        except ValidationError as error:
+            raise InvalidBatch(
+                f"{what}: tool {number}, {tool!r:.200}, is no tool: {one_line(str(error))}"
+            ) from error
 
 
 def check_answer(answer: ActResponse, what: str) -> None:

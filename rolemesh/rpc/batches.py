@@ -6,17 +6,19 @@ without torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TypeVar
 
 from rolemesh import threads
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import InvalidBatch
+from rolemesh.errors import InvalidBatch, RoleFailed
 from rolemesh.rpc.contract import Rpc
 from rolemesh.validation import BatchValidator
 from rolemesh.wire.carrier import Terms
 from rolemesh.wire.header import Header
+from rolemesh.wire.limits import MAX_ANSWER_ROW_BYTES
 from rolemesh.wire.room import Stay
 from rolemesh.wire.streams import LARGE_BYTES, receive
 
@@ -55,6 +57,34 @@ async def batch_of(rpc: Rpc, frames: AsyncIterator[bytes], validator: BatchValid
         method = validator.methods[rpc.name]
         raise InvalidBatch(f"{method.role}.{method.name}: {error}") from error
     return await _run_check(batch, partial(validator.check_request, rpc.name, batch))
+
+
+def answer_terms(rpc: Rpc, validator: BatchValidator, request: DataProto) -> Terms:
+    """Return the terms for answers to a request, which refuse from the header what the method does not declare.
+
+    So an answer takes no more memory than its declaration: of its tensors, and MAX_ANSWER_ROW_BYTES for the
+    other columns of a row.
+
+    Args:
+        rpc: the method's description.
+        validator: checks batches against the role's declarations.
+        request: the request.
+    """
+
+    def check(header: Header) -> None:
+        tensors = {column.name: (column.dtype, column.shape) for column in header.tensors}
+        num_rows = header.message.num_rows
+        validator.check_answer_header(rpc.name, num_rows, tensors, request)
+        unpacked = sum(dtype.itemsize * math.prod(shape) for dtype, shape in tensors.values())
+        # A tensor's span of a row is smaller than the row. The first MiB has gaps, and Arrow's description.
+        most = 2 * unpacked + MAX_ANSWER_ROW_BYTES * (1 + num_rows)
+        if header.region_bytes > most:
+            raise RoleFailed(
+                f"an answer of {header.region_bytes} bytes, whose tensors unpack to {unpacked}; at most {most} "
+                f"are received: the other columns of a row may take {MAX_ANSWER_ROW_BYTES} bytes"
+            )
+
+    return Terms(check=check)
 
 
 async def check_answer(rpc: Rpc, answer: DataProto, validator: BatchValidator, request: DataProto) -> None:

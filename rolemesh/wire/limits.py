@@ -53,6 +53,7 @@ MAX_SCHEMA_BYTES = 512 << 10  # an Arrow message's description: MAX_COLUMNS name
 MAX_CELL_BYTES = 16 << 20  # one text or bytes cell, which is read in one call
 MAX_VALUES = 1 << 21  # cells of a batch; also the values within its JSON cells. A value takes up to 100 bytes
 MAX_JSON_VALUES = 1 << 17  # values in one JSON text, which is parsed in one call
+MAX_ANSWER_ROW_BYTES = 1 << 20  # non-tensor columns of a role's answer, for each of its rows, on average
 
 # ------------------------------------------------------------------------------------ conversations
 

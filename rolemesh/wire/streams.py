@@ -53,13 +53,13 @@ async def receive(frames: AsyncIterator[bytes], terms: Terms = ANY) -> DataProto
             await messages.aclose()
 
 
-async def receive_batches(frames: AsyncIterator[bytes]) -> AsyncIterator[DataProto]:
+async def receive_batches(frames: AsyncIterator[bytes], terms: Terms = ANY) -> AsyncIterator[DataProto]:
     """Yield the batches of a stream, each as soon as it is whole.
 
     Raises:
-        InvalidBatch: the stream ends within a batch, or holds something else.
+        InvalidBatch: the stream ends within a batch, or holds something else, or a batch violates the terms.
     """
-    async for header, region in CARRIER.receive(frames, ANY):
+    async for header, region in CARRIER.receive(frames, terms):
         yield await _decoded(header, region)
 
 

@@ -26,8 +26,10 @@ from rolemesh.rpc.contract import ENVIRONMENT, rpcs
 from rolemesh.services.processes.serve import group_server, load_group
 from rolemesh.v1.environment_pb2 import (
     ActResponse,
+    Agent,
     CloseEpisodeResponse,
     DescribeRequest,
+    DescribeResponse,
     Message,
     OpenEpisodeResponse,
     ToolUse,
@@ -225,6 +227,7 @@ async def client_of(
         yield client
 
 
+TOOL = '{"type": "function", "function": {"name": "calc"}}'
 UNREADABLE = b"\x0a\x04\x12\x02\xc3\x28"  # messages[0].content is no UTF-8
 
 
@@ -281,6 +284,31 @@ async def test_a_plain_status_means_what_the_proto_says(
         with pytest.raises(expected, match="the reason") as error:
             await client.act(turn("a", 1, "hello"))
         assert type(error.value) is expected
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        (["calc"], "agent 'x': tool 0 is not JSON: "),
+        ([TOOL, "[]"], "agent 'x': tool 1 should be a JSON object; got []"),
+        (['{"type": "function"}'], "agent 'x': tool 0, '{\"type\": \"function\"}', is no tool: "),
+        ([TOOL] * 1025, "agent 'x' has 1025 tools; at most 1024 expected"),
+    ],
+)
+async def test_what_an_agent_offers_are_tools(
+    tiny_model: Path, tmp_path: Path, tools: list[str], words: str
+) -> None:
+    def behaviour(name: str, context: Any) -> Any:
+        return DescribeResponse(agents=[Agent(name="x", tools=offered)])
+
+    async with client_of(tiny_model, tmp_path, behaviour) as client:
+        offered = [TOOL]
+        described = await client.describe(DescribeRequest(agents=["x"]))
+        assert described.agents[0].tools == offered
+        offered = tools
+        with pytest.raises(RoleFailed) as error:
+            await client.describe(DescribeRequest(agents=["x"]))
+        assert f"environment.Describe at {client.pool.addresses}: {words}" in str(error.value)
 
 
 async def test_a_plain_not_found_of_describe_is_an_unknown_agent_and_exhausted_is_busy(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import RoleBusy, RoleFailed, RoleTimeout, RoleUnavailable
-from rolemesh.rpc.batches import check_answer
+from rolemesh.rpc.batches import answer_terms, check_answer
 from rolemesh.rpc.calling.call import Caller
 from rolemesh.rpc.calling.deadlines import Deadline, Deadlines
 from rolemesh.rpc.calling.holders import Holders
@@ -184,7 +184,7 @@ class Dispatcher:
                         if not rpc.streams[1]:
                             return await self._caller.message(rpc, reserved.replica, call)
                         with self._caller.blamed(rpc, reserved.replica):
-                            answer = await receive(call)
+                            answer = await receive(call, answer_terms(rpc, self._validator, batch))
                             await check_answer(rpc, answer, self._validator, batch)
                         return answer
                 except RoleUnavailable as error:
@@ -290,7 +290,8 @@ class Dispatcher:
                 try:
                     async with self._caller.call(rpc, reserved.replica, asked, deadline) as call:
                         with self._caller.blamed(rpc, reserved.replica):
-                            async for part in receive_batches(call):
+                            terms = answer_terms(rpc, self._validator, asked)
+                            async for part in receive_batches(call, terms):
                                 await check_answer(rpc, part, self._validator, asked)
                                 self._tick_off(missing, part["row"])
                                 self._holders.note(asked, part["row"].tolist(), reserved.replica)

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from rolemesh.agents.messages import check_answer, check_end, check_opening, invalid_as
+from rolemesh.agents.messages import check_answer, check_end, check_opening, check_tools, invalid_as
 from rolemesh.errors import (
     EnvironmentFailed,
     EpisodeLost,
@@ -99,7 +99,12 @@ class EnvironmentClient(RoleClient):
         self._answered_at = 0.0  # the loop's time at which an episode last got an answer
 
     async def describe(self, request: DescribeRequest) -> DescribeResponse:
-        """Return what agents offer. Raises UnknownAgent with the known ones."""
+        """Return what agents offer.
+
+        Raises:
+            UnknownAgent: the message has the known ones.
+            RoleFailed: the answer is about other agents, or something that an agent offers is no tool.
+        """
         try:
             answer: DescribeResponse = await self._dispatcher.call("Describe", request)
         except RoleFailed as error:
@@ -107,6 +112,9 @@ class EnvironmentClient(RoleClient):
         if [agent.name for agent in answer.agents] != list(request.agents):
             named = [agent.name for agent in answer.agents]
             raise RoleFailed(f"environment.Describe: {list(request.agents)} were asked for, {named} came")
+        with invalid_as(RoleFailed, f"environment.Describe at {self.pool.addresses}"):
+            for agent in answer.agents:
+                check_tools(agent.tools, f"agent {agent.name!r:.100}")
         return answer
 
     async def open_episode(self, request: OpenEpisodeRequest) -> OpenEpisodeResponse:

@@ -3,6 +3,7 @@ servicers over real channels, whose worker is the real one and then spoils its a
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from batches import VOCABULARY, P, T, correct, with_column, wrong_answers
+from batches import VOCABULARY, P, T, correct, with_column, without, wrong_answers
 from google.protobuf.descriptor import ServiceDescriptor
 
 from rolemesh.columns import COLUMNS
@@ -44,12 +45,15 @@ from rolemesh.services.rollout.servicer import RolloutServicer
 from rolemesh.services.rollout.worker import RolloutWorker
 from rolemesh.v1.actor_pb2 import PublishWeightsResponse
 from rolemesh.validation import BatchValidator
+from rolemesh.wire.codec import encode
+from rolemesh.wire.frame import join_frame
 from rolemesh.wire.limits import MAX_ANSWER_BYTES, MAX_ANSWER_FIELDS, MAX_MANIFEST_BYTES
 from rolemesh.wire.room import Room
 from rolemesh.wire.streams import LARGE_BYTES, send
 from rolemesh.workers.local import LocalWorker
 
 ROWS = 4
+LARGE_CELLS = [{"pred": "x" * (2 << 20)}] * ROWS
 Made = tuple[type[LocalWorker], Any, ServiceDescriptor, type[RoleClient]]
 ROLES: dict[str, Made] = {
     "actor": (ActorWorker, ActorServicer, ACTOR, ActorClient),
@@ -205,6 +209,27 @@ async def test_an_answer_may_hold_any_float_in_padding(tiny_model: Path, tmp_pat
     assert torch.equal(values.isfinite(), request["response_mask"])
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -1.0])
+async def test_a_score_may_stand_on_sampled_tokens_alone(
+    number: float, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Outcomes sum all cells of a row, and gae those of its tokens: they would learn from other rewards."""
+    job = job_of("reward.compute_scores", tiny_model, tmp_path)
+    request = correct(methods(job)["reward.compute_scores"], ROWS)
+    row, position = (~request["response_mask"]).nonzero()[0].tolist()
+    async with spoilt("reward.compute_scores", job) as (spoiler, ask, _):
+
+        def spoil(answer: DataProto) -> DataProto:
+            scores = answer["token_level_scores"].clone()
+            scores[row, position] = number
+            return with_column(answer, "token_level_scores", scores)
+
+        spoiler.spoil = spoil
+        where = f"'token_level_scores', row {row}, position {position}, is "
+        with pytest.raises(RoleFailed, match=f"{where}.*0 expected where response_mask is False"):
+            await answer_to(ask, request)
+
+
 async def test_numbers_that_a_reward_returns_besides_the_score_have_finite_means(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -257,6 +282,61 @@ async def test_bytes_that_are_no_batch_are_the_roles_failure(tiny_model: Path, t
             await client.compute_scores(correct(methods(job)["reward.compute_scores"], ROWS))
     await server.drain(0)
     worker.close()
+
+
+def wider(answer: DataProto, name: str) -> DataProto:
+    return with_column(answer, name, torch.cat([answer[name]] * 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("method", "spoil", "words"),
+    [
+        ("reward.compute_scores", lambda a: with_column(a, "more", torch.rand(ROWS, T)), r"\['more'\] besides"),
+        ("reward.compute_scores", lambda a: without(a, "acc"), r"lacks tensors \['acc'\]"),
+        (
+            "reward.compute_scores",
+            lambda a: wider(a, "token_level_scores"),
+            "'token_level_scores' is torch.float32",
+        ),
+        ("reward.compute_scores", lambda a: DataProto.concat([a, a]), "4 rows were asked for, 8 came"),
+        (
+            "reward.compute_scores",
+            lambda a: with_column(a, "reward_extra_info", LARGE_CELLS),
+            "may take 1048576",
+        ),
+        ("rollout.generate", lambda a: with_column(a, "acc", torch.rand(len(a))), r"\['acc'\] besides"),
+        ("rollout.generate", lambda a: wider(a, "responses"), "'responses' is torch.int64"),
+        ("rollout.generate", lambda a: DataProto.concat([a] * 5), "4 rows were asked for, "),
+    ],
+)
+async def test_an_answer_is_refused_from_its_header(
+    method: str, spoil: Callable[[DataProto], DataProto], words: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The server sends the header alone, and then nothing: a client that waited for the region would hang."""
+    job = job_of(method, tiny_model, tmp_path)
+    role, name = method.split(".")
+    worker_class, servicer, service, client_class = ROLES[role]
+    worker = worker_class(job)
+    request = correct(methods(job)[method], ROWS)
+
+    async def header_of(self: Any, batch: DataProto, context: Any) -> AsyncIterator[bytes]:
+        made = getattr(worker, name)(batch)
+        right = DataProto.concat([part async for part in made]) if name == "generate" else await made
+        encoded = encode(spoil(right))
+        assert encoded.region_bytes
+        yield join_frame(encoded.header, (), 0)
+        await asyncio.Event().wait()
+
+    server = RoleServer({role: [service]})
+    address = await server.start("127.0.0.1:0")
+    await server.ready({service: type("Silent", (servicer,), {methods(job)[method].rpc: header_of})(worker)})
+    try:
+        async with client_class([address], methods(job)) as client, asyncio.timeout(120):
+            with pytest.raises(RoleFailed, match=words):
+                await answer_to(getattr(client, name), request)
+    finally:
+        await server.drain(0)
+        worker.close()
 
 
 # -------------------------------------------------------------------- where batches are looked through

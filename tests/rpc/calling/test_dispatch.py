@@ -381,7 +381,7 @@ def renumbered(rows: DataProto) -> Sequence[DataProto]:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda rows: [rows.repeat(2)], "came before"),
+        (lambda rows: [rows.repeat(2)], "4 rows were asked for, 8 came"),
         (lambda rows: [rows, rows], "came before"),
         (renumbered, "not asked for"),
         (lambda rows: [rows[rows["row"] != 2]], r"ended without rows \[2\]"),
