@@ -55,7 +55,10 @@ class Fingerprint:
         if other.version != self.version:
             return f"it runs version {other.version[:SHOWN]!r} of Rolemesh, and this is {self.version!r}"
         known = {key: digest for key, digest in self.digests.items() if digest != UNREADABLE}
+        unread = [key for key in other.unreadable if key in known]
         differing = [key for key, digest in known.items() if other.digests.get(key) != digest]
+        if unread and len(differing) == len(unread):
+            return f"it cannot read the file of {', '.join(unread)}, and this process can"
         more = f" and {len(differing) - MAX_NAMED_KEYS} more" if len(differing) > MAX_NAMED_KEYS else ""
         named = ", ".join(differing[:MAX_NAMED_KEYS]) + more
         return f"it was started with another job, which differs in {named}" if differing else ""

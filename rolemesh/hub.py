@@ -106,7 +106,8 @@ def split_uri(uri: str) -> tuple[Repository, str]:
         InvalidData: it has another form.
     """
     found = FILE.fullmatch(uri)
-    if found is None or any(part in ("", ".", "..") for part in found["file"].split("/")):
+    is_name = found is not None and NAME.fullmatch(found["name"])
+    if found is None or not is_name or any(part in ("", ".", "..") for part in found["file"].split("/")):
         raise InvalidData(f"{uri}: expected {URI}OWNER/NAME/FILE or {URI}OWNER/NAME@REVISION/FILE")
     return Repository(found["name"], found["revision"] or "", "dataset"), found["file"]
 
@@ -179,6 +180,8 @@ def _explained(error: Exception, repository: Repository, where: str, fetch: bool
             f"{where}: {repository} is {no_directory}not completely in the Hub's cache "
             f"{constants.HF_HUB_CACHE} (HF_HOME){why}; `rolemesh fetch JOB_FILE` downloads it"
         )
+    if isinstance(error, errors.HFValidationError):  # no request was made
+        return wrong(f"{subject} is {no_directory}not a name at the Hub: {error}")
     if isinstance(of_hub, errors.RevisionNotFoundError):
         return wrong(f"{subject} has no revision {repository.revision or 'main'!r} at {endpoint}")
     if isinstance(of_hub, errors.GatedRepoError):

@@ -71,7 +71,10 @@ def test_the_content_of_a_reward_function_counts_and_not_its_path(tmp_path: Path
     unread = fingerprint(job(f"reward.custom_reward_function.path={tmp_path}/absent.py"), "reward")
     assert unread.unreadable == ["reward.custom_reward_function.path"]
     assert unread.difference(fingerprint(jobs[0], "reward")) == ""  # whoever cannot read it cannot compare it
-    assert fingerprint(jobs[0], "reward").difference(unread)
+    said = "it cannot read the file of reward.custom_reward_function.path, and this process can"
+    assert fingerprint(jobs[0], "reward").difference(unread) == said
+    other = replace(unread, digests={**unread.digests, "plugins": "other"})
+    assert fingerprint(jobs[0], "reward").difference(other).startswith("it was started with another job")
 
 
 def test_the_content_of_a_plug_in_counts_for_every_role(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -161,10 +162,18 @@ def _digest_of_module(name: str) -> str:
     return _digest(sorted(file.parent.rglob("*.py")) if file.name == "__init__.py" else [file])
 
 
-def _digest(files: Iterable[Path]) -> str:
+def _digest(files: Sequence[Path]) -> str:
+    """Return the digest of a file's content; or of several files' content, and each one's length and place.
+
+    Without these, text that moves from one file to the next one would not count.
+    """
     whole = hashlib.sha256()
     for file in files:
-        whole.update(file.read_bytes())
+        content = file.read_bytes()
+        if len(files) > 1:
+            place = file.relative_to(os.path.commonpath(files))
+            whole.update(os.fsencode(f"{place}\0{len(content)}\0"))
+        whole.update(content)
     return whole.hexdigest()[:16]
 
 

@@ -220,6 +220,26 @@ def test_a_module_is_found_by_its_name_and_its_package_is_its_digest(tmp_path: P
     assert first["used"] != second["used"]
 
 
+def test_text_that_moves_between_the_files_of_a_package_counts_and_so_does_a_name(tmp_path: Path) -> None:
+    """The same text in the same order, of three sources that do not mean the same."""
+    package = tmp_path / "parts_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text(SOURCE)
+    sections = {"plugins": ["parts_of_mine"], "algorithm": {"adv_estimator": "centred"}}
+    digests = set()
+    for files in (
+        {"a": "x = 1\n", "b": "y = 2\n"},
+        {"a": "x = 1\ny = 2\n", "b": ""},
+        {"a": "x = 1\n", "c": "y = 2\n"},
+    ):
+        for each in ("a", "b", "c"):
+            (package / f"{each}.py").unlink(missing_ok=True)
+        for each, text in files.items():
+            (package / f"{each}.py").write_text(text)
+        digests.add(asked(tmp_path, sections)["used"]["parts_of_mine"])
+    assert len(digests) == 3
+
+
 def test_an_installed_package_brings_its_parts_by_itself(tmp_path: Path) -> None:
     (tmp_path / "shop_of_parts.py").write_text(SOURCE)
     info = tmp_path / "shop_of_parts-1.2.dist-info"

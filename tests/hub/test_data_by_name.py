@@ -59,6 +59,9 @@ def test_the_named_files_alone_are_fetched_and_pinned(
         (f"hf://datasets/{SET}", "expected hf://datasets/OWNER/NAME/FILE"),
         (f"hf://datasets/{SET}/../a.parquet", "expected hf://datasets/OWNER/NAME/FILE"),
         (f"hf://{SET}/a.parquet", "expected hf://datasets/OWNER/NAME/FILE"),
+        ("hf://datasets/Owner/My Sums/a.parquet", "expected hf://datasets/OWNER/NAME/FILE"),
+        ("hf://datasets/../Sums/a.parquet", "expected hf://datasets/OWNER/NAME/FILE"),
+        ("hf://datasets/Owner/Su--ms/a.parquet", "Owner/Su--ms is not a name at the Hub: "),
     ],
 )
 def test_a_wrong_name_of_a_file_is_refused_and_named(hub: Hub, tiny_model: Path, file: str, words: str) -> None:

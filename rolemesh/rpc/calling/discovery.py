@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from rolemesh.errors import InvalidConfig
 from rolemesh.kubernetes import Cluster, Expired, Forbidden, Refused, Unreachable
+from rolemesh.rpc.channels import PORT
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def parse(address: str) -> list[str] | Members:
     if kind not in ("dns", "kubernetes"):
         return address.split(",")
     name, colon, port = rest.rpartition(":")
-    if not (name and colon and port.isdecimal()):
+    if not (name and colon and PORT.fullmatch(port) and 0 < int(port) < 65536):
         raise InvalidConfig(f"{address!r} is not an address; {GRAMMAR}")
     return Dns(name, int(port)) if kind == "dns" else Endpoints(name, int(port), Cluster.in_pod())
 

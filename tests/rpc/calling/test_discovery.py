@@ -254,7 +254,10 @@ def test_a_list_of_addresses_is_fixed() -> None:
     assert parse("h1:50051,h2:50051") == ["h1:50051", "h2:50051"]
 
 
-@pytest.mark.parametrize("address", ["dns:reward", "dns::50051", "dns:reward:http", "kubernetes:reward"])
+@pytest.mark.parametrize(
+    "address",
+    ["dns:reward", "dns::50051", "dns:reward:http", "dns:reward:0", "dns:reward:65536", "kubernetes:reward"],
+)
 def test_an_address_that_means_nothing_is_refused(address: str) -> None:
     with pytest.raises(InvalidConfig, match="write host:port,host:port or dns:NAME:PORT or kubernetes:"):
         parse(address)
