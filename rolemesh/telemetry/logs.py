@@ -57,6 +57,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
 
 
+def printable_lines(text: str) -> str:
+    r"""Like `printable`, but keep each `\n`."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object: time, level, logger, origin, message, and any exception."""
 
@@ -73,6 +78,13 @@ class JsonFormatter(logging.Formatter):
         return printable(json.dumps(entry, ensure_ascii=False))
 
 
+class MessageFormatter(logging.Formatter):
+    """Formats a record as its message, then any traceback, indented; the handler adds time and level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _with_traceback(printable(record.getMessage()), record)
+
+
 class TextFormatter(logging.Formatter):
     """Formats a record as `12:00:00 INFO job/role rank 1 step 3: message`, then any traceback, indented."""
 
@@ -82,8 +94,12 @@ class TextFormatter(logging.Formatter):
         where += "".join(f" {name} {known[name]}" for name in ("rank", "step") if name in known)
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         line = printable(f"{time} {record.levelname} {where or record.name}: {record.getMessage()}")
-        error = record.exc_info[1] if record.exc_info else None
-        return f"{line}\n{shown(error)}" if error else line
+        return _with_traceback(line, record)
+
+
+def _with_traceback(line: str, record: logging.LogRecord) -> str:
+    error = record.exc_info[1] if record.exc_info else None
+    return f"{line}\n{shown(error)}" if error else line
 
 
 def shown(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rolemesh.config.yaml_file import read_texts, read_yaml
 from rolemesh.errors import InvalidData
-from rolemesh.telemetry.logs import printable
+from rolemesh.telemetry.logs import printable, printable_lines
 
 MAX_LINE_BYTES = 64 << 20  # of one row in a dump
 FOLDERS = ("rollout_data_dir", "validation_data_dir")  # keys of the section trainer, the first that is set
@@ -48,11 +48,11 @@ def show_answers(where: Path, step: int | None, uid: str | None, num_rows: int) 
 def picture(row: dict[str, Any]) -> RenderableType:
     """Draw a row: its prompt, what each side said, and its score."""
     conversation = row.get("conversation", {"said": [{"who": "policy", "text": row["output"]}]})
-    parts = [Text(_lines(row["input"]), style=MASKED)]
+    parts = [Text(printable_lines(row["input"]), style=MASKED)]
     for said in conversation["said"]:
         policy = said["who"] == "policy"
         parts.append(Text(_side(said), style="bold" if policy else "bold dim"))
-        parts.append(Text(_lines(said["text"]), style=SAMPLED if policy else MASKED))
+        parts.append(Text(printable_lines(said["text"]), style=SAMPLED if policy else MASKED))
     numbers = {name: value for name, value in conversation.items() if name not in ("said", "why")}
     ended = [f"ended: {conversation['why']}"] if "why" in conversation else []
     facts = [
@@ -64,10 +64,6 @@ def picture(row: dict[str, Any]) -> RenderableType:
     title = f"step {row['step']}  {row['data_source']}  {row['uid']}"
     parts.append(Text("── " + printable("   ".join(facts)), style="bold dim"))
     return Panel(Group(*parts), title=Text(printable(title)), title_align="left")
-
-
-def _lines(text: str) -> str:
-    return "\n".join(map(printable, text.split("\n")))
 
 
 def _side(said: dict[str, Any]) -> str:

@@ -6,8 +6,8 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager, closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ from rich.text import Text
 from rolemesh.errors import InvalidConfig, RolemeshError, RoleUnavailable
 from rolemesh.rpc.channels import open_channel
 from rolemesh.rpc.errors import from_status
+from rolemesh.rpc.metadata import LIFE_KEY
 from rolemesh.services.controller.display.progress import Display, line_of
 from rolemesh.services.controller.display.table import log_console, number
 from rolemesh.services.controller.record import ADDRESS_FILE, STEP
 from rolemesh.services.controller.service.status import RunStatus, State
+from rolemesh.telemetry.logs import printable
 from rolemesh.v1 import controller_pb2 as pb
 from rolemesh.v1.controller_pb2_grpc import ControllerServiceStub
 
@@ -44,7 +46,8 @@ def is_here(where: str) -> bool:
 
 async def status(where: str, *, as_json: bool) -> int:
     """Print the run's state. Returns the exit code."""
-    answer = await _call(where, "GetStatus", pb.GetStatusRequest())
+    async with _controller(where) as controller:
+        answer = await controller.GetStatus(pb.GetStatusRequest(), timeout=ANSWER_S)
     if as_json:
         typer.echo(json.dumps(to_json(answer)))
     else:
@@ -55,32 +58,38 @@ async def status(where: str, *, as_json: bool) -> int:
 async def steer(where: str, command: str) -> int:
     """Pause, resume or stop the run, and print its new state. Returns the exit code."""
     requests = {"Pause": pb.PauseRequest(), "Resume": pb.ResumeRequest(), "Stop": pb.StopRequest()}
-    await _call(where, command, requests[command])
-    answer = await _call(where, "GetStatus", pb.GetStatusRequest())
+    async with _controller(where) as controller:
+        await getattr(controller, command)(requests[command], timeout=ANSWER_S)
+        try:
+            answer = await controller.GetStatus(pb.GetStatusRequest(), timeout=ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            if not isinstance(from_status(error, where), RoleUnavailable):
+                raise
+            log_console().print(f"the controller got {command}, and has ended", soft_wrap=True)
+            return 0
     log_console().print(_headline(answer))
     return code_of(answer)
 
 
 async def watch(where: str, *, as_json: bool) -> int:
     """Show the run until it ends, also across restarts of its controller. Returns the exit code."""
-    console = log_console()
-    display, last, printed = Display(console), pb.GetStatusResponse(), ""
+    console, last, printed = log_console(), pb.GetStatusResponse(), ""
     async with aclosing(follow(where)) as answers:
-        async for answer in answers:
-            silence: list[RenderableType] = []
-            if isinstance(answer, RolemeshError):
-                silence = [Text(f"since {datetime.now():%H:%M:%S}: {answer}", style="yellow")]
-            else:
-                last = answer
-            if as_json:
-                problem = {"problem": str(answer)} if silence else {}
-                typer.echo(json.dumps(to_json(last) | problem))
-            elif console.is_terminal:
-                display.show(_as_run(last), _roles(last), *silence)
-            elif printed != (now := str(answer) if silence else f"{last.state} {last.step}"):
-                printed = now
-                console.print(*(silence or [_headline(last)]), soft_wrap=True)  # one line per change
-    display.close()
+        with closing(Display(console)) as display:  # left open, it would hide the cursor
+            async for answer in answers:
+                silence: list[RenderableType] = []
+                if isinstance(answer, RolemeshError):
+                    problem = printable(str(answer))
+                    silence = [Text(f"since {datetime.now():%H:%M:%S}: {problem}", style="yellow")]
+                else:
+                    last = answer
+                if as_json:
+                    typer.echo(json.dumps(to_json(last) | ({"problem": str(answer)} if silence else {})))
+                elif console.is_terminal:
+                    display.show(_as_run(last), _roles(last), *silence)
+                elif printed != (now := str(answer) if silence else f"{last.state} {last.step}"):
+                    printed = now
+                    console.print(*(silence or [_headline(last)]), soft_wrap=True)  # one line per change
     if not as_json and console.is_terminal:
         console.print(picture(last))
     return code_of(last)
@@ -96,33 +105,47 @@ async def follow(where: str) -> AsyncGenerator[pb.GetStatusResponse | RolemeshEr
     heard = time.monotonic()
     while status is None or not _has_ended(status):
         try:
-            async with open_channel(address_of(where), "controller") as channel:
-                async for answer in _stub(channel).WatchStatus(pb.WatchStatusRequest()):
+            async with _controller(where) as controller:
+                async for answer in controller.WatchStatus(pb.WatchStatusRequest()):
                     status, heard = answer.status, time.monotonic()
                     yield status
-        except (grpc.aio.AioRpcError, RoleUnavailable) as error:
-            problem = error if isinstance(error, RolemeshError) else from_status(error, f"controller {where}")
-            silent_s = time.monotonic() - heard
-            if silent_s > PATIENCE_S or not isinstance(problem, RoleUnavailable):
-                raise problem from None
+        except RoleUnavailable as problem:
+            if time.monotonic() - heard > PATIENCE_S:
+                raise
             yield problem
             await asyncio.sleep(RETRY_S)
 
 
-async def _call(where: str, name: str, request: Any) -> Any:
-    async with open_channel(address_of(where), "controller") as channel:
+@asynccontextmanager
+async def _controller(where: str) -> AsyncIterator[Any]:
+    """Open a channel to the controller, and return the stub of its service.
+
+    A controller that was killed leaves its address in the run directory, where another run's controller may
+    listen by now. Its life tells them apart.
+
+    Raises:
+        RoleUnavailable: no controller answers, or another run's.
+        RolemeshError: a call within the block failed.
+    """
+    address, life = address_of(where)
+    async with open_channel(address, "controller") as channel:
+        controller: Any = ControllerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
         try:
-            return await getattr(_stub(channel), name)(request, timeout=ANSWER_S)
+            if life:
+                call = controller.GetStatus(pb.GetStatusRequest(), timeout=ANSWER_S)
+                other = (await call).job
+                if dict(await call.trailing_metadata() or ()).get(LIFE_KEY) != life:
+                    raise RoleUnavailable(
+                        f"no run is in progress in {where}: its controller was killed, and another one, of "
+                        f"{other!r}, answers at {address}"
+                    )
+            yield controller
         except grpc.aio.AioRpcError as error:
             raise from_status(error, f"controller {where}") from None
 
 
-def _stub(channel: grpc.aio.Channel) -> Any:
-    return ControllerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
-
-
-def address_of(where: str) -> str:
-    """Return host:port of the controller.
+def address_of(where: str) -> tuple[str, str]:
+    """Return host:port of the controller, and its server's life; "" if `where` does not tell it.
 
     Raises:
         InvalidConfig: no such run directory.
@@ -130,17 +153,17 @@ def address_of(where: str) -> str:
     """
     directory = Path(where)
     if ":" in where and not directory.exists():
-        return where
+        return where, ""
     if not directory.is_dir():
         raise InvalidConfig(
             f"{where!r} should be a run directory, the host:port of a controller, or a job's name; no such "
             "directory exists"
         )
     try:
-        address: str = json.loads((directory / ADDRESS_FILE).read_text())["address"]
+        shown = json.loads((directory / ADDRESS_FILE).read_text())
     except FileNotFoundError:
         raise RoleUnavailable(f"no run is in progress in {where}: it has no {ADDRESS_FILE}") from None
-    return address
+    return shown["address"], shown.get("life", "")
 
 
 # ------------------------------------------------------------------------------------- for machines
@@ -186,7 +209,7 @@ def picture(status: pb.GetStatusResponse) -> RenderableType:
 
 def _headline(status: pb.GetStatusResponse) -> Text:
     where = f"  step {status.step} of {status.total_steps}  ·  "
-    return Text.assemble((status.job, "bold"), where, line_of(_as_run(status)))
+    return Text.assemble((printable(status.job), "bold"), where, line_of(_as_run(status)))
 
 
 def _numbers(latest: Mapping[str, float]) -> Text:
@@ -206,9 +229,10 @@ def _roles(status: pb.GetStatusResponse) -> Table:
         for index, replica in enumerate(role.replicas):
             state = "ready" if replica.live else replica.problem or "not ready yet"
             name = "" if index else role.name
-            table.add_row(name, replica.address, escape(state), str(replica.outstanding_rows))
+            cells = (name, replica.address, state, str(replica.outstanding_rows))
+            table.add_row(*(escape(printable(cell)) for cell in cells))
         if not role.replicas:
-            table.add_row(role.name, "none", "", "")
+            table.add_row(escape(printable(role.name)), "none", "", "")
     return table
 
 

@@ -8,6 +8,7 @@ of this program. Instead, the user needs permission to list jobs and pods and to
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,8 @@ CHART = "rlhf-job"
 FAILED = 3  # exit code if the run has failed, as in services/command_line/controller_client.py
 RETRY_S = 2.0
 ATTEMPTS = 5  # failed execs in a row, in running pods, before giving up
+PATIENCE_S = 120.0  # how long kubectl may fail, once it has worked
+LONG_S = 2 * PATIENCE_S  # an exec that ran this long has followed the run, however it ended
 INTERRUPTED = 130
 
 
@@ -40,6 +43,10 @@ class Waiting:
     """No controller runs now, but one may start."""
 
     why: str
+
+
+class Silent(Waiting):
+    """kubectl fails: the API server may be restarted."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +94,32 @@ class Job:
 
     def watch(self, *, as_json: bool = False) -> int:
         """Follow the run from one controller pod to the next, until the job ends. Returns the exit code."""
-        said, failures = "", 0
-        while not isinstance(found := self.find(), Ended):
+        said, failures, heard = "", 0, -math.inf
+        while not isinstance(found := self._found_since(heard), Ended):
             if isinstance(found, Pod):
+                began = time.monotonic()
                 code = self._exec(found, "watch", as_json)
-                failures = failures + 1 if code == 1 else 0
+                worked = code in (0, FAILED) or time.monotonic() - began > LONG_S
+                failures = 0 if worked else failures + 1
                 if code == INTERRUPTED or failures == ATTEMPTS:
                     return code
             elif found.why != said:
                 said = found.why
                 typer.echo(f"{self.name}: {said}", err=True)
+            if not isinstance(found, Silent):
+                heard = time.monotonic()
             time.sleep(RETRY_S)
         typer.echo(f"{self.name}: {found.how}", err=True)
         return FAILED if found.failed else 0
+
+    def _found_since(self, heard: float) -> Pod | Waiting | Ended:
+        """Find the controller's pod; Silent if kubectl fails, but did not PATIENCE_S before (`heard`)."""
+        try:
+            return self.find()
+        except RoleUnavailable as error:
+            if time.monotonic() - heard > PATIENCE_S:
+                raise
+            return Silent(str(error))
 
     def find(self) -> Pod | Waiting | Ended:
         """Find the controller's pod, or the reason why none runs."""

@@ -41,7 +41,8 @@ def status(
 ) -> None:
     """Show a run's step, phase, reward, and its roles with their replicas.
 
-    Exits with status 1 if no controller answers, and with 3 if the run has failed.
+    Exits with status 1 if no controller answers, as after the end of a run on this machine, and with 3 if the
+    run has failed and its controller still answers, or its job on Kubernetes has failed.
     """
     _exit_with(
         lambda controller: controller.status(where, as_json=as_json),
@@ -58,7 +59,11 @@ def watch_run(
     context: Context = "",
     as_json: Json = False,
 ) -> None:
-    """Show a run live until it ends, also across restarts of its controller. Exits like `status`."""
+    """Show a run live until it ends, also across restarts of its controller. Exits like `status`.
+
+    A controller that ends with an error ends this command with 3, also if something will start it again. Only
+    `rolemesh run` after the loss of a role, and a job on Kubernetes, are followed further.
+    """
     _exit_with(
         lambda controller: controller.watch(where, as_json=as_json),
         lambda job: job.watch(as_json=as_json),

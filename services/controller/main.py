@@ -233,7 +233,7 @@ async def train(
         term = new_term(roles_of or job.run_dir)
         clients = {role: new_client(role, addresses[role], job, term, expected.get(role)) for role in job.roles}
         server.show(clients)
-        stack.enter_context(address_shown(job.run_dir, server.address))
+        stack.enter_context(address_shown(job.run_dir, server.address, server.life))
         run.display.console.print(
             f"controller at {server.address}, metrics at {scraped or 'no port'}", style="dim"
         )

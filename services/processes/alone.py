@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.logging import RichHandler
 
 from rolemesh.config import JobConfig
 from rolemesh.rpc.calling.clients import RoleClient
 from rolemesh.services.controller.main import new_client, until_ready
-from rolemesh.services.processes.launch import beside, check_engine, check_memory, check_models
+from rolemesh.services.processes.launch import beside, check_engine, check_memory, check_models, log_to
 from rolemesh.services.processes.role_processes import RoleProcesses, role_processes
 from rolemesh.wire.allocator import tune
 
@@ -37,8 +35,7 @@ async def with_role(role: str, job: JobConfig, work: Callable[[Any], Coroutine[A
     if role == "rollout":
         check_engine(job)
     check_memory(job, (role,))
-    shown = RichHandler(console=Console(stderr=True), show_path=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown], force=True)
+    log_to(Console(stderr=True))
     async with role_processes(job, (role,)) as processes:
         return await beside(processes, _work(role, job, processes, work))
 

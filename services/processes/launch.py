@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from rich.console import Console
 from rich.logging import RichHandler
 
 from rolemesh.catalog.catalog import load
@@ -43,6 +45,7 @@ from rolemesh.services.processes.role_processes import (
     role_processes,
     visible_gpus,
 )
+from rolemesh.telemetry.logs import MessageFormatter
 from rolemesh.telemetry.metrics import CONTROLLER
 from rolemesh.wire.allocator import tune
 from rolemesh.workers.devices import resolve_device
@@ -69,16 +72,21 @@ async def launch(job: JobConfig) -> Summary:
     checkpoints = Checkpoints(job.run_dir)
     while True:
         began = start_of(job, checkpoints).checkpoint
+
+        def may_go_on(began: Path | None = began) -> bool:
+            return checkpoints.latest() != began and not job.trainer.val_only
+
         try:
-            return await _launch(job, scraped)
+            return await _launch(job, scraped, may_go_on)
         except RoleUnavailable as lost:
-            if (latest := checkpoints.latest()) == began or job.trainer.val_only:
+            if not may_go_on():
                 raise
-            log.warning("%s\nstarting all roles anew, and going on from %s", lost, latest)
+            log.warning("%s; starting all roles anew, and going on from %s", lost, checkpoints.latest())
 
 
-async def _launch(job: JobConfig, scraped: str) -> Summary:
+async def _launch(job: JobConfig, scraped: str, may_go_on: Callable[[], bool]) -> Summary:
     run = await checked_run(job)
+    run.status.may_go_on = may_go_on  # so that `rolemesh watch` does not take the loss of a role for the end
     if summary := run.finished():
         run.display.close()
         run.display.summary(summary)
@@ -87,8 +95,7 @@ async def _launch(job: JobConfig, scraped: str) -> Summary:
     check_engine(job)
     check_memory(job, job.roles)
     # Log through the display's console: another writer would garble the live lines.
-    shown = RichHandler(console=run.display.console, show_path=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[shown], force=True)
+    log_to(run.display.console)
     warn_of_idle_keys(job)
     warn_of_stale_rows(job)
     warn_of_no_checkpoint(job)
@@ -97,6 +104,13 @@ async def _launch(job: JobConfig, scraped: str) -> Summary:
             summary = await beside(processes, _train(run, processes, scraped))
         brakes.end(summary)
     return summary
+
+
+def log_to(console: Console) -> None:
+    """Send warnings and errors to the console, replacing any earlier setup."""
+    handler = RichHandler(console=console, show_path=False)
+    handler.setFormatter(MessageFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
 
 
 def check_models(job: JobConfig, roles: Sequence[str]) -> None:

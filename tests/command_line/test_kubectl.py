@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rolemesh.errors import InvalidConfig, RoleUnavailable
-from rolemesh.services.command_line.kubectl import FAILED, Job
+from rolemesh.services.command_line.kubectl import ATTEMPTS, FAILED, Job
 
 SCRIPT = """#!/bin/sh
 here=$(dirname "$0")
@@ -21,6 +21,13 @@ get) [ -e "$here/answer" ] || { echo 'Error from server (Forbidden): jobs is for
      cat "$here/answer"; [ ! -e "$here/then" ] || mv "$here/then" "$here/answer" ;;
 exec) exit "$(cat "$here/code")" ;;
 esac
+"""
+# kubectl whose `get` fails at its third and fourth call of all.
+RESTARTED = """#!/bin/sh
+num=$(($(wc -l < "$(dirname "$0")/asked" 2>/dev/null || echo 0) + 1))
+if [ "$1" = get ] && [ $num -ge 3 ] && [ $num -le 4 ]; then
+    echo "$@" >> "$(dirname "$0")/asked"; echo 'connection refused' >&2; exit 1
+fi
 """
 SELECTOR = (
     "app.kubernetes.io/name=rlhf-job,app.kubernetes.io/instance=my-job,app.kubernetes.io/component=controller"
@@ -100,13 +107,51 @@ def test_a_watcher_goes_from_pod_to_pod_to_the_end(
     assert capsys.readouterr().err == "my-job: the run has ended\n"
 
 
+@pytest.mark.parametrize("code", ["1", "2", "126"])
 def test_a_pod_that_may_not_be_entered_is_not_tried_for_ever(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """2: the certificate in the pod does not name operator."""
+    monkeypatch.setattr("rolemesh.services.command_line.kubectl.RETRY_S", 0.0)
+    (cluster / "answer").write_text(controllers(("only", "Running")))
+    (cluster / "code").write_text(code)
+    assert Job("my-job").watch() == int(code)
+    assert len(asked(cluster)) == 2 * ATTEMPTS
+
+
+def test_a_watcher_outlasts_an_api_server_that_is_restarted(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exec is cut and nothing is found; then the API server answers again, and the job has ended."""
+    monkeypatch.setattr("rolemesh.services.command_line.kubectl.RETRY_S", 0.0)
+    (cluster / "kubectl").write_text(RESTARTED + SCRIPT.removeprefix("#!/bin/sh"))
+    (cluster / "answer").write_text(controllers(("only", "Running")))
+    (cluster / "then").write_text(controllers(("only", "Succeeded"), end="Complete"))
+    (cluster / "code").write_text("1")
+    assert Job("my-job").watch() == 0
+    assert [line.split()[0] for line in asked(cluster)] == ["get", "exec", "get", "get", "get"]
+    assert capsys.readouterr().err.splitlines() == [
+        "my-job: kubectl: connection refused",
+        "my-job: the run has ended",
+    ]
+
+
+def test_a_watcher_gives_up_an_api_server_that_stays_away_or_never_answered(
     cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rolemesh.services.command_line.kubectl.RETRY_S", 0.0)
+    monkeypatch.setattr("rolemesh.services.command_line.kubectl.PATIENCE_S", 0.2)
+    with pytest.raises(RoleUnavailable, match="jobs is forbidden"):
+        Job("my-job").watch()
+    assert len(asked(cluster)) == 1
+    (cluster / "kubectl").write_text(
+        RESTARTED.replace("-le 4", "-le 1000000") + SCRIPT.removeprefix("#!/bin/sh")
+    )
     (cluster / "answer").write_text(controllers(("only", "Running")))
     (cluster / "code").write_text("1")
-    assert Job("my-job").watch() == 1
+    (cluster / "asked").unlink()
+    with pytest.raises(RoleUnavailable, match="connection refused"):
+        Job("my-job").watch()
 
 
 @pytest.mark.parametrize(

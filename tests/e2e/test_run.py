@@ -25,11 +25,13 @@ from stopping import stopping
 from rolemesh.config import JobConfig
 from rolemesh.errors import InvalidConfig, RoleUnavailable
 from rolemesh.models.loading import load_tokenizer
+from rolemesh.services.command_line.controller_client import follow
 from rolemesh.services.controller.main import drive, new_client, until_ready
 from rolemesh.services.controller.run.loop import Run
 from rolemesh.services.processes import fork_server
 from rolemesh.services.processes.launch import beside, check_engine
 from rolemesh.services.processes.role_processes import role_processes
+from rolemesh.v1 import controller_pb2 as pb
 
 
 def pids(job: JobConfig) -> dict[str, int]:
@@ -49,6 +51,11 @@ def living(job: JobConfig) -> set[str]:
             if os.readlink(f"/proc/{pid}/fd/2") == str((job.run_dir / "logs" / f"{name}.log").resolve()):
                 found.add(name)
     return found
+
+
+async def states_of(where: str) -> list[int]:
+    """The states of a run that `rolemesh watch` shows."""
+    return [answer.state async for answer in follow(where) if isinstance(answer, pb.GetStatusResponse)]
 
 
 async def all_end(job: JobConfig, within_s: float) -> None:
@@ -165,7 +172,7 @@ async def test_a_killed_process_ends_the_run_with_its_name_its_roles_and_its_las
 async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bits_of_an_unbroken_one(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """One rank of two is killed after step 1, and after step 2 a process of four roles."""
+    """One rank of two is killed after step 1, and after step 2 a process of four roles. Watchers stay."""
     overrides = (
         "trainer.save_freq=1",
         "trainer.total_training_steps=3",
@@ -182,10 +189,15 @@ async def test_a_run_goes_on_by_itself_after_a_role_is_lost_and_ends_with_the_bi
                 async with asyncio.timeout(DEADLINE_S):
                     await reached.passed(launched.ended())
                     await is_saved(job, step)
+                if step == 1:
+                    watching = asyncio.create_task(states_of(str(job.run_dir)))
                 os.kill(pids(job)[victim], signal.SIGKILL)
                 release.open(1)
             code, output = await launched.end()
     assert code == 0, output
+    states = await watching
+    assert states[-1] == pb.RUN_STATE_FINISHED
+    assert pb.RUN_STATE_FAILED not in states
     assert "actor-0-rank-1 (pid" in output
     assert "others-0 (with rollout, reference, critic, reward, pid" in output
     assert output.count("starting all roles anew") == 2

@@ -23,10 +23,12 @@ from rolemesh.rpc import tls
 from rolemesh.rpc.calling.clients import ActorClient, RewardClient
 from rolemesh.rpc.channels import RoleChannel, open_channel
 from rolemesh.rpc.contract import REWARD
+from rolemesh.rpc.metadata import FINGERPRINT_KEY, LIFE_KEY, WHY_KEY
 from rolemesh.rpc.serving.server import RoleServer
 
 JOB, OTHER = "my-job", "other-job"
 ROLES = ("reward", "controller")  # of the process that has all keys of a test
+SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -135,6 +137,43 @@ async def test_a_caller_of_another_job_is_refused_though_it_does_not_look_at_the
     assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
     said = "this process is of job my-job; the caller's certificate is for ['other-job', 'reward.other-job', "
     assert (error.value.details() or "").startswith(said)
+
+
+class Healthy(health_pb2_grpc.HealthServicer):
+    async def Check(self, request: Any, context: Any) -> health_pb2.HealthCheckResponse:
+        return health_pb2.HealthCheckResponse(status=SERVING)
+
+
+@pytest.mark.parametrize(
+    ("common_name", "names", "accepted"),
+    [
+        (f"reward.{JOB}", (), True),
+        (f"*.{JOB}", (), True),
+        (f"actor.{JOB}", (), False),
+        (f"reward.{JOB}", (OTHER,), False),
+        ("process", (f"*.{JOB}",), True),
+    ],
+)
+async def test_a_servers_certificate_without_alternative_names_counts_by_its_common_name(
+    keys: Path, authority: Authority, common_name: str, names: tuple[str, ...], accepted: bool
+) -> None:
+    """gRPC compares so, and a client does not see the certificate. docs/security.md warns authorities of it."""
+    files = authority.files(*names, common_name=common_name)
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(Healthy(), server)
+    pair = (files["tls.key"], files["tls.crt"])
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    await server.start()
+    tls.use_keys(keys)
+    async with open_channel(f"127.0.0.1:{port}", "reward") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+        if accepted:
+            assert (await check).status == SERVING
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await check
+            assert "its certificate is not for this role of" in tls.explain(error.value.details() or "")
+    await server.stop(None)
 
 
 # -------------------------------------------------------------------------------------- new keys
@@ -294,12 +333,19 @@ def test_keys_that_cannot_be_used_are_named(
 
 async def test_with_keys_only_health_is_plain(keys: Path) -> None:
     tls.use_keys(keys)
-    server = RoleServer({"reward": [REWARD]})
+    server = RoleServer({"reward": [REWARD]}, fingerprints={"reward": "of the job"})
+    server.why = lambda: "waits for /a/secret/model"
     plain, secure = await server.start_health("127.0.0.1:0"), await server.start("127.0.0.1:0")
     request = health_pb2.HealthCheckRequest(service="live")
     async with grpc.aio.insecure_channel(plain) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(request)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service, status in (("live", SERVING), ("reward", NOT_SERVING)):
+            call = stub.Check(health_pb2.HealthCheckRequest(service=service))
+            assert (await call).status == status
+            assert not [key for key, _ in await call.trailing_metadata() if key.startswith("rolemesh")]
+            watched = stub.Watch(health_pb2.HealthCheckRequest(service=service))
+            assert (await watched.read()).status == status
+            watched.cancel()
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await channel.unary_unary("/rolemesh.v1.RewardService/ComputeScores")(b"")
         assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -307,7 +353,12 @@ async def test_with_keys_only_health_is_plain(keys: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="failed to connect"):
             await health_pb2_grpc.HealthStub(channel).Check(request)
     async with open_channel(secure, "reward") as channel:
-        await health_pb2_grpc.HealthStub(channel).Check(request)
+        call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="reward"))
+        assert (await call).status == NOT_SERVING
+        trailing = dict(await call.trailing_metadata())
+    assert trailing[FINGERPRINT_KEY] == "of the job"
+    assert trailing[WHY_KEY] == "waits for /a/secret/model"
+    assert trailing[LIFE_KEY] == server.life
     await server.drain(0)
 
 

@@ -8,10 +8,14 @@ import logging
 import sys
 import unicodedata
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from rolemesh.services.controller.display.summary import Summary, print_summary
+from rolemesh.services.processes.launch import log_to
 from rolemesh.telemetry import context
 from rolemesh.telemetry.logs import setup_logging
 
@@ -130,3 +134,33 @@ def test_a_rank_is_named_also_rank_0(written: Any, words: str) -> None:
         context.role.reset(tokens[0])
         context.rank.reset(tokens[1])
     assert words in lines(written)[0]
+
+
+# --------------------------------------------------------------------------------- `rolemesh run`
+
+
+def test_a_record_beside_the_live_display_is_printable(written: Any) -> None:
+    console = Console(file=io.StringIO(), width=1000)
+    log_to(console)
+    log.warning("%s and %s", HOSTILE, FORGED)
+    try:
+        raise ValueError(HOSTILE + FORGED)
+    except ValueError:
+        log.exception("failed")
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert not unprintable(shown.replace("\n", ""))
+    first, second, *traceback = (line.rstrip() for line in shown.splitlines())
+    assert first.split()[2] == "WARNING"
+    assert r"\u001b[31m" in first and r"\n12:00:00 ERROR" in first  # noqa: PT018
+    assert second.endswith("failed")
+    assert "ValueError" in traceback[-1]
+
+
+def test_a_summary_shows_answers_as_printable_lines() -> None:
+    console = Console(file=io.StringIO(), width=1000)
+    answers = [{"input": "two\nlines", "output": HOSTILE + FORGED, "gts": [HOSTILE], "score": 1.0}]
+    print_summary(Summary(Path("run"), 1, 1, [], answers), console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert not unprintable(shown.replace("\n", ""))
+    assert r"\u001b[31m" in shown
+    assert [line for line in shown.splitlines() if "lines" in line and "two" not in line]

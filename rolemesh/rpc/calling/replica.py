@@ -15,11 +15,12 @@ from rolemesh.rpc.answers import read_answer
 from rolemesh.rpc.channels import RoleChannel
 from rolemesh.rpc.contract import rpcs, serializer
 from rolemesh.rpc.metadata import FINGERPRINT_KEY, LIFE_KEY, WHY_KEY, call_digest
+from rolemesh.telemetry.logs import printable
 
 log = logging.getLogger(__name__)
 
 CHECK_TIMEOUT_S = 2.0
-MAX_WHY = 500  # characters of the reason that a server gives for not being ready
+MAX_WHY = 500  # characters of the reason that a server or gRPC gives for not being ready
 [HEALTH] = [rpc for rpc in rpcs(health_pb2.DESCRIPTOR.services_by_name["Health"]) if rpc.name == "Check"]
 
 
@@ -104,7 +105,8 @@ class Replica:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return wrong_role(self._role), "", ""
-            return tls.explain(error.details() or error.code().name), "", ""
+            problem = tls.explain(error.details() or error.code().name)
+            return printable(problem)[:MAX_WHY], "", ""
         serving: bool = answer.status == health_pb2.HealthCheckResponse.SERVING
         why = str(trailing.get(WHY_KEY, ""))[:MAX_WHY]
         why = why if why.isprintable() and why else "still loading, or draining"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2
-from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
 
@@ -79,19 +79,36 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]  # 
         super().__init__()
         self._life, self._why, self._hung, self._fingerprints = life, why, hung, fingerprints
 
+    async def status_of(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
+        """Return the answer to a check, without metadata."""
+        if request.service == LIVE and (hung := self._hung()):
+            log.error("not live: %s", hung)
+            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
+        return await super().Check(request, context)
+
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
-        answer = await super().Check(request, context)
+        answer = await self.status_of(request, context)
         trailing = [(LIFE_KEY, self._life)]
         why = self._hung() if request.service == LIVE else self._why()
-        if request.service == LIVE and why:
-            log.error("not live: %s", why)
-            answer = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
         if answer.status != health_pb2.HealthCheckResponse.SERVING and why:
             trailing.append((WHY_KEY, why))
         if fingerprint := self._fingerprints.get(request.service):
             trailing.append((FINGERPRINT_KEY, fingerprint))
         context.set_trailing_metadata(tuple(trailing))
         return answer
+
+
+class _PlainHealth(HealthServicer):  # type: ignore[misc]  # absent from the stubs
+    """The same health without metadata, for a port that anybody may ask."""
+
+    def __init__(self, of: _Health) -> None:
+        self._health = of
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> Any:
+        return await self._health.status_of(request, context)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
+        await self._health.Watch(request, context)
 
 
 class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
@@ -145,6 +162,11 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         self._health: Any = _Health(self._guard.life, waits_for, lambda: self.hung(), fingerprints)
         self._servers: list[grpc.aio.Server] = []
 
+    @property
+    def life(self) -> str:
+        """Tells this server from all others, in the trailing metadata of its answers."""
+        return self._guard.life
+
     async def start(self, listen: str) -> str:
         """Bind and answer health probes, with TLS if this process has keys (tls.use_keys), else without.
 
@@ -158,7 +180,7 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
             InvalidConfig: not an address, or one that cannot be bound.
         """
         permissions = [Permissions(self._rpcs, self._role_of)] if tls.current_keys() else []
-        server = self._new_server(permissions)
+        server = self._new_server(self._health, permissions)
         server.add_generic_rpc_handlers((self,))
         reflection.enable_server_reflection(
             [*self._role_of, health.SERVICE_NAME, reflection.SERVICE_NAME], server
@@ -166,16 +188,16 @@ class RoleServer(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic i
         return await self._serve_on(server, listen, partial(tls.add_port, server))
 
     async def start_health(self, listen: str) -> str:
-        """Serve only health, on a port without TLS, because probes have no keys.
+        """Serve only health, on a port without TLS, because probes have no keys. It names no job and no reason.
 
         Arguments, result and errors are as in `start`.
         """
-        server = self._new_server()
+        server = self._new_server(_PlainHealth(self._health))
         return await self._serve_on(server, listen, server.add_insecure_port)
 
-    def _new_server(self, permissions: Sequence[Permissions] = ()) -> grpc.aio.Server:
+    def _new_server(self, its_health: Any, permissions: Sequence[Permissions] = ()) -> grpc.aio.Server:
         server = grpc.aio.server(options=self._options, interceptors=[Bounded(), *permissions])
-        add_HealthServicer_to_server(self._health, server)
+        add_HealthServicer_to_server(its_health, server)
         return server
 
     async def _serve_on(self, server: grpc.aio.Server, listen: str, add_port: Callable[[str], int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,6 +19,7 @@ from rolemesh.services.controller.display.summary import Summary, accuracy_by_st
 from rolemesh.services.controller.display.table import log_console, number
 from rolemesh.services.controller.record import Record
 from rolemesh.services.controller.service.status import RunStatus, State
+from rolemesh.telemetry.logs import printable
 
 PHASES = {
     "gen": "generating",
@@ -70,9 +72,8 @@ class Display:
         """Show the state of the run, and `below` under it."""
         if not self.console.is_terminal:
             return
-        self._bar.update(
-            self._task, description=status.job, completed=status.step, total=status.total_steps or None
-        )
+        job = escape(printable(status.job))
+        self._bar.update(self._task, description=job, completed=status.step, total=status.total_steps or None)
         if status.state in (State.FINISHED, State.FAILED):
             self.close()
             return
@@ -108,7 +109,7 @@ def line_of(status: RunStatus) -> Text:
     parts += [f"val accuracy {accuracies[-1][1]:.3f}"] if accuracies else []
     speed = _last(status.records, "perf/throughput")
     parts += [f"{speed:,.0f} tokens/s"] if speed is not None else []
-    return Text("  ·  ".join(parts), style="cyan", no_wrap=True, overflow="ellipsis")
+    return Text(printable("  ·  ".join(parts)), style="cyan", no_wrap=True, overflow="ellipsis")
 
 
 def _last(records: list[Record], key: str) -> float | None:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from rolemesh.services.controller.display.table import number
 from rolemesh.services.controller.record import STEP, Record
+from rolemesh.telemetry.logs import printable_lines
 
 
 @dataclass
@@ -91,5 +92,5 @@ def print_summary(summary: Summary, console: Console) -> None:
 
 
 def _short(value: object, length: int = 300) -> str:
-    text = str(value).strip()
+    text = printable_lines(str(value).strip())
     return text if len(text) <= length else text[: length - 1] + "…"

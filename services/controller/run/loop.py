@@ -159,8 +159,8 @@ class Run:
                 finally:
                     metrics_file.close()
             self.status.set(state=State.FINISHED, phase="")
-        except BaseException:
-            self.status.set(state=State.FAILED)
+        except BaseException as error:
+            self.status.fail(error)
             raise
         finally:
             observer.reset(token)

@@ -123,11 +123,14 @@ def write_config(job: JobConfig) -> None:
 
 
 @contextmanager
-def address_shown(run_dir: Path, address: str) -> Iterator[None]:
-    """Write the controller's address for `rolemesh status` to controller.address.json; delete it on exit."""
+def address_shown(run_dir: Path, address: str, life: str) -> Iterator[None]:
+    """Write the controller's address for `rolemesh status` to controller.address.json; delete it on exit.
+
+    If this process is killed, the file stays. Another controller that listens there has another life.
+    """
     path = run_dir / ADDRESS_FILE
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_durably(path, json.dumps({"address": address, "pid": os.getpid()}) + "\n")
+    write_durably(path, json.dumps({"address": address, "life": life, "pid": os.getpid()}) + "\n")
     try:
         yield
     finally:

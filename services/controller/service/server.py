@@ -52,6 +52,11 @@ class ControllerServer:
         self.address = await self._server.start(listen)
         await self._server.ready({SERVICE: ControllerServicer(self.status, self._clients)})
 
+    @property
+    def life(self) -> str:
+        """The server's life, which its answers have in their trailing metadata."""
+        return self._server.life
+
     def show(self, clients: Mapping[str, RoleClient]) -> None:
         """Report these clients' replicas and pending rows from now on. Call it before entering the clients."""
         self._clients |= clients

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from enum import Enum
 
+from rolemesh.errors import RoleUnavailable
 from rolemesh.services.controller.record import STEP, Record
 from rolemesh.telemetry.metrics import RUN_STATE, STEP_ENDED
 
@@ -32,6 +33,7 @@ class RunStatus:
         on_change: called after every change of state, phase or records.
         on_step: called when the run starts, and when a step has ended.
         on_pause: called when the run pauses, and when it continues.
+        may_go_on: returns whether the run is started anew if a role is lost now.
     """
 
     def __init__(self, job: str) -> None:
@@ -39,6 +41,7 @@ class RunStatus:
         self.on_change: Callable[[RunStatus], None] = lambda status: None
         self.on_step: Callable[[], None] = lambda: None
         self.on_pause: Callable[[], None] = lambda: None
+        self.may_go_on: Callable[[], bool] = lambda: False
         self.total_steps = 0
         self.step = 0
         self.phase = ""
@@ -77,6 +80,11 @@ class RunStatus:
         if step is not None:
             self.on_step()
         self._notify()
+
+    def fail(self, error: BaseException) -> None:
+        """Set FAILED; or STARTING if a role was lost and the run goes on by itself."""
+        lost = isinstance(error, RoleUnavailable | asyncio.CancelledError) and not self.stop_requested
+        self.set(state=State.STARTING if lost and self.may_go_on() else State.FAILED)
 
     def add(self, *records: Record) -> None:
         """Add records of steps, and notify watchers."""

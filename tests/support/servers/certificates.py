@@ -52,10 +52,12 @@ class Authority:
         """Make the files of a process of the job that has these roles."""
         return self.files(job, *(f"{role}.{job}" for role in roles), **more)
 
-    def files(self, *names: str, lasts: timedelta = HOUR, trusted: bytes = b"") -> dict[str, bytes]:
+    def files(
+        self, *names: str, lasts: timedelta = HOUR, trusted: bytes = b"", common_name: str = "process"
+    ) -> dict[str, bytes]:
         """Make a new key and its certificate for these DNS names. `trusted`: additional authorities."""
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "process")])
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
         certificate = self._sign(key, subject, lasts, *names)
         return {"tls.crt": certificate, "tls.key": _pem(key), "ca.crt": self.certificate + trusted}
 
