@@ -19,7 +19,7 @@ from rolemesh.services.controller.display.curves import draw_curves as _draw
 from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.main import new_client, until_ready
 from rolemesh.services.controller.pages.choice import record_step
-from rolemesh.services.controller.record import Record
+from rolemesh.services.controller.record import METRICS_FILE, Record
 from rolemesh.services.controller.run.run_dir import new_term
 from rolemesh.services.controller.run.run_dir import read_metrics as _read
 from rolemesh.services.processes.launch import launch
@@ -134,7 +134,7 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
     Raises:
         FileNotFoundError: there is no metrics.jsonl.
     """
-    path = Path(run_dir) / "metrics.jsonl"
+    path = Path(run_dir) / METRICS_FILE
     if not path.is_file():
         raise FileNotFoundError(f"no metrics of a run: {path}")
     return _read(path)

@@ -24,7 +24,7 @@ from rolemesh.errors import InvalidConfig, RolemeshError
 from rolemesh.roles import Metrics
 from rolemesh.services.controller.display.summary import accuracy_by_step
 from rolemesh.services.controller.display.table import ACCURACY, StepTable
-from rolemesh.services.controller.record import STEP
+from rolemesh.services.controller.record import METRICS_FILE, STEP
 from rolemesh.services.controller.run.run_dir import read_metrics
 from rolemesh.telemetry.metrics import (
     STEP_ENDED,
@@ -63,7 +63,7 @@ class Loggers:
 
     Args:
         job: names the loggers in trainer.logger.
-        start: the step that the run resumes from.
+        start: the step that the run resumes from; None: a new run.
         console: where the console logger prints.
 
     Raises:
@@ -71,7 +71,7 @@ class Loggers:
         RolemeshError: a logger could not start, e.g. because of a missing login.
     """
 
-    def __init__(self, job: JobConfig, start: int, console: Console) -> None:
+    def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
         require_libraries(job)
         self._loggers: list[Logger] = [PrometheusLogger(job, start)]
         try:
@@ -149,7 +149,7 @@ def numbers(step: int, metrics: Mapping[Any, Any]) -> Metrics:
 class ConsoleLogger:
     """Prints the most important numbers of each step as a row of a table."""
 
-    def __init__(self, job: JobConfig, start: int, console: Console) -> None:
+    def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
         self._table = StepTable(job, console)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -165,9 +165,9 @@ class ConsoleLogger:
 class PrometheusLogger:
     """Sets the metrics of a step at /metrics. Every run has this logger."""
 
-    def __init__(self, job: JobConfig, start: int) -> None:
+    def __init__(self, job: JobConfig, start: int | None) -> None:
         STEP_ENDED.set_to_current_time()
-        TRAINING_STEP.set(start)
+        TRAINING_STEP.set(start or 0)
         TRAINING_STEPS_PLANNED.set(job.trainer.total_training_steps or 0)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -189,10 +189,10 @@ def _show(name: str, value: float) -> None:
 class TensorboardLogger:
     """Writes event files to <run directory>/tensorboard. Steps that a resumed run repeats replace old ones."""
 
-    def __init__(self, job: JobConfig, start: int, console: Console) -> None:
+    def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purged = None if job.trainer.val_only else start + 1  # no step is made again
+        purged = None if job.trainer.val_only else (start or 0) + 1  # no step is made again
         self._writer: Any = SummaryWriter(str(job.run_dir / "tensorboard"), purge_step=purged)
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -209,13 +209,13 @@ class WandbLogger:
     there, and the console names these steps.
     """
 
-    def __init__(self, job: JobConfig, start: int, console: Console) -> None:
+    def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
         import wandb
 
         trainer = job.trainer
         file = job.run_dir / "wandb" / "run_id"
-        goes_on = bool(start) and file.exists()
-        run_id = _kept_id(file, bool(start) or trainer.val_only, lambda: secrets.token_hex(4))
+        known = file.exists()
+        run_id = _kept_id(file, start is not None or trainer.val_only, lambda: secrets.token_hex(4))
         self._run: Any = wandb.init(
             project=trainer.project_name,
             name=trainer.experiment_name,
@@ -224,9 +224,9 @@ class WandbLogger:
             id=run_id,
             resume="allow",
         )
-        logged = [int(record[STEP] or 0) for record in read_metrics(job.run_dir / "metrics.jsonl")]
+        logged = [int(record[STEP] or 0) for record in read_metrics(job.run_dir / METRICS_FILE)]
         newest = max([*logged, self._run.step - 1])
-        if goes_on and newest > start and not trainer.val_only:
+        if known and start is not None and newest > start and not trainer.val_only:
             console.print(
                 f"Weights & Biases keeps steps {start + 1} to {newest} as they were before this start, and "
                 "drops them as they are made again; metrics.jsonl has the new ones",
@@ -247,7 +247,7 @@ class WandbLogger:
 class MlflowLogger:
     """Logs to the MLflow server named by MLFLOW_TRACKING_URI, or to files in <run directory>/mlflow."""
 
-    def __init__(self, job: JobConfig, start: int, console: Console) -> None:
+    def __init__(self, job: JobConfig, start: int | None, console: Console) -> None:
         import mlflow
 
         directory = job.run_dir / "mlflow"
@@ -267,7 +267,7 @@ class MlflowLogger:
             run_id: str = self._client.create_run(experiment, run_name=trainer.experiment_name).info.run_id
             return run_id
 
-        self._run_id = _kept_id(directory / "run_id", bool(start) or trainer.val_only, new_run)
+        self._run_id = _kept_id(directory / "run_id", start is not None or trainer.val_only, new_run)
 
     def log(self, step: int, metrics: Metrics) -> None:
         from mlflow.entities import Metric
@@ -308,7 +308,7 @@ START_HINTS = {
     "mlflow": " MLFLOW_TRACKING_URI names the server; if it is unset, everything stays in the run directory.",
 }
 
-LOGGERS: dict[str, Callable[[JobConfig, int, Console], Logger]] = {
+LOGGERS: dict[str, Callable[[JobConfig, int | None, Console], Logger]] = {
     "console": ConsoleLogger,
     "tensorboard": TensorboardLogger,
     "wandb": WandbLogger,
@@ -329,7 +329,7 @@ def require_libraries(job: JobConfig) -> None:
             )
 
 
-def _start_logger(name: str, job: JobConfig, start: int, console: Console) -> Logger:
+def _start_logger(name: str, job: JobConfig, start: int | None, console: Console) -> Logger:
     try:
         return LOGGERS[name](job, start, console)
     except Exception as error:  # each library has its own errors for a missing login or an unreachable server

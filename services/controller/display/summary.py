@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from rolemesh.services.controller.display.table import number
-from rolemesh.services.controller.record import STEP, Record
+from rolemesh.services.controller.record import METRICS_FILE, STEP, Record
 from rolemesh.telemetry.logs import printable_lines
 
 
@@ -36,8 +36,8 @@ class Summary:
     records: list[Record]
     answers: list[dict[str, Any]] = field(default_factory=list)
     checkpoint: Path | None = None
-    rollout_dumps: Path | None = None
-    validation_dumps: Path | None = None
+    rollout_dumps: str | None = None
+    validation_dumps: str | None = None
 
 
 def accuracy_by_step(records: list[Record]) -> list[tuple[int, float]]:
@@ -79,13 +79,13 @@ def print_summary(summary: Summary, console: Console) -> None:
         facts.add_row("validation accuracy", f"[bold]{accuracies[0][1]:.3f}[/] at step {accuracies[0][0]}")
     places = {
         "curves": summary.run_dir / "curves.png",
-        "metrics": summary.run_dir / "metrics.jsonl",
+        "metrics": summary.run_dir / METRICS_FILE,
         "checkpoint": summary.checkpoint,
         "training answers": summary.rollout_dumps,
         "validation answers": summary.validation_dumps,
     }
     for name, path in places.items():
-        if path and path.exists():
+        if path and Path(path).exists():
             facts.add_row(name, escape(str(path)))
     title = "done" if summary.step == summary.total_steps else "stopped"
     console.print(Panel(facts, title=title, title_align="left", expand=False))

@@ -30,6 +30,7 @@ from typing import Any
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import CheckpointFailed, InvalidBatch, InvalidConfig, RoleUnavailable
 from rolemesh.roles import Actor, Critic, NoCritic, Roles
+from rolemesh.services.controller.record import METRICS_FILE
 from rolemesh.services.controller.run.durably import sync, write_durably
 from rolemesh.services.controller.run.kept_settings import RULES, compare
 from rolemesh.tasks import gather
@@ -188,9 +189,9 @@ class Checkpoints:
         """Write a checkpoint: the roles have copied their state when the context begins. Commit it at the end.
 
         When the context ends, wait until the roles have written their copies, and commit, unless there was an
-        error. To commit is to rename it, and to point `latest` to it (and `best`, if it is). Then old
-        checkpoints beyond `keep` are deleted, except the best and the one that the job names; a deletion that
-        fails is logged.
+        error. To commit is to flush the records of its steps to disk, to rename it, and to point `latest` to it
+        (and `best`, if it is). Then old checkpoints beyond `keep` are deleted, except the best and the one that
+        the job names; a deletion that fails is logged.
 
         Raises:
             CheckpointFailed: a role or this process could not write, e.g. because the disk is full; or what a
@@ -217,6 +218,7 @@ class Checkpoints:
                 raise
             await _all([role.finish_checkpoint(directory) for role, directory in trained])
             await _arrived([directory for _, directory in trained])
+            await asyncio.to_thread(self._sync_records)
             if path.exists():  # abandoned by resuming from an earlier checkpoint
                 _put_aside(path)
             partial.rename(path)
@@ -236,7 +238,11 @@ class Checkpoints:
             raise CheckpointFailed(f"{error}. {self._last_good()}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)  # frees the disk; exists only after a failure
-        self._delete_old(state.step)
+        await asyncio.to_thread(self._delete_old, state.step)
+
+    def _sync_records(self) -> None:
+        if (records := self.run_dir / METRICS_FILE).exists():
+            sync(records)
 
     def _last_good(self) -> str:
         latest = self.latest()

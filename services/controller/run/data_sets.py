@@ -14,6 +14,7 @@ from rolemesh.data.pairs import PairDataset
 from rolemesh.data.supervised import SupervisedDataset
 from rolemesh.errors import InvalidConfig
 from rolemesh.services.controller.run.best import check_reportable
+from rolemesh.services.controller.run.profile import check_profile_steps
 
 Dataset = PromptDataset | SupervisedDataset | PairDataset
 
@@ -34,6 +35,14 @@ def num_steps(job: JobConfig, num_rows: int) -> int:
     """Return how many steps the job makes with so many training rows."""
     trainer = job.trainer
     return trainer.total_training_steps or PromptOrder(num_rows, job.data).total_steps(trainer.total_epochs)
+
+
+def with_total_steps(job: JobConfig, total_steps: int) -> JobConfig:
+    """Return the job with its total number of steps set. Raise InvalidConfig if it profiles a later one."""
+    trainer = job.trainer.model_copy(update={"total_training_steps": total_steps})
+    job = job.model_copy(update={"trainer": trainer})
+    check_profile_steps(job)
+    return job
 
 
 def validation_data(job: JobConfig, tokenizer: Any, agents: Agents | None) -> Dataset | None:

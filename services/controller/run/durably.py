@@ -18,9 +18,9 @@ def write_durably(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
-def sync(directory: Path) -> None:
-    """Flush a directory, i.e. the names in it, to disk."""
-    handle = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file, or a directory, i.e. the names in it, to disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

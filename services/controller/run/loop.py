@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from rolemesh.algos.kl import KLController
@@ -27,13 +26,20 @@ from rolemesh.services.controller.display.progress import Display
 from rolemesh.services.controller.display.summary import Summary
 from rolemesh.services.controller.pages.choice import check_step, page_of
 from rolemesh.services.controller.pages.step import Step
+from rolemesh.services.controller.record import METRICS_FILE
 from rolemesh.services.controller.run.ahead import Ahead
 from rolemesh.services.controller.run.best import check_reported, is_best
 from rolemesh.services.controller.run.checkpoints import Checkpoints, ControllerState
-from rolemesh.services.controller.run.data_sets import content_of, num_steps, training_data, validation_data
+from rolemesh.services.controller.run.data_sets import (
+    content_of,
+    num_steps,
+    training_data,
+    validation_data,
+    with_total_steps,
+)
 from rolemesh.services.controller.run.decision import named_checkpoint, start_of
 from rolemesh.services.controller.run.kept_settings import NUM_PROMPTS, file_digests, settings_to_keep
-from rolemesh.services.controller.run.profile import check_profile_steps, profiled
+from rolemesh.services.controller.run.profile import profiled
 from rolemesh.services.controller.run.run_dir import MetricsFile, answers, dump, read_metrics, write_config
 from rolemesh.services.controller.run.stopwatch import Stopwatch, WarmingActor, timed
 from rolemesh.services.controller.service.status import RunStatus, State
@@ -121,7 +127,7 @@ class Run:
             self.status.total_steps = num_steps(self._given, state.kept_settings[NUM_PROMPTS])
         if state.step < self.status.total_steps:
             return None
-        self.status.add(*read_metrics(self.job.run_dir / "metrics.jsonl"))
+        self.status.add(*read_metrics(self.job.run_dir / METRICS_FILE))
         self.status.set(state=State.FINISHED, step=state.step)
         return self._summary()
 
@@ -150,7 +156,7 @@ class Run:
             start = await self._begin()
             with Loggers(self.job, start, self.display.console) as loggers:
                 makes_steps = not self.job.trainer.val_only
-                metrics_file = MetricsFile(self.job.run_dir / "metrics.jsonl", start, makes_steps)
+                metrics_file = MetricsFile(self.job.run_dir / METRICS_FILE, start, makes_steps)
                 self._log_to = (metrics_file, loggers)
                 self.status.add(*metrics_file.records)
                 try:
@@ -186,11 +192,15 @@ class Run:
 
     # ----------------------------------------------------------------------------------- resuming
 
-    async def _begin(self) -> int:
-        """Restore roles and run directory to the start of the run; return the number of steps already made."""
+    async def _begin(self) -> int | None:
+        """Restore roles and run directory to the start of the run.
+
+        Returns:
+            The number of steps already made; None for a new run.
+        """
         start = start_of(self.job, self._checkpoints)
         write_config(self.job)
-        step = 0
+        step = None
         if start.checkpoint:
             state = await self._checkpoints.load(start.checkpoint, self._roles, self._settings_to_keep())
             said = start.describe(state.step)
@@ -205,18 +215,18 @@ class Run:
         self._checkpoints.clear_partial()  # after a load, no role writes for an earlier controller
         CHECKPOINT_WRITTEN.set(start.checkpoint.stat().st_mtime if start.checkpoint else time.time())
         if self.job.generates:
-            await self._roles.sync_weights(step)
+            await self._roles.sync_weights(step or 0)
         self._stopwatch.take()
-        self.status.set(state=State.RUNNING, step=step)
+        self.status.set(state=State.RUNNING, step=step or 0)
         return step
 
-    async def _make_steps(self, start: int) -> None:
-        trainer = self.job.trainer
-        if trainer.val_only or (trainer.val_before_train and start == 0 and self._val):
-            self._log(start, await self._validate(start))
+    async def _make_steps(self, start: int | None) -> None:
+        trainer, made = self.job.trainer, start or 0
+        if trainer.val_only or (trainer.val_before_train and start is None and self._val):
+            self._log(made, await self._validate(made))
             check_reported("" if trainer.val_only else trainer.save_best, self.status.records[-1])
-        last = start if trainer.val_only else self.status.total_steps
-        for number in range(start + 1, last + 1):
+        last = made if trainer.val_only else self.status.total_steps
+        for number in range(made + 1, last + 1):
             if not await self.status.may_begin():
                 break
             if self._committing and self._committing.done():
@@ -383,18 +393,6 @@ class Run:
             records=self.status.records,
             answers=self._answers,
             checkpoint=self._checkpoints.latest(),
-            rollout_dumps=_path(self.job.trainer.rollout_data_dir),
-            validation_dumps=_path(self.job.trainer.validation_data_dir),
+            rollout_dumps=self.job.trainer.rollout_data_dir,
+            validation_dumps=self.job.trainer.validation_data_dir,
         )
-
-
-def with_total_steps(job: JobConfig, total_steps: int) -> JobConfig:
-    """Return the job with its total number of steps set. Raise InvalidConfig if it profiles a later one."""
-    trainer = job.trainer.model_copy(update={"total_training_steps": total_steps})
-    job = job.model_copy(update={"trainer": trainer})
-    check_profile_steps(job)
-    return job
-
-
-def _path(directory: str | None) -> Path | None:
-    return Path(directory) if directory else None

@@ -41,16 +41,16 @@ class MetricsFile:
 
     Args:
         path: of the file.
-        resumed_step: the step from which the run resumes. With 0, a new run, an existing file is kept under
+        resumed_step: the step from which the run resumes. With None, a new run, an existing file is kept under
             another name.
         makes_steps: False if the run only validates: what is there then stays as it is.
     """
 
-    def __init__(self, path: Path, resumed_step: int, makes_steps: bool = True) -> None:
-        if makes_steps and resumed_step == 0 and path.exists():
+    def __init__(self, path: Path, resumed_step: int | None, makes_steps: bool = True) -> None:
+        if makes_steps and resumed_step is None and path.exists():
             path.rename(path.with_name(f"metrics-until-{time.strftime('%Y%m%dT%H%M%S')}.jsonl"))
         records = read_metrics(path)
-        self.records = [r for r in records if not makes_steps or (r[STEP] or 0) <= resumed_step]
+        self.records = [r for r in records if not makes_steps or (r[STEP] or 0) <= (resumed_step or 0)]
         write_durably(path, "".join(json.dumps(record) + "\n" for record in self.records))
         self._file = path.open("a", encoding="utf-8")
 
@@ -68,11 +68,14 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """Read the records of a metrics.jsonl; an incomplete last line, left by a killed process, is skipped."""
+    """Read the records of a metrics.jsonl.
+
+    An incomplete last line, left by a killed process, is skipped, and so are zeros, left by a power failure.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    return [json.loads(line) for line in lines[:-1] if line and "\0" not in line]
 
 
 @contextmanager

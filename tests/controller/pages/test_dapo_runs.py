@@ -162,6 +162,7 @@ async def test_a_run_stopped_in_its_every_round_ends_where_an_unbroken_one_ends(
     rounds = [int(record["train/num_gen_batches"] or 0) for record in recorded(unbroken)]
     assert rounds[0] > 1
     assert steps[: rounds[0]] == [0] * (rounds[0] - 1) + [1]  # the first step, too, was stopped in its search
+    assert not [*job.run_dir.glob("metrics-until-*")]  # and its resume is not a new run
     assert recorded(job) == recorded(unbroken)
     written, expected = end_of(job), end_of(unbroken)
     assert written.keys() == expected.keys()

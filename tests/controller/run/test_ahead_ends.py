@@ -16,7 +16,7 @@ from observed import ASYNC, NO_CRITIC, Observed, in_process, run
 from rolemesh.config import JobConfig
 from rolemesh.data import PromptDataset, PromptOrder
 from rolemesh.dataproto import DataProto
-from rolemesh.errors import RewardFailed, RoleFailed
+from rolemesh.errors import InvalidConfig, RewardFailed, RoleFailed
 from rolemesh.models.loading import load_tokenizer
 from rolemesh.roles import Metrics, Rollout
 from rolemesh.services.controller.run.ahead import Ahead
@@ -145,12 +145,14 @@ async def test_other_rows_than_were_begun_are_refused(tiny_model: Path, tmp_path
     job = small_job(tmp_path, tiny_model, "run", *NO_CRITIC)
     data = PromptDataset(job.data.train_files, job.data, load_tokenizer(job.actor.model))
 
-    def rows(step: int, seed: int = 42) -> DataProto:
-        return fan_out(data.batch(range(4)), 2, seed, step)
+    def rows(step: int, n: int = 2, seed: int = 42) -> DataProto:
+        return fan_out(data.batch(range(4)), n, seed, step)
 
     async with nothing_left(), in_process(job) as roles:
         rollout: Rollout = Ahead(roles.rollout, lambda step, sampling: rows(step), 1)
         async with aclosing(cast(Ahead, rollout)):
+            with pytest.raises(InvalidConfig, match=r"step 1 .* 12 rows .* the 8 of .* rollout.mode to sync"):
+                await anext(aiter(rollout.generate(rows(1, n=3))))
             assert sum([len(part) async for part in rollout.generate(rows(1))]) == 8
-            with pytest.raises(AssertionError, match="step 2 requests other rows"):
+            with pytest.raises(InvalidConfig, match=r"step 2 .* 8 rows .* the 8 of"):
                 await anext(aiter(rollout.generate(rows(2, seed=43))))

@@ -328,9 +328,21 @@ async def test_steps_go_on_while_a_checkpoint_is_written(
     assert_same_end(job, unbroken)
 
 
-async def test_old_checkpoints_go_only_when_a_new_one_is_whole(tiny_model: Path, tmp_path: Path) -> None:
+async def test_old_checkpoints_go_only_when_a_new_one_is_whole_and_its_records_are_on_disk(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = small_job(tmp_path, tiny_model, "run", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2")
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(handle: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{handle}").resolve().name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
     await train(job)
+    commits = [name for name in synced if name in ("metrics.jsonl", "latest.new")]
+    assert commits == ["metrics.jsonl", "latest.new"] * 4
     assert Checkpoints(job.run_dir).steps() == [3, 4]
     assert (job.run_dir / "latest").read_text() == "global_step_4\n"
 
