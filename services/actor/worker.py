@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from rolemesh.config.actor import ActorConfig
 from rolemesh.config.model import FsdpConfig, ModelConfig
 from rolemesh.dataproto import DataProto
 from rolemesh.errors import Unsupported
-from rolemesh.home import Home
 from rolemesh.models.distribution import TokenStats
 from rolemesh.models.heads import VocabularyHead
 from rolemesh.models.loading import load_tokenizer, named_weights, vocabulary_of, with_dtype
@@ -33,10 +31,9 @@ from rolemesh.ranks.ulysses import check_heads
 from rolemesh.roles import Metrics, methods
 from rolemesh.services.actor.objective import check_policy_loss, choose_tokens, policy_objective
 from rolemesh.services.actor.publishing import published_dtype
-from rolemesh.training.checkpoint import CheckpointWriter, WriteModel, load_checkpoint
-from rolemesh.training.loop import Schedule, checkpoint_activations, learn, refuse_float16, update
-from rolemesh.training.optimizer import Optimizer
-from rolemesh.training.usage import GpuUsage
+from rolemesh.training.checkpoint import WriteModel
+from rolemesh.training.loop import Schedule, checkpoint_activations, refuse_float16, update
+from rolemesh.training.worker import TrainedWorker
 from rolemesh.validation import BatchValidator
 from rolemesh.weights.held import HeldWeights
 from rolemesh.weights.source import WeightSource
@@ -167,7 +164,7 @@ class ReferenceWorker(PolicyWorker):
         return DataProto({"ref_log_probs": self._stats(batch)["log_probs"]})
 
 
-class ActorWorker(PolicyWorker):
+class ActorWorker(PolicyWorker, TrainedWorker):
     """Implements rolemesh.roles.Actor.
 
     Raises:
@@ -193,23 +190,9 @@ class ActorWorker(PolicyWorker):
         micro_batches = self.schedule.micro_batches
         super().__init__(job, "actor", actor.model, actor.fsdp_config, micro_batches, seat, adapt)
         self._published_dtype = published_dtype(job, self.device, self.config.dtype)
-        self._home = Home.of(job)
-        self._checkpoints = CheckpointWriter(self._home, "actor", self.seat.ranks, dtype=self.config.dtype)
         checkpoint_activations(self.model, actor.model, self.device)
-        self.optimizer = Optimizer(
-            self.model,
-            actor.optim,
-            grad_clip=actor.grad_clip,
-            num_training_steps=job.trainer.total_training_steps,
-            updates_per_step=self.schedule.updates_per_step(job),
-            role="actor",
-            ranks=self.seat.ranks,
-            parks=partial(Parking, device=self.device, directory=job.run_dir),
-            offload=actor.fsdp_config.optimizer_offload,
-        )
-        self.on_demand = self.optimizer.parking
-        epochs, num_ranks = self.schedule.epochs, self.seat.ranks.size
-        self.usage = GpuUsage("actor", self.config, self.device, num_ranks, epochs)
+        self.prepare_training(actor, actor.fsdp_config)
+        self.learn_returns = ("log_probs", "old_log_probs", "response_mask") if job.policy_loss.corrects else ()
 
     def _adapter_of(self, actor: ActorConfig) -> Callable[[Any], Adapter]:
         return lambda model: Adapter(model, actor.model, actor.seed, self.seat.ranks)
@@ -267,20 +250,11 @@ class ActorWorker(PolicyWorker):
         log_probs = self._stats(mini_batch)["log_probs"]
         return choose_tokens(mini_batch, log_probs, self.job, self.optimizer.num_updates)
 
-    def _learn_on_ranks(self, mini_batch: DataProto, counts: BatchCounts) -> Sequence[DataProto]:
-        dealt = Deal.of(mini_batch, self._micro_batches, self.seat.ranks, mini_batch=list(counts))
-        return dealt.by_part(self.usage.seen(self.learn(dealt.parts)))
+    def learning(self) -> AbstractContextManager[None]:
+        """Return a context in which the head's weight is cast at most once."""
+        return self._one_cast()
 
-    @command
-    def learn(self, part: DataProto) -> DataProto:
-        """Train on this rank's rows of a mini-batch (rolemesh.training.loop.learn)."""
-        returns = ("log_probs", "old_log_probs", "response_mask") if self.job.policy_loss.corrects else ()
-        ranks, micro_batches = self.seat.ranks, self._micro_batches
-        with self._one_cast():
-            answer = learn(part, self.root, self.optimizer, micro_batches, ranks, self._loss, returns)
-        return self.usage.noted(answer)
-
-    def _loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
+    def loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         stats = self.root(
             token_stats,
             rows,
@@ -331,22 +305,8 @@ class ActorWorker(PolicyWorker):
         self._held = held if ranks.rank == 0 else None
         return DataProto()
 
-    @on_worker_thread
-    def begin_checkpoint(self, directory: Path) -> None:
-        """Copy model and optimizer, and begin to write them (rolemesh/training/checkpoint.py).
-
-        Raises:
-            CheckpointFailed: as CheckpointWriter.begin.
-        """
-        self.copy_checkpoint(self._parts(directory=str(directory)))
-
-    @command
-    def copy_checkpoint(self, part: DataProto) -> DataProto:
-        """Copy this rank's rows, and begin to write them into the directory in meta_info."""
-        self._checkpoints.begin(Path(part.meta_info["directory"]), self._copy_model, self.optimizer)
-        return DataProto()
-
-    def _copy_model(self) -> WriteModel:
+    def copy_model(self) -> WriteModel:
+        """Copy this rank's rows of model or adapter, and return what writes the copy and the tokenizer."""
         write = self.adapter.copy() if self.adapter else copy_policy(self.model, self.seat.ranks)
 
         def write_with_tokenizer(into: Path, ranks: Ranks) -> None:
@@ -355,33 +315,18 @@ class ActorWorker(PolicyWorker):
 
         return write_with_tokenizer
 
-    async def finish_checkpoint(self, directory: Path) -> None:
-        """Wait until the checkpoint that was begun last is on disk. Raises CheckpointFailed."""
-        await self._checkpoints.finish(directory)
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        """Return the adapter's weights, or all without one."""
+        return self.adapter.weights if self.adapter else named_weights(self.model)
 
-    def close(self) -> None:
-        super().close()
-        self._checkpoints.close()
+    def read_weights(self, directory: Path | None) -> Mapping[str, Tensor]:
+        """Read this rank's rows of them from a directory; None: the job's initial ones."""
+        if self.adapter:
+            return self.adapter.read(directory)
+        config = self.config.model_copy(update={"path": str(directory)}) if directory else self.config
+        return read_policy(self.model, config, "actor")
 
-    @on_worker_thread
-    def load_checkpoint(self, directory: Path | None) -> None:
-        """Restore what a checkpoint has, bit for bit; None: the initial state. Raises CheckpointFailed."""
-        self.read_checkpoint(self._parts(directory=str(directory or "")))
-
-    @command
-    def read_checkpoint(self, part: DataProto) -> DataProto:
-        """Read this rank's rows of the checkpoint in meta_info's directory; empty: of the initial state."""
-        directory = Path(part.meta_info["directory"]) if part.meta_info["directory"] else None
-
-        def read_weights(path: Path | None) -> dict[str, Tensor]:
-            config = self.config.model_copy(update={"path": str(path)}) if path else self.config
-            return read_policy(self.model, config, "actor")
-
-        weights = self.adapter.weights if self.adapter else named_weights(self.model)
-        read = self.adapter.read if self.adapter else read_weights
-        self._checkpoints.wait()
-        ranks, dtype = self.seat.ranks, self.config.dtype
-        load_checkpoint(self._home, directory, weights, read, self.optimizer, ranks, dtype=dtype)
+    def loaded(self) -> None:
+        """Forget the weights of before that this rank holds for rollouts."""
         if self.seat.holder:
             self.seat.holder.clear("a checkpoint was loaded")
-        return DataProto()

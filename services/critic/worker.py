@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +12,6 @@ from rolemesh.algos.value_loss import clipped_value_loss
 from rolemesh.config import JobConfig
 from rolemesh.config.actor import CriticConfig
 from rolemesh.dataproto import DataProto
-from rolemesh.home import Home
 from rolemesh.models.heads import ScoreModel
 from rolemesh.models.loading import named_weights, vocabulary_of, with_dtype
 from rolemesh.models.micro_batches import MicroBatches
@@ -23,19 +20,18 @@ from rolemesh.models.sequence import check_sequences, gathered, of_the_loss, tok
 from rolemesh.models.sharded import load_score_model, read_score_model
 from rolemesh.ranks.ulysses import check_heads
 from rolemesh.roles import Metrics, methods
-from rolemesh.training.checkpoint import CheckpointWriter, load_checkpoint
-from rolemesh.training.loop import Schedule, checkpoint_activations, learn, refuse_float16, update
-from rolemesh.training.optimizer import Optimizer
-from rolemesh.training.usage import GpuUsage
+from rolemesh.training.checkpoint import WriteModel
+from rolemesh.training.loop import Schedule, checkpoint_activations, refuse_float16, update
+from rolemesh.training.worker import TrainedWorker
 from rolemesh.validation import BatchValidator
 from rolemesh.workers.commands import Deal, command
 from rolemesh.workers.devices import resolve_device
-from rolemesh.workers.local import LocalWorker, by_rows, on_worker_thread
+from rolemesh.workers.local import by_rows, on_worker_thread
 from rolemesh.workers.parking import Parking, model_tensors
 from rolemesh.workers.seat import Seat
 
 
-class CriticWorker(LocalWorker):
+class CriticWorker(TrainedWorker):
     """Implements rolemesh.roles.Critic.
 
     Raises:
@@ -49,8 +45,6 @@ class CriticWorker(LocalWorker):
         critic = job.critic
         self.job, self.device = job, resolve_device(job.trainer.device)
         self.config = with_dtype(job.critic_model, "critic", self.device)
-        self._home = Home.of(job)
-        self._checkpoints = CheckpointWriter(self._home, "critic", self.seat.ranks, dtype=self.config.dtype)
         refuse_float16(self.config, "critic")
         assert critic.ppo_epochs is not None, "JobConfig fills it in"
         assert critic.shuffle is not None, "JobConfig fills it in"
@@ -71,19 +65,7 @@ class CriticWorker(LocalWorker):
             key = "critic.ulysses_sequence_parallel_size"
             check_heads(self.model.body.config.get_text_config(), ranks.ulysses.size, key)
         checkpoint_activations(self.model.body, self.config, self.device)
-        self.optimizer = Optimizer(
-            self.model,
-            critic.optim,
-            grad_clip=critic.grad_clip,
-            num_training_steps=job.trainer.total_training_steps,
-            updates_per_step=self.schedule.updates_per_step(job),
-            role="critic",
-            ranks=ranks,
-            parks=partial(Parking, device=self.device, directory=job.run_dir),
-            offload=self.config.fsdp_config.optimizer_offload,
-        )
-        self.on_demand = self.optimizer.parking
-        self.usage = GpuUsage("critic", self.config, self.device, ranks.size, critic.ppo_epochs)
+        self.prepare_training(critic, self.config.fsdp_config)
         self.parking = Parking(lambda: model_tensors(self.root), self.device, job.run_dir)
 
     @property
@@ -129,63 +111,21 @@ class CriticWorker(LocalWorker):
             metrics = update(method, batch, self.optimizer, self.schedule, self._learn_on_ranks)
         return {f"critic/{name}": value for name, value in metrics.items()} | self.loads.take() | used
 
-    def _learn_on_ranks(self, mini_batch: DataProto, counts: BatchCounts) -> Sequence[DataProto]:
-        micro_batches = self.schedule.micro_batches
-        dealt = Deal.of(mini_batch, micro_batches, self.seat.ranks, mini_batch=list(counts))
-        return dealt.by_part(self.usage.seen(self.learn(dealt.parts)))
-
-    @command
-    def learn(self, part: DataProto) -> DataProto:
-        """Train on this rank's rows of a mini-batch (rolemesh.training.loop.learn)."""
-        ranks, micro_batches = self.seat.ranks, self.schedule.micro_batches
-        return self.usage.noted(learn(part, self.root, self.optimizer, micro_batches, ranks, self._loss))
-
-    def _loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
+    def loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
         return value_objective(self._values(rows), of_the_loss(rows, self.device), mini_batch, self.job.critic)
 
-    @on_worker_thread
-    def begin_checkpoint(self, directory: Path) -> None:
-        """Copy model and optimizer, and begin to write them (rolemesh/training/checkpoint.py).
+    def copy_model(self) -> WriteModel:
+        """Copy this rank's rows of the model, and return what writes the copy."""
+        return self.model.copy(self.seat.ranks)
 
-        Raises:
-            CheckpointFailed: as CheckpointWriter.begin.
-        """
-        self.copy_checkpoint(self._parts(directory=str(directory)))
+    def trained_weights(self) -> dict[str, Tensor]:
+        """Return the weights of body and value head."""
+        return named_weights(self.model)
 
-    @command
-    def copy_checkpoint(self, part: DataProto) -> DataProto:
-        """Copy this rank's rows, and begin to write them into the directory in meta_info."""
-        copy_model = partial(self.model.copy, self.seat.ranks)
-        self._checkpoints.begin(Path(part.meta_info["directory"]), copy_model, self.optimizer)
-        return DataProto()
-
-    async def finish_checkpoint(self, directory: Path) -> None:
-        """Wait until the checkpoint that was begun last is on disk. Raises CheckpointFailed."""
-        await self._checkpoints.finish(directory)
-
-    def close(self) -> None:
-        super().close()
-        self._checkpoints.close()
-
-    @on_worker_thread
-    def load_checkpoint(self, directory: Path | None) -> None:
-        """Restore what a checkpoint has, bit for bit; None: the initial state. Raises CheckpointFailed."""
-        self.read_checkpoint(self._parts(directory=str(directory or "")))
-
-    @command
-    def read_checkpoint(self, part: DataProto) -> DataProto:
-        """Read this rank's rows of the checkpoint in meta_info's directory; empty: of the initial state."""
-        directory = Path(part.meta_info["directory"]) if part.meta_info["directory"] else None
-
-        def read_weights(path: Path | None) -> dict[str, Tensor]:
-            config = self.config.model_copy(update={"path": str(path)}) if path else self.config
-            return read_score_model(self.model, config, "critic", self.job.critic.seed)
-
-        weights, ranks = named_weights(self.model), self.seat.ranks
-        self._checkpoints.wait()
-        dtype = self.config.dtype
-        load_checkpoint(self._home, directory, weights, read_weights, self.optimizer, ranks, dtype=dtype)
-        return DataProto()
+    def read_weights(self, directory: Path | None) -> dict[str, Tensor]:
+        """Read this rank's rows of them from a directory; None: the job's initial ones."""
+        config = self.config.model_copy(update={"path": str(directory)}) if directory else self.config
+        return read_score_model(self.model, config, "critic", self.job.critic.seed)
 
 
 def value_objective(

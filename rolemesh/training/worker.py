@@ -1,0 +1,148 @@
+"""The base of actor and critic: their optimizer, how a mini-batch goes to the ranks, and their checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rolemesh.algos.aggregation import BatchCounts, TokenMean
+from rolemesh.config import JobConfig
+from rolemesh.config.actor import ActorConfig, CriticConfig
+from rolemesh.config.model import FsdpConfig, ModelConfig
+from rolemesh.dataproto import DataProto
+from rolemesh.home import Home
+from rolemesh.ranks.sharding import Root
+from rolemesh.training.checkpoint import CheckpointWriter, WriteModel, load_checkpoint
+from rolemesh.training.loop import Schedule, learn
+from rolemesh.training.optimizer import Optimizer
+from rolemesh.training.usage import GpuUsage
+from rolemesh.workers.commands import Deal, command
+from rolemesh.workers.local import LocalWorker, on_worker_thread
+from rolemesh.workers.parking import Parking
+
+
+class TrainedWorker(LocalWorker):
+    """Base of the workers of trained roles: the methods of rolemesh.rpc.serving.trained.Trained but `update`.
+
+    Attributes:
+        job, device, config: as the role loaded its model.
+        root: the model.
+        schedule: how an update iterates over its batch.
+        learn_returns: columns of each row that `learn` answers with (rolemesh.training.loop.learn).
+    """
+
+    job: JobConfig
+    device: torch.device
+    config: ModelConfig
+    root: Root
+    schedule: Schedule
+    learn_returns: tuple[str, ...] = ()
+
+    def prepare_training(self, section: ActorConfig | CriticConfig, fsdp: FsdpConfig) -> None:
+        """Make the optimizer and the writer of checkpoints, once the attributes above are set.
+
+        Args:
+            section: the role's.
+            fsdp: how the model is spread over the role's ranks.
+        """
+        job, ranks = self.job, self.seat.ranks
+        self._home = Home.of(job)
+        self._checkpoints = CheckpointWriter(self._home, self.role, ranks, dtype=self.config.dtype)
+        self.optimizer = Optimizer(
+            self.root.model,
+            section.optim,
+            grad_clip=section.grad_clip,
+            num_training_steps=job.trainer.total_training_steps,
+            updates_per_step=self.schedule.updates_per_step(job),
+            role=self.role,
+            ranks=ranks,
+            parks=partial(Parking, device=self.device, directory=job.run_dir),
+            offload=fsdp.optimizer_offload,
+        )
+        self.on_demand = self.optimizer.parking
+        self.usage = GpuUsage(self.role, self.config, self.device, ranks.size, self.schedule.epochs)
+
+    # ------------------------------------------------------------------------------- what a role adds
+
+    def loss(self, rows: DataProto, mini_batch: BatchCounts) -> tuple[Tensor, dict[str, Tensor | TokenMean]]:
+        """Compute a micro-batch's shares of the loss and the metrics (rolemesh.training.loop.LossFunction)."""
+        raise NotImplementedError
+
+    def learning(self) -> AbstractContextManager[None]:
+        """Return a context around the passes of a mini-batch."""
+        return nullcontext()
+
+    def copy_model(self) -> WriteModel:
+        """Copy this rank's rows of the model, and return what writes the copy."""
+        raise NotImplementedError
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        """Return the trained weights as the model holds them."""
+        raise NotImplementedError
+
+    def read_weights(self, directory: Path | None) -> Mapping[str, Tensor]:
+        """Read this rank's rows of the trained weights from a directory; None: the job's initial ones."""
+        raise NotImplementedError
+
+    def loaded(self) -> None:
+        """Do what the role does once a checkpoint was loaded."""
+
+    # -------------------------------------------------------------------------------------- training
+
+    def _learn_on_ranks(self, mini_batch: DataProto, counts: BatchCounts) -> Sequence[DataProto]:
+        cut = self.schedule.micro_batches
+        dealt = Deal.of(mini_batch, cut, self.seat.ranks, mini_batch=list(counts))
+        return dealt.by_part(self.usage.seen(self.learn(dealt.parts)))
+
+    @command
+    def learn(self, part: DataProto) -> DataProto:
+        """Train on this rank's rows of a mini-batch (rolemesh.training.loop.learn)."""
+        ranks, cut = self.seat.ranks, self.schedule.micro_batches
+        with self.learning():
+            answer = learn(part, self.root, self.optimizer, cut, ranks, self.loss, self.learn_returns)
+        return self.usage.noted(answer)
+
+    # ----------------------------------------------------------------------------------- checkpoints
+
+    @on_worker_thread
+    def begin_checkpoint(self, directory: Path) -> None:
+        """Copy model and optimizer, and begin to write them (rolemesh/training/checkpoint.py).
+
+        Raises:
+            CheckpointFailed: as CheckpointWriter.begin.
+        """
+        self.copy_checkpoint(self._parts(directory=str(directory)))
+
+    @command
+    def copy_checkpoint(self, part: DataProto) -> DataProto:
+        """Copy this rank's rows, and begin to write them into the directory in meta_info."""
+        self._checkpoints.begin(Path(part.meta_info["directory"]), self.copy_model, self.optimizer)
+        return DataProto()
+
+    async def finish_checkpoint(self, directory: Path) -> None:
+        """Wait until the checkpoint that was begun last is on disk. Raises CheckpointFailed."""
+        await self._checkpoints.finish(directory)
+
+    @on_worker_thread
+    def load_checkpoint(self, directory: Path | None) -> None:
+        """Restore what a checkpoint has, bit for bit; None: the initial state. Raises CheckpointFailed."""
+        self.read_checkpoint(self._parts(directory=str(directory or "")))
+
+    @command
+    def read_checkpoint(self, part: DataProto) -> DataProto:
+        """Read this rank's rows of the checkpoint in meta_info's directory; empty: of the initial state."""
+        directory = Path(part.meta_info["directory"]) if part.meta_info["directory"] else None
+        self._checkpoints.wait()
+        weights, ranks, dtype = self.trained_weights(), self.seat.ranks, self.config.dtype
+        load_checkpoint(self._home, directory, weights, self.read_weights, self.optimizer, ranks, dtype=dtype)
+        self.loaded()
+        return DataProto()
+
+    def close(self) -> None:
+        super().close()
+        self._checkpoints.close()
