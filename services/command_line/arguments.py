@@ -17,7 +17,7 @@ Overrides = Annotated[
     typer.Argument(
         help="Overrides of the job file: further files, such as configs/recipes/dapo.yaml, from left to right, "
         "and then single keys, such as trainer.save_freq=5",
-        metavar="[FILE|KEY=VALUE]...",
+        metavar="FILE|KEY=VALUE",
     ),
 ]
 DrainOption = Annotated[

@@ -22,7 +22,13 @@ class Answering(StrEnum):
 
 @data_app.command("gsm8k", epilog="Example: rolemesh data gsm8k path/to/grade-school-math data/gsm8k")
 def data_gsm8k(
-    src: Annotated[Path, typer.Argument(help="A folder with train.jsonl and test.jsonl, or one JSONL file.")],
+    src: Annotated[
+        Path,
+        typer.Argument(
+            help="A clone of openai/grade-school-math, a folder with train.jsonl and test.jsonl, "
+            "or one JSONL file."
+        ),
+    ],
     out: Out,
     answered_by: Annotated[
         Answering | None,

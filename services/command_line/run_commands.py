@@ -99,7 +99,7 @@ def pause(where: Where, tls_dir: TlsOption = None, namespace: Namespace = "", co
 
 @app.command(epilog="Example: rolemesh resume outputs/tiny")
 def resume(where: Where, tls_dir: TlsOption = None, namespace: Namespace = "", context: Context = "") -> None:
-    """Continue after `pause`."""
+    """Continue a paused run. To resume a run that has ended, repeat its `rolemesh run` command."""
     _steer("resume", where, tls_dir, namespace, context)
 
 

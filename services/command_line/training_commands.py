@@ -21,6 +21,7 @@ from rolemesh.services.command_line.arguments import (
 from rolemesh.services.processes.role_forks import fork_roles
 
 app = typer.Typer()
+FOR_PODS = "For pods of the chart"
 
 
 @app.command(epilog="Example: rolemesh run configs/tiny.yaml trainer.total_training_steps=5")
@@ -43,8 +44,9 @@ def sft(config: ConfigArgument, overrides: Overrides = None) -> None:
 
 
 @app.command(
+    rich_help_panel=FOR_PODS,
     epilog="Example: rolemesh prepare --creates outputs/tiny/model --lock .prepare.lock "
-    "-- rolemesh demo outputs/tiny"
+    "-- rolemesh demo outputs/tiny",
 )
 def prepare(
     command: Annotated[list[str], typer.Argument(help="A program and its arguments.", metavar="COMMAND...")],
@@ -102,7 +104,10 @@ def prepare(
             asyncio.run(preparing.prepare(command, creates, attempts, final=final, scaled_down=to_zero))
 
 
-@app.command(epilog="Example: rolemesh need deployment/rlhf-job-reward statefulset/rlhf-job-actor")
+@app.command(
+    rich_help_panel=FOR_PODS,
+    epilog="Example: rolemesh need deployment/rlhf-job-reward statefulset/rlhf-job-actor",
+)
 def need(
     given: Annotated[
         list[str], typer.Argument(help="Of this pod's namespace, as in --need of control.", metavar="KIND/NAME")

@@ -10,9 +10,18 @@ from pathlib import Path
 
 import pytest
 
+import rolemesh
 from rolemesh.services.command_line.app import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["rolemesh", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"rolemesh {rolemesh.__version__}\n"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(

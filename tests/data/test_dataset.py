@@ -345,6 +345,15 @@ def test_gsm8k_rows_of_conversations_bring_what_verls_do(answered_by: str, broug
     assert row == {**plain, "agent_name": "tool_agent", "extra_info": {**plain["extra_info"], **brought}}
 
 
+def test_a_clone_of_gsm8ks_repository_is_converted_as_the_folder_in_it(tmp_path: Path) -> None:
+    (tmp_path / "grade_school_math").mkdir()
+    (tmp_path / "grade_school_math" / "data").symlink_to(GSM8K)
+    of_the_clone = write_gsm8k(tmp_path, tmp_path / "clone")
+    assert [f.name for f in of_the_clone] == ["train.parquet", "test.parquet"]
+    of_the_folder = write_gsm8k(GSM8K, tmp_path / "folder")
+    assert [f.read_bytes() for f in of_the_clone] == [f.read_bytes() for f in of_the_folder]
+
+
 def test_one_gsm8k_file_makes_one_parquet_file(tmp_path: Path) -> None:
     assert [f.name for f in write_gsm8k(GSM8K / "test.jsonl", tmp_path)] == ["test.parquet"]
 

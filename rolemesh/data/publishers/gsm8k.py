@@ -12,6 +12,7 @@ from rolemesh.data.progress_bar import track
 from rolemesh.errors import InvalidData
 
 DATA_SOURCE = "openai/gsm8k"
+IN_A_CLONE = "grade_school_math/data"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 # Who answers the policy's turns, and what the row brings for it: verl's names.
 ANSWERS: dict[str, Callable[[str, str], dict[str, Any]]] = {
@@ -28,8 +29,8 @@ def write_gsm8k(src: Path, out: Path, answered_by: str | None = None) -> list[Pa
     """Write OUT/train.parquet and OUT/test.parquet, one for each JSONL file found.
 
     Args:
-        src: a folder with train.jsonl, test.jsonl or both, or one JSONL file. A row holds `question` and
-            `answer`, the worked solution that ends in "#### <number>".
+        src: a folder with train.jsonl, test.jsonl or both, a clone of the repository grade-school-math, or one
+            JSONL file. A row holds `question` and `answer`, the worked solution that ends in "#### <number>".
         out: a folder; created if missing.
         answered_by: rows for `tool_agent`: with the tool calc_gsm8k_reward (`tool`), or with the interaction
             gsm8k, which says what is wrong with an answer (`interaction`). None: rows of one turn.
@@ -40,10 +41,14 @@ def write_gsm8k(src: Path, out: Path, answered_by: str | None = None) -> list[Pa
     Raises:
         InvalidData: no such file, or an invalid line. The message names file and line.
     """
-    sources = [src] if src.is_file() else [src / f"{split}.jsonl" for split in ("train", "test")]
+    folders = [src, src / IN_A_CLONE]
+    sources = [src, *(folder / f"{split}.jsonl" for folder in folders for split in ("train", "test"))]
     found = [source for source in sources if source.is_file()]
     if not found:
-        raise InvalidData(f"{src} is neither a JSONL file nor a folder with train.jsonl or test.jsonl")
+        raise InvalidData(
+            f"{src} is neither a JSONL file nor a folder with train.jsonl or test.jsonl; the repository "
+            f"openai/grade-school-math has them in {IN_A_CLONE}"
+        )
     return [write_rows(out / f"{source.stem}.parquet", gsm8k_rows(source, answered_by)) for source in found]
 
 
